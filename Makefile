@@ -1,0 +1,58 @@
+# Two commands do everything on a fresh machine with Python >= 3.11, pip and make: `make train` and `make test`.
+# Both first create .venv (or reuse it) and use the machine's GPUs when there are any.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+TORCH := $(if $(filter-out 0,$(GPU)),torch==2.11.0,torch==2.13.0)
+TRITON := triton==3.6.0
+IMPORTS := comet.kernels, comet.launch, comet.configs, torch, triton, numpy, hydra, matplotlib, psutil, tqdm, pytest
+FOLDERS := import importlib.util, sys; found = importlib.util.find_spec("torch") is not None; \
+  print(*[path for path in sys.path if found and path.endswith("-packages")], sep="\n")
+PIP = $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python
+# Linting sees one package tree, as installed: the folders kernels/, launch/ and configs/ under comet.
+TREE := build/tree/comet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint compile clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY) ## create or reuse .venv and install what is missing
+
+train: $(READY) ## run the main job: train a small MoE model (settings: make train ARGS="train.steps=200")
+	$(BIN)/comet train $(ARGS)
+
+test: $(READY) ## run the tests this machine can run (GPU tests need GPUs)
+	$(BIN)/python -P -m pytest $(ARGS)
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	rm -rf $(TREE) && mkdir -p $(TREE)
+	ln -s $(CURDIR)/comet/* $(CURDIR)/kernels $(CURDIR)/launch $(CURDIR)/configs $(TREE)/
+	MYPYPATH=build/tree $(BIN)/python -P -m mypy -p comet
+
+compile: $(READY) ## compile every kernel ahead of time (no GPU needed)
+	$(BIN)/comet compile $(ARGS)
+
+clean: ## remove .venv, builds and caches; results in outputs/ stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch already on the machine is used as it is: .venv then looks where $(PYTHON) does, after its own folders (which works
+# for a $(PYTHON) inside a virtual environment too). Without a network the installation counts if everything imports.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Comet needs Python 3.11: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -c '$(FOLDERS)' > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/machine.pth"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install '$(TRITON)'
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]' || \
+	  { $(PIP) install --no-index --no-build-isolation --no-deps -e . && $(BIN)/python -P -c 'import $(IMPORTS)'; }
+	touch $@
