@@ -1,0 +1,1 @@
+"""Triton kernels and their host wrappers; they import nothing but torch and triton."""

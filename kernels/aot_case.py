@@ -1,0 +1,79 @@
+"""What the compile-ahead tool is told about one kernel configuration (see ``comet.kernels.aot``).
+
+Every module that ships kernels defines ``aot_cases() -> list[KernelCase]`` with the configurations users run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+FEATURES = ("wgmma", "wide_loads", "wide_stores")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One kernel with one set of types and constants.
+
+    Args:
+        name: The configuration in words, unique among the cases of the kernel.
+        fn: The ``@triton.jit`` function.
+        signature: Triton type of every argument that is not a constexpr: ``*bf16``, ``i32``,
+            ``tensordesc<bf16[128, 64]>``.
+        constexprs: Value of every constexpr.
+        unaligned: Integer arguments that are not multiples of 16 (pointers and integers are taken to be, as the
+            just-in-time compiler finds at run time; arguments the kernel excludes from specialisation never are).
+        num_warps: Warps per block.
+        num_stages: Depth of the load pipeline.
+        expects: Features whose absence fails the compilation: ``wgmma``; ``wide_loads`` and ``wide_stores``: 16-byte
+            accesses to global memory are there and none is narrower than 4 bytes.
+
+    Raises:
+        ValueError: If an argument of the kernel is missing or unknown, or a feature is unknown.
+    """
+
+    name: str
+    fn: JITFunction
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    unaligned: frozenset[str] = frozenset()
+    num_warps: int = 4
+    num_stages: int = 3
+    expects: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        given = set(self.signature) | set(self.constexprs)
+        needed = set(self.fn.arg_names)
+        if given != needed:
+            raise ValueError(
+                f"{self.kernel} ({self.name}): missing arguments {sorted(needed - given)}, "
+                f"unknown arguments {sorted(given - needed)}"
+            )
+        if unknown := self.expects - set(FEATURES):
+            raise ValueError(f"{self.kernel} ({self.name}): expects={sorted(unknown)} must be among {FEATURES}")
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return self.fn.__name__
+
+    def types(self) -> dict[str, str]:
+        """Type of every argument in the order of the kernel, ``constexpr`` where a constant is given."""
+        return {name: self.signature.get(name, "constexpr") for name in self.fn.arg_names}
+
+    def attributes(self) -> dict[tuple[int], list[list[Any]]]:
+        """Divisibility by 16 of the arguments, as the just-in-time compiler would record it."""
+        return {
+            (index,): [["tt.divisibility", 16]]
+            for index, parameter in enumerate(self.fn.params)
+            if self._is_aligned(parameter.name, parameter)
+        }
+
+    def _is_aligned(self, name: str, parameter: Any) -> bool:
+        kind = self.signature.get(name, "constexpr")
+        if name in self.unaligned or parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+            return False
+        return kind.startswith(("*", "i", "u")) and kind not in ("i1", "u1")

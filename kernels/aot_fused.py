@@ -1,0 +1,105 @@
+"""The configurations of the fused kernels that ship, for the compile-ahead tool."""
+
+from .aot_case import KernelCase
+from .arguments import CHUNK_ROWS, MAX_PANELS
+from .dispatch import dispatch_kernel
+from .dispatch_gemm import dispatch_gemm_kernel
+from .gemm_combine import PANEL_COUNTERS, gemm_combine_kernel
+
+# Top-k of the five models; layer 1 unrolls over it.
+TOP_KS = (2, 4, 8)
+TYPES = {"bf16": (128, 256, 64, 4), "fp16": (128, 256, 64, 4), "fp32": (16, 64, 16, 2)}
+INT32 = (
+    "flag_ptr send_token_ids send_counts recv_counts tiles_ptr num_tiles_ptr row_ids_ptr counters epoch_ptr row_slots "
+    "send_rows"
+).split()
+INT64 = "recv_addresses flag_addresses combine_addresses combine_grad_addresses fault_ptr".split()
+ROWS = "x_ptr y_ptr out_ptr combine_ptr".split()
+FLOATS = "grads_out row_weights row_grads combine_grads".split()
+
+
+def aot_cases() -> list[KernelCase]:
+    """Layer 0 and layer 1 in every type, with and without what training adds."""
+    cases = []
+    for dtype in TYPES:
+        cases += [_layer0(dtype, save_pre=False), _layer0(dtype, save_pre=True), _dispatch(dtype)]
+        cases += [_layer1(dtype, top_k, backward=backward) for top_k in TOP_KS for backward in (False, True)]
+    return cases
+
+
+def _layer0(dtype: str, *, save_pre: bool) -> KernelCase:
+    block_f, _, block_k, num_stages = TYPES[dtype]
+    descriptors = {
+        "w1_desc": f"tensordesc<{dtype}[1, 2, {block_f}, {block_k}]>",
+        "hidden_desc": f"tensordesc<{dtype}[128, {block_f}]>",
+        "pre_desc": f"tensordesc<{dtype}[128, 1, {block_f}]>",
+    }
+    constants = dict(
+        BLOCK_M=128, BLOCK_F=block_f, BLOCK_K=block_k, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024),
+        CHUNK=CHUNK_ROWS, EVEN_K=True, SAVE_PRE=save_pre, FLATTEN=dtype != "fp32", PRECISION=_precision(dtype),
+        INTERPRET=False,
+    )  # fmt: skip
+    return KernelCase(
+        name=f"{dtype}, {'training' if save_pre else 'inference'}",
+        fn=dispatch_gemm_kernel,
+        signature=_signature(dispatch_gemm_kernel.arg_names, constants, descriptors, dtype),
+        constexprs=constants,
+        num_warps=8,
+        num_stages=min(num_stages, 3) if save_pre else num_stages,
+        expects=_expects(dtype),
+    )
+
+
+def _dispatch(dtype: str) -> KernelCase:
+    constants = dict(PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024), CHUNK=CHUNK_ROWS, INTERPRET=False)
+    return KernelCase(
+        name=dtype,
+        fn=dispatch_kernel,
+        signature=_signature(dispatch_kernel.arg_names, constants, {}, dtype),
+        constexprs=constants,
+        num_warps=8,
+        expects=frozenset({"wide_loads", "wide_stores"}),
+    )
+
+
+def _layer1(dtype: str, top_k: int, *, backward: bool) -> KernelCase:
+    _, block_n, block_k, num_stages = TYPES[dtype]
+    b_block = (block_k, block_n) if backward else (block_n, block_k)
+    descriptors = {
+        "a_desc": f"tensordesc<{dtype}[128, {block_k}]>",
+        "b_desc": f"tensordesc<{dtype}[1, {b_block[0]}, {b_block[1]}]>",
+    }
+    constants = dict(
+        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=top_k,
+        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=64, ROWS=16,
+        COLS=_most_cols(dtype, 512), CHUNK=CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
+        PRECISION=_precision(dtype), INTERPRET=False,
+    )  # fmt: skip
+    return KernelCase(
+        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}",
+        fn=gemm_combine_kernel,
+        signature=_signature(gemm_combine_kernel.arg_names, constants, descriptors, dtype),
+        constexprs=constants,
+        num_warps=8,
+        num_stages=num_stages,
+        expects=_expects(dtype),
+    )
+
+
+def _signature(names: list[str], constants: dict, descriptors: dict[str, str], dtype: str) -> dict[str, str]:
+    kinds = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64") | dict.fromkeys(FLOATS, "*fp32")
+    kinds |= dict.fromkeys(ROWS, f"*{dtype}") | descriptors | {"timeout_ns": "i64", "recv_offset": "i64"}
+    return {name: kinds.get(name, "i32") for name in names if name not in constants}
+
+
+def _most_cols(dtype: str, most: int) -> int:
+    return most // 4 if dtype == "fp32" else most
+
+
+def _precision(dtype: str) -> str:
+    return "ieee" if dtype == "fp32" else "tf32"
+
+
+def _expects(dtype: str) -> frozenset[str]:
+    """IEEE float32 has no tensor-core instruction."""
+    return frozenset({"wide_loads", "wide_stores"} | ({"wgmma"} if dtype != "fp32" else set()))

@@ -1,0 +1,75 @@
+"""The configurations of the plan's kernels that ship, for the compile-ahead tool."""
+
+from .aot_case import KernelCase
+from .metadata import (
+    PlanConfig,
+    count_constants,
+    count_kernel,
+    exchange_constants,
+    exchange_kernel,
+    place_constants,
+    place_warps,
+)
+from .placement import place_kernel
+
+NUM_COUNTERS = 128
+# Name: experts, top-k, EP, TP, phases.
+LAYERS = {
+    "Mixtral, EP4": (8, 2, 4, 1, 2),
+    "Qwen3-30B, EP4": (128, 8, 4, 1, 2),
+    "Qwen2-MoE, EP2 x TP2": (60, 4, 2, 2, 4),
+    "DeepSeek-V3, EP8": (256, 8, 8, 1, 2),
+    "256 experts on one rank": (256, 8, 1, 1, 1),
+    "top-32 of 32": (32, 32, 4, 1, 4),
+}
+FLOATS = ("weights_ptr", "row_weights")
+INT64 = ("id_addresses", "weight_addresses", "flag_addresses", "fault_ptr")
+NUMBERS = ("rank", "num_tokens", "M", "capacity", "num_routed_rows")
+
+
+def aot_cases() -> list[KernelCase]:
+    """All three kernels for every layer."""
+    cases = []
+    for name, (num_experts, top_k, ep, tp, num_phases) in LAYERS.items():
+        config = PlanConfig(
+            top_k=top_k,
+            experts_local=num_experts // ep,
+            ep=ep,
+            tp=tp,
+            num_phases=num_phases,
+            block_rows=128,
+            expert_capacity=2**31 - 1,
+        )
+        launches = [
+            (exchange_kernel, exchange_constants(config, top_k, NUM_COUNTERS), 4),
+            *((count_kernel, values, 4) for values in _counts(config)),
+            (place_kernel, place_constants(config, top_k), place_warps(config)),
+        ]
+        cases += [
+            KernelCase(
+                name=f"{name}, {values['E_BLOCK']} experts at once" if kernel is count_kernel else name,
+                fn=kernel,
+                signature={argument: _kind(argument) for argument in kernel.arg_names if argument not in values},
+                constexprs=values,
+                num_warps=num_warps,
+                expects=frozenset({"wide_stores"} if kernel is exchange_kernel and top_k >= 4 else ()),
+            )
+            for kernel, values, num_warps in launches
+        ]
+    return cases
+
+
+def _counts(config: PlanConfig) -> list[dict[str, int | bool]]:
+    """Constants for few and for many chunks, where they differ."""
+    few, many = (count_constants(config, config.top_k, num_chunks) for num_chunks in (1, 256))
+    return [few] if few == many else [few, many]
+
+
+def _kind(argument: str) -> str:
+    if argument in NUMBERS:
+        return "i32"
+    if argument in INT64:
+        return "*i64"
+    if argument == "timeout_ns":
+        return "i64"
+    return "*fp32" if argument in FLOATS else "*i32"

@@ -1,0 +1,194 @@
+"""Combine: weighted top-k reduce of the expert outputs, and the partial sums' way back to the rank of each token.
+
+Two functions, called by every block of the layer-1 kernel one after the other:
+
+``reduce_and_send`` draws (panel, source rank, chunk of 128 received rows) tickets. It waits until the GEMM of its own
+launch has finished the panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank
+the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel). With gradients of the
+routing weights, they travel beside the first panel.
+
+``sum_partials`` draws (panel, tokens) tickets, waits for the flags of these tokens and adds up their partial sums in
+rank order.
+
+Why it terminates: tickets only grow, so each block draws finitely many. A wait in ``reduce_and_send`` is for GEMM
+blocks that are resident and wait for nobody. A wait in ``sum_partials`` begins only when all reduce tickets of this
+rank have been drawn by blocks that finish them without waiting for another rank; this holds on every rank, so each flag
+that is waited for is raised. A rank that died is met by the deadline of the spin.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import PLACE_LAYER1, PLACE_PANEL, signal, wait_flag, wait_flags
+from .tiles import part_span
+
+
+@triton.jit
+def row_block(
+    y_ptr, row_weights, slots, slot_rows, cols, inside, D, K: tl.constexpr, WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """fp32 (ROWS, COLS) sum over the expert slots of each row, in slot order; ``slots`` is (ROWS, K), -1 where none."""
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    ks = tl.arange(0, slots.shape[1])
+    for k in tl.static_range(K):
+        slot = tl.sum(tl.where(ks[None, :] == k, slots, 0), axis=1)
+        hit = slot >= 0
+        offsets = tl.multiple_of(tl.maximum(slot, 0).to(tl.int64) * D, 16)
+        part = tl.load(y_ptr + offsets[:, None] + cols[None, :], mask=hit[:, None] & inside[None, :], other=0.0)
+        part = part.to(tl.float32)
+        if WEIGHTED:
+            part *= tl.load(row_weights + slot_rows + k, mask=hit, other=0.0)[:, None]
+        total += part
+    return total
+
+
+@triton.jit
+def reduce_rows(
+    y_ptr, row_slots, row_weights, target_ptr, first_row, first_slot_row, count, first_col, num_cols, D,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of the rows ``first_row .. min(first_row + CHUNK, count)`` of one source.
+
+    ``first_slot_row`` is the received row of the source's row 0; ``target_ptr`` the combine row of its row 0. The slots
+    of the next rows are fetched while the present rows travel: they are the first link of a row's chain of latencies.
+    """
+    ks = tl.arange(0, K_BLOCK)[None, :]
+    in_step = tl.arange(0, ROWS)
+    end = tl.minimum(first_row + CHUNK, count)
+    rows = first_row + in_step
+    slots = tl.load(
+        row_slots + (first_slot_row + rows)[:, None] * K + ks, mask=(rows < end)[:, None] & (ks < K), other=-1
+    )
+    for start in range(first_row, end, ROWS):
+        rows = start + in_step
+        ahead = rows + ROWS
+        next_slots = tl.load(
+            row_slots + (first_slot_row + ahead)[:, None] * K + ks, mask=(ahead < end)[:, None] & (ks < K), other=-1
+        )
+        some = tl.max(slots, axis=1) >= 0
+        for col in range(0, num_cols, COLS):
+            in_panel = col + tl.arange(0, COLS)
+            cols = first_col + in_panel
+            inside = (in_panel < num_cols) & (cols < D)
+            total = row_block(
+                y_ptr, row_weights, slots, (first_slot_row + rows) * K, cols, inside, D, K, WEIGHTED, ROWS, COLS
+            )
+            target = target_ptr + rows[:, None].to(tl.int64) * D + cols[None, :]
+            tl.store(target, total.to(y_ptr.dtype.element_ty), mask=some[:, None] & inside[None, :])
+        slots = next_slots
+
+
+@triton.jit
+def send_grads(
+    row_grads, target_ptr, first_row, first_slot_row, count, K: tl.constexpr, K_BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Copy the (row, slot) gradients of one chunk to the rank the rows came from."""
+    rows = first_row + tl.arange(0, CHUNK)
+    ks = tl.arange(0, K_BLOCK)
+    mask = (rows < count)[:, None] & (ks < K)[None, :]
+    values = tl.load(row_grads + (first_slot_row + rows)[:, None] * K + ks[None, :], mask=mask, other=0.0)
+    tl.store(target_ptr + rows[:, None] * K + ks[None, :], values, mask=mask)
+
+
+@triton.jit
+def reduce_and_send(
+    y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses, grad_addresses, flag_addresses, counters,
+    panel_counters, fault_ptr, timeout_ns, epoch, rank, world_size, num_tiles, num_cols, num_panels, M, D,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Draw (panel, source, chunk) tickets, panel-major; sources go round the ring."""
+    num_chunks = M // CHUNK
+    per_panel = world_size * num_chunks
+    ticket = tl.atomic_add(counters, 1)
+    while ticket < num_panels * per_panel:
+        panel = ticket // per_panel
+        source = (rank + 1 + ticket % world_size) % world_size
+        chunk = ticket % per_panel // world_size
+        ticket = tl.atomic_add(counters, 1)
+        first_row = chunk * CHUNK
+        count = tl.where(source == rank, M, tl.load(recv_counts + source))
+        if first_row < count:
+            first_block, width = part_span(panel, num_cols, num_panels)
+            wait_flag(
+                panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET
+            )
+            rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
+            rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
+            reduce_rows(
+                y_ptr, row_slots, row_weights, rows, first_row, source * M, count, first_block * BLOCK_N,
+                width * BLOCK_N, D, K, K_BLOCK, WEIGHTED, ROWS, COLS, CHUNK,
+            )  # fmt: skip
+            if HAS_GRADS:
+                if panel == 0:
+                    grads = tl.load(grad_addresses + source).to(tl.pointer_type(tl.float32)) + rank * M * K
+                    send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
+            flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
+            signal(flags + (rank * num_chunks + chunk) * PANELS + panel, epoch)
+
+
+@triton.jit
+def wait_tokens(
+    send_rows, tokens, present, panel, flag_ptr, fault_ptr, timeout_ns, epoch, num_chunks, W: tl.constexpr,
+    CHUNK: tl.constexpr, PANELS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Wait for one panel of all partial sums of some tokens; one poll looks at all of their flags."""
+    for rank in tl.static_range(W):
+        row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
+        chunk = tl.maximum(row, 0) // CHUNK
+        wait_flags(
+            flag_ptr + (rank * num_chunks + chunk) * PANELS + panel, row >= 0, epoch, fault_ptr, timeout_ns,
+            PLACE_LAYER1, rank + row * 0, chunk, INTERPRET,
+        )  # fmt: skip
+
+
+@triton.jit
+def sum_partials(
+    out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, counters, fault_ptr, timeout_ns, epoch,
+    num_cols, num_panels, T, M, D,
+    W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Draw (panel, tokens) tickets and add up the partial sums of each token in rank order."""
+    num_chunks = M // CHUNK
+    per_panel = tl.cdiv(T, TOKENS)
+    ks = tl.arange(0, K_BLOCK)
+    ticket = tl.atomic_add(counters, 1)
+    while ticket < num_panels * per_panel:
+        panel = ticket // per_panel
+        first_token = ticket % per_panel * TOKENS
+        ticket = tl.atomic_add(counters, 1)
+        waited = first_token + tl.arange(0, TOKENS)
+        wait_tokens(
+            send_rows, waited, waited < T, panel, flag_ptr, fault_ptr, timeout_ns, epoch, num_chunks, W, CHUNK, PANELS,
+            INTERPRET,
+        )  # fmt: skip
+        first_block, width = part_span(panel, num_cols, num_panels)
+        for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
+            tokens = start + tl.arange(0, ROWS)
+            present = tokens < T
+            for col in range(0, width * BLOCK_N, COLS):
+                in_panel = col + tl.arange(0, COLS)
+                cols = first_block * BLOCK_N + in_panel
+                inside = (in_panel < width * BLOCK_N) & (cols < D)
+                total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+                for rank in tl.static_range(W):
+                    row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
+                    offsets = tl.multiple_of((rank * M + tl.maximum(row, 0)).to(tl.int64) * D, 16)
+                    mask = (row >= 0)[:, None] & inside[None, :]
+                    part = tl.load(combine_ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+                    total += part.to(tl.float32)
+                target = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
+                tl.store(target, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
+            if HAS_GRADS:
+                if panel == 0:
+                    grads = tl.zeros((ROWS, K_BLOCK), dtype=tl.float32)
+                    for rank in tl.static_range(W):
+                        row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
+                        source = combine_grads + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
+                        grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
+                    target = grads_out + tokens[:, None] * K + ks[None, :]
+                    tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])

@@ -1,0 +1,269 @@
+"""Last step of the plan on the device: from counts and in-chunk positions to addresses (see ``metadata``).
+
+Programs of ``place_kernel``, W*C each for received rows and sent tokens, e for segments, one for everything small:
+
+    [0, W*C)                    received and routed rows of a (source, chunk)
+    [W*C, 2*W*C)                send list of a (destination, chunk)
+    [2*W*C, 2*W*C + e)          tiles and padding of an expert's segment
+    2*W*C + e                   segment table, tile starts, counts, status, epoch
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import FAULT_ROWS_NEEDED
+from .tiles import phase_of_source
+
+
+@triton.jit
+def shard_of(ids, E_LOCAL: tl.constexpr):
+    """EP shard of expert ids; -1 for a masked slot (integer division rounds towards zero)."""
+    return tl.where(ids >= 0, ids // E_LOCAL, -1)
+
+
+@triton.jit
+def sum_chunks(counts_ptr, stride, chunk, num_chunks, BLOCK: tl.constexpr):
+    """Sum of ``counts[0 .. chunk)`` and of all ``num_chunks`` counts, which lie ``stride`` apart."""
+    before = tl.zeros((BLOCK,), dtype=tl.int32)
+    total = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, num_chunks, BLOCK):
+        chunks = start + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + chunks * stride, mask=chunks < num_chunks, other=0)
+        before += tl.where(chunks < chunk, counts, 0)
+        total += counts
+    return tl.sum(before, axis=0), tl.sum(total, axis=0)
+
+
+@triton.jit
+def list_places(needed, chunk, before, total, CHUNK: tl.constexpr):
+    """Place of each token of a chunk in its list: needed ones first, the others behind all needed ones."""
+    tokens = tl.arange(0, CHUNK)
+    inside = tl.cumsum(needed, axis=0) - needed
+    return tl.where(needed > 0, before + inside, total + (chunk * CHUNK - before) + (tokens - inside))
+
+
+@triton.jit
+def load_kept(
+    totals_ptr, capacity, WORLD: tl.constexpr, W_PAD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr
+):
+    """(W, e): routed rows, those of lower sources, and how many of a source's rows the capacity keeps."""
+    sources = tl.arange(0, W_PAD)[:, None]
+    experts = tl.arange(0, E_PAD)[None, :]
+    mask = (sources < WORLD) & (experts < E_LOCAL)
+    totals = tl.load(totals_ptr + sources * E_LOCAL + experts, mask=mask, other=0)
+    lower = tl.cumsum(totals, axis=0) - totals
+    return totals, lower, tl.minimum(totals, tl.maximum(capacity - lower, 0))
+
+
+@triton.jit
+def expert_segments(kept, BLOCK_ROWS: tl.constexpr):
+    """(e,) valid rows and first row of each expert's segment, and the rows of all segments with their padding."""
+    counts = tl.sum(kept, axis=0)
+    padded = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    return counts, tl.cumsum(padded, axis=0) - padded, tl.sum(padded, axis=0)
+
+
+@triton.jit
+def tiles_until(kept, phases, counts, phase, BLOCK_ROWS: tl.constexpr):
+    """(e,) tiles of each expert whose last row belongs to ``phase`` or an earlier one.
+
+    With 300 rows, 100 of them in phase 0, and tiles of 128 rows: 0 tiles until phase 0, 3 until phase 1.
+    """
+    rows = tl.sum(tl.where(((phases <= phase) & (phases >= 0))[:, None], kept, 0), axis=0)
+    return tl.where(rows >= counts, (counts + BLOCK_ROWS - 1) // BLOCK_ROWS, rows // BLOCK_ROWS)
+
+
+@triton.jit
+def place_experts(
+    kept, lower, phases, counts_ptr, bases, source, chunk, capacity, num_routed_rows, num_chunks,
+    E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, W_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCAN_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store, per expert, the first routed row of a chunk and how many of the chunk's rows are kept."""
+    experts = tl.arange(0, E_PAD)
+    sources = tl.arange(0, W_PAD)
+    phase = tl.sum(tl.where(sources == source, phases, 0), axis=0)
+    before = ((phases < phase) & (phases >= 0)) | ((phases == phase) & (sources < source))
+    _, starts, _ = expert_segments(kept, BLOCK_ROWS)
+    base = starts + tl.sum(tl.where(before[:, None], kept, 0), axis=0)
+    earlier = tl.zeros((E_PAD,), dtype=tl.int32)
+    for start in range(0, chunk, SCAN_ROWS):
+        chunks = start + tl.arange(0, SCAN_ROWS)[:, None]
+        mask = (chunks < chunk) & (experts < E_LOCAL)[None, :]
+        addresses = counts_ptr + (source * num_chunks + chunks) * E_LOCAL + experts[None, :]
+        earlier += tl.sum(tl.load(addresses, mask=mask, other=0), axis=0)
+    count = tl.load(counts_ptr + (source * num_chunks + chunk) * E_LOCAL + experts, mask=experts < E_LOCAL, other=0)
+    room = tl.maximum(capacity - tl.sum(tl.where((sources == source)[:, None], lower, 0), axis=0), 0)
+    earlier = tl.minimum(earlier, room)
+    base += earlier
+    count = tl.maximum(tl.minimum(tl.minimum(count, room - earlier), num_routed_rows - base), 0)
+    tl.store(bases + experts, base, mask=experts < E_LOCAL)
+    tl.store(bases + E_LOCAL + experts, count, mask=experts < E_LOCAL)
+
+
+@triton.jit
+def place_rows(
+    ids_ptr, weights_ptr, row_counts_ptr, positions_ptr, bases, row_slots, row_weights, routed_row_ids, routed_slots,
+    source, chunk, rank, num_chunks,
+    K: tl.constexpr, E_LOCAL: tl.constexpr, TP: tl.constexpr, CHUNK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the received rows of a chunk and their routed rows; ``ids_ptr`` and ``weights_ptr`` are the source's."""
+    tokens = tl.arange(0, CHUNK)
+    slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    offsets = (chunk * CHUNK + tokens)[:, None] * K + slots
+    in_row = (tokens >= 0)[:, None] & (slots < K)
+    local = tl.load(ids_ptr + offsets, mask=in_row, other=-1) - rank // TP * E_LOCAL
+    mine = in_row & (local >= 0) & (local < E_LOCAL)
+    positions_ptr += (source * num_chunks + chunk) * (K * CHUNK)
+    position = tl.load(positions_ptr + slots * CHUNK + tokens[:, None], mask=mine, other=0)
+    weight = tl.load(weights_ptr + offsets, mask=mine, other=0.0)
+    base = tl.load(bases + local, mask=mine, other=0)
+    count = tl.load(bases + E_LOCAL + local, mask=mine, other=0)
+    kept = mine & (position >= 0) & (position < count)
+    # ---- received row of each token
+    needed = tl.max(mine.to(tl.int32), axis=1)
+    before, total = sum_chunks(row_counts_ptr + source * num_chunks, 1, chunk, num_chunks, SUM_BLOCK)
+    place = list_places(needed, chunk, before, total, CHUNK)
+    place = tl.where(source == rank, chunk * CHUNK + tokens, place)
+    in_list = in_row & (place < num_chunks * CHUNK)[:, None]
+    row = (source * (num_chunks * CHUNK) + place)[:, None]
+    tl.store(row_slots + row * K + slots, tl.where(kept, base + position, -1), mask=in_list)
+    tl.store(row_weights + row * K + slots, tl.where(kept, weight, 0.0), mask=in_list)
+    tl.store(routed_row_ids + base + position, row + slots * 0, mask=kept)
+    tl.store(routed_slots + base + position, slots + row * 0, mask=kept)
+
+
+@triton.jit
+def place_sends(
+    ids_ptr, shard_counts_ptr, send_token_ids, send_rows, send_counts, target, chunk, rank, num_chunks,
+    K: tl.constexpr, E_LOCAL: tl.constexpr, EP: tl.constexpr, TP: tl.constexpr, CHUNK: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the part of the send list of rank ``target`` that a chunk decides; ``ids_ptr`` is this rank's."""
+    tokens = tl.arange(0, CHUNK)
+    slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    offsets = (chunk * CHUNK + tokens)[:, None] * K + slots
+    shard = target // TP
+    ids = tl.load(ids_ptr + offsets, mask=(tokens >= 0)[:, None] & (slots < K), other=-1)
+    needed = tl.max((shard_of(ids, E_LOCAL) == shard).to(tl.int32), axis=1)
+    before, total = sum_chunks(shard_counts_ptr + shard, EP, chunk, num_chunks, SUM_BLOCK)
+    token = chunk * CHUNK + tokens
+    place = tl.where(target == rank, token, list_places(needed, chunk, before, total, CHUNK))
+    tl.store(send_token_ids + target * (num_chunks * CHUNK) + place, tl.where(needed > 0, token, -1))
+    tl.store(send_rows + token * (EP * TP) + target, tl.where(needed > 0, place, -1))
+    if chunk == 0:
+        tl.store(send_counts + target, total)
+
+
+@triton.jit
+def place_segment(
+    kept, phases, routed_row_ids, routed_slots, tiles, expert, num_routed_rows,
+    E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the tiles of an expert's segment, each among those of its phase, and mark the segment's padding."""
+    experts = tl.arange(0, E_PAD)
+    counts, starts, _ = expert_segments(kept, BLOCK_ROWS)
+    counts = tl.maximum(tl.minimum(counts, num_routed_rows - starts), 0)
+    start = tl.sum(tl.where(experts == expert, starts, 0), axis=0)
+    count = tl.sum(tl.where(experts == expert, counts, 0), axis=0)
+    earlier = tl.zeros((E_PAD,), dtype=tl.int32)
+    for phase in range(P):
+        until = tiles_until(kept, phases, counts, phase, BLOCK_ROWS)
+        first_tile = tl.sum(tl.where(experts == expert, earlier, 0), axis=0)
+        num_tiles = tl.sum(tl.where(experts == expert, until, 0), axis=0)
+        entries = tl.sum(earlier, axis=0) + tl.sum(tl.where(experts < expert, until - earlier, 0), axis=0)
+        for first in range(first_tile, num_tiles, TILE_BLOCK):
+            tile = first + tl.arange(0, TILE_BLOCK)
+            entry = tiles + (entries + tile - first_tile) * 4
+            mask = tile < num_tiles
+            tl.store(entry, expert + tile * 0, mask=mask)
+            tl.store(entry + 1, start + tile * BLOCK_ROWS, mask=mask)
+            tl.store(entry + 2, tl.minimum(count - tile * BLOCK_ROWS, BLOCK_ROWS), mask=mask)
+            tl.store(entry + 3, phase + tile * 0, mask=mask)
+        earlier = until
+    row = count + tl.arange(0, BLOCK_ROWS)
+    mask = row < tl.cdiv(count, BLOCK_ROWS) * BLOCK_ROWS
+    tl.store(routed_row_ids + start + row, row * 0 - 1, mask=mask)
+    tl.store(routed_slots + start + row, row * 0 - 1, mask=mask)
+
+
+@triton.jit
+def place_totals(
+    totals, kept, phases, row_counts_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status, fault_ptr,
+    num_routed_rows, num_chunks,
+    WORLD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the segment table, tile starts, received counts and status."""
+    experts = tl.arange(0, E_PAD)
+    counts, starts, num_rows = expert_segments(kept, BLOCK_ROWS)
+    counts = tl.maximum(tl.minimum(counts, num_routed_rows - starts), 0)
+    tl.store(segment_starts + experts, tl.minimum(starts, num_routed_rows), mask=experts < E_LOCAL)
+    tl.store(segment_counts + experts, counts, mask=experts < E_LOCAL)
+    tl.store(segment_starts + E_LOCAL, tl.minimum(num_rows, num_routed_rows))
+    tl.store(tile_starts, 0)
+    for phase in range(P):
+        tl.store(tile_starts + phase + 1, tl.sum(tiles_until(kept, phases, counts, phase, BLOCK_ROWS), axis=0))
+    tl.store(status, num_rows)
+    tl.store(status + 1, tl.sum(tl.sum(totals - kept, axis=1), axis=0))
+    tl.store(status + 2, (num_rows > num_routed_rows).to(tl.int32))
+    if num_rows > num_routed_rows:
+        tl.store(fault_ptr + FAULT_ROWS_NEEDED, tl.cast(num_rows, tl.int64))
+    tl.store(status + 3, 0)
+    for source in range(WORLD):
+        _, total = sum_chunks(row_counts_ptr + source * num_chunks, 1, 0, num_chunks, SUM_BLOCK)
+        tl.store(recv_counts + source, total)
+
+
+@triton.jit(do_not_specialize=["rank", "capacity", "num_routed_rows"])
+def place_kernel(
+    ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, row_counts_ptr,
+    shard_counts_ptr, positions_ptr, bases_ptr, rank, capacity, num_routed_rows, M,
+    send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids, routed_slots,
+    segment_starts, segment_counts, tiles, tile_starts, status,
+    K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,
+    TP: tl.constexpr, W_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    SCAN_ROWS: tl.constexpr,
+):  # fmt: skip
+    """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.plan.Plan``."""
+    WORLD: tl.constexpr = EP * TP
+    SUM_BLOCK: tl.constexpr = 128
+    num_chunks = M // CHUNK
+    num_places = WORLD * num_chunks
+    program = tl.program_id(0)
+    epoch = tl.load(plan_epoch_ptr)
+    half = (epoch & 1) * WORLD * (M * POOL_K)
+    sources = tl.arange(0, W_PAD)
+    phases = tl.where(sources < WORLD, phase_of_source(sources, rank, WORLD, P), -1)
+    totals, lower, kept = load_kept(totals_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
+    if program < num_places:
+        source = program // num_chunks
+        chunk = program - source * num_chunks
+        bases = bases_ptr + program * (2 * E_LOCAL)
+        place_experts(
+            kept, lower, phases, counts_ptr, bases, source, chunk, capacity, num_routed_rows, num_chunks,
+            E_LOCAL, E_PAD, W_PAD, BLOCK_ROWS, SCAN_ROWS,
+        )  # fmt: skip
+        tl.debug_barrier()
+        offset = half + source * (M * POOL_K)
+        place_rows(
+            ids_ptr + offset, weights_ptr + offset, row_counts_ptr, positions_ptr, bases, row_slots, row_weights,
+            routed_row_ids, routed_slots, source, chunk, rank, num_chunks, K, E_LOCAL, TP, CHUNK, SUM_BLOCK,
+        )  # fmt: skip
+    elif program < 2 * num_places:
+        target = program // num_chunks - WORLD
+        place_sends(
+            ids_ptr + half + rank * (M * POOL_K), shard_counts_ptr, send_token_ids, send_rows, send_counts, target,
+            program % num_chunks, rank, num_chunks, K, E_LOCAL, EP, TP, CHUNK, SUM_BLOCK,
+        )  # fmt: skip
+    elif program < 2 * num_places + E_LOCAL:
+        place_segment(
+            kept, phases, routed_row_ids, routed_slots, tiles, program - 2 * num_places, num_routed_rows,
+            E_PAD, P, BLOCK_ROWS, 64,
+        )  # fmt: skip
+    else:
+        place_totals(
+            totals, kept, phases, row_counts_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status,
+            fault_ptr, num_routed_rows, num_chunks, WORLD, E_LOCAL, E_PAD, P, BLOCK_ROWS, SUM_BLOCK,
+        )  # fmt: skip
+        # Every kernel of this plan reads its own copy of the epoch, so this store races with nobody.
+        tl.store(epoch_ptr, epoch)

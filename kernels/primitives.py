@@ -1,0 +1,222 @@
+"""Signals between ranks: release stores, acquire spins with a deadline, and a barrier.
+
+Memory order. Writer: payload stores, block barrier, ``signal`` (release, system scope). Reader: ``wait_flag`` or
+``wait_flags`` (acquire, system scope), then read. Flags carry the epoch, a number that only grows, so nothing is ever
+reset.
+
+Deadlines. Every spin measures its own time. On expiry it writes one record into ``fault`` and sets ``fault[0]``; every
+other spin of the device sees that and gives up as well, so the kernel ends and the host can raise.
+``fault`` is ``(8,)`` int64: aborted, place, peer, index, expected, seen, taken, and what the plan leaves there: routed
+rows needed where they exceed what was reserved.
+"""
+
+import triton
+import triton.language as tl
+
+from .aot_case import KernelCase
+
+# Places a spin can be in, for the record; comet.workspace turns them into words.
+PLACE_BARRIER = tl.constexpr(0)
+PLACE_EXCHANGE = tl.constexpr(1)
+PLACE_LAYER0 = tl.constexpr(2)
+PLACE_PANEL = tl.constexpr(3)
+PLACE_LAYER1 = tl.constexpr(4)
+
+FAULT_ROWS_NEEDED = tl.constexpr(7)
+
+# The interpreter has no clock; one poll there takes at least this long.
+INTERPRETER_POLL_NS = tl.constexpr(20_000)
+
+
+@triton.jit
+def clock_ns(polls, INTERPRET: tl.constexpr):
+    """Nanoseconds on the device clock; under the interpreter an estimate from the number of ``polls``."""
+    if INTERPRET:
+        return polls * INTERPRETER_POLL_NS
+    else:
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def zero_after_arrival(
+    flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, INTERPRET: tl.constexpr
+):
+    """0, once every flag of the block holds at least ``expected``: to be added to the addresses that are then read.
+
+    One instruction sequence instead of a loop, because a loop inside a GEMM's loop keeps the compiler from pipelining
+    its loads; and a value instead of a barrier, for the same reason. The value is reduced over the block, so no thread
+    has it before all flags were seen. ``flag_ptrs`` must be readable where ``mask`` is false, too.
+    """
+    if INTERPRET:
+        wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, True)
+        return 0
+    else:
+        zero = indices * 0
+        zeros = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred arrived, stop;
+            .reg .b32 seen;
+            .reg .b64 now, end, word;
+            ld.acquire.sys.global.b32 seen, [$1];
+            setp.ge.s32 arrived, seen, $2;
+            @arrived bra DONE;
+            mov.u64 end, %globaltimer;
+            add.u64 end, end, $3;
+            POLL:
+            ld.acquire.sys.global.b32 seen, [$1];
+            setp.ge.s32 arrived, seen, $2;
+            @arrived bra DONE;
+            ld.volatile.global.b64 word, [$4];
+            setp.ne.u64 stop, word, 0;
+            @stop bra DONE;
+            mov.u64 now, %globaltimer;
+            setp.lt.u64 stop, now, end;
+            @stop bra POLL;
+            atom.global.cas.b64 word, [$4+48], 0, 1;
+            setp.ne.u64 stop, word, 0;
+            @stop bra ABORT;
+            cvt.s64.s32 word, $5;
+            st.global.b64 [$4+8], word;
+            cvt.s64.s32 word, $6;
+            st.global.b64 [$4+16], word;
+            cvt.s64.s32 word, $7;
+            st.global.b64 [$4+24], word;
+            cvt.s64.s32 word, $2;
+            st.global.b64 [$4+32], word;
+            cvt.s64.s32 word, seen;
+            st.global.b64 [$4+40], word;
+            ABORT:
+            mov.u64 word, 1;
+            st.release.sys.global.b64 [$4], word;
+            DONE:
+            mov.b32 $0, 0;
+            }
+            """,
+            "=r,l,r,l,l,r,r,r",
+            [
+                flag_ptrs.to(tl.int64), tl.where(mask, expected, -(2**31)), zero + timeout_ns,
+                zero + fault_ptr.to(tl.int64), zero + place, peers, indices,
+            ],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        return tl.max(zeros, axis=0)
+
+
+@triton.jit
+def after_block(value, INTERPRET: tl.constexpr):
+    """The scalar ``value`` once every thread of the block is here.
+
+    Unlike ``tl.debug_barrier``, it may stand in a GEMM's loop.
+    """
+    if INTERPRET:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def fence_acquire(value, INTERPRET: tl.constexpr):
+    """Order every thread's earlier relaxed loads (``value`` is one of them) before its later reads."""
+    if INTERPRET:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def signal(flag_ptr, epoch):
+    """Publish ``epoch`` in a flag, after all payload stores of this block."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def record_fault(fault_ptr, place, peer, index, expected, seen):
+    """Write who waited for whom, then set the abort flag; the first to come keeps the record."""
+    first = tl.atomic_cas(fault_ptr + 6, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+    if first == 0:
+        tl.store(fault_ptr + 1, tl.cast(place, tl.int64))
+        tl.store(fault_ptr + 2, tl.cast(peer, tl.int64))
+        tl.store(fault_ptr + 3, tl.cast(index, tl.int64))
+        tl.store(fault_ptr + 4, tl.cast(expected, tl.int64))
+        tl.store(fault_ptr + 5, tl.cast(seen, tl.int64))
+    tl.atomic_xchg(fault_ptr, tl.full((), 1, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def wait_flag(flag_ptr, expected, fault_ptr, timeout_ns, place, peer, index, INTERPRET: tl.constexpr):
+    """Spin until ``*flag_ptr >= expected``, a deadline passes or another spin gave up."""
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    if seen < expected:
+        polls = tl.full((), 0, tl.int64)
+        start = clock_ns(polls, INTERPRET)
+        aborted = tl.load(fault_ptr, volatile=True)
+        while (seen < expected) & (aborted == 0):
+            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+            aborted = tl.load(fault_ptr, volatile=True)
+            polls += 1
+            if (seen < expected) & (clock_ns(polls, INTERPRET) - start > timeout_ns):
+                record_fault(fault_ptr, place, peer, index, expected, seen)
+
+
+@triton.jit
+def wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, INTERPRET: tl.constexpr):
+    """``wait_flag`` for a vector of flags; ``peers`` and ``indices`` name the flag that is late."""
+    seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
+    if tl.min(seen, axis=0) < expected:
+        polls = tl.full((), 0, tl.int64)
+        start = clock_ns(polls, INTERPRET)
+        aborted = tl.load(fault_ptr, volatile=True)
+        while (tl.min(seen, axis=0) < expected) & (aborted == 0):
+            seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
+            aborted = tl.load(fault_ptr, volatile=True)
+            polls += 1
+            if clock_ns(polls, INTERPRET) - start > timeout_ns:
+                late = tl.argmin(seen, axis=0)
+                position = tl.arange(0, seen.shape[0])
+                if tl.min(seen, axis=0) < expected:
+                    peer = tl.sum(tl.where(position == late, peers, 0), axis=0)
+                    index = tl.sum(tl.where(position == late, indices, 0), axis=0)
+                    record_fault(fault_ptr, place, peer, index, expected, tl.min(seen, axis=0))
+    fence_acquire(seen, INTERPRET)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns"])
+def barrier_kernel(
+    flag_addresses, epoch_ptr, fault_ptr, rank, world_size, timeout_ns, W_BLOCK: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """One program: advance the epoch, tell every rank, wait for every rank.
+
+    ``flag_addresses``: (W,) int64, address of each rank's (W,) int32 barrier flags; rank s writes slot s of every rank.
+    """
+    epoch = tl.load(epoch_ptr) + 1
+    ranks = tl.arange(0, W_BLOCK)
+    mask = ranks < world_size
+    remote = tl.load(flag_addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32))
+    tl.debug_barrier()
+    tl.atomic_xchg(remote + rank, tl.full((W_BLOCK,), 0, tl.int32) + epoch, mask=mask, sem="release", scope="sys")
+    local = tl.load(flag_addresses + rank).to(tl.pointer_type(tl.int32))
+    wait_flags(local + ranks, mask, epoch, fault_ptr, timeout_ns, PLACE_BARRIER, ranks, ranks * 0, INTERPRET)
+    tl.store(epoch_ptr, epoch)
+
+
+def aot_cases() -> list[KernelCase]:
+    """The barrier for one rank and for the widest group of one host."""
+    return [
+        KernelCase(
+            name=f"up to {ranks} ranks",
+            fn=barrier_kernel,
+            signature={
+                "flag_addresses": "*i64", "epoch_ptr": "*i32", "fault_ptr": "*i64",
+                "rank": "i32", "world_size": "i32", "timeout_ns": "i64",
+            },
+            constexprs={"W_BLOCK": ranks, "INTERPRET": False},
+        )
+        for ranks in (1, 8)
+    ]  # fmt: skip
