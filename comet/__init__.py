@@ -1,0 +1,57 @@
+"""Comet: Mixture-of-Experts layers whose communication runs inside their computation.
+
+The public names are loaded on first use, so that ``import comet`` alone is fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from comet.comm import Communicator, make_communicator
+    from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+    from comet.errors import CapacityError, CommTimeoutError, UnavailableError
+    from comet.group import ExpertGroup, make_expert_group
+    from comet.moe import MoE, make_moe
+
+__all__ = [
+    "CapacityError",
+    "CommTimeoutError",
+    "Communicator",
+    "ExpertGroup",
+    "MoE",
+    "MoEConfig",
+    "OverlapConfig",
+    "ParallelConfig",
+    "UnavailableError",
+    "make_communicator",
+    "make_expert_group",
+    "make_moe",
+]
+
+_MODULES = {
+    "CapacityError": "comet.errors",
+    "CommTimeoutError": "comet.errors",
+    "Communicator": "comet.comm",
+    "ExpertGroup": "comet.group",
+    "MoE": "comet.moe",
+    "MoEConfig": "comet.config",
+    "OverlapConfig": "comet.config",
+    "ParallelConfig": "comet.config",
+    "UnavailableError": "comet.errors",
+    "make_communicator": "comet.comm",
+    "make_expert_group": "comet.group",
+    "make_moe": "comet.moe",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,85 @@
+"""Routed experts as one differentiable operation.
+
+Forward is layer 0, then layer 1. Backward of layer 1 is a dispatch (the output's gradient travels to the experts) and a
+GEMM; backward of layer 0 is a GEMM and a combine; the weight gradients need no communication. Saved: the rows each rank
+received and gate | up; expert outputs are never kept, because the gradient of a routing weight is the product of hidden
+with the gradient that reaches it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from comet.plan import Plan
+from comet.settings import LayerSettings
+from comet.workspace import Workspace
+
+
+class Pieces(Protocol):
+    """What ``routed_experts`` runs on: a module of pieces (``comet.fused`` or ``comet.twin``) and its settings."""
+
+    ops: ModuleType
+    workspace: Workspace
+    settings: LayerSettings
+
+
+def routed_experts(x: Tensor, w1: Tensor, w2: Tensor, top_k_weights: Tensor, plan: Plan, pieces: Pieces) -> Tensor:
+    """The weighted sum of each token's experts.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens.
+        w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
+        w2: ``(e, D, F)``.
+        top_k_weights: ``(T, K)`` float32; only its gradient is made here, its values travelled with the plan.
+        plan: Where rows go.
+        pieces: Implementation, pool and launch settings.
+
+    Returns:
+        ``(T, D)``.
+    """
+    output: Tensor = _RoutedExperts.apply(x, w1, w2, top_k_weights, plan, pieces)
+    return output
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, top_k_weights: Tensor, plan: Plan, pieces: Pieces
+    ) -> Tensor:
+        ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
+        x = x.contiguous()
+        train = any(ctx.needs_input_grad)
+        hidden, pre = ops.layer0(x, w1, plan, workspace, settings, save_pre=train)
+        y: Tensor = ops.layer1(hidden, w2, plan, workspace, settings)
+        if train:
+            ctx.plan, ctx.pieces = plan, pieces
+            ctx.save_for_backward(keep_rows(x, plan, workspace), w1, w2, pre)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        plan, pieces = ctx.plan, ctx.pieces
+        ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
+        rows, w1, w2, pre = ctx.saved_tensors
+        ops.barrier(workspace)
+        plan.counters.zero_()
+        grad_rows = ops.dispatch(grad_y.contiguous(), plan, workspace, settings)
+        grad_hidden = ops.grad_hidden(grad_rows, w2, plan)
+        grad_pre, weighted_hidden, row_grads = ops.swiglu_backward(pre, grad_hidden, plan)
+        grad_x, grad_top_k = ops.grad_tokens(grad_pre, w1, row_grads, plan, workspace, settings)
+        grad_w1, grad_w2 = ops.grad_weights(grad_pre, rows, weighted_hidden, grad_rows, plan)
+        return grad_x, grad_w1, grad_w2, grad_top_k, None, None
+
+
+def keep_rows(x: Tensor, plan: Plan, workspace: Workspace) -> Tensor:
+    """Copy the received rows ``(R, D)`` out of the pool, own tokens included, before the next layer overwrites them."""
+    rows = workspace.recv_rows.local.clone()
+    first = plan.layout.rank * plan.max_tokens
+    rows[first : first + plan.num_tokens] = x
+    return rows

@@ -1,0 +1,92 @@
+"""Differentiable collectives of ``torch.distributed`` (gloo and NCCL) for the paths that need no symmetric memory.
+
+Contract: every rank of the group calls the same collectives in the same order, in forward and in backward; so a tensor
+that requires a gradient on one rank requires it on all. ``process_group=None`` is the default group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
+
+
+def all_to_all_rows(
+    rows: Tensor, send_counts: tuple[int, ...], recv_counts: tuple[int, ...], process_group: ProcessGroup | None
+) -> Tensor:
+    """Send consecutive runs of rows to the ranks, in rank order; the backward pass sends the gradients back.
+
+    Example: W=2, rank 0 holds rows ``[a, b, c]`` with send counts (1, 2), rank 1 holds ``[d]`` with (1, 0): rank 0
+    receives ``[a, d]`` with receive counts (1, 1), rank 1 receives ``[b, c]`` with (2, 0).
+
+    Args:
+        rows: ``(N, D)``, N = sum of ``send_counts``; may be 0.
+        send_counts: W rows to send to each rank.
+        recv_counts: W rows each rank sends here.
+        process_group: The W ranks.
+
+    Returns:
+        ``(R, D)``, R = sum of ``recv_counts``, in order of the source rank.
+    """
+    return _AllToAllRows.apply(rows, send_counts, recv_counts, process_group)
+
+
+def all_gather_stacked(tensor: Tensor, process_group: ProcessGroup | None) -> Tensor:
+    """Stack every rank's tensor; the backward pass sums the gradients of all ranks, in rank order, in float32.
+
+    Example: W=2, rank 0 holds ``[1]``, rank 1 holds ``[2]``: both get ``[[1], [2]]``. The gradients
+    ``[[3], [4]]`` on rank 0 and ``[[5], [6]]`` on rank 1 become ``[8]`` on rank 0 and ``[10]`` on rank 1.
+
+    Args:
+        tensor: Any shape, equal on all ranks.
+        process_group: The W ranks.
+
+    Returns:
+        ``(W, *tensor.shape)``.
+    """
+    return _AllGatherStacked.apply(tensor, process_group)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of ``dtype`` are kept in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        rows: Tensor,
+        send_counts: tuple[int, ...],
+        recv_counts: tuple[int, ...],
+        process_group: ProcessGroup | None,
+    ) -> Tensor:
+        ctx.saved = (send_counts, recv_counts, process_group)  # type: ignore[attr-defined]
+        received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), list(recv_counts), list(send_counts), group=process_group)
+        return received
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        send_counts, recv_counts, process_group = ctx.saved  # type: ignore[attr-defined]
+        return _AllToAllRows.apply(grads[0], recv_counts, send_counts, process_group), None, None, None
+
+
+class _AllGatherStacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor, process_group: ProcessGroup | None) -> Tensor:
+        ctx.process_group = process_group  # type: ignore[attr-defined]
+        world_size = dist.get_world_size(process_group)
+        stacked = tensor.new_empty(world_size, *tensor.shape)
+        dist.all_gather(list(stacked.unbind()), tensor.contiguous(), group=process_group)
+        return stacked
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].contiguous()
+        # Not reduce_scatter: gloo and NCCL sum in different orders, and both round to the dtype at every step.
+        contributions = torch.empty_like(grad)
+        dist.all_to_all_single(contributions, grad, group=ctx.process_group)  # type: ignore[attr-defined]
+        return contributions.sum(0, dtype=accumulator_dtype(grad.dtype)).to(grad.dtype), None

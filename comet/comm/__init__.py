@@ -1,0 +1,80 @@
+"""Symmetric memory: ``make_communicator`` is the only place that knows the names of the backends."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch.distributed import ProcessGroup
+
+from comet.comm.base import Communicator, SymmTensor
+from comet.comm.local import EmulatedCommunicator, LocalCommunicator, emulated_group
+from comet.config import require
+
+__all__ = [
+    "Backend",
+    "Communicator",
+    "EmulatedCommunicator",
+    "LocalCommunicator",
+    "SymmTensor",
+    "emulated_group",
+    "make_communicator",
+]
+
+Backend = Literal["auto", "nvshmem", "symm_mem", "cpu_shm"]
+
+
+def make_communicator(
+    backend: Backend,
+    group: ProcessGroup | None,
+    device: torch.device | str,
+    *,
+    timeout_s: float = 30.0,
+    world_size: int | None = None,
+) -> Communicator:
+    """Make this rank's communicator of a group (collective over the group).
+
+    Args:
+        backend: ``cpu_shm`` (processes of one host), ``symm_mem`` (GPUs of one host, nothing to install), ``nvshmem``
+            (needs nvshmem4py), or ``auto``: ``cpu_shm`` on the CPU and ``symm_mem`` on GPUs.
+        group: The ranks; ``None`` means this process alone, not all ranks (that is ``torch.distributed.group.WORLD``).
+        device: Where symmetric memory lives; ``"cuda"`` without an index is the current GPU.
+        timeout_s: Deadline of every wait, in seconds.
+        world_size: Ranks the caller expects in the group; ``None`` accepts any number.
+
+    Returns:
+        The communicator; for a group of one rank plain local memory, whatever the backend.
+
+    Raises:
+        ValueError: If the backend does not exist or does not fit the device, or the group has another size.
+        UnavailableError: If the backend cannot work here; the message says what to use instead.
+    """
+    require(backend in get_args(Backend), f"backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    device = _with_index(torch.device(device))
+    kind = "cpu" if backend == "cpu_shm" else "cuda"
+    require(backend == "auto" or device.type == kind, f"device={device} must be {kind!r} for backend={backend!r}")
+    require(
+        group is None or isinstance(group, ProcessGroup),
+        f"group={group!r} must be a process group this rank belongs to, or None for a rank alone",
+    )
+    size = 1 if group is None else group.size()
+    require(world_size in (None, size), f"world_size={world_size} must equal the {size} ranks of the group")
+    if group is None or size == 1:
+        return LocalCommunicator(device, timeout_s)
+    if backend == "nvshmem":
+        from comet.comm.nvshmem import NvshmemCommunicator
+
+        return NvshmemCommunicator(group, device, timeout_s)
+    if device.type == "cuda":
+        from comet.comm.symm_mem import SymmMemCommunicator
+
+        return SymmMemCommunicator(group, device, timeout_s)
+    from comet.comm.cpu_shm import CpuShmCommunicator
+
+    return CpuShmCommunicator(group, device, timeout_s)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

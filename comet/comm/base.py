@@ -1,0 +1,103 @@
+"""What Comet asks of a network: memory that every rank of a group can address, and a barrier.
+
+Kernels never see a communicator. They see a ``SymmTensor``'s pointer table, ``(W,)`` int64 addresses, one per rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SymmTensor:
+    """The same tensor on every rank of a group, each rank's copy addressable by all.
+
+    Args:
+        peers: W tensors of equal shape and dtype; ``peers[r]`` is rank r's copy, mapped into this process.
+        pointers: ``(W,)`` int64 on the communicator's device: the address of each ``peers[r]`` as seen from here.
+        rank: Which of them is this rank's own.
+    """
+
+    peers: tuple[Tensor, ...]
+    pointers: Tensor
+    rank: int
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's own copy."""
+        return self.peers[self.rank]
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
+        """A typed window of a byte pool, at the same place on every rank.
+
+        Args:
+            offset: Bytes from the start of the pool, a multiple of 256.
+            shape: Shape of the window.
+            dtype: Its element type.
+
+        Returns:
+            A ``SymmTensor`` over the same memory.
+
+        Raises:
+            ValueError: If the pool is not bytes, the offset is misaligned, or the window does not fit.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self.local.dtype != torch.uint8:
+            raise ValueError(f"dtype={self.local.dtype} of the pool must be torch.uint8 to take a typed view")
+        if offset % ALIGNMENT or offset < 0:
+            raise ValueError(f"offset={offset} must be a non-negative multiple of {ALIGNMENT}")
+        if offset + num_bytes > self.local.numel():
+            raise ValueError(f"offset={offset} + {num_bytes} bytes must fit the pool of {self.local.numel()} bytes")
+        windows = tuple(peer[offset : offset + num_bytes].view(dtype).view(shape) for peer in self.peers)
+        return SymmTensor(windows, self.pointers + offset, self.rank)
+
+
+def pointer_table(peers: Sequence[Tensor]) -> Tensor:
+    """The addresses of W tensors, ``(W,)`` int64, on their device."""
+    return torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=peers[0].device)
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """A group of ranks that can allocate symmetric memory; as a context manager it closes itself.
+
+    Attributes:
+        rank: This rank in the group.
+        world_size: W.
+        device: Where symmetric memory lives.
+        timeout_s: Deadline of every wait, in seconds.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    timeout_s: float
+
+    def alloc(self, num_bytes: int) -> SymmTensor:
+        """Allocate ``num_bytes`` zeroed bytes on every rank (collective, same size everywhere)."""
+        ...
+
+    def barrier(self) -> None:
+        """Return (CPU) or order the current stream (GPU) after every rank arrived; late ranks are named."""
+        ...
+
+    def close(self) -> None:
+        """Release everything (collective); idempotent. Any later use raises ``RuntimeError``."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """``close()``, without waiting for the other ranks if an exception is on its way."""
+        ...

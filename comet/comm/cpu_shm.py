@@ -1,0 +1,145 @@
+"""Symmetric memory between processes of one host: one shared file per allocation, mapped by every rank.
+
+The file lives in ``/dev/shm``, or in the folder for temporary files where ``/dev/shm`` is too small (containers often
+have 64 MiB). Its name is removed as soon as every rank has mapped it, so a job that is killed leaves nothing behind;
+the memory itself goes when the last tensor over it is gone. Pages are reserved at once: a full disk is an error at
+``alloc`` and never a SIGBUS in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import ProcessGroup
+
+from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.handshake import check_one_host, check_size, gather
+from comet.comm.lifecycle import CommunicatorBase
+from comet.comm.signals import fence, poll, signal
+from comet.config import require
+from comet.errors import CommTimeoutError, UnavailableError
+from comet.layout import round_up
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+FLAG_BYTES = 64  # one cache line, so that ranks polling different flags do not disturb each other
+
+
+class CpuShmCommunicator(CommunicatorBase):
+    """Ranks are processes of one host; every rank maps every rank's memory.
+
+    Args:
+        group: The ranks; a group that can exchange Python objects between CPUs (gloo).
+        device: The CPU.
+        timeout_s: Deadline of every wait, in seconds.
+
+    Raises:
+        ValueError: If ``device`` is not the CPU.
+        UnavailableError: If the ranks run on several hosts or cannot open each other's files.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        super().__init__(group.rank(), group.size(), device, timeout_s)
+        require(device.type == "cpu", f"device={device} must be 'cpu' for backend='cpu_shm'")
+        check_one_host(group, "cpu_shm", "use backend='nvshmem' on GPUs")
+        self._group = group
+        self._epoch = 0
+        self._arrived = self.alloc(FLAG_BYTES).view(0, (1,), torch.int32)
+
+    def _alloc(self, num_bytes: int) -> SymmTensor:
+        check_size(self._group, num_bytes)
+        stride = round_up(num_bytes, mmap.PAGESIZE)
+        offer = _create(stride * self.world_size) if self.rank == 0 else None
+        offer = gather(self._group, offer)[0]
+        require(
+            not offer.error,
+            f"num_bytes={num_bytes} on each of {self.world_size} ranks must fit: {offer.error}; "
+            "lower max_tokens or free some space",
+        )
+        try:
+            pool, error = _map(offer.path, stride * self.world_size), ""
+        except OSError as failure:
+            pool, error = torch.empty(0, dtype=torch.uint8), f"rank {self.rank}: {failure}"
+        errors = [text for text in gather(self._group, error) if text]
+        if self.rank == 0:
+            os.unlink(offer.path)
+        if errors:
+            raise UnavailableError(f"backend='cpu_shm' needs a file system all ranks share, but {'; '.join(errors)}")
+        peers = tuple(pool[rank * stride : rank * stride + num_bytes] for rank in range(self.world_size))
+        return SymmTensor(peers, pointer_table(peers), self.rank)
+
+    def _barrier(self) -> None:
+        self._epoch += 1
+        signal(self._arrived.local, 0, self._epoch)
+        flags = [peer.numpy() for peer in self._arrived.peers]
+        if not poll(lambda: all(flag[0] >= self._epoch for flag in flags), self.timeout_s):
+            late = [str(rank) for rank, flag in enumerate(flags) if flag[0] < self._epoch]
+            raise CommTimeoutError(
+                f"rank {self.rank} waited {self.timeout_s:.1f} s for rank{'s' if len(late) > 1 else ''} "
+                f"{', '.join(late)} (barrier, epoch {self._epoch})"
+            )
+        fence()
+
+    def _close(self, in_step: bool) -> None:
+        del self._arrived
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Rank 0's answer to an allocation: the path of the file, or why there is none."""
+
+    path: str = ""
+    error: str = ""
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes a user may still write under ``folder``; 0 where there is no such folder."""
+    if not folder.is_dir():
+        return 0
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
+
+
+def _create(num_bytes: int) -> _Offer:
+    """Make a file of ``num_bytes`` zeroes, pages reserved, in the first folder with room."""
+    folders = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+    room = {folder: free_bytes(folder) for folder in folders}
+    spaces = ", ".join(f"{free} bytes free in {folder}" for folder, free in room.items())
+    folder = next((folder for folder, free in room.items() if num_bytes <= free), None)
+    if folder is None:
+        return _Offer(error=f"{num_bytes} bytes needed, {spaces}")
+    if folder != SHARED_MEMORY:
+        logger.warning("symmetric memory of %d bytes goes to files: %s", num_bytes, spaces)
+    try:
+        return _Offer(path=_reserve(folder, num_bytes))
+    except OSError as failure:
+        return _Offer(error=f"{num_bytes} bytes needed in {folder}, {failure.strerror}")
+
+
+def _reserve(folder: Path, num_bytes: int) -> str:
+    """The path of a new file of ``num_bytes`` zeroes; nothing stays behind if the pages cannot be had."""
+    descriptor, path = tempfile.mkstemp(prefix="comet-", dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _map(path: str, num_bytes: int) -> torch.Tensor:
+    """The file as ``(num_bytes,)`` uint8, mapped shared; the mapping lives as long as a tensor over it."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

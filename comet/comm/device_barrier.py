@@ -1,0 +1,72 @@
+"""A stream-ordered barrier between GPUs over any symmetric memory: one small kernel, no host in between."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from comet.comm.base import SymmTensor
+from comet.comm.signals import waited
+from comet.errors import CommTimeoutError
+from comet.kernels.primitives import barrier_kernel
+
+
+class DeviceBarrier:
+    """Orders the current stream of every rank; a late rank ends the kernel at the deadline and raises on the host.
+
+    The host never waits for the stream: a kernel that gave up leaves its record in pinned host memory, and the next
+    ``arrive`` or ``check`` raises. The epoch lives on the device, so a CUDA graph may contain the barrier.
+
+    Args:
+        flags: ``(W,)`` int32 zeroes, symmetric; slot s of a rank is written by rank s.
+        timeout_s: Deadline in seconds.
+        interpret: Run under Triton's interpreter, on CPU memory.
+    """
+
+    def __init__(self, flags: SymmTensor, timeout_s: float, *, interpret: bool = False) -> None:
+        self._flags = flags
+        self._timeout_s = timeout_s
+        self._interpret = interpret
+        device = flags.local.device
+        self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self._fault = torch.zeros(8, dtype=torch.int64, device=device)
+        self._record = torch.zeros(8, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    @property
+    def failed(self) -> bool:
+        """Whether an earlier barrier is known to have met its deadline."""
+        return bool(self._record[0])
+
+    def arrive(self) -> None:
+        """Launch the barrier on the current stream; raises ``CommTimeoutError`` if an earlier one is known late."""
+        self._raise_if_failed()
+        world_size = len(self._flags.peers)
+        barrier_kernel[(1,)](
+            self._flags.pointers,
+            self._epoch,
+            self._fault,
+            self._flags.rank,
+            world_size,
+            int(self._timeout_s * 1e9),
+            W_BLOCK=triton.next_power_of_2(world_size),
+            INTERPRET=self._interpret,
+            num_warps=1,
+        )
+        self._record.copy_(self._fault, non_blocking=True)
+
+    def check(self) -> None:
+        """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
+        self._synchronize()
+        self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if not self.failed:
+            return
+        self._synchronize()  # the first word may have arrived before the others
+        _, _, peer, _, expected, seen, *_ = self._record.tolist()
+        place = f"barrier, epoch {expected}, saw {seen}"
+        raise CommTimeoutError(waited(self._flags.rank, peer, place, self._timeout_s))
+
+    def _synchronize(self) -> None:
+        if self._fault.device.type == "cuda":
+            torch.cuda.synchronize(self._fault.device)

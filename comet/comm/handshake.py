@@ -1,0 +1,71 @@
+"""What ranks tell each other to share memory, over the process group: at set-up only, never per step."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from comet.config import require
+from comet.errors import UnavailableError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A running operating system: two containers of one machine are one host, whatever they call themselves."""
+
+    name: str
+    boot_id: str
+
+
+def this_host() -> Host:
+    """The host of this process."""
+    name = socket.gethostname()
+    return Host(name, BOOT_ID.read_text().strip() if BOOT_ID.exists() else name)
+
+
+def gather(group: ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's ``value``, in rank order (collective; also a host-side barrier)."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def check_size(group: ProcessGroup, num_bytes: int) -> None:
+    """Raise the same ``ValueError`` on every rank unless all ask for the same size (collective)."""
+    sizes = gather(group, num_bytes)
+    require(len(set(sizes)) == 1, f"num_bytes={sizes} of ranks 0 to {len(sizes) - 1} must be equal")
+
+
+def check_one_host(group: ProcessGroup, backend: str, instead: str) -> None:
+    """Raise the same ``UnavailableError`` on every rank, naming the hosts, unless all run on one host (collective).
+
+    Args:
+        group: The ranks.
+        backend: Name for the message.
+        instead: What to use instead, for the message.
+    """
+    hosts: list[Host] = gather(group, this_host())
+    if len({host.boot_id for host in hosts}) > 1:
+        places = ", ".join(f"rank {rank} on {host.name}" for rank, host in enumerate(hosts))
+        raise UnavailableError(f"backend={backend!r} needs all ranks on one host, but {places}; {instead}")
+
+
+def check_distinct_devices(group: ProcessGroup, device: torch.device, backend: str) -> None:
+    """Raise the same ``ValueError`` on every rank if two ranks of one host use the same GPU (collective)."""
+    mine = (this_host().boot_id, str(torch.cuda.get_device_properties(device).uuid))
+    devices: Sequence[tuple[str, str]] = gather(group, mine)
+    for rank, other in enumerate(devices):
+        first = devices.index(other)
+        require(
+            first == rank,
+            f"device={device}: backend={backend!r} needs one GPU per rank, but ranks {first} and {rank} share one",
+        )

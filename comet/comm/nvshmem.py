@@ -1,0 +1,154 @@
+"""Symmetric memory of NVSHMEM, through nvshmem4py: GPUs of one host or of one NVLink domain.
+
+NVSHMEM is one world per process. The first communicator starts it for its group; later ones must have the same ranks.
+It stays up until the process ends, because it cannot be started a second time reliably; ``close`` frees memory only.
+Start jobs with ``NVSHMEM_DISABLE_NVLS=1``: Comet never uses NVLink multicast, and not every machine may switch it on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.device_barrier import DeviceBarrier
+from comet.comm.handshake import check_distinct_devices, check_size, gather
+from comet.comm.lifecycle import CommunicatorBase
+from comet.config import require
+from comet.errors import CommTimeoutError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+INSTEAD = "use backend='symm_mem' on GPUs of one host, or backend='cpu_shm' with device='cpu'"
+STATUS_NOT_STARTED = 0
+
+
+class NvshmemCommunicator(CommunicatorBase):
+    """Ranks are GPUs; memory comes from NVSHMEM's symmetric heap and peers are addressed by load and store.
+
+    Args:
+        group: The ranks, one GPU each.
+        device: This rank's GPU, with its index.
+        timeout_s: Deadline of every wait, in seconds.
+
+    Raises:
+        ValueError: If two ranks share a GPU, or NVSHMEM already runs with other ranks.
+        UnavailableError: If nvshmem4py or a GPU is missing, or the GPUs cannot address each other.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        super().__init__(group.rank(), group.size(), device, timeout_s)
+        self._nvshmem = import_nvshmem()
+        if not torch.cuda.is_available():
+            raise UnavailableError(f"backend='nvshmem' needs a CUDA GPU; {INSTEAD}")
+        self._group = group
+        self._pools: list[Tensor] = []
+        with torch.cuda.device(device):
+            check_distinct_devices(group, device, "nvshmem")
+            self._start()
+        flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)
+        self._device_barrier = DeviceBarrier(flags, timeout_s)
+
+    def check(self) -> None:
+        """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
+        self.require_open()
+        self._device_barrier.check()
+
+    def _start(self) -> None:
+        """Start NVSHMEM with the ranks of the group, or make sure that it runs with exactly these."""
+        core = self._nvshmem
+        logger.debug("%r", core.get_version())  # also loads the library, which init_status() does not
+        started = gather(self._group, core.init_status() != STATUS_NOT_STARTED)
+        require(len(set(started)) == 1, f"NVSHMEM must run on all ranks of the group or on none, but {started=}")
+        if not started[0]:
+            cuda_device = importlib.import_module("cuda.core").Device(self.device.index)
+            cuda_device.set_current()
+            unique_id = self._agree_on_id()
+            core.init(
+                device=cuda_device,
+                uid=unique_id,
+                rank=self.rank,
+                nranks=self.world_size,
+                initializer_method="uid",
+            )
+        pe, num_pes = core.my_pe(), core.n_pes()
+        require(
+            (pe, num_pes) == (self.rank, self.world_size),
+            f"rank {self.rank} of {self.world_size} must be the same in NVSHMEM, which runs it as {pe} of {num_pes}",
+        )
+
+    def _agree_on_id(self) -> Any:
+        unique_id = self._nvshmem.get_unique_id(empty=self.rank != 0)
+        content = unique_id._data.view(np.int8)  # the only access to the bytes; the library's own examples use it
+        content[:] = gather(self._group, content.copy())[0]
+        return unique_id
+
+    def _alloc(self, num_bytes: int) -> SymmTensor:
+        with torch.cuda.device(self.device):
+            check_size(self._group, num_bytes)
+            free = min(gather(self._group, torch.cuda.mem_get_info(self.device)[0]))
+            require(
+                num_bytes <= free,
+                f"num_bytes={num_bytes} must fit every GPU of the group: {num_bytes} bytes needed, {free} bytes free "
+                "on the fullest; lower max_tokens",
+            )
+            try:
+                local = self._nvshmem.tensor((num_bytes,), dtype=torch.uint8)
+            except self._nvshmem.NvshmemError as failure:
+                raise ValueError(
+                    f"num_bytes={num_bytes} must fit NVSHMEM's symmetric heap ({failure!r}); raise "
+                    "NVSHMEM_SYMMETRIC_SIZE before the job starts, or lower max_tokens"
+                ) from failure
+            self._pools.append(local)
+            peers = tuple(self._peer(local, rank) for rank in range(self.world_size))
+            local.zero_()
+            torch.cuda.synchronize(self.device)
+            gather(self._group, None)  # nobody stores into memory that its owner is still zeroing
+        return SymmTensor(peers, pointer_table(peers), self.rank)
+
+    def _peer(self, local: Tensor, rank: int) -> Tensor:
+        if rank == self.rank:
+            return local
+        try:
+            return self._nvshmem.get_peer_tensor(local, rank)
+        except self._nvshmem.NvshmemError as failure:
+            raise UnavailableError(
+                f"{self.device} of rank {self.rank} cannot address the GPU of rank {rank} by load and store; "
+                "the MoE group must lie inside one NVLink domain"
+            ) from failure
+
+    def _barrier(self) -> None:
+        with torch.cuda.device(self.device):
+            self._device_barrier.arrive()
+
+    def _close(self, in_step: bool) -> None:
+        try:
+            if in_step and not self._device_barrier.failed:
+                self._barrier()  # peers may still be writing into this rank's memory
+                self._device_barrier.check()
+        except CommTimeoutError as late:
+            logger.warning("rank %d frees no symmetric memory, because freeing needs all ranks: %s", self.rank, late)
+            in_step = False
+        torch.cuda.synchronize(self.device)
+        if in_step and not self._device_barrier.failed:
+            for pool in reversed(self._pools):
+                self._nvshmem.free_tensor(pool)
+        self._pools.clear()
+        del self._device_barrier
+
+
+def import_nvshmem() -> ModuleType:
+    """``nvshmem.core``; raises ``UnavailableError`` with the install command where it is missing."""
+    try:
+        return importlib.import_module("nvshmem.core")
+    except ImportError as failure:
+        raise UnavailableError(
+            f"backend='nvshmem' needs nvshmem4py ({failure}): pip install 'comet-moe[nvshmem]'; or {INSTEAD}"
+        ) from failure

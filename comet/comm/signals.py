@@ -1,0 +1,121 @@
+"""Signals between ranks through memory the CPU can see: the host-side twin of ``comet.kernels.primitives``.
+
+Memory order. Writer: payload stores, then ``signal``. Reader: ``wait``, then read. Both put a fence between payload
+and flag, so the order also holds on CPUs that reorder stores. Flags carry the epoch, a number that only grows, so
+nothing is ever reset. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from comet.config import require
+from comet.errors import CommTimeoutError
+
+YIELDS = 50  # polls that only give up the core, before the first real sleep
+FIRST_SLEEP_S = 20e-6
+LONGEST_SLEEP_S = 1e-3
+
+
+def signal(flags: Tensor, index: int, value: int) -> None:
+    """Publish ``value`` in one flag, after every earlier store of this thread.
+
+    Args:
+        flags: int32 or int64 flags in CPU memory, contiguous, any shape.
+        index: Position of the flag among all of ``flags``, row by row.
+        value: What to store, larger than everything stored there before.
+
+    Raises:
+        ValueError: If ``flags`` is not contiguous CPU memory or ``index`` is outside.
+
+    Example:
+        On ``flags`` of shape ``(2, 3)``, ``signal(flags, 4, 7)`` gives ``[[0, 0, 0], [0, 7, 0]]``.
+    """
+    view = _flat(flags, index)
+    fence()
+    view[index] = value
+
+
+def wait(flags: Tensor, index: int, value: int, *, timeout_s: float, describe: Callable[[], str]) -> None:
+    """Poll one flag until it holds at least ``value``; what the signalling rank stored before is then visible.
+
+    Args:
+        flags: As for ``signal``.
+        index: As for ``signal``.
+        value: The epoch waited for.
+        timeout_s: Deadline in seconds.
+        describe: Called only when the deadline passes; who waited for whom and where, as ``waited`` puts it.
+
+    Raises:
+        CommTimeoutError: When the deadline passes, for example
+            ``rank 2 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)``.
+        ValueError: As for ``signal``.
+    """
+    view = _flat(flags, index)
+    if not poll(lambda: view[index] >= value, timeout_s):
+        raise CommTimeoutError(late(describe(), value, int(view[index])))
+    fence()
+
+
+def waited(rank: int, peer: int, place: str, timeout_s: float) -> str:
+    """Who waited for whom and where, for ``wait``.
+
+    Example:
+        ``waited(2, 0, "layer 0 dispatch, chunk 17", 30)`` gives
+        ``"rank 2 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17)"``.
+    """
+    return f"rank {rank} waited {timeout_s:.1f} s for rank {peer} ({place})"
+
+
+def late(description: str, value: int, seen: int) -> str:
+    """Complete a description with what was expected and what was there.
+
+    Example:
+        ``late("rank 1 waited 2.0 s for rank 0 (panel 3)", 5, 4)`` gives
+        ``"rank 1 waited 2.0 s for rank 0 (panel 3, epoch 5, saw 4)"``.
+    """
+    joint = ", " if description.endswith(")") else " ("
+    return f"{description.removesuffix(')')}{joint}epoch {value}, saw {seen})"
+
+
+def poll(done: Callable[[], bool], timeout_s: float) -> bool:
+    """Call ``done`` until it is true (return ``True``) or ``timeout_s`` seconds passed (return ``False``).
+
+    Sleeps ever longer between the calls, so that several ranks can share a core.
+    """
+    deadline = time.monotonic() + timeout_s
+    polls, pause = 0, FIRST_SLEEP_S
+    while not done():
+        if time.monotonic() > deadline:
+            return bool(done())  # this thread may itself have been held up past the deadline
+        if polls < YIELDS:
+            time.sleep(0)
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_SLEEP_S)
+        polls += 1
+    return True
+
+
+def _flat(flags: Tensor, index: int) -> np.ndarray:
+    require(flags.device.type == "cpu", f"flags on device={flags.device} must be on the CPU")
+    require(flags.is_contiguous(), f"flags of shape {tuple(flags.shape)} must be contiguous")
+    require(0 <= index < flags.numel(), f"index={index} must be in [0, {flags.numel()})")
+    return flags.numpy().reshape(-1)
+
+
+def fence() -> None:
+    """Order this thread's earlier memory accesses before its later ones.
+
+    Nothing moves down past a lock's release or up past a lock's acquire, and no acquire overtakes an earlier release.
+    """
+    lock = threading.Lock()
+    with lock:
+        pass
+    with lock:
+        pass

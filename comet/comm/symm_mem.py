@@ -1,0 +1,111 @@
+"""Symmetric memory of ``torch.distributed``: GPUs of one host that can address each other, nothing to install.
+
+NVLink multicast is never used.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import _symmetric_memory as torch_symm_mem
+
+from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.device_barrier import DeviceBarrier
+from comet.comm.handshake import check_distinct_devices, check_one_host, check_size, gather
+from comet.comm.lifecycle import CommunicatorBase
+from comet.config import require
+from comet.errors import CommTimeoutError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+INSTEAD = "use backend='nvshmem', or backend='cpu_shm' with device='cpu'"
+
+
+class SymmMemCommunicator(CommunicatorBase):
+    """Ranks are GPUs of one host; every rank maps every rank's memory.
+
+    Args:
+        group: The ranks, one GPU each.
+        device: This rank's GPU, with its index.
+        timeout_s: Deadline of every wait, in seconds.
+
+    Raises:
+        ValueError: If two ranks share a GPU.
+        UnavailableError: If there is no GPU, the ranks run on several hosts or the GPUs cannot address each other.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        super().__init__(group.rank(), group.size(), device, timeout_s)
+        if not torch.cuda.is_available():
+            raise UnavailableError(f"backend='symm_mem' needs a CUDA GPU; {INSTEAD}")
+        self._group = group
+        self._pools: list[SymmTensor] = []
+        with torch.cuda.device(device):
+            check_one_host(group, "symm_mem", INSTEAD)
+            check_distinct_devices(group, device, "symm_mem")
+        flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)
+        self._device_barrier = DeviceBarrier(flags, timeout_s)
+
+    def check(self) -> None:
+        """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
+        self.require_open()
+        self._device_barrier.check()
+
+    def _alloc(self, num_bytes: int) -> SymmTensor:
+        with torch.cuda.device(self.device):
+            check_size(self._group, num_bytes)
+            local, error = self._reserve(num_bytes)
+            errors = [text for text in gather(self._group, error) if text]
+            require(not errors, "; ".join(errors))
+            peers = self._exchange(local)
+            local.zero_()
+            torch.cuda.synchronize(self.device)
+            gather(self._group, None)  # nobody stores into memory that its owner is still zeroing
+        pool = SymmTensor(peers, pointer_table(peers), self.rank)
+        self._pools.append(pool)
+        return pool
+
+    def _reserve(self, num_bytes: int) -> tuple[Tensor, str]:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if num_bytes > free:
+            return torch.empty(0), (
+                f"num_bytes={num_bytes} must fit {self.device} of rank {self.rank}: {num_bytes} bytes needed, "
+                f"{free} bytes free; lower max_tokens"
+            )
+        try:
+            # torch_symm_mem.empty() may cut several allocations out of one block; peers need a whole block each.
+            allocate = torch_symm_mem._SymmetricMemory.empty_strided_p2p
+            return allocate((num_bytes,), (1,), torch.uint8, self.device), ""
+        except RuntimeError as failure:  # fragmentation, or a limit below the free memory
+            return torch.empty(0), f"num_bytes={num_bytes} on rank {self.rank}: {failure}; lower max_tokens"
+
+    def _exchange(self, local: Tensor) -> tuple[Tensor, ...]:
+        try:
+            handle = torch_symm_mem.rendezvous(local, self._group.group_name)
+        except RuntimeError as failure:
+            raise UnavailableError(
+                f"{self.device} cannot map the memory of its peers ({failure}); {INSTEAD}"
+            ) from failure
+        mapped = [handle.get_buffer(rank, (local.numel(),), torch.uint8) for rank in range(self.world_size)]
+        assert mapped[self.rank].data_ptr() == local.data_ptr(), "the allocation must start at its handle's base"
+        mapped[self.rank] = local  # keeps the allocation, and with it the handle, alive
+        return tuple(mapped)
+
+    def _barrier(self) -> None:
+        with torch.cuda.device(self.device):
+            self._device_barrier.arrive()
+
+    def _close(self, in_step: bool) -> None:
+        try:
+            if in_step and not self._device_barrier.failed:
+                self._barrier()  # peers may still be writing into this rank's memory
+                self._device_barrier.check()
+        except CommTimeoutError as late:
+            logger.warning("symmetric memory is released although a rank did not close: %s", late)
+        finally:
+            torch.cuda.synchronize(self.device)
+            self._pools.clear()
+            del self._device_barrier

@@ -1,0 +1,168 @@
+"""Configuration of the MoE layer: frozen dataclasses that validate themselves, so that no bad value travels further.
+
+Letters (design section 2): T tokens on this rank, K experts per token, D hidden size, F expert feed-forward size,
+E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP x TP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Path = Literal["fused", "twin", "plain", "reference"]
+Score = Literal["softmax", "sigmoid"]
+Balance = Literal["aux", "bias", "none"]
+
+MAX_TOP_K = 32
+DIM_MULTIPLE = 16
+MOE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition`` holds; ``message`` names field, value and rule."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """Shape and routing of one MoE layer.
+
+    Args:
+        hidden_size: D, a multiple of 16.
+        ffn_size: F, the width of one expert; gate and up are each F wide; a multiple of 16.
+        num_experts: E.
+        top_k: K, experts per token, at most E and at most 32.
+        score: How router logits become scores: ``softmax`` over all experts or an independent ``sigmoid``.
+        renormalize: Divide the K chosen scores by their sum.
+        num_groups: Groups of consecutive experts for group-limited top-k (DeepSeek-V3); 1 switches it off.
+        top_groups: Groups a token may choose experts from, at most ``num_groups``.
+        routed_scale: Factor on the final routing weights.
+        balance: ``aux`` adds the load-balancing loss, ``bias`` moves a per-expert selection bias instead, or ``none``.
+        aux_loss_coef: Weight of the load-balancing loss (used when ``balance`` is ``aux``).
+        z_loss_coef: Weight of the router z-loss.
+        bias_update_rate: Step of the selection bias per update (used when ``balance`` is ``bias``).
+        shared_ffn_size: Width of the shared expert every token goes through; 0 means there is none.
+        capacity_factor: Each expert takes at most ``ceil(capacity_factor * tokens_global * K / E)`` routed rows and
+            drops the rest (counted); ``None`` never drops.
+        max_imbalance: Reserve memory for at most this many times the balanced number of routed rows on a rank; a step
+            that needs more ends with ``CapacityError``, nothing is dropped. ``None`` reserves for any routing.
+
+    Raises:
+        ValueError: If a field breaks its rule; the message names field, value and rule.
+    """
+
+    hidden_size: int
+    ffn_size: int
+    num_experts: int
+    top_k: int
+    score: Score = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    routed_scale: float = 1.0
+    balance: Balance = "aux"
+    aux_loss_coef: float = 1e-2
+    z_loss_coef: float = 1e-3
+    bias_update_rate: float = 1e-3
+    shared_ffn_size: int = 0
+    capacity_factor: float | None = None
+    max_imbalance: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "ffn_size"):
+            value = getattr(self, name)
+            require(
+                value > 0 and value % DIM_MULTIPLE == 0,
+                f"{name}={value} must be a positive multiple of {DIM_MULTIPLE}",
+            )
+        require(self.num_experts >= 1, f"num_experts={self.num_experts} must be at least 1")
+        require(
+            1 <= self.top_k <= min(self.num_experts, MAX_TOP_K),
+            f"top_k={self.top_k} must be between 1 and min(num_experts={self.num_experts}, {MAX_TOP_K})",
+        )
+        require(self.score in ("softmax", "sigmoid"), f"score={self.score!r} must be 'softmax' or 'sigmoid'")
+        require(self.balance in ("aux", "bias", "none"), f"balance={self.balance!r} must be 'aux', 'bias' or 'none'")
+        self._check_groups()
+        require(
+            self.shared_ffn_size >= 0 and self.shared_ffn_size % DIM_MULTIPLE == 0,
+            f"shared_ffn_size={self.shared_ffn_size} must be 0 or a positive multiple of {DIM_MULTIPLE}",
+        )
+        require(
+            self.capacity_factor is None or self.capacity_factor > 0,
+            f"capacity_factor={self.capacity_factor} must be positive, or None for dropless",
+        )
+        require(
+            self.max_imbalance is None or self.max_imbalance >= 1,
+            f"max_imbalance={self.max_imbalance} must be at least 1, or None for any routing",
+        )
+
+    def _check_groups(self) -> None:
+        require(
+            self.num_groups >= 1 and self.num_experts % self.num_groups == 0,
+            f"num_groups={self.num_groups} must divide num_experts={self.num_experts}",
+        )
+        require(
+            1 <= self.top_groups <= self.num_groups,
+            f"top_groups={self.top_groups} must be between 1 and num_groups={self.num_groups}",
+        )
+        reachable = self.num_experts // self.num_groups * self.top_groups
+        require(
+            self.top_k <= reachable,
+            f"top_k={self.top_k} must be at most the {reachable} experts of top_groups={self.top_groups} groups",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the MoE group of W = ep x tp ranks shares the experts.
+
+    Args:
+        ep: Expert-parallel shards; must divide ``num_experts``.
+        tp: Ranks each expert's F is split over; must divide ``ffn_size`` into multiples of 16.
+    """
+
+    ep: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.ep >= 1, f"ep={self.ep} must be at least 1")
+        require(self.tp >= 1, f"tp={self.tp} must be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """W, the ranks of one MoE group."""
+        return self.ep * self.tp
+
+    def check(self, moe: MoEConfig) -> None:
+        """Raise ``ValueError`` unless the experts and their width divide over the ranks."""
+        require(moe.num_experts % self.ep == 0, f"num_experts={moe.num_experts} must be divisible by ep={self.ep}")
+        require(
+            moe.ffn_size % (self.tp * DIM_MULTIPLE) == 0,
+            f"ffn_size={moe.ffn_size} must be divisible by tp={self.tp} into multiples of {DIM_MULTIPLE}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapConfig:
+    """How a fused kernel shares its thread blocks and orders its work (design sections 8 and 9).
+
+    Args:
+        comm_blocks: Thread blocks that start as communication blocks; they join the GEMM when done.
+        num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1.
+        num_panels: Layer 1: column panels of the hidden dimension.
+        block_rows: Rows of a GEMM tile.
+    """
+
+    comm_blocks: int = 16
+    num_phases: int = 2
+    num_panels: int = 4
+    block_rows: int = 128
+
+    def __post_init__(self) -> None:
+        require(self.comm_blocks >= 1, f"comm_blocks={self.comm_blocks} must be at least 1")
+        require(self.num_phases >= 1, f"num_phases={self.num_phases} must be at least 1")
+        require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
+        require(self.block_rows in (16, 32, 64, 128), f"block_rows={self.block_rows} must be one of 16, 32, 64, 128")

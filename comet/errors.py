@@ -1,0 +1,13 @@
+"""The exceptions Comet raises on purpose; everything a user can cause is a ``ValueError`` or one of these."""
+
+
+class CommTimeoutError(RuntimeError):
+    """A rank waited for another rank longer than the communicator's deadline."""
+
+
+class CapacityError(RuntimeError):
+    """More routed rows arrived on a rank than the capacity the user configured, and dropping was not chosen."""
+
+
+class UnavailableError(RuntimeError):
+    """A backend or an optional package cannot work on this machine; the message says what to use instead."""

@@ -1,0 +1,198 @@
+"""The pieces of the layer on Triton kernels, compiled or interpreted; the same functions as ``comet.twin``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
+from comet.kernels.arguments import TileTable, Wire
+from comet.kernels.dispatch import DispatchConfig, Sends
+from comet.kernels.dispatch import dispatch as launch_dispatch
+from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.kernels.gemm_combine import GemmCombineConfig, GradWire, Returns, gemm_combine
+from comet.kernels.group_gemm import GemmConfig, group_gemm
+from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
+from comet.kernels.primitives import barrier_kernel
+from comet.plan import Plan
+from comet.settings import LayerSettings
+from comet.workspace import Workspace
+
+COUNTERS_PER_LAUNCH = 32
+
+
+def layer0(
+    x: Tensor, w1: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Dispatch || grouped GEMM || SwiGLU in one launch; see ``comet.twin.layer0``."""
+    x = _aligned(x)
+    rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
+    hidden = x.new_empty(rows, ffn)
+    pre = x.new_empty(rows, 2 * ffn) if save_pre else None
+    config = _dispatch_config(settings, x, save_pre=save_pre)
+    dispatch_gemm(x, w1, hidden, pre, _recv_wire(workspace), _sends(plan), _table(plan, launch=0), config)
+    return hidden, pre
+
+
+def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """Grouped GEMM || weighted top-k reduce || combine in one launch; see ``comet.twin.layer1``."""
+    y = hidden.new_empty(hidden.shape[0], w2.shape[1])
+    out = hidden.new_empty(plan.num_tokens, w2.shape[1])
+    config = _combine_config(settings, settings.layer1.num_panels, out)
+    table = _table(plan, launch=1)
+    gemm_combine(hidden, w2, y, out, _combine_wire(workspace), _returns(plan, weighted=True), table, config)
+    return out
+
+
+def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """Dispatch alone; see ``comet.twin.dispatch``."""
+    config = DispatchConfig(push_cols=_move_cols(rows, 1024))
+    launch_dispatch(rows, _recv_wire(workspace), _sends(plan), _table(plan, launch=2).counters, config)
+    return workspace.recv_rows.local
+
+
+def grad_hidden(grad_rows: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+    """Grouped GEMM over gathered rows; see ``comet.twin.grad_hidden``."""
+    out = grad_rows.new_empty(plan.routed_row_ids.numel(), w2.shape[2])
+    config = GemmConfig.select(out.dtype)
+    group_gemm(grad_rows, w2, out, _table(plan, launch=2), gather=True, layout="kn", config=config)
+    return out
+
+
+def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``comet.twin.swiglu_backward``; routed rows of no tile are undefined."""
+    grad_pre, weighted_hidden = torch.empty_like(pre), torch.empty_like(grad)
+    row_grads = torch.zeros_like(plan.row_weights)
+    table = _table(plan, launch=2)
+    launch_swiglu_backward(pre, grad, plan.routed_slots, plan.row_weights, table, grad_pre, weighted_hidden, row_grads)
+    return grad_pre, weighted_hidden, row_grads
+
+
+def grad_weights(
+    grad_pre: Tensor, rows: Tensor, weighted_hidden: Tensor, grad_rows: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Two K-grouped GEMMs; see ``comet.twin.grad_weights``."""
+    experts = plan.layout.experts_local
+    grad_w1 = grad_pre.new_empty(experts, grad_pre.shape[1], rows.shape[1])
+    grad_w2 = grad_pre.new_empty(experts, grad_rows.shape[1], weighted_hidden.shape[1])
+    segments = (plan.segment_starts, plan.segment_counts)
+    config, ids = GemmConfig.select(grad_pre.dtype), plan.routed_row_ids
+    group_gemm_wgrad(grad_pre, rows, grad_w1, *segments, row_ids=ids, gather="b", config=config)
+    group_gemm_wgrad(grad_rows, weighted_hidden, grad_w2, *segments, row_ids=ids, gather="a", config=config)
+    return grad_w1, grad_w2
+
+
+def grad_tokens(
+    grad_pre: Tensor, w1: Tensor, row_grads: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
+) -> tuple[Tensor, Tensor]:
+    """Grouped GEMM || reduce || combine of the gradients in one launch; see ``comet.twin.grad_tokens``."""
+    y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
+    out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
+    grads = GradWire(
+        row_grads=row_grads,
+        landing=workspace.combine_grads.local,
+        landing_pointers=workspace.combine_grads.pointers,
+        out=row_grads.new_empty(plan.num_tokens, plan.layout.top_k),
+    )
+    config = _combine_config(settings, settings.layer0_backward.num_panels, out)
+    table = _table(plan, launch=3)
+    wire, returns = _combine_wire(workspace), _returns(plan, weighted=False)
+    gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, b_is_kn=True, grads=grads)
+    return out, grads.out
+
+
+def barrier(workspace: Workspace) -> None:
+    """Advance the epoch on the device once every rank has arrived, in stream order."""
+    flags = workspace.barrier_flags
+    barrier_kernel[(1,)](
+        flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
+        W_BLOCK=triton.next_power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
+    )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` itself, or a copy where it does not start at 16 bytes: its rows are read in pieces of 16 bytes."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:
+    """Flattened, the epilogue's shared memory adds to the ring's: storing gate | up costs a stage."""
+    tile = settings.tile
+    return DispatchGemmConfig(
+        comm_blocks=settings.comm_blocks,
+        block_f=tile.block_f,
+        block_k=tile.block_k,
+        group_tiles=settings.layer0.group_tiles,
+        push_cols=_move_cols(x, 1024),
+        flatten=x.dtype != torch.float32,
+        num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
+    )
+
+
+def _combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> GemmCombineConfig:
+    tile = settings.tile
+    return GemmCombineConfig(
+        comm_blocks=settings.comm_blocks,
+        num_panels=num_panels,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
+        group_tiles=settings.layer1.group_tiles,
+        move_cols=_move_cols(out, 512),
+        flatten=out.dtype != torch.float32,
+        num_stages=tile.num_stages,
+    )
+
+
+def _move_cols(rows: Tensor, most: int) -> int:
+    """Columns a block moves at once: a power of two, fewer in 32 bits."""
+    most = most // 4 if rows.dtype == torch.float32 else most
+    return min(most, triton.next_power_of_2(rows.shape[1]))
+
+
+def _recv_wire(workspace: Workspace) -> Wire:
+    return _wire(workspace, "recv")
+
+
+def _combine_wire(workspace: Workspace) -> Wire:
+    return _wire(workspace, "combine")
+
+
+def _wire(workspace: Workspace, name: str) -> Wire:
+    rows, flags = getattr(workspace, f"{name}_rows"), getattr(workspace, f"{name}_flags")
+    return Wire(
+        rows=rows.local,
+        row_pointers=rows.pointers,
+        flags=flags.local,
+        flag_pointers=flags.pointers,
+        epoch=workspace.epoch,
+        fault=workspace.fault,
+        rank=rows.rank,
+        max_tokens=workspace.max_tokens,
+        timeout_ns=workspace.timeout_ns,
+    )
+
+
+def _sends(plan: Plan) -> Sends:
+    return Sends(token_ids=plan.send_token_ids, counts=plan.send_counts, recv_counts=plan.recv_counts)
+
+
+def _returns(plan: Plan, *, weighted: bool) -> Returns:
+    return Returns(
+        row_slots=plan.row_slots,
+        row_weights=plan.row_weights if weighted else None,
+        send_rows=plan.send_rows,
+        recv_counts=plan.recv_counts,
+    )
+
+
+def _table(plan: Plan, *, launch: int) -> TileTable:
+    """The tiles with the counters of one of the plan's launches: 0 layer 0, 1 layer 1, 2 and 3 their backward."""
+    first = launch * COUNTERS_PER_LAUNCH
+    return TileTable(
+        tiles=plan.tiles,
+        num_tiles=plan.tile_starts[-1:],
+        row_ids=plan.routed_row_ids,
+        counters=plan.counters[first : first + COUNTERS_PER_LAUNCH],
+        block_rows=plan.block_rows,
+    )

@@ -1,0 +1,127 @@
+"""The ranks that share the experts of a model, with the memory they talk through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from comet.comm import Backend, make_communicator
+from comet.comm.base import Communicator
+from comet.config import MoEConfig, ParallelConfig, require
+from comet.layout import ExpertLayout
+from comet.workspace import Workspace, WorkspaceShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGroup:
+    """This rank's MoE group: W = EP x TP consecutive ranks of the world; the groups are data-parallel to each other.
+
+    Args:
+        parallel: EP and TP.
+        world_rank: This rank among all ranks.
+        world_size: All ranks.
+        process_group: The W ranks of this MoE group; ``None`` when the world is one rank.
+        expert_data_group: The ranks that hold the same expert shard, one of each MoE group; ``None`` when alone.
+        comm: Communicator over the MoE group.
+        workspace: The pool all MoE layers share.
+    """
+
+    parallel: ParallelConfig
+    world_rank: int
+    world_size: int
+    process_group: ProcessGroup | None
+    expert_data_group: ProcessGroup | None
+    comm: Communicator
+    workspace: Workspace
+
+    @property
+    def rank(self) -> int:
+        """This rank in its MoE group, 0 .. W-1."""
+        return self.world_rank % self.parallel.world_size
+
+    @property
+    def data_parallel(self) -> int:
+        """How many MoE groups the world holds."""
+        return self.world_size // self.parallel.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens, weights and symmetric memory live."""
+        return self.comm.device
+
+    def layout(self, moe: MoEConfig) -> ExpertLayout:
+        """This rank's place among the experts of ``moe``; raises ``ValueError`` where they do not divide."""
+        return ExpertLayout.create(moe, self.parallel, self.rank)
+
+    def close(self) -> None:
+        """Release the symmetric memory (collective, idempotent)."""
+        self.comm.close()
+
+
+def make_expert_group(
+    moe: MoEConfig,
+    parallel: ParallelConfig,
+    *,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: Backend = "auto",
+    timeout_s: float = 60.0,
+) -> ExpertGroup:
+    """Join the MoE group of this rank (collective over the world).
+
+    Args:
+        moe: The largest MoE layer the group will run.
+        parallel: EP and TP; EP x TP must divide the world size.
+        max_tokens: Most tokens this rank passes to a layer.
+        dtype: Element type of the tokens.
+        device: This rank's device.
+        backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``.
+        timeout_s: Deadline of every wait for another rank, in seconds.
+
+    Returns:
+        The group, with symmetric memory allocated.
+
+    Raises:
+        ValueError: If the experts or the world do not divide over the group.
+        UnavailableError: If the backend cannot work here.
+    """
+    device = torch.device(device)
+    world_rank, world_size = _world()
+    parallel.check(moe)
+    require(
+        world_size % parallel.world_size == 0,
+        f"world_size={world_size} must be divisible by ep x tp = {parallel.ep} x {parallel.tp} = {parallel.world_size}",
+    )
+    group, expert_data_group = _process_groups(world_rank, world_size, parallel.world_size)
+    comm = make_communicator(backend, group if parallel.world_size > 1 else None, device, timeout_s=timeout_s)
+    workspace = Workspace(comm, WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype))
+    return ExpertGroup(
+        parallel=parallel,
+        world_rank=world_rank,
+        world_size=world_size,
+        process_group=group,
+        expert_data_group=expert_data_group,
+        comm=comm,
+        workspace=workspace,
+    )
+
+
+def _world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _process_groups(rank: int, size: int, group_size: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """The MoE group and the expert-data group of ``rank``; every rank creates all of them in the same order."""
+    if size == 1:
+        return None, None
+    blocks = [list(range(start, start + group_size)) for start in range(0, size, group_size)]
+    strides = [list(range(first, size, group_size)) for first in range(group_size)]
+    mine, _ = dist.new_subgroups_by_enumeration(blocks)
+    same_shard, _ = dist.new_subgroups_by_enumeration(strides)
+    return mine, same_shard

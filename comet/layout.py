@@ -1,0 +1,78 @@
+"""Who owns what: the experts of a layer over the W = EP x TP ranks of its group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from comet.config import MoEConfig, ParallelConfig, require
+
+# Rows that share an arrival flag, and flags per chunk of the combine. comet.kernels.arguments holds the same values.
+CHUNK_ROWS = 128
+MAX_PANELS = 16
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``; ``round_up(129, 128) == 256``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayout:
+    """One rank's place among the experts.
+
+    EP shard ``s`` owns the experts ``s*e .. s*e + e - 1`` (e = E / EP). The TP ranks of a shard are consecutive ranks
+    of the group, and each holds F / TP columns of gate, of up, and of the down projection's contraction. An expert's
+    destination is therefore the set of ranks ``s*TP .. s*TP + TP - 1``.
+
+    Example: E = 8, EP = 2, TP = 2: expert 5 belongs to shard 1, so its rows travel to ranks 2 and 3.
+
+    Args:
+        num_experts: E.
+        top_k: K.
+        ep: EP.
+        tp: TP.
+        rank: This rank, 0 .. W-1.
+    """
+
+    num_experts: int
+    top_k: int
+    ep: int
+    tp: int
+    rank: int
+
+    @classmethod
+    def create(cls, moe: MoEConfig, parallel: ParallelConfig, rank: int) -> ExpertLayout:
+        """Place ``rank`` among the experts of ``moe``; raises ``ValueError`` where they do not divide."""
+        parallel.check(moe)
+        require(0 <= rank < parallel.world_size, f"rank={rank} must be below ep x tp = {parallel.world_size}")
+        return cls(num_experts=moe.num_experts, top_k=moe.top_k, ep=parallel.ep, tp=parallel.tp, rank=rank)
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return self.ep * self.tp
+
+    @property
+    def experts_local(self) -> int:
+        """e, the experts of one EP shard."""
+        return self.num_experts // self.ep
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's EP shard."""
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's slice of F."""
+        return self.rank % self.tp
+
+    @property
+    def first_expert(self) -> int:
+        """The first expert this rank computes."""
+        return self.ep_rank * self.experts_local
+
+    def ranks_of_expert(self, expert: int) -> range:
+        """The ranks that compute ``expert``."""
+        first = expert // self.experts_local * self.tp
+        return range(first, first + self.tp)

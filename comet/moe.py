@@ -1,0 +1,138 @@
+"""The MoE layer: router -> plan -> layer 0 -> layer 1, over the ranks of an ``ExpertGroup``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import MoEConfig, OverlapConfig, Path, require
+from comet.group import ExpertGroup
+from comet.paths import ExpertPath, make_path
+from comet.router import Router, RouterStats
+from comet.shared_expert import SharedExpert
+
+
+class MoE(nn.Module):
+    """A distributed Mixture-of-Experts feed-forward layer.
+
+    The weights are this rank's shard: ``w1 (e, 2, F/TP, D)`` gate and up projection, ``w2 (e, D, F/TP)`` down
+    projection. After a backward pass their gradients are complete for all tokens of the MoE group; the gradients of the
+    router and of the shared expert cover this rank's tokens only.
+
+    Args:
+        config: Shape and routing.
+        group: The ranks that share the experts, and their memory.
+        path: ``fused`` (Triton kernels), ``twin`` (the same plan in plain torch, for CPUs), ``plain`` (all-to-all and
+            grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU, twin on a CPU.
+        overlap: Split and order of the fused kernels' work.
+        seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model.
+        param_dtype: Element type of the parameters; they are cast to the tokens' type in the forward pass.
+
+    Raises:
+        ValueError: If the configuration does not fit the group, the path is unknown or cannot run on the device.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: ExpertGroup,
+        *,
+        path: Path | str = "auto",
+        overlap: OverlapConfig | None = None,
+        seed: int = 0,
+        param_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group = group
+        self.layout = group.layout(config)
+        self.experts: ExpertPath = make_path(path, config, group, overlap or OverlapConfig())
+        shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
+        experts, width = self.layout.experts_local, config.ffn_size // self.layout.tp
+        self.router = Router(config, device=group.device)
+        self.w1 = nn.Parameter(torch.empty(experts, 2, width, config.hidden_size, **shard))
+        self.w2 = nn.Parameter(torch.empty(experts, config.hidden_size, width, **shard))
+        self.shared = (
+            SharedExpert(config.hidden_size, config.shared_ffn_size, **shard) if config.shared_ffn_size else None
+        )
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Draw all weights from a normal distribution of variance 1 / fan-in, expert by expert."""
+        config, layout = self.config, self.layout
+        width = config.ffn_size // layout.tp
+        columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+        for local in range(layout.experts_local):
+            expert = layout.first_expert + local
+            w1 = _normal((2, config.ffn_size, config.hidden_size), config.hidden_size, seed, 2 * expert)
+            w2 = _normal((config.hidden_size, config.ffn_size), config.ffn_size, seed, 2 * expert + 1)
+            self.w1[local].copy_(w1[:, columns])
+            self.w2[local].copy_(w2[:, columns])
+        replicated = [self.router.weight, *(self.shared.parameters() if self.shared else ())]
+        for index, parameter in enumerate(replicated):
+            parameter.copy_(_normal(parameter.shape, parameter.shape[-1], seed, -1 - index))
+
+    def expert_parameters(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The parameters that are sharded over the group: ``w1`` and ``w2``."""
+        return self.w1, self.w2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
+        """Run the layer.
+
+        Args:
+            x: ``(..., D)`` this rank's tokens, any number of them, also none.
+
+        Returns:
+            ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
+        """
+        tokens = self._tokens(x)
+        routing = self.router(tokens)
+        routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
+        output = routed if self.shared is None else routed + self.shared(tokens)
+        return output.view_as(x), routing.stats
+
+    def routed_experts(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The layer without its router: plan -> layer 0 -> layer 1 for a given routing.
+
+        Args:
+            tokens: ``(T, D)``.
+            top_k_ids: ``(T, K)`` int32 global expert ids; -1 masks a slot.
+            top_k_weights: ``(T, K)`` float32.
+
+        Returns:
+            ``(T, D)``: the weighted sum of each token's experts.
+        """
+        w1, w2 = (weight.to(tokens.dtype) for weight in self.expert_parameters())
+        return self.experts(tokens, top_k_ids, top_k_weights, w1.flatten(1, 2), w2)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        shape, device = self.group.workspace.shape, self.group.device
+        require(
+            x.shape[-1] == self.config.hidden_size,
+            f"hidden_size={x.shape[-1]} of the input must be the layer's {self.config.hidden_size}",
+        )
+        require(x.device == device, f"device={x.device} of the input must be the group's {device}")
+        require(x.dtype == shape.dtype, f"dtype={x.dtype} of the input must be the group's {shape.dtype}")
+        return x.reshape(-1, self.config.hidden_size)
+
+
+def make_moe(
+    config: MoEConfig,
+    group: ExpertGroup,
+    *,
+    path: Path | str = "auto",
+    overlap: OverlapConfig | None = None,
+    seed: int = 0,
+    param_dtype: torch.dtype = torch.float32,
+) -> MoE:
+    """Build an ``MoE`` layer; see there."""
+    return MoE(config, group, path=path, overlap=overlap, seed=seed, param_dtype=param_dtype)
+
+
+def _normal(shape: tuple[int, ...] | torch.Size, fan_in: int, seed: int, stream: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + stream + 500_000)
+    return torch.randn(shape, generator=generator) / math.sqrt(fan_in)

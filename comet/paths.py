@@ -1,0 +1,127 @@
+"""The ways to run routed experts, chosen by name; each is a callable over (tokens, ids, weights, w1, w2)."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from typing import Protocol, get_args
+
+from torch import Tensor
+
+from comet.autograd import routed_experts
+from comet.config import MoEConfig, OverlapConfig, Path, require
+from comet.errors import CapacityError
+from comet.group import ExpertGroup
+from comet.plain import gather_reference_experts, plain_experts
+from comet.plan import Plan, make_plan, routed_row_capacity
+from comet.schedule import check_phases
+from comet.settings import LayerSettings
+
+
+class ExpertPath(Protocol):
+    """Computes the weighted sum of each token's experts, differentiably."""
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
+        ...
+
+
+class SymmetricPath:
+    """plan -> layer 0 -> layer 1 over symmetric memory, by Triton kernels or by their torch twins."""
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig, *, use_kernels: bool) -> None:
+        # A rank alone has no remote rows to wait for, whatever the setting.
+        self.overlap = overlap if group.parallel.world_size > 1 else replace(overlap, num_phases=1)
+        check_phases(self.overlap.num_phases, group.parallel.world_size)
+        self.layout = group.layout(config)
+        self.workspace = group.workspace
+        self.settings = LayerSettings.create(config, self.layout, self.overlap, self.workspace.shape.dtype)
+        self.use_kernels = use_kernels
+        self.ops = importlib.import_module("comet.fused" if use_kernels else "comet.twin")
+        self.expert_capacity = expert_capacity(config, group)
+        self.max_routed_rows = routed_row_capacity(
+            self.layout, self.workspace.max_tokens, self.overlap.block_rows, config.max_imbalance
+        )
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """Plan, then layer 0 and layer 1; see ``ExpertPath``."""
+        return routed_experts(tokens, w1, w2, top_k_weights, self.plan(top_k_ids, top_k_weights), self)
+
+    def plan(self, top_k_ids: Tensor, top_k_weights: Tensor) -> Plan:
+        """Who goes where, for ids and weights ``(T, K)`` (collective).
+
+        Raises:
+            CapacityError: On the CPU, where a plan that does not fit is known at once; on a GPU ``workspace.check``
+                tells.
+        """
+        plan = make_plan(
+            top_k_ids,
+            top_k_weights.detach(),
+            self.layout,
+            self.workspace,
+            overlap=self.overlap,
+            expert_capacity=self.expert_capacity,
+            max_routed_rows=self.max_routed_rows,
+            use_kernels=self.use_kernels,
+        )
+        if not self.use_kernels and plan.status[2]:
+            raise CapacityError(
+                f"rank {self.layout.rank} needs {int(plan.status[0])} routed rows, more than the "
+                f"{self.max_routed_rows} that max_imbalance reserves; raise max_imbalance or leave it unset"
+            )
+        return plan
+
+
+class PlainPath:
+    """All-to-all, grouped GEMMs, all-to-all, one after the other: what Comet is measured against."""
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+        self.layout = group.layout(config)
+        self.process_group = group.process_group
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """See ``ExpertPath``."""
+        return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
+
+
+class ReferencePath:
+    """Every rank gathers all weights and computes its own tokens in plain torch: the specification."""
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+        self.layout = group.layout(config)
+        self.process_group = group.process_group
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """See ``ExpertPath``."""
+        return gather_reference_experts(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
+
+
+def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:
+    """Routed rows one expert keeps, from the configured maximum of tokens; ``None`` when dropless.
+
+    Example: capacity_factor 1.25, W=2, max_tokens=100, K=2, E=8: ceil(1.25 * 2 * 100 * 2 / 8) = 63.
+    """
+    if config.capacity_factor is None:
+        return None
+    routed = group.parallel.world_size * group.workspace.shape.max_tokens * config.top_k
+    return math.ceil(config.capacity_factor * routed / config.num_experts)
+
+
+def make_path(name: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig) -> ExpertPath:
+    """The path called ``name``; ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU.
+
+    Raises:
+        ValueError: If there is no such path, or it cannot honour the configuration.
+    """
+    if name == "auto":
+        name = "fused" if group.device.type == "cuda" else "twin"
+    known = get_args(Path)
+    require(name in known, f"path={name!r} must be 'auto' or one of {known}")
+    if name in ("fused", "twin"):
+        return SymmetricPath(config, group, overlap, use_kernels=name == "fused")
+    require(
+        config.capacity_factor is None,
+        f"capacity_factor={config.capacity_factor} needs path 'fused' or 'twin'; {name!r} is dropless",
+    )
+    return PlainPath(config, group) if name == "plain" else ReferencePath(config, group)

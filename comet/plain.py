@@ -1,0 +1,317 @@
+"""Expert parallelism without symmetric memory: the plain path (what everybody has today) and the gathered reference.
+
+``plain_experts``: sort routed rows by destination, exchange counts, wait for them on the host, all-to-all, grouped
+GEMM, eager SwiGLU, grouped GEMM, all-to-all back, un-sort, weighted sum. It overlaps nothing, so it is the baseline of
+the benchmarks, and it runs wherever ``torch.distributed`` does. ``gather_reference_experts`` moves the weights, not the
+tokens, and runs ``comet.reference`` on them: slow, and the specification on several ranks.
+
+Both are differentiable in tokens, weights, w1 and w2. Letters as in the design: T tokens here, K slots each, D, F, E
+experts, e of this shard, W = EP x TP ranks; N = rows sent, R = rows received. Not covered: a capacity factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
+from torch.nn.functional import silu
+
+from comet.collectives import accumulator_dtype, all_gather_stacked, all_to_all_rows
+from comet.config import require
+from comet.layout import ExpertLayout
+from comet.reference import reference_experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowExchange:
+    """Which routed rows travel where on the plain path; a routed row goes to all TP ranks of its expert's shard.
+
+    Entry ``(t*K + k)*TP + j`` is token t's slot k on its way to TP rank j.
+
+    Args:
+        layout: The experts over the ranks.
+        send_entries: ``(N,)`` int64: entries by destination rank, then local expert, then entry; no masked ones.
+        send_counts: W rows sent to each rank.
+        recv_counts: W rows received from each rank.
+        recv_order: ``(R,)`` int64: received rows by local expert, then source rank, then entry.
+        expert_counts: e received rows of each local expert.
+        expert_ends: ``(e,)`` int32: their running sum, the offsets of a grouped GEMM.
+    """
+
+    layout: ExpertLayout
+    send_entries: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    recv_order: Tensor
+    expert_counts: tuple[int, ...]
+    expert_ends: Tensor
+
+
+def plain_experts(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout: ExpertLayout,
+    process_group: ProcessGroup | None,
+) -> Tensor:
+    """Send every token to the ranks of its experts and back, one step after the other; collective.
+
+    Args:
+        tokens: ``(T, D)``; T may be 0 and differ between ranks.
+        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks a slot.
+        top_k_weights: ``(T, K)`` float32 (float64 with float64 tokens).
+        w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; dtype of ``tokens``.
+        w2: ``(e, D, F/TP)``, dtype of ``tokens``.
+        layout: The experts over the ranks.
+        process_group: The W ranks; not used when W is 1.
+
+    Returns:
+        ``(T, D)``: ``round(sum over slots and TP ranks of weight * output)``, summed in float32.
+
+    Raises:
+        ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's.
+    """
+    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
+    exchange = make_exchange(top_k_ids, layout, process_group)
+    received = dispatch_rows(tokens, exchange, process_group)
+    with torch.autocast(tokens.device.type, enabled=False):
+        outputs = expert_rows(received, w1, w2, exchange)
+    returned = return_rows(outputs, exchange, process_group)
+    return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
+
+
+def make_exchange(top_k_ids: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None) -> RowExchange:
+    """Decide which rows travel where; waits once for the device; collective.
+
+    Example: E=4, EP=2, TP=1, K=2, rank 0 with ids ``[[3, 0], [1, -1]]`` and rank 1 with no tokens: on rank 0
+    ``send_entries = [1, 2, 0]``, ``send_counts = (2, 1)``, ``recv_counts = (2, 0)``, ``expert_counts = (1, 1)``; on
+    rank 1 ``recv_counts = (1, 0)``, ``expert_counts = (0, 1)``.
+
+    Args:
+        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``.
+        layout: The experts over the ranks.
+        process_group: The W ranks; not used when W is 1.
+
+    Returns:
+        The exchange.
+
+    Raises:
+        ValueError: If an id is out of range, or the group is not the layout's.
+    """
+    check_group(layout, process_group)
+    num_ranks, num_local = layout.world_size, layout.experts_local
+    bad = (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
+    bins = _destination_bins(top_k_ids.masked_fill(bad, -1), layout)
+    counts = torch.zeros(num_ranks * num_local + 1, dtype=torch.int64, device=bins.device)
+    counts.scatter_add_(0, bins, torch.ones_like(bins))
+    # The last bin holds the masked entries. The last column tells all ranks of bad ids, so that all raise, none waits.
+    sent = torch.cat([counts[:-1].view(num_ranks, num_local), bad.sum().expand(num_ranks, 1)], dim=1)
+    received = sent
+    if num_ranks > 1:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=process_group)
+    sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
+    _raise_for_bad_ids([row.pop() for row in received_host], top_k_ids, bad, layout)
+    send_counts = tuple(sum(row[:-1]) for row in sent_host)
+    recv_counts = tuple(map(sum, received_host))
+    received = received[:, :-1]
+    local_experts = torch.arange(num_local, device=bins.device).repeat(num_ranks)
+    recv_experts = local_experts.repeat_interleave(received.flatten(), output_size=sum(recv_counts))
+    return RowExchange(
+        layout=layout,
+        send_entries=bins.argsort(stable=True)[: sum(send_counts)],
+        send_counts=send_counts,
+        recv_counts=recv_counts,
+        recv_order=recv_experts.argsort(stable=True),
+        expert_counts=tuple(map(sum, zip(*received_host, strict=True))),
+        expert_ends=received.sum(0).cumsum(0).to(torch.int32),
+    )
+
+
+def dispatch_rows(tokens: Tensor, exchange: RowExchange, process_group: ProcessGroup | None) -> Tensor:
+    """Send ``(T, D)`` tokens to the ranks of their experts; returns ``(R, D)`` received rows by source rank."""
+    layout = exchange.layout
+    sent = _GatherRows.apply(tokens, exchange.send_entries, layout.top_k * layout.tp)
+    if layout.world_size == 1:
+        return sent
+    return all_to_all_rows(sent, exchange.send_counts, exchange.recv_counts, process_group)
+
+
+def expert_rows(received: Tensor, w1: Tensor, w2: Tensor, exchange: RowExchange) -> Tensor:
+    """Run every received row ``(R, D)`` through its local expert; returns ``(R, D)`` in the same order."""
+    rows = _GatherRows.apply(received, exchange.recv_order, 1)
+    counts, ends = exchange.expert_counts, exchange.expert_ends
+    gate, up = grouped_matmul(rows, w1, counts, ends).chunk(2, dim=-1)
+    outputs = grouped_matmul(silu(gate) * up, w2, counts, ends)
+    return torch.empty_like(outputs).index_copy(0, exchange.recv_order, outputs)
+
+
+def return_rows(outputs: Tensor, exchange: RowExchange, process_group: ProcessGroup | None) -> Tensor:
+    """Send ``(R, D)`` outputs back to where their rows came from; returns ``(N, D)`` in the order they were sent."""
+    if exchange.layout.world_size == 1:
+        return outputs
+    return all_to_all_rows(outputs, exchange.recv_counts, exchange.send_counts, process_group)
+
+
+def weighted_sum(returned: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, exchange: RowExchange) -> Tensor:
+    """Add up each token's outputs: ``(N, D)`` rows and ``(T, K)`` ids and weights to ``(T, D)``."""
+    num_tokens, top_k = top_k_ids.shape
+    fan_out = top_k * exchange.layout.tp
+    entries = returned.new_zeros(num_tokens * fan_out, returned.shape[1])
+    entries = entries.index_copy(0, exchange.send_entries, returned).view(num_tokens, fan_out, returned.shape[1])
+    weights = top_k_weights.masked_fill(top_k_ids < 0, 0.0)  # a NaN weight of a masked slot does no harm
+    weights = weights.repeat_interleave(exchange.layout.tp, dim=1).to(accumulator_dtype(returned.dtype))
+    return (entries * weights.unsqueeze(-1)).sum(1).to(returned.dtype)
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, expert_counts: tuple[int, ...], expert_ends: Tensor) -> Tensor:
+    """Multiply every row by the weight of its expert: torch's grouped GEMM for bf16 on a GPU, else one by one.
+
+    Example: rows ``[[1], [2], [3]]``, weights ``[[[10]], [[100]]]``, counts (1, 2), ends ``[1, 3]`` give
+    ``[[10], [200], [300]]``.
+
+    Args:
+        rows: ``(R, I)``, by expert.
+        weights: ``(e, O, I)``.
+        expert_counts: e rows of each expert.
+        expert_ends: ``(e,)`` int32, their running sum.
+
+    Returns:
+        ``(R, O)``.
+    """
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0:
+        return torch._grouped_mm(rows, weights.transpose(1, 2), offs=expert_ends)
+    runs = rows.split(list(expert_counts))
+    return torch.cat([run @ weight.T for run, weight in zip(runs, weights.unbind(), strict=True)])
+
+
+def gather_reference_experts(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout: ExpertLayout,
+    process_group: ProcessGroup | None,
+) -> Tensor:
+    """Gather all experts and run the reference on this rank's tokens; collective, differentiable, memory-hungry.
+
+    Args:
+        tokens: ``(T, D)``; T may be 0 and differ between ranks.
+        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks a slot.
+        top_k_weights: ``(T, K)`` float32 (float64 with float64 tokens).
+        w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; its gradient sums over the tokens of all ranks.
+        w2: ``(e, D, F/TP)``; likewise.
+        layout: The experts over the ranks.
+        process_group: The W ranks; not used when W is 1.
+
+    Returns:
+        ``(T, D)``, as ``comet.reference.reference_experts(..., ep=EP, tp=TP)`` computes it.
+
+    Raises:
+        ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's.
+    """
+    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
+    check_group(layout, process_group)
+    if layout.world_size > 1:
+        w1, w2 = gather_weights(w1, w2, layout, process_group)
+    return reference_experts(tokens, top_k_ids, top_k_weights, w1, w2, ep=layout.ep, tp=layout.tp)
+
+
+def gather_weights(
+    w1: Tensor, w2: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """All experts from every rank's shard: ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` to ``(E, 2F, D)``, ``(E, D, F)``."""
+    ep, tp, num_local = layout.ep, layout.tp, layout.experts_local
+    hidden_size, width = w2.shape[1], w2.shape[2]
+    w1_ranks = all_gather_stacked(w1, process_group).view(ep, tp, num_local, 2, width, hidden_size)
+    w2_ranks = all_gather_stacked(w2, process_group).view(ep, tp, num_local, hidden_size, width)
+    w1_all = w1_ranks.permute(0, 2, 3, 1, 4, 5).reshape(layout.num_experts, 2 * tp * width, hidden_size)
+    w2_all = w2_ranks.permute(0, 2, 3, 1, 4).reshape(layout.num_experts, hidden_size, tp * width)
+    return w1_all, w2_all
+
+
+def check_group(layout: ExpertLayout, process_group: ProcessGroup | None) -> None:
+    """Raise ``ValueError`` unless the process group has the layout's size and gives this process the layout's rank."""
+    if layout.world_size == 1:
+        return
+    size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    require(
+        size == layout.world_size,
+        f"process_group of {size} ranks must have ep x tp = {layout.world_size} of the layout",
+    )
+    require(
+        rank == layout.rank, f"rank={layout.rank} of the layout must be this process's rank {rank} in process_group"
+    )
+
+
+def check_inputs(
+    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, layout: ExpertLayout
+) -> None:
+    """Raise ``ValueError`` unless shapes and dtypes are those of ``plain_experts``."""
+    require(tokens.dim() == 2, f"tokens of shape {tuple(tokens.shape)} must be (T, D)")
+    slots = (tokens.shape[0], layout.top_k)
+    for name, tensor in (("top_k_ids", top_k_ids), ("top_k_weights", top_k_weights)):
+        require(tensor.shape == slots, f"{name} of shape {tuple(tensor.shape)} must be (T, K) = {slots}")
+    require(
+        top_k_ids.dtype in (torch.int32, torch.int64), f"top_k_ids of dtype {top_k_ids.dtype} must be int32 or int64"
+    )
+    require(
+        w2.dim() == 3 and w2.shape[:2] == (layout.experts_local, tokens.shape[1]),
+        f"w2 of shape {tuple(w2.shape)} must be (e, D, F/TP) with e={layout.experts_local}, D={tokens.shape[1]}",
+    )
+    shape = (layout.experts_local, 2 * w2.shape[2], tokens.shape[1])
+    require(w1.shape == shape, f"w1 of shape {tuple(w1.shape)} must be (e, 2F/TP, D) = {shape}")
+    require(
+        w1.dtype == w2.dtype == tokens.dtype,
+        f"w1 and w2 of dtype {w1.dtype} and {w2.dtype} must have the dtype of tokens, {tokens.dtype}",
+    )
+
+
+def _raise_for_bad_ids(num_bad: list[int], top_k_ids: Tensor, bad: Tensor, layout: ExpertLayout) -> None:
+    for rank, num in enumerate(num_bad):
+        if num:
+            shown = f" {int(top_k_ids[bad][0])}" if rank == layout.rank else f" {num} bad ids"
+            raise ValueError(
+                f"top_k_ids of rank {rank} contain{shown}; every id must be -1 (masked) or in "
+                f"[0, num_experts={layout.num_experts})"
+            )
+
+
+def _destination_bins(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
+    """Destination rank x e + local expert of every entry, W x e for masked ones: ``(T, K)`` to ``(T*K*TP,)`` int64."""
+    ids = top_k_ids.long().unsqueeze(-1)
+    shard, local_expert = ids // layout.experts_local, ids % layout.experts_local
+    ranks = shard * layout.tp + torch.arange(layout.tp, device=ids.device)
+    bins = ranks * layout.experts_local + local_expert
+    return bins.masked_fill(ids < 0, layout.world_size * layout.experts_local).flatten()
+
+
+class _GatherRows(torch.autograd.Function):
+    """``rows[entries // fan_out]`` for distinct entries; a row's gradient sums its entries in order, in float32.
+
+    The backward pass of ``index_select`` would add with atomics, in the dtype of the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, entries: Tensor, fan_out: int) -> Tensor:
+        ctx.save_for_backward(entries)
+        ctx.num_rows, ctx.fan_out = rows.shape[0], fan_out  # type: ignore[attr-defined]
+        return rows.index_select(0, entries // fan_out)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (entries,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad, fan_out = grads[0], ctx.fan_out  # type: ignore[attr-defined]
+        slots = grad.new_zeros(ctx.num_rows * fan_out, grad.shape[1])  # type: ignore[attr-defined]
+        slots = slots.index_copy(0, entries, grad)
+        if fan_out == 1:
+            return slots, None, None
+        slots = slots.view(-1, fan_out, grad.shape[1])
+        return slots.sum(1, dtype=accumulator_dtype(grad.dtype)).to(grad.dtype), None, None

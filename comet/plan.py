@@ -1,0 +1,232 @@
+"""The plan: who goes where, built on the device from the top-k ids of all ranks, without the host.
+
+Letters: T tokens on this rank, M their static maximum (``max_tokens``, a multiple of 128, equal on all ranks), K, E, e,
+W; P phases; R = W*M received-row slots; Q static capacity of routed rows on this rank.
+
+Row numbering, the same on every rank:
+
+* *Received row* ``r = s*M + i``: the i-th row that source rank s sent to this rank. A token that goes to several
+  experts of this rank is sent once (rank-deduplicated). Rows of one source are in token order. Rows of this rank to
+  itself do not travel: there ``i`` is simply the token, so received row ``rank*M + t`` *is* token t of this rank.
+* *Routed row* ``q``: one (received row, expert slot) pair computed here. Routed rows are laid out by local expert, then
+  phase, then received row; the segment of every expert starts at a multiple of ``block_rows``. A tile is computed in
+  the phase of its last row, so a phase costs no padding of its own.
+* *Combine slot* ``d*M + i`` at the source: where rank d puts the partial sum of received row ``s*M + i``: the same i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from comet.config import OverlapConfig, require
+from comet.layout import ExpertLayout, round_up
+from comet.plan_rules import PlanRules, check_routing
+from comet.plan_twin import plan_tensors
+from comet.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where every row of one MoE layer call goes.
+
+    Args:
+        layout: The experts over the ranks.
+        num_tokens: T, this rank's tokens in this call.
+        max_tokens: M.
+        block_rows: Rows of a GEMM tile; segments start at its multiples.
+        num_phases: P; phase 0 holds local rows, phase p >= 1 the rows of the p-th group of remote sources.
+        send_token_ids: ``(W, M)`` int32: token whose row is the i-th sent to rank d; -1 past the end. For d = rank it
+            is the identity on the tokens that stay, -1 elsewhere.
+        send_counts: ``(W,)`` int32: rows sent to each rank (for d = rank: tokens that stay).
+        send_rows: ``(M, W)`` int32: the i of token t in the list of rank d, or -1; inverse of ``send_token_ids``.
+        recv_counts: ``(W,)`` int32: rows received from each source (from itself: tokens that stay).
+        row_slots: ``(R, K)`` int32: the routed row of (received row, expert slot k), or -1 when slot k is masked,
+            dropped or not computed here.
+        row_weights: ``(R, K)`` float32: the routing weight of slot k, 0 where ``row_slots`` is -1.
+        routed_row_ids: ``(Q,)`` int32: received row of each routed row; -1 in the padding of a segment.
+        routed_slots: ``(Q,)`` int32: expert slot k of each routed row; -1 in the padding of a segment.
+        segment_starts: ``(e + 1,)`` int32: first routed row of each local expert's segment; last: rows used.
+        segment_counts: ``(e,)`` int32: valid routed rows of each segment.
+        tiles: ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase of the last row; phase-major,
+            then by expert and row.
+        tile_starts: ``(P + 1,)`` int32: first tile of each phase; last: number of tiles.
+        status: ``(4,)`` int32: routed rows needed (with padding), routed rows dropped by the capacity mode, 1 if the
+            rows needed exceed Q (then the surplus was left out and the host raises), 0.
+        counters: ``(128,)`` int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch.
+    """
+
+    layout: ExpertLayout
+    num_tokens: int
+    max_tokens: int
+    block_rows: int
+    num_phases: int
+    send_token_ids: Tensor
+    send_counts: Tensor
+    send_rows: Tensor
+    recv_counts: Tensor
+    row_slots: Tensor
+    row_weights: Tensor
+    routed_row_ids: Tensor
+    routed_slots: Tensor
+    segment_starts: Tensor
+    segment_counts: Tensor
+    tiles: Tensor
+    tile_starts: Tensor
+    status: Tensor
+    counters: Tensor
+
+
+def make_plan(
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    layout: ExpertLayout,
+    workspace: Workspace,
+    *,
+    overlap: OverlapConfig,
+    expert_capacity: int | None,
+    max_routed_rows: int,
+    use_kernels: bool,
+) -> Plan:
+    """Exchange the top-k ids of all ranks and build this rank's plan (collective; the host reads nothing back).
+
+    Args:
+        top_k_ids: ``(T, K)`` int32 global expert ids, 0 .. E-1; -1 masks a slot. T may differ between ranks and be 0.
+        top_k_weights: ``(T, K)`` float32 routing weights.
+        layout: The experts over the ranks.
+        workspace: The pool; its epoch grows by one.
+        overlap: ``num_phases`` and ``block_rows`` are used; equal on all ranks.
+        expert_capacity: Routed rows each expert keeps, the first ones in (source rank, token, slot) order; ``None``
+            keeps all. Equal on all ranks.
+        max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
+        use_kernels: Triton kernels (a GPU, or the interpreter) instead of plain torch on the CPU.
+
+    Returns:
+        The plan; ``status[2]`` is 1 if Q was too small.
+
+    Raises:
+        ValueError: If an argument breaks its rule or does not fit the workspace.
+        CommTimeoutError: On the CPU, when another rank is late (on a GPU ``workspace.check`` raises).
+
+    Example:
+        One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
+        segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
+    """
+    finish = begin_plan(
+        top_k_ids,
+        top_k_weights,
+        layout,
+        workspace,
+        overlap=overlap,
+        expert_capacity=expert_capacity,
+        max_routed_rows=max_routed_rows,
+        use_kernels=use_kernels,
+    )
+    return finish()
+
+
+def begin_plan(
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    layout: ExpertLayout,
+    workspace: Workspace,
+    *,
+    overlap: OverlapConfig,
+    expert_capacity: int | None,
+    max_routed_rows: int,
+    use_kernels: bool,
+) -> Callable[[], Plan]:
+    """Send this rank's ids to all ranks, as the first half of ``make_plan`` (same arguments).
+
+    Returns:
+        The second half, to be called once: it waits for the other ranks' ids and builds the plan. Whoever plays several
+        ranks in one process or on one GPU begins all their plans before finishing the first.
+    """
+    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    check_routing(top_k_ids, top_k_weights, layout, workspace)
+    rules.check(layout, workspace)
+    if use_kernels:
+        from comet.plan_kernels import start  # needs triton
+    else:
+        from comet.plan_twin import start
+    finish = start(top_k_ids.contiguous(), top_k_weights.contiguous(), layout, workspace, rules)
+    num_tokens, max_tokens = top_k_ids.shape[0], workspace.max_tokens
+    return lambda: _plan(layout, num_tokens, max_tokens, rules, finish())
+
+
+def plan_from_ids(
+    ids: Tensor,
+    weights: Tensor,
+    layout: ExpertLayout,
+    *,
+    num_tokens: int,
+    overlap: OverlapConfig,
+    expert_capacity: int | None,
+    max_routed_rows: int,
+) -> Plan:
+    """One rank's plan from the ids of all ranks, in plain torch and without communication: the specification.
+
+    Args:
+        ids: ``(W, M, K)`` int32 ids of all ranks, -1 in masked slots and past the tokens of a rank.
+        weights: ``(W, M, K)`` float32.
+        layout: Whose plan.
+        num_tokens: T of that rank.
+        overlap: As for ``make_plan``.
+        expert_capacity: As for ``make_plan``.
+        max_routed_rows: As for ``make_plan``.
+
+    Returns:
+        The plan; entries past the used routed rows are -1 and past the used tiles 0 (kernels leave them unspecified).
+
+    Example:
+        EP=2, K=1, E=2, M=128, block_rows=16, rank 1, ids [[1], [0], [1], -1 ...] of rank 0 and [[0], [1], -1 ...] of
+        rank 1: rank 0 sends tokens 0 and 2, so received rows 0 and 1; own token 1 is received row 128 + 1 = 129.
+        Expert 1 has the routed rows 0 (row 129, phase 0), 1 and 2 (rows 0 and 1, phase 1) in one tile of phase 1:
+        segment_starts [0, 16], segment_counts [3], tiles [[0, 0, 3, 1]], tile_starts [0, 0, 1],
+        recv_counts [2, 1], send_counts [1, 1], send_token_ids[0] = [0, -1, ...], send_token_ids[1] = [-1, 1, -1, ...].
+    """
+    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    tensors = plan_tensors(ids, weights, layout, rules)
+    return _plan(layout, num_tokens, ids.shape[1], rules, tensors)
+
+
+def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, max_imbalance: float | None) -> int:
+    """Q: routed rows to reserve on a rank.
+
+    Args:
+        layout: The experts over the ranks.
+        max_tokens: M, most tokens of a rank.
+        block_rows: Rows of a GEMM tile.
+        max_imbalance: Largest load of a rank over the mean load that must fit; ``None`` means that any routing of K
+            distinct experts fits.
+
+    Returns:
+        A multiple of ``block_rows``: routed rows plus the padding of every segment.
+
+    Raises:
+        ValueError: If ``max_imbalance`` is below 1.
+
+    Example:
+        E=8, K=2, EP=4, M=128, block_rows=16: worst case 4*128*2 = 1024 rows, 2 segments of 15 more at most: 1054,
+        rounded up to 1056. With max_imbalance 1.5: 1.5*1024/4 = 384 + 30, rounded up to 416.
+    """
+    require(max_imbalance is None or max_imbalance >= 1, f"max_imbalance={max_imbalance} must be at least 1, or None")
+    routed = layout.world_size * max_tokens
+    rows = routed * min(layout.top_k, layout.experts_local)
+    if max_imbalance is not None:
+        rows = min(rows, math.ceil(max_imbalance * routed * layout.top_k / layout.ep))
+    return round_up(rows + layout.experts_local * (block_rows - 1), block_rows)
+
+
+def _plan(layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRules, tensors: dict[str, Tensor]) -> Plan:
+    return Plan(
+        layout=layout,
+        num_tokens=num_tokens,
+        max_tokens=max_tokens,
+        block_rows=rules.block_rows,
+        num_phases=rules.num_phases,
+        **tensors,
+    )

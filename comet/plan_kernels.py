@@ -1,0 +1,50 @@
+"""The plan by kernels: allocates its tensors and launches ``comet.kernels.metadata``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, build, cut, exchange
+from comet.layout import ExpertLayout
+from comet.plan_rules import PlanRules, plan_shapes
+from comet.workspace import Workspace
+
+
+def start(
+    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules
+) -> Callable[[], dict[str, Tensor]]:
+    """Launch the exchange of ids and weights ``(T, K)``; the result launches the rest and returns the tensors."""
+    config = PlanConfig(
+        top_k=layout.top_k,
+        experts_local=layout.experts_local,
+        ep=layout.ep,
+        tp=layout.tp,
+        num_phases=rules.num_phases,
+        block_rows=rules.block_rows,
+        expert_capacity=rules.expert_capacity,
+    )
+    pool = RoutingPool(
+        ids=workspace.ids.local,
+        id_pointers=workspace.ids.pointers,
+        weights=workspace.weights.local,
+        weight_pointers=workspace.weights.pointers,
+        flags=workspace.ids_flags.local,
+        flag_pointers=workspace.ids_flags.pointers,
+        epoch=workspace.epoch,
+        fault=workspace.fault,
+        rank=layout.rank,
+        timeout_ns=workspace.timeout_ns,
+    )
+    scratch = PlanScratch.allocate(pool, config)
+    tensors = cut(plan_shapes(layout, workspace.max_tokens, rules), ids.device)
+    tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
+    exchange(ids, weights, pool, config, scratch, tensors["counters"])
+
+    def finish() -> dict[str, Tensor]:
+        build(pool, config, scratch, {name: tensor for name, tensor in tensors.items() if name != "counters"})
+        return tensors
+
+    return finish

@@ -1,0 +1,112 @@
+"""What shapes a plan beside ids and layout: its limits, the shapes of its tensors, and the checks of its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comet.config import OverlapConfig, require
+from comet.layout import ExpertLayout
+from comet.schedule import check_phases
+from comet.workspace import Workspace
+
+NUM_COUNTERS = 128
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRules:
+    """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``.
+
+    Args:
+        num_phases: P.
+        block_rows: Rows of a GEMM tile.
+        expert_capacity: Routed rows each expert keeps.
+        max_routed_rows: Q.
+    """
+
+    num_phases: int
+    block_rows: int
+    expert_capacity: int
+    max_routed_rows: int
+
+    @classmethod
+    def create(cls, overlap: OverlapConfig, expert_capacity: int | None, max_routed_rows: int) -> PlanRules:
+        """The rules of one layer; a capacity of ``None`` keeps every routed row."""
+        return cls(
+            num_phases=overlap.num_phases,
+            block_rows=overlap.block_rows,
+            expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
+            max_routed_rows=max_routed_rows,
+        )
+
+    def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
+        """Raise ``ValueError`` unless the rules fit the layout and the pool."""
+        shape, comm = workspace.shape, workspace.comm
+        require(
+            layout.world_size == comm.world_size and layout.rank == comm.rank,
+            f"rank={layout.rank} of {layout.world_size} in the layout must be the communicator's "
+            f"{comm.rank} of {comm.world_size}",
+        )
+        require(
+            layout.top_k <= shape.top_k, f"top_k={layout.top_k} must be at most the workspace's top_k={shape.top_k}"
+        )
+        check_phases(self.num_phases, layout.world_size)
+        require(
+            1 <= self.expert_capacity <= INT32_MAX,
+            f"expert_capacity={self.expert_capacity} must be at least 1 and fit 32 bits, or None",
+        )
+        require(
+            0 < self.max_routed_rows <= INT32_MAX and self.max_routed_rows % self.block_rows == 0,
+            f"max_routed_rows={self.max_routed_rows} must be a positive multiple of block_rows={self.block_rows}",
+        )
+        pool = 2 * layout.world_size * workspace.max_tokens * shape.top_k
+        require(
+            pool <= INT32_MAX,
+            f"max_tokens={workspace.max_tokens} with {layout.world_size} ranks and top_k={shape.top_k} makes "
+            f"{pool} ids, must be at most {INT32_MAX}",
+        )
+
+
+def check_routing(ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace) -> None:
+    """Raise ``ValueError`` unless ids and weights fit the layout and the pool."""
+    device = workspace.ids.local.device
+    for name, tensor, dtype in (("top_k_ids", ids, torch.int32), ("top_k_weights", weights, torch.float32)):
+        require(tensor.dtype == dtype, f"dtype={tensor.dtype} of {name} must be {dtype}")
+        require(tensor.device == device, f"device={tensor.device} of {name} must be the workspace's {device}")
+    require(
+        ids.dim() == 2 and ids.shape[1] == layout.top_k,
+        f"shape={tuple(ids.shape)} of top_k_ids must be (tokens, top_k={layout.top_k})",
+    )
+    require(
+        weights.shape == ids.shape,
+        f"shape={tuple(weights.shape)} of top_k_weights must equal {tuple(ids.shape)} of top_k_ids",
+    )
+    require(
+        ids.shape[0] <= workspace.max_tokens,
+        f"num_tokens={ids.shape[0]} must be at most max_tokens={workspace.max_tokens} of the workspace; "
+        "raise max_tokens when it is made",
+    )
+
+
+def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``."""
+    ranks, rows, top_k = layout.world_size, layout.world_size * max_tokens, layout.top_k
+    return {
+        "send_token_ids": (ranks, max_tokens),
+        "send_counts": (ranks,),
+        "send_rows": (max_tokens, ranks),
+        "recv_counts": (ranks,),
+        "row_slots": (rows, top_k),
+        "row_weights": (rows, top_k),
+        "routed_row_ids": (rules.max_routed_rows,),
+        "routed_slots": (rules.max_routed_rows,),
+        "segment_starts": (layout.experts_local + 1,),
+        "segment_counts": (layout.experts_local,),
+        "tiles": (rules.max_routed_rows // rules.block_rows, 4),
+        "tile_starts": (rules.num_phases + 1,),
+        "status": (4,),
+        "counters": (NUM_COUNTERS,),
+    }

@@ -1,0 +1,192 @@
+"""The plan in plain torch: what the kernels of ``comet.kernels.metadata`` compute, and the CPU's way to a plan.
+
+Letters and row numbering as in ``comet.plan``. ``exchange_ids`` and ``receive_ids`` move the ids, ``plan_tensors`` is a
+pure function of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from comet.comm.signals import signal, wait, waited
+from comet.config import require
+from comet.layout import CHUNK_ROWS, ExpertLayout
+from comet.plan_rules import NUM_COUNTERS, PlanRules
+from comet.schedule import phase_of_source
+from comet.workspace import Workspace
+
+PLACE = "exchange of top-k ids"
+
+
+def start(
+    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules
+) -> Callable[[], dict[str, Tensor]]:
+    """Send the ids ``(T, K)`` and weights ``(T, K)``; the result waits for the others' and makes the plan's tensors."""
+    device = workspace.comm.device
+    require(device.type == "cpu", f"use_kernels=False needs a workspace on the CPU, this one is on {device}")
+    low, high = (int(bound) for bound in ids.aminmax()) if ids.numel() else (0, 0)
+    require(
+        low >= -1 and high < layout.num_experts,
+        f"top_k_ids between {low} and {high} must be between -1 and num_experts - 1 = {layout.num_experts - 1}",
+    )
+    exchange_ids(ids, weights, workspace)
+    return lambda: plan_tensors(*receive_ids(layout.top_k, workspace), layout, rules)
+
+
+def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace) -> None:
+    """Write this rank's ids ``(T, K)`` and weights ``(T, K)`` into every rank's pool and signal; -1 past T."""
+    rank, epoch = workspace.comm.rank, int(workspace.epoch) + 1
+    num_tokens, top_k = ids.shape
+    for peer in range(workspace.comm.world_size):
+        peer_ids = _half(workspace.ids.peers[peer], epoch, top_k)[rank]
+        peer_ids[:num_tokens] = ids
+        peer_ids[num_tokens:] = -1
+        _half(workspace.weights.peers[peer], epoch, top_k)[rank, :num_tokens] = weights
+        # The whole block is written at once, so the flag of its first chunk speaks for all.
+        signal(workspace.ids_flags.peers[peer], rank * _chunks(workspace), epoch)
+
+
+def receive_ids(top_k: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool."""
+    rank, epoch, timeout_s = workspace.comm.rank, int(workspace.epoch) + 1, workspace.comm.timeout_s
+    for source in range(workspace.comm.world_size):
+        wait(
+            workspace.ids_flags.local,
+            source * _chunks(workspace),
+            epoch,
+            timeout_s=timeout_s,
+            describe=lambda source=source: waited(rank, source, f"{PLACE}, chunk 0", timeout_s),  # type: ignore[misc]
+        )
+    workspace.epoch.fill_(epoch)
+    return _half(workspace.ids.local, epoch, top_k), _half(workspace.weights.local, epoch, top_k)
+
+
+def _half(region: Tensor, epoch: int, top_k: int) -> Tensor:
+    """The half ``(W, M, K)`` of a region ``(2, W, M, K_pool)`` that an epoch uses; every source's block is dense."""
+    ranks, tokens = region.shape[1:3]
+    return region[epoch & 1].view(ranks, -1)[:, : tokens * top_k].view(ranks, tokens, top_k)
+
+
+def _chunks(workspace: Workspace) -> int:
+    return workspace.max_tokens // CHUNK_ROWS
+
+
+def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: PlanRules) -> dict[str, Tensor]:
+    """The tensor fields of one rank's ``comet.plan.Plan``, by name.
+
+    Args:
+        ids: ``(W, M, K)`` int32 ids of all ranks; -1 in masked slots and past the tokens of a rank.
+        weights: ``(W, M, K)`` float32.
+        layout: Whose plan.
+        rules: Phases, tile rows and limits.
+    """
+    local = ids - layout.first_expert
+    mine = (local >= 0) & (local < layout.experts_local)
+    needed = mine.any(dim=2)
+    row_ids = torch.arange(needed.numel()).view(needed.shape)
+    place = needed.cumsum(1) - 1 + row_ids[:, :1]
+    # Rows of this rank to itself do not travel: row and token are the same.
+    place[layout.rank] = row_ids[layout.rank]
+    source, token, slot = mine.nonzero(as_tuple=True)
+    expert, row = local[source, token, slot].long(), place[source, token]
+    kept = _positions(expert, layout.experts_local)[0] < rules.expert_capacity
+    group = expert * rules.num_phases + _phases(layout, rules.num_phases)[source]
+    table, routed = _segments(group[kept], int((~kept).sum()), layout.experts_local, rules)
+    fits = routed < rules.max_routed_rows
+    chosen = kept.nonzero()[:, 0][fits]
+    weight = weights[source, token, slot][chosen]
+    routed, row, slot = routed[fits], row[chosen], slot[chosen]
+    shape = (needed.numel(), ids.shape[2])
+    return {
+        **_send_lists(ids[layout.rank], layout),
+        **table,
+        "recv_counts": needed.sum(1).int(),
+        "row_slots": _scatter(shape, (row, slot), routed.int(), -1),
+        "row_weights": _scatter(shape, (row, slot), weight, 0.0),
+        "routed_row_ids": _scatter((rules.max_routed_rows,), (routed,), row.int(), -1),
+        "routed_slots": _scatter((rules.max_routed_rows,), (routed,), slot.int(), -1),
+        "counters": torch.zeros(NUM_COUNTERS, dtype=torch.int32),
+    }
+
+
+def _segments(
+    group: Tensor, num_dropped: int, experts_local: int, rules: PlanRules
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Tables of the segments, and the routed row of each element of ``group`` (expert * P + phase); may lie past Q."""
+    block_rows, limit = rules.block_rows, rules.max_routed_rows
+    positions, sizes = _positions(group, experts_local * rules.num_phases)
+    until = sizes.view(experts_local, rules.num_phases).cumsum(1)
+    starts = torch.zeros(experts_local + 1, dtype=torch.int64)
+    torch.cumsum((until[:, -1] + block_rows - 1) // block_rows * block_rows, 0, out=starts[1:])
+    used = starts.clamp(max=limit)
+    counts = torch.minimum(until[:, -1], limit - used[:-1])
+    tiles, tile_starts = _tiles(used[:-1], counts, until, rules)
+    num_rows = int(starts[-1])
+    table = {
+        "segment_starts": used.int(),
+        "segment_counts": counts.int(),
+        "tiles": tiles,
+        "tile_starts": tile_starts,
+        "status": torch.tensor([num_rows, num_dropped, num_rows > limit, 0], dtype=torch.int32),
+    }
+    first = (starts[:-1, None] + until).flatten() - sizes
+    return table, first[group] + positions
+
+
+def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> tuple[Tensor, Tensor]:
+    """Tile table and tile starts from each expert's first row, rows, and rows until each phase ``(e, P)``."""
+    block_rows = rules.block_rows
+    num_tiles = (counts + block_rows - 1) // block_rows
+    experts = torch.arange(counts.numel()).repeat_interleave(num_tiles)
+    index = torch.arange(experts.numel()) - (num_tiles.cumsum(0) - num_tiles)[experts]
+    valid = (counts[experts] - index * block_rows).clamp(max=block_rows)
+    # A tile is computed in the phase of its last row.
+    phases = (until[experts] <= (index * block_rows + valid - 1)[:, None]).sum(1)
+    entries = torch.stack((experts, starts[experts] + index * block_rows, valid, phases), dim=1)
+    tiles = torch.zeros(rules.max_routed_rows // block_rows, 4, dtype=torch.int32)
+    tiles[: experts.numel()] = entries[phases.argsort(stable=True)]
+    tile_starts = torch.zeros(rules.num_phases + 1, dtype=torch.int32)
+    tile_starts[1:] = torch.bincount(phases, minlength=rules.num_phases).cumsum(0)
+    return tiles, tile_starts
+
+
+def _scatter(shape: tuple[int, ...], places: tuple[Tensor, ...], values: Tensor, fill: float) -> Tensor:
+    """``fill`` everywhere but at ``places``, in the type of ``values``."""
+    return torch.full(shape, fill, dtype=values.dtype).index_put_(places, values)
+
+
+def _positions(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Position of each element among those of its group, and the size of each group.
+
+    Example: groups [1, 0, 1, 1] of 2: positions [0, 0, 1, 2], sizes [1, 3].
+    """
+    sizes = torch.bincount(groups, minlength=num_groups)
+    order = groups.argsort(stable=True)
+    positions = torch.empty_like(groups)
+    positions[order] = torch.arange(groups.numel()) - (sizes.cumsum(0) - sizes)[groups[order]]
+    return positions, sizes
+
+
+def _phases(layout: ExpertLayout, num_phases: int) -> Tensor:
+    ranks = range(layout.world_size)
+    return torch.tensor([phase_of_source(source, layout.rank, layout.world_size, num_phases) for source in ranks])
+
+
+def _send_lists(ids: Tensor, layout: ExpertLayout) -> dict[str, Tensor]:
+    """Send lists from this rank's ids ``(M, K)``."""
+    max_tokens, ranks = ids.shape[0], layout.world_size
+    shards = torch.div(ids, layout.experts_local, rounding_mode="floor")
+    going = (shards[:, :, None] == torch.arange(layout.ep)).any(dim=1).repeat_interleave(layout.tp, dim=1)
+    places = going.cumsum(0) - 1
+    places[:, layout.rank] = torch.arange(max_tokens)
+    token, rank = going.nonzero(as_tuple=True)
+    send_token_ids = torch.full((ranks, max_tokens), -1, dtype=torch.int32)
+    send_token_ids[rank, places[token, rank]] = token.int()
+    return {
+        "send_token_ids": send_token_ids,
+        "send_counts": going.sum(0).int(),
+        "send_rows": places.masked_fill_(~going, -1).int(),
+    }

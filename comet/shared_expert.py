@@ -1,0 +1,63 @@
+"""The shared expert: a dense SwiGLU MLP that every token goes through beside its routed experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import require
+
+
+class SharedExpert(nn.Module):
+    """``tokens -> w2 (silu(gate) * up)`` with gate and up from one matrix; needs no communication.
+
+    Args:
+        hidden_size: D.
+        shared_ffn_size: F_shared, the width of gate and of up.
+        device: Where the parameters live.
+        dtype: Dtype of ``w1 (2 * F_shared, D)``, gate rows first, then up rows, and ``w2 (D, F_shared)``.
+
+    Raises:
+        ValueError: If a size is not positive.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shared_ffn_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require(hidden_size > 0, f"hidden_size={hidden_size} must be positive")
+        require(shared_ffn_size > 0, f"shared_ffn_size={shared_ffn_size} must be positive (0: build no shared expert)")
+        self.w1 = nn.Parameter(torch.empty(2 * shared_ffn_size, hidden_size, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(hidden_size, shared_ffn_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw both matrices uniformly from ``+-1/sqrt(columns)``."""
+        for weight in (self.w1, self.w2):
+            bound = weight.shape[1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Apply the MLP.
+
+        Args:
+            tokens: ``(T, D)`` in the parameters' dtype (or any under autocast); T may be 0.
+
+        Returns:
+            ``(T, D)``, same dtype.
+
+        Raises:
+            ValueError: If the last dimension of ``tokens`` is not D.
+        """
+        hidden_size = self.w2.shape[0]
+        require(
+            tokens.dim() == 2 and tokens.shape[1] == hidden_size,
+            f"tokens of shape {tuple(tokens.shape)} must be (T, D) with D = hidden_size={hidden_size}",
+        )
+        gate, up = nn.functional.linear(tokens, self.w1).chunk(2, dim=-1)
+        return nn.functional.linear(nn.functional.silu(gate) * up, self.w2)

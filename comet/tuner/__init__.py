@@ -1,0 +1,32 @@
+"""Adaptive workload assignment: analytic model -> candidates -> measurement -> profile store -> choice."""
+
+from __future__ import annotations
+
+from comet.tuner.choice import Resolved, Resolver, check_setting, resolve
+from comet.tuner.explain import explain, explain_facts, explain_text
+from comet.tuner.machine import H200, Machine
+from comet.tuner.model import Prediction, predict, propose
+from comet.tuner.problem import Problem
+from comet.tuner.profile import ProfileEntry, ProfileKey, ProfileStore, profile_path
+from comet.tuner.tune import tune
+
+__all__ = [
+    "H200",
+    "Machine",
+    "Prediction",
+    "Problem",
+    "ProfileEntry",
+    "ProfileKey",
+    "ProfileStore",
+    "Resolved",
+    "Resolver",
+    "check_setting",
+    "explain",
+    "explain_facts",
+    "explain_text",
+    "predict",
+    "profile_path",
+    "propose",
+    "resolve",
+    "tune",
+]

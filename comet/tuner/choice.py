@@ -1,0 +1,121 @@
+"""Which setting a layer call uses: the user's, else a measured one, else the model's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from comet.config import OverlapConfig, require
+from comet.layout import MAX_PANELS
+from comet.schedule import check_phases
+from comet.tuner.machine import Machine
+from comet.tuner.model import candidate_name, column_blocks, propose
+from comet.tuner.problem import Problem
+from comet.tuner.profile import ProfileKey, ProfileStore
+
+logger = logging.getLogger(__name__)
+
+Source = Literal["user", "profile", "nearest", "model"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """The choice for a problem.
+
+    Args:
+        setting: How the fused kernels share the work; ``None`` means that the plain path is faster.
+        source: ``user`` (given explicitly), ``profile`` (measured for this key), ``nearest`` (measured for another
+            number of tokens) or ``model``.
+    """
+
+    setting: OverlapConfig | None
+    source: Source
+
+
+def resolve(
+    problem: Problem, store: ProfileStore | None, machine: Machine, *, forced: OverlapConfig | None = None
+) -> Resolved:
+    """Choose a setting; pure: it neither logs nor remembers (see ``Resolver``).
+
+    Args:
+        problem: The call, with its actual number of tokens.
+        store: Measurements; ``None`` if there are none.
+        machine: For the model, and for what is possible.
+        forced: A setting the user gave; it always wins.
+
+    Returns:
+        The choice.
+
+    Raises:
+        ValueError: If ``forced`` is impossible; the message names the rule. A measured setting that is impossible here
+            is passed over.
+    """
+    if forced is not None:
+        check_setting(forced, problem, machine)
+        return Resolved(setting=forced, source="user")
+    found = store.lookup(problem) if store is not None else None
+    if found is not None:
+        entry, exact = found
+        setting = entry.winner.setting
+        if setting is None or _is_possible(setting, problem, machine):
+            return Resolved(setting=setting, source="profile" if exact else "nearest")
+    return Resolved(setting=propose(problem, machine)[0].setting, source="model")
+
+
+def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) -> None:
+    """Raise ``ValueError`` naming the rule if a setting cannot run.
+
+    The defaults of ``OverlapConfig`` always pass: a layer narrows them to its ranks and its column blocks.
+    """
+    defaults, ranks, columns = OverlapConfig(), problem.world_size, column_blocks(problem)[1]
+    require(
+        setting.comm_blocks < machine.num_sms,
+        f"comm_blocks={setting.comm_blocks} must be below the {machine.num_sms} SMs of {machine.name}: "
+        "at least one block computes",
+    )
+    if ranks > 1:  # a rank alone has one phase, whatever the setting
+        check_phases(setting.num_phases, ranks)
+    require(
+        setting.num_panels <= max(min(columns, MAX_PANELS), defaults.num_panels),
+        f"num_panels={setting.num_panels} must be at most {MAX_PANELS} and at most the {columns} column blocks of "
+        f"hidden_size={problem.moe.hidden_size}: a panel is whole column blocks",
+    )
+
+
+class Resolver:
+    """``resolve`` for the life of a process: remembers each choice per shape and logs it once.
+
+    Calls whose tokens fall into one bucket (a power of two) share a choice, so a growing batch is answered anew about
+    once per doubling and a steady one costs a dictionary lookup.
+
+    Args:
+        store: Measurements, or ``None``.
+        machine: This machine.
+    """
+
+    def __init__(self, store: ProfileStore | None, machine: Machine) -> None:
+        self.store = store
+        self.machine = machine
+        self._choices: dict[tuple[ProfileKey, OverlapConfig | None], Resolved] = {}
+
+    def __call__(self, problem: Problem, *, forced: OverlapConfig | None = None) -> Resolved:
+        """The choice for ``problem``; raises as ``resolve`` does."""
+        key = ProfileKey.create(problem, self.machine.name)
+        if (key, forced) not in self._choices:
+            choice = resolve(replace(problem, num_tokens=key.tokens), self.store, self.machine, forced=forced)
+            self._choices[key, forced] = choice
+            logger.info(
+                "E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
+                key.num_experts, key.top_k, key.hidden_size, key.ffn_size, key.dtype, key.ep, key.tp, key.tokens,
+                candidate_name(choice.setting), choice.source,
+            )  # fmt: skip
+        return self._choices[key, forced]
+
+
+def _is_possible(setting: OverlapConfig, problem: Problem, machine: Machine) -> bool:
+    try:
+        check_setting(setting, problem, machine)
+    except ValueError:
+        return False
+    return True

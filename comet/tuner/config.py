@@ -1,0 +1,58 @@
+"""Settings of the ``tune``, ``explain`` and ``sweep`` tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from comet.config import require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneConfig:
+    """What is tuned or explained, and where measurements are kept.
+
+    Args:
+        tokens: Tokens per rank of each point, ascending or not; none takes those of a training step.
+        rounds: Counted calls of every candidate.
+        profiles: Folder of the profile store; one file per machine.
+    """
+
+    tokens: tuple[int, ...] = ()
+    rounds: int = 20
+    profiles: str = "outputs/profiles"
+
+    def __post_init__(self) -> None:
+        require(all(num >= 1 for num in self.tokens), f"tokens={self.tokens} must each be at least 1")
+        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
+        require(bool(self.profiles), f"profiles={self.profiles!r} must name a folder")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepConfig:
+    """What is swept: every combination of the lists; an empty list takes the value the job has elsewhere.
+
+    Args:
+        models: Names of models; none takes the job's.
+        layouts: Pairs (EP, TP); none takes the job's.
+        tokens: Tokens per rank; none takes those of a training step.
+        comm_blocks: See ``OverlapConfig``.
+        num_panels: See ``OverlapConfig``.
+        num_phases: See ``OverlapConfig``.
+        rounds: Counted calls of every setting.
+    """
+
+    models: tuple[str, ...] = ()
+    layouts: tuple[tuple[int, ...], ...] = ()
+    tokens: tuple[int, ...] = ()
+    comm_blocks: tuple[int, ...] = (4, 8, 16, 32, 64)
+    num_panels: tuple[int, ...] = ()
+    num_phases: tuple[int, ...] = ()
+    rounds: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "comm_blocks", "num_panels", "num_phases"):
+            values = getattr(self, name)
+            require(all(value >= 1 for value in values), f"{name}={values} must each be at least 1")
+        pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)
+        require(pairs, f"layouts={self.layouts} must each be a pair [ep, tp] of numbers that are at least 1")
+        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")

@@ -1,0 +1,116 @@
+"""What the model knows of a machine: every number is a measurement, a data sheet's or a fit, and says which.
+
+``H200`` is the default. "Design" is the project's design notes (sections 5, 6 and 8: one host of H200 GPUs, NV18),
+"fit" runs 1 (plain) and 2 (fused) of ``benchmarks/RESULTS.md``; ``tests/cpu/test_tuner.py`` asserts how well it agrees.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, fields
+
+import torch
+
+from comet.config import require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Rates in 1e9 bytes/s (``gbs``) or TFLOP/s, times in ms; the defaults describe the H200.
+
+    Args:
+        name: Device name as the driver gives it.
+        num_sms: SMs, and thread blocks of a fused kernel.
+        gemm_tflops: 16-bit grouped GEMM on all SMs without tile overhead and heat. Fit; cuBLAS dense reaches 790.
+        fp32_tflops: The same in IEEE float32, without tensor cores. Data sheet, 67 at boost clock, less 25 %.
+        tile_overhead_ms: Start and end of one tile that no pipeline hides. Fit.
+        l2_gbs_per_sm: Tile operands from L2 to one SM: 64 bytes per clock at 1.7 GHz. Architecture.
+        hbm_gbs: Memory reads. Design section 6.
+        heat_slowdown: Power limit on a long layer, as a factor. Design section 8.8.
+        heat_start_ms: GEMM time of a layer from which the power limit shows. Fit.
+        heat_full_ms: GEMM time at which it is fully there. Fit.
+        power_exponent: Of SMs in the power relief: 116 of 132 SMs lose 6.5 %, not 12 %. Design section 5.
+        reread_share: Part of the time of reading the layer-0 weights again that a further phase costs. Design section
+            8.3: +3 % (Mixtral), +7 % (Qwen3), +15-20 % (DeepSeek) for three more phases.
+        push_gbs: (comm blocks, rate) of a stand-alone push in flagged chunks, ascending. Design sections 6 and 8.2.
+        push_share: Rate beside a running GEMM over the stand-alone rate. Design section 8, "comm only" columns.
+        link_gbs: Copy-engine rate, which no kernel exceeds. Design section 6.
+        reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
+        fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
+        signal_ms: One flag between ranks, with the skew of the ranks' starts. Fit.
+        launch_ms: Start and end of one fused launch: first loads, last stores, late ranks. Fit.
+        plan_ms: Plan of an empty call: launches and the exchange of ids. ``benchmarks/RESULTS.md``, plan alone.
+        plan_ns_per_row: What each of the W*T*K ids adds to it. The same.
+        nccl_gbs: All-to-all of the plain path. Fit.
+        pass_gbs: Element-wise and gather passes of the plain path. Fit.
+        plain_ms: Launches and the host's wait for the counts on the plain path. Fit.
+
+    Raises:
+        ValueError: If a number is not positive or ``push_gbs`` does not ascend.
+    """
+
+    name: str = "NVIDIA H200"
+    num_sms: int = 132
+    gemm_tflops: float = 770.0
+    fp32_tflops: float = 50.0
+    tile_overhead_ms: float = 0.0018
+    l2_gbs_per_sm: float = 109.0
+    hbm_gbs: float = 4600.0
+    heat_slowdown: float = 1.10
+    heat_start_ms: float = 2.0
+    heat_full_ms: float = 8.0
+    power_exponent: float = 0.48
+    reread_share: float = 0.45
+    push_gbs: tuple[tuple[int, float], ...] = ((1, 40.0), (4, 160.0), (8, 305.0), (16, 325.0), (64, 361.0))
+    push_share: float = 0.8
+    link_gbs: float = 385.0
+    reduce_gbs_per_block: float = 3.2
+    fused_share: float = 0.93
+    signal_ms: float = 0.01
+    launch_ms: float = 0.06
+    plan_ms: float = 0.017
+    plan_ns_per_row: float = 0.07
+    nccl_gbs: float = 200.0
+    pass_gbs: float = 3500.0
+    plain_ms: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.num_sms >= 2, f"num_sms={self.num_sms} must be at least 2: one block computes, one communicates")
+        for name in (item.name for item in fields(self)):
+            value = getattr(self, name)
+            require(isinstance(value, (str, tuple)) or value > 0, f"{name}={value} must be positive")
+        blocks, rates = zip(*self.push_gbs, strict=True)
+        ascending = all(list(column) == sorted(set(column)) and column[0] > 0 for column in (blocks, rates))
+        require(ascending, f"push_gbs={self.push_gbs} must ascend in comm blocks and in rate, from above 0")
+
+    def push_rate(self, comm_blocks: int) -> float:
+        """GB/s that ``comm_blocks`` push beside a GEMM: linear between the measured points, flat past the last.
+
+        Example: of the H200, 12 blocks: 0.8 * (305 + 325) / 2 = 252.
+        """
+        blocks, rates = zip(*self.push_gbs, strict=True)
+        at = bisect_left(blocks, comm_blocks)
+        if at == len(blocks):
+            rate = rates[-1]
+        elif at == 0:
+            rate = rates[0] * comm_blocks / blocks[0]
+        else:
+            part = (comm_blocks - blocks[at - 1]) / (blocks[at] - blocks[at - 1])
+            rate = rates[at - 1] + part * (rates[at] - rates[at - 1])
+        return min(rate * self.push_share, self.link_gbs)
+
+    def tflops(self, dtype: torch.dtype) -> float:
+        """GEMM rate on all SMs."""
+        return self.fp32_tflops if dtype == torch.float32 else self.gemm_tflops
+
+    def throttle(self, layer_gemm_ms: float, num_blocks: int) -> float:
+        """Factor >= 1 by which heat lengthens the GEMMs of a layer; idle SMs leave power to the others.
+
+        Example: of the H200, 10 ms on all 132 SMs: 1.10; on 116: 1.034.
+        """
+        part = (layer_gemm_ms - self.heat_start_ms) / (self.heat_full_ms - self.heat_start_ms)
+        heat = 1 + (self.heat_slowdown - 1) * min(1.0, max(0.0, part))
+        return max(1.0, heat * (num_blocks / self.num_sms) ** self.power_exponent)
+
+
+H200 = Machine()

@@ -1,0 +1,168 @@
+"""Time candidates on this machine through the layer's own paths: interleaved, slowest rank, median.
+
+The protocol is that of the benchmarks (``benchmarks/timing.py``): all candidates in one loop with a rotating start, a
+barrier on the device before each call, CUDA events around it, several input sets. On a CPU a wall clock takes their
+place and the twin that of the kernels; only the machinery can be tried there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.config import OverlapConfig, require
+from comet.group import ExpertGroup
+from comet.paths import ExpertPath, make_path
+from comet.tuner.problem import Problem
+from comet.tuner.tune import Measure
+
+NUM_INPUTS = 4
+WARMUP_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """``NUM_INPUTS`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``; one set of expert weights."""
+
+    tokens: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+    w1: Tensor
+    w2: Tensor
+
+    def run(self, path: ExpertPath, index: int) -> Tensor:
+        """One layer call."""
+        with torch.no_grad():
+            return path(self.tokens[index], self.ids[index], self.weights[index], self.w1, self.w2)
+
+
+def measure_layer(
+    problem: Problem, settings: Sequence[OverlapConfig | None], group: ExpertGroup, *, rounds: int = 20, seed: int = 0
+) -> Measure:
+    """Time all candidates in one interleaved run under uniform routing (collective).
+
+    Args:
+        problem: Shape and tokens; must fit the group's workspace.
+        settings: Candidates, equal on all ranks; ``None`` is the plain path.
+        group: The ranks.
+        rounds: Counted calls of each candidate.
+        seed: Of inputs and weights.
+
+    Returns:
+        A function for ``comet.tuner.tune``: the median ms of a candidate, the slowest rank counting in every round; it
+        raises ``RuntimeError`` with the reason for one that failed on some rank.
+
+    Raises:
+        ValueError: If ``rounds`` is below 1.
+    """
+    require(rounds >= 1, f"rounds={rounds} must be at least 1")
+    inputs = _make_inputs(problem, group, seed)
+    paths: dict[OverlapConfig | None, ExpertPath] = {}
+    failures: dict[OverlapConfig | None, str] = {}
+    for setting in settings:
+        path, failure = _try_path(problem, setting, group, inputs)
+        if path is None:
+            failures[setting] = failure
+        else:
+            paths[setting] = path
+    samples = _interleave(paths, inputs, group, rounds)
+    medians = dict(zip(paths, samples.median(dim=1).values.tolist(), strict=True))
+
+    def measure(setting: OverlapConfig | None) -> float:
+        if setting in failures:
+            raise RuntimeError(failures[setting])
+        return medians[setting]
+
+    return measure
+
+
+def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
+    generator = torch.Generator(group.device).manual_seed(seed * 1_000 + group.rank)
+    moe, width, local = problem.moe, problem.width, problem.experts_local
+    inputs = _Inputs(
+        [], [], [],
+        torch.empty(local, 2 * width, moe.hidden_size, device=group.device, dtype=problem.dtype),
+        torch.empty(local, moe.hidden_size, width, device=group.device, dtype=problem.dtype),
+    )  # fmt: skip
+    for weight in (inputs.w1, inputs.w2):
+        weight.normal_(0, weight.shape[2] ** -0.5, generator=generator)
+    for _ in range(NUM_INPUTS):
+        tokens = torch.randn(problem.num_tokens, moe.hidden_size, generator=generator, device=group.device)
+        scores = torch.rand(problem.num_tokens, moe.num_experts, generator=generator, device=group.device)
+        values, ids = scores.topk(moe.top_k, dim=1)
+        inputs.tokens.append(tokens.to(problem.dtype))
+        inputs.ids.append(ids.int())
+        inputs.weights.append(values / values.sum(1, keepdim=True))
+    return inputs
+
+
+def _try_path(
+    problem: Problem, setting: OverlapConfig | None, group: ExpertGroup, inputs: _Inputs
+) -> tuple[ExpertPath | None, str]:
+    """Build a path and run it once; ``None`` and the reason if that fails on any rank."""
+    path: ExpertPath | None = None
+    failure = ""
+    try:
+        name = "plain" if setting is None else "auto"
+        path = make_path(name, problem.moe, group, setting or OverlapConfig())
+        inputs.run(path, 0)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        group.workspace.check()
+    except (RuntimeError, ValueError) as error:
+        failure = f"{type(error).__name__}: {str(error).strip()}"
+    failed = _slowest(torch.tensor([float(bool(failure))]), group)
+    return (None, failure or "failed on another rank") if failed.item() else (path, "")
+
+
+def _interleave(
+    paths: dict[OverlapConfig | None, ExpertPath], inputs: _Inputs, group: ExpertGroup, rounds: int
+) -> Tensor:
+    """Milliseconds ``(candidates, rounds)``, each the maximum over ranks."""
+    runs = list(paths.values())
+    samples = torch.zeros(len(runs), rounds)
+    for number in range(-WARMUP_ROUNDS, rounds):
+        clocks: dict[int, Callable[[], float]] = {}
+        for step in range(len(runs)):
+            index = (number + step) % len(runs)
+            clocks[index] = _start_call(runs[index], inputs, number % NUM_INPUTS, group)
+        for index, read_ms in clocks.items():
+            elapsed = read_ms()
+            if number >= 0:
+                samples[index, number] = elapsed
+    group.workspace.check()
+    return _slowest(samples, group)
+
+
+def _start_call(path: ExpertPath, inputs: _Inputs, index: int, group: ExpertGroup) -> Callable[[], float]:
+    """Run one call; returns what reads its milliseconds at the end of the round."""
+    _slowest(torch.zeros(1, device=group.device), group)
+    if group.device.type != "cuda":
+        start = time.perf_counter()
+        inputs.run(path, index)
+        elapsed = (time.perf_counter() - start) * 1e3
+        return lambda: elapsed
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    inputs.run(path, index)
+    end.record()
+
+    def read_ms() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return read_ms
+
+
+def _slowest(values: Tensor, group: ExpertGroup) -> Tensor:
+    """Elementwise maximum over the ranks; also the barrier, as it runs on the device."""
+    if group.process_group is None:
+        return values
+    on_device = values.to(group.device)
+    dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group.process_group)
+    return on_device.to(values.device)

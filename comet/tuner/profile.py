@@ -1,0 +1,286 @@
+"""Measured winners, one JSON file per machine: written atomically, read with distrust, looked up exact then nearest.
+
+The file is ``{"version": 1, "device": ..., "entries": [...]}``. A file that cannot be used (damaged, of another device,
+of another version) counts as empty, an entry that cannot be used as absent; a store says so in one warning, and the
+next ``put`` rebuilds the file, keeping the unusable one beside it as ``<name>.ignored``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from comet.config import OverlapConfig, require
+from comet.tuner.problem import Problem
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+# A measurement serves token counts up to 8 times away; beyond that, whether overlap pays at all may change.
+MAX_DOUBLINGS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileKey:
+    """What a measurement is valid for.
+
+    Args:
+        device: Device name as the driver gives it.
+        ep: EP.
+        tp: TP.
+        num_experts: E.
+        top_k: K.
+        hidden_size: D.
+        ffn_size: F.
+        tokens: T per rank, rounded to a power of two (``token_bucket``).
+        dtype: Name of the element type without ``torch.``.
+    """
+
+    device: str
+    ep: int
+    tp: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    ffn_size: int
+    tokens: int
+    dtype: str
+
+    @classmethod
+    def create(cls, problem: Problem, device: str) -> ProfileKey:
+        """The key of a problem on a device."""
+        moe, parallel = problem.moe, problem.parallel
+        return cls(
+            device=device,
+            ep=parallel.ep,
+            tp=parallel.tp,
+            num_experts=moe.num_experts,
+            top_k=moe.top_k,
+            hidden_size=moe.hidden_size,
+            ffn_size=moe.ffn_size,
+            tokens=token_bucket(problem.num_tokens),
+            dtype=str(problem.dtype).removeprefix("torch."),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One candidate: its median ms, or ``None`` and why it did not run; setting ``None`` is the plain path."""
+
+    setting: OverlapConfig | None
+    ms: float | None
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        valid = self.ms is None or (math.isfinite(self.ms) and self.ms > 0)
+        require(valid, f"ms={self.ms} must be positive and finite, or None for a candidate that failed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileEntry:
+    """The measurements of one key.
+
+    Args:
+        key: What they are valid for.
+        measured: At least one candidate that ran.
+        commit: Version of the code that was measured.
+        date: Day of the measurement.
+    """
+
+    key: ProfileKey
+    measured: tuple[Measured, ...]
+    commit: str
+    date: str
+
+    def __post_init__(self) -> None:
+        ran = any(item.ms is not None for item in self.measured)
+        require(ran, f"measured must hold a candidate that ran for {self.key}")
+
+    @property
+    def winner(self) -> Measured:
+        """The fastest candidate; the first of equals."""
+        return min(self.measured, key=lambda item: math.inf if item.ms is None else item.ms)
+
+
+class ProfileStore:
+    """The entries of one machine.
+
+    Args:
+        path: The file; need not exist.
+        device: The device entries must belong to.
+        entries: What was read.
+    """
+
+    def __init__(self, path: Path, device: str, entries: Mapping[ProfileKey, ProfileEntry]) -> None:
+        self.path = path
+        self.device = device
+        self.entries = dict(entries)
+
+    @classmethod
+    def load(cls, path: Path, device: str, shipped: Path | None = None) -> ProfileStore:
+        """Read a store; never raises for what a file contains.
+
+        Args:
+            path: The user's file.
+            device: Device name; a file of another device is ignored.
+            shipped: File of the package, used for keys the user's file does not have.
+
+        Returns:
+            The store; each file that could not be used whole has been named in one warning.
+        """
+        entries: dict[ProfileKey, ProfileEntry] = {}
+        for source in (shipped, path):
+            if source is not None:
+                found, trouble = read_entries(source, device)
+                entries.update(found)
+                if trouble:
+                    logger.warning("profile %s: %s; ignored, to be measured again", source, trouble)
+        return cls(path, device, entries)
+
+    def lookup(self, problem: Problem) -> tuple[ProfileEntry, bool] | None:
+        """The entry for a problem and whether it is exact.
+
+        Without an exact one it is the nearest in tokens (on a logarithmic scale, at most a factor of 8 away, the larger
+        of two equally near) of the same shape, layout, type and device; ``None`` if there is none.
+
+        Example: entries at 512 and 8192 tokens: 8192 is exact, 1024 gives 512, 2048 (equally near) 8192, 32 none.
+        """
+        key = ProfileKey.create(problem, self.device)
+        if key in self.entries:
+            return self.entries[key], True
+        wanted = math.log2(key.tokens)
+        near = [
+            (abs(math.log2(other.tokens) - wanted), -other.tokens, entry)
+            for other, entry in self.entries.items()
+            if replace(other, tokens=key.tokens) == key
+        ]
+        near = [item for item in near if item[0] <= MAX_DOUBLINGS]
+        return (min(near, key=lambda item: item[:2])[2], False) if near else None
+
+    def put(self, entry: ProfileEntry) -> None:
+        """Add or replace an entry, in memory and in the file; entries other processes wrote meanwhile are kept.
+
+        Raises:
+            ValueError: If the entry belongs to another device.
+            OSError: If the file cannot be written.
+        """
+        require(
+            entry.key.device == self.device, f"device={entry.key.device!r} must be the store's device {self.device!r}"
+        )
+        self.entries[entry.key] = entry
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path):
+            found, trouble = read_entries(self.path, self.device)
+            if trouble:
+                os.replace(self.path, self.path.with_name(self.path.name + ".ignored"))
+            found[entry.key] = entry
+            _write_atomically(self.path, _to_text(self.device, found))
+
+
+def profile_path(folder: Path, device: str, world_size: int) -> Path:
+    """The file of a machine; ``NVIDIA H200`` and 4 ranks: ``nvidia_h200_x4.json``."""
+    name = "".join(letter if letter.isalnum() else "_" for letter in device.lower())
+    return folder / f"{name}_x{world_size}.json"
+
+
+def token_bucket(num_tokens: int) -> int:
+    """The power of two nearest to ``num_tokens`` on a logarithmic scale; 0 -> 1, 2896 -> 2048, 2897 -> 4096."""
+    return 2 ** round(math.log2(max(num_tokens, 1)))
+
+
+def read_entries(path: Path, device: str) -> tuple[dict[ProfileKey, ProfileEntry], str]:
+    """The usable entries of a file and what is wrong with the rest, or ""; a missing file is an empty one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+        return {}, f"cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        found = content.get("version") if isinstance(content, dict) else None
+        return {}, f"has version {found!r}, not {VERSION}"
+    if content.get("device") != device:
+        return {}, f"is of device {content.get('device')!r}, not {device!r}"
+    raw = content.get("entries")
+    if not isinstance(raw, list):
+        return {}, "has no list of entries"
+    entries, reasons = {}, []
+    for item in raw:
+        try:
+            entry = _entry(item)
+            require(entry.key.device == device, f"device={entry.key.device!r} must be {device!r}")
+            entries[entry.key] = entry
+        except (ValueError, TypeError) as error:
+            reasons.append(str(error))
+    return entries, f"has {len(reasons)} bad entries of {len(raw)} (first: {reasons[0]})" if reasons else ""
+
+
+def _entry(raw: Any) -> ProfileEntry:
+    values = _values(ProfileEntry, raw)
+    require(isinstance(values["measured"], list), "measured must be a list")
+    key = ProfileKey(**_values(ProfileKey, values["key"]))
+    for item in fields(ProfileKey):
+        value, wanted = getattr(key, item.name), str if item.name in ("device", "dtype") else int
+        require(type(value) is wanted, f"{item.name}={value!r} must be of type {wanted.__name__}")
+    require(key.tokens == token_bucket(key.tokens), f"tokens={key.tokens} must be a power of two")
+    measured = tuple(_measured(item) for item in values["measured"])
+    return ProfileEntry(key=key, measured=measured, commit=str(values["commit"]), date=str(values["date"]))
+
+
+def _measured(raw: Any) -> Measured:
+    values = _values(Measured, raw)
+    setting = None
+    if values["setting"] is not None:
+        knobs = _values(OverlapConfig, values["setting"])
+        for name, value in knobs.items():
+            require(type(value) is int, f"{name}={value!r} must be an integer")
+        setting = OverlapConfig(**knobs)
+    ms = values["ms"]
+    require(ms is None or type(ms) in (int, float), f"ms={ms!r} must be a number or null")
+    return Measured(setting=setting, ms=ms, failure=str(values["failure"]))
+
+
+def _values(cls: type, raw: Any) -> dict[str, Any]:
+    """``raw`` as keyword arguments of the dataclass: exactly its fields."""
+    names = {item.name for item in fields(cls)}
+    require(isinstance(raw, dict), f"{cls.__name__} must be a mapping, not {type(raw).__name__}")
+    require(raw.keys() == names, f"{cls.__name__} must have the fields {sorted(names)}, not {sorted(raw)}")
+    return dict(raw)
+
+
+def _to_text(device: str, entries: Mapping[ProfileKey, ProfileEntry]) -> str:
+    """JSON in a stable order, so that a file in version control changes only where measurements do."""
+    ordered = sorted(entries.values(), key=lambda entry: tuple(asdict(entry.key).values()))
+    content = {"version": VERSION, "device": device, "entries": [asdict(entry) for entry in ordered]}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time among all processes that use this; the lock dies with its process."""
+    with path.with_name(path.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one."""
+    descriptor, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

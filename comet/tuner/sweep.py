@@ -1,0 +1,159 @@
+"""What the ``sweep`` task measures and what it keeps: points, and the CSV file a later run continues from.
+
+A shape is a model's layer in one layout with a number of tokens; a point is a shape with one overlap setting.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
+from comet.training.config import JobConfig
+from comet.tuner.profile import Measured
+
+KEY_COLUMNS = tuple(
+    "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
+    "comm_blocks num_panels num_phases block_rows".split()
+)
+COLUMNS = (*KEY_COLUMNS, "ms", "failure")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A layer, its layout and its tokens per rank; whether they fit each other shows when it is measured."""
+
+    model: str
+    moe: MoEConfig
+    parallel: ParallelConfig
+    tokens: int
+
+    @property
+    def title(self) -> str:
+        """For people: ``tiny EP2 TP1, 512 tokens``."""
+        return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measurement of a sweep."""
+
+    shape: Shape
+    setting: OverlapConfig
+
+    def key(self, dtype: str, device: str) -> tuple[str, ...]:
+        """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
+        shape, moe, setting = self.shape, self.shape.moe, self.setting
+        values = (
+            shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
+            shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
+            setting.comm_blocks, setting.num_panels, setting.num_phases, setting.block_rows,
+        )  # fmt: skip
+        return tuple(map(str, values))
+
+
+def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]:
+    """All combinations of the lists in ``job.sweep``, points of one shape together.
+
+    Args:
+        job: Lists of the sweep, and the values that stand in for empty ones.
+        models: The layers of ``job.sweep.models``, by name.
+
+    Returns:
+        Distinct points; 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phases: 24.
+    """
+    sweep, overlap = job.sweep, job.overlap
+    layers = models or {job.model.name: job.model.moe}
+    layouts = [ParallelConfig(ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
+    tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
+    settings = [
+        OverlapConfig(comm_blocks=blocks, num_panels=panels, num_phases=phases, block_rows=overlap.block_rows)
+        for panels in sweep.num_panels or (overlap.num_panels,)
+        for phases in sweep.num_phases or (overlap.num_phases,)
+        for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
+    ]
+    points = [
+        Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), setting=setting)
+        for (name, moe), parallel, num, setting in itertools.product(layers.items(), layouts, tokens, settings)
+    ]
+    return list(dict.fromkeys(points))
+
+
+@dataclass(slots=True)
+class SweepLog:
+    """The CSV file of a sweep; every ``put`` replaces it as a whole, so that a killed run leaves complete rows.
+
+    Args:
+        path: The file.
+        rows: What was measured, or why it failed, by ``Point.key``.
+    """
+
+    path: Path
+    rows: dict[tuple[str, ...], Measured] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> SweepLog:
+        """Read the file if there is one; raises ``ValueError`` if it is no CSV file of a sweep."""
+        if not path.exists():
+            return cls(path)
+        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+        require(bool(lines) and lines[0] == list(COLUMNS), f"{path} must start with the columns {','.join(COLUMNS)}")
+        rows = {}
+        for number, line in enumerate(lines[1:], 2):
+            require(len(line) == len(COLUMNS), f"{path}:{number} must have {len(COLUMNS)} columns, not {len(line)}")
+            try:
+                rows[tuple(line[: len(KEY_COLUMNS)])] = _measured(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+        return cls(path, rows)
+
+    def put(self, found: Mapping[tuple[str, ...], Measured]) -> None:
+        """Add rows and write the file."""
+        self.rows.update(found)
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for key, item in self.rows.items():
+            writer.writerow((*key, "" if item.ms is None else f"{item.ms:.6g}", item.failure))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(text.getvalue(), encoding="utf-8")
+        part.replace(self.path)
+
+
+def _measured(line: Sequence[str]) -> Measured:
+    *values, ms, failure = line[len(KEY_COLUMNS) - 4 :]
+    blocks, panels, phases, rows = map(int, values)
+    setting = OverlapConfig(comm_blocks=blocks, num_panels=panels, num_phases=phases, block_rows=rows)
+    return Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
+
+
+def best_points(results: Mapping[Point, Measured]) -> dict[Shape, Point]:
+    """The fastest point of every shape of which at least one ran, shapes in the order of ``results``."""
+    best: dict[Shape, Point] = {}
+    times = {point: item.ms for point, item in results.items() if item.ms is not None}
+    for point in sorted(times, key=times.__getitem__):
+        best.setdefault(point.shape, point)
+    return {point.shape: best[point.shape] for point in results if point.shape in best}
+
+
+def sweep_table(results: Mapping[Point, Measured]) -> str:
+    """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
+    best = set(best_points(results).values())
+    lines: list[tuple[str, ...]] = [("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "ms", "")]
+    for point, item in results.items():
+        shape, setting = point.shape, point.setting
+        numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, setting.comm_blocks, setting.num_panels)
+        time = "failed" if item.ms is None else f"{item.ms:.4f}"
+        note = "*" if point in best else item.failure
+        lines.append((shape.model, *map(str, numbers), str(setting.num_phases), time, note))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for name, *cells, note in lines:
+        right = [f"{value:>{width}}" for value, width in zip(cells, widths[1:-1], strict=True)]
+        text.append("  ".join([f"{name:<{widths[0]}}", *right, note]).rstrip())
+    return "\n".join(text)

@@ -1,0 +1,207 @@
+"""The ``sweep`` task: measure every point inside one job, whatever fails on the way.
+
+All points share the job's process group. Rank 0 expands the lists, decides what is still to be measured, tells the
+others and alone writes: the CSV file after every shape, then the table, the picture and one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
+from comet.group import ExpertGroup, make_expert_group
+from comet.training.config import JobConfig
+from comet.training.run import RankContext, activation_dtype
+from comet.tuner.job import local_machine
+from comet.tuner.measure import measure_layer
+from comet.tuner.problem import Problem
+from comet.tuner.profile import Measured
+from comet.tuner.sweep import Point, Shape, SweepLog, best_points, sweep_points, sweep_table
+from comet.tuner.sweep_plot import plot_sweep
+
+CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
+
+Made = TypeVar("Made")
+Todo = dict[Shape, list[OverlapConfig]]
+
+
+def run_sweep(
+    job: JobConfig, context: RankContext, load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]]
+) -> dict[str, Any]:
+    """Measure the points that the CSV file does not hold yet (collective).
+
+    Args:
+        job: Lists of the sweep; ``resume`` names the folder to continue in, ``output_dir`` otherwise.
+        context: This rank.
+        load_models: From names to layers; called on rank 0.
+
+    Returns:
+        The facts, equal on all ranks; rank 0 has printed the table and, as the last line, these facts.
+
+    Raises:
+        ValueError: If a setting breaks its rule or the CSV file cannot be read. A point that fails is no error.
+    """
+    dtype, device = str(activation_dtype(job.train.dtype, context.device)), local_machine(context.device).name
+    folder = Path(job.output_dir if job.resume in (None, "auto") else str(job.resume))
+    log = SweepLog(folder / CSV_NAME)
+
+    def prepare() -> tuple[list[Point], Todo]:
+        require(
+            job.resume in (None, "auto") or log.path.exists(), f"resume={job.resume!r} must be a folder with {CSV_NAME}"
+        )
+        log.rows = SweepLog.load(log.path).rows
+        points = sweep_points(job, load_models(job.sweep.models))
+        return points, pending(points, log, dtype, device)
+
+    points, todo = from_first_rank(prepare, context)
+    for shape, measured in _measure_all(job, todo, context):
+        keys = [Point(shape=shape, setting=setting).key(dtype, device) for setting in todo[shape]]
+        if context.rank == 0:
+            log.put(dict(zip(keys, measured, strict=True)))
+
+    def finish() -> dict[str, Any]:
+        results = {point: log.rows[point.key(dtype, device)] for point in points}
+        plot_sweep(results, folder / PLOT_NAME)
+        facts = _facts(results, folder, sum(map(len, todo.values())))
+        sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
+        return facts
+
+    return from_first_rank(finish, context)
+
+
+def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
+    """The settings of each shape that the log does not hold; a failed point counts as done."""
+    todo: Todo = {}
+    for point in points:
+        if point.key(dtype, device) not in log.rows:
+            todo.setdefault(point.shape, []).append(point.setting)
+    return todo
+
+
+def from_first_rank(make: Callable[[], Made], context: RankContext) -> Made:
+    """What ``make`` returns on rank 0, on all ranks; a ``ValueError`` or ``OSError`` ends all (collective)."""
+    made: list[Any] = [None, ""]
+    cause: ValueError | OSError | None = None
+    if context.rank == 0:
+        try:
+            made[0] = make()
+        except (ValueError, OSError) as error:
+            cause, made[1] = error, str(error) or type(error).__name__
+    if context.world_size > 1:
+        dist.broadcast_object_list(made, src=0)
+    if made[1]:
+        raise ValueError(made[1]) from cause
+    value: Made = made[0]
+    return value
+
+
+def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, list[Measured]]]:
+    """Yield each shape with its measurements; shapes of one layer and layout share a group and its memory."""
+    families: dict[tuple[MoEConfig, ParallelConfig], list[Shape]] = {}
+    for shape in todo:
+        families.setdefault((shape.moe, shape.parallel), []).append(shape)
+    for shapes in families.values():
+        group, failure = _open_group(job, shapes, context)
+        for shape in shapes:
+            if group is None:
+                yield shape, [Measured(setting=setting, ms=None, failure=failure) for setting in todo[shape]]
+            else:
+                yield shape, measure_shape(job, shape, todo[shape], group, context)
+        if group is not None:
+            group.close()
+
+
+def _open_group(job: JobConfig, shapes: Sequence[Shape], context: RankContext) -> tuple[ExpertGroup | None, str]:
+    """A group for all shapes, or ``None`` and the reason; memory of a group only some ranks got is not returned."""
+    group: ExpertGroup | None = None
+    failure = ""
+    try:
+        group = make_expert_group(
+            shapes[0].moe,
+            shapes[0].parallel,
+            max_tokens=max(shape.tokens for shape in shapes),
+            dtype=activation_dtype(job.train.dtype, context.device),
+            device=context.device,
+            backend=job.comm.backend,
+            timeout_s=job.comm.timeout_s,
+        )
+    except (RuntimeError, ValueError) as error:
+        failure = _reason(error)
+    failure = _agree(failure, context)
+    return (None, failure) if failure else (group, "")
+
+
+def measure_shape(
+    job: JobConfig, shape: Shape, settings: Sequence[OverlapConfig], group: ExpertGroup, context: RankContext
+) -> list[Measured]:
+    """Measure the settings of one shape, interleaved; what fails is part of the result (collective).
+
+    Args:
+        job: For ``train.dtype`` and ``sweep.rounds``.
+        shape: What is measured; must fit the group's workspace.
+        settings: Distinct settings.
+        group: The ranks.
+        context: This rank.
+
+    Returns:
+        One result per setting, in their order.
+    """
+    failure = ""
+    try:
+        dtype = activation_dtype(job.train.dtype, context.device)
+        problem = Problem.create(shape.moe, shape.parallel, shape.tokens, dtype)
+        measure = measure_layer(problem, settings, group, rounds=job.sweep.rounds)
+    except (RuntimeError, ValueError) as error:
+        failure = _reason(error)
+    failure = _agree(failure, context)
+    if failure:
+        return [Measured(setting=setting, ms=None, failure=failure) for setting in settings]
+    measured = []
+    for setting in settings:
+        try:
+            measured.append(Measured(setting=setting, ms=measure(setting)))
+        except RuntimeError as error:  # its message already says what kind of error it was
+            measured.append(Measured(setting=setting, ms=None, failure=" ".join(str(error).split())))
+    return measured
+
+
+def _agree(failure: str, context: RankContext) -> str:
+    """The first failure of any rank; this is also the barrier between points, and ends the job if a rank is gone."""
+    if context.world_size == 1:
+        return failure
+    failures = [""] * context.world_size
+    dist.all_gather_object(failures, failure)
+    return next(filter(None, failures), "")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _facts(results: Mapping[Point, Measured], folder: Path, num_measured: int) -> dict[str, Any]:
+    best = [
+        {
+            "model": shape.model,
+            "ep": shape.parallel.ep,
+            "tp": shape.parallel.tp,
+            "tokens": shape.tokens,
+            "setting": asdict(point.setting),
+            "ms": results[point].ms,
+        }
+        for shape, point in best_points(results).items()
+    ]
+    return {
+        "task": "sweep",
+        "points": len(results),
+        "measured_now": num_measured,
+        "failed": sum(item.ms is None for item in results.values()),
+        "best": best,
+        "output_dir": str(folder),
+    }

@@ -1,0 +1,268 @@
+"""The pieces of the layer in plain torch over symmetric memory: the CPU path and the oracle of ``comet.fused``.
+
+Both modules define the same functions. The order of work is that of the kernels: local rows first, then each phase as
+its source ranks' rows arrive; partial sums in slot order, final sums in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from comet.comm.signals import signal, wait, waited
+from comet.layout import CHUNK_ROWS, MAX_PANELS
+from comet.plan import Plan
+from comet.settings import LayerSettings
+from comet.workspace import Workspace
+
+
+def layer0(
+    x: Tensor, w1: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Dispatch || grouped GEMM || SwiGLU.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens.
+        w1: ``(e, 2F, D)`` gate rows, then up rows.
+        plan: Where rows go.
+        workspace: The pool.
+        settings: Order of the phases.
+        save_pre: Keep gate | up for the backward pass.
+
+    Returns:
+        hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
+    """
+    push_rows(x, plan, workspace)
+    pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
+    for rows, expert in _tile_runs(plan, workspace, settings):
+        torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
+    gate, up = pre.chunk(2, dim=1)
+    return silu(gate) * up, pre if save_pre else None
+
+
+def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """Grouped GEMM || weighted top-k reduce || combine.
+
+    Args:
+        hidden: ``(Q, F)`` from ``layer0``.
+        w2: ``(e, D, F)``.
+        plan: Where rows go; holds the routing weights.
+        workspace: The pool.
+        settings: Unused here.
+
+    Returns:
+        ``(T, D)`` for this rank's tokens.
+    """
+    y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
+    return combine(y, plan, workspace, weighted=True, row_grads=None)[0]
+
+
+def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """Send ``rows (T, D)`` along the plan; returns the received rows ``(R, D)``, own rows included.
+
+    The result is a view of the pool: the next dispatch overwrites it.
+    """
+    push_rows(rows, plan, workspace)
+    for source, count in enumerate(plan.recv_counts.tolist()):
+        if source != plan.layout.rank:
+            _wait_source(plan, workspace, source, count)
+    return workspace.recv_rows.local
+
+
+def grad_hidden(grad_rows: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+    """``(Q, F)`` gradient of hidden before routing weights: received gradients ``(R, D)`` times w2 ``(e, D, F)``."""
+    gathered = grad_rows[plan.routed_row_ids.clamp(min=0)]
+    return _grouped_mm(gathered, w2, plan)
+
+
+def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of ``weight * (silu(gate) * up)``.
+
+    Args:
+        pre: ``(Q, 2F)`` gate | up.
+        grad: ``(Q, F)`` from ``grad_hidden``.
+        plan: Holds the routing weights.
+
+    Returns:
+        Gradient of pre ``(Q, 2F)``, weighted hidden ``(Q, F)``, gradients of the routing weights ``(R, K)`` float32;
+        routed rows of no segment are 0.
+    """
+    used = _used_rows(plan)
+    ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
+    weights = plan.row_weights[ids, slots][:, None]
+    gate, up = pre[used].float().chunk(2, dim=1)
+    grad_used = grad[used].float()
+    sigmoid = torch.sigmoid(gate)
+    hidden = (gate * sigmoid * up).to(pre.dtype).float()
+    grad_weights = torch.zeros_like(plan.row_weights)
+    grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
+    scaled = weights * grad_used
+    grad_gate = scaled * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_pre = torch.zeros_like(pre)
+    grad_pre[used] = torch.cat([grad_gate, scaled * gate * sigmoid], dim=1).to(pre.dtype)
+    weighted_hidden = torch.zeros_like(grad)
+    weighted_hidden[used] = (weights * hidden).to(pre.dtype)
+    return grad_pre, weighted_hidden, grad_weights
+
+
+def grad_weights(
+    grad_pre: Tensor, rows: Tensor, weighted_hidden: Tensor, grad_rows: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Gradients of w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` from routed rows and received rows ``(R, D)``."""
+    experts = plan.layout.experts_local
+    grad_w1 = grad_pre.new_zeros(experts, grad_pre.shape[1], rows.shape[1])
+    grad_w2 = grad_pre.new_zeros(experts, grad_rows.shape[1], weighted_hidden.shape[1])
+    for segment, expert in _nonempty(plan):
+        row_ids = plan.routed_row_ids[segment]
+        grad_w1[expert].addmm_(grad_pre[segment].T, rows[row_ids])
+        grad_w2[expert].addmm_(grad_rows[row_ids].T, weighted_hidden[segment])
+    return grad_w1, grad_w2
+
+
+def grad_tokens(
+    grad_pre: Tensor, w1: Tensor, row_grads: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x ``(T, D)`` and of the routing weights ``(T, K)``: grouped GEMM || reduce || combine."""
+    y = _grouped_mm(grad_pre, w1, plan)
+    grad_x, grad_top_k = combine(y, plan, workspace, weighted=False, row_grads=row_grads)
+    assert grad_top_k is not None
+    return grad_x, grad_top_k
+
+
+def combine(
+    y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, row_grads: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Reduce routed rows ``y (Q, D)`` to partial sums, send them home, and add them up in rank order."""
+    rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
+    world_size = plan.layout.world_size
+    chunks = max_tokens // CHUNK_ROWS
+    counts = plan.recv_counts.tolist()
+    counts[rank] = plan.num_tokens
+    for source in _ring(rank, world_size):
+        window = slice(source * max_tokens, source * max_tokens + counts[source])
+        home = slice(rank * max_tokens, rank * max_tokens + counts[source])
+        workspace.combine_rows.peers[source][home] = _partial_sums(y, plan, window, weighted)
+        if row_grads is not None:
+            workspace.combine_grads.peers[source][home] = row_grads[window]
+        flags = workspace.combine_flags.peers[source]
+        for chunk in range(-(-counts[source] // CHUNK_ROWS)):
+            signal(flags, (rank * chunks + chunk) * MAX_PANELS, epoch)
+    return _sum_partials(y, plan, workspace, row_grads is not None)
+
+
+def barrier(workspace: Workspace) -> None:
+    """Advance the epoch once every rank has arrived: opens a use of the pool that no plan opens."""
+    workspace.comm.barrier()
+    workspace.epoch += 1
+
+
+def push_rows(x: Tensor, plan: Plan, workspace: Workspace) -> None:
+    """Copy this rank's rows to every rank that needs them, its own among them, chunk flags after the rows."""
+    rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
+    chunks = max_tokens // CHUNK_ROWS
+    counts = plan.send_counts.tolist()
+    for step in range(1, plan.layout.world_size + 1):
+        target = (rank - step) % plan.layout.world_size
+        landing = workspace.recv_rows.peers[target][rank * max_tokens :]
+        if target == rank:
+            landing[: plan.num_tokens] = x
+            continue
+        landing[: counts[target]] = x[plan.send_token_ids[target, : counts[target]]]
+        for chunk in range(-(-counts[target] // CHUNK_ROWS)):
+            signal(workspace.recv_flags.peers[target], rank * chunks + chunk, epoch)
+
+
+def _tile_runs(plan: Plan, workspace: Workspace, settings: LayerSettings) -> Iterator[tuple[slice, int]]:
+    """(routed rows, local expert) of neighbouring tiles in schedule order, each phase once its rows have arrived."""
+    counts, layout = plan.recv_counts.tolist(), plan.layout
+    starts = plan.tile_starts.tolist()
+    tiles = plan.tiles[: starts[-1]].tolist()
+    for phase in range(plan.num_phases):
+        for source in settings.layer0.wait_sources(phase, layout.rank, layout.world_size):
+            if source != layout.rank:
+                _wait_source(plan, workspace, source, counts[source])
+        for expert, run in groupby(tiles[starts[phase] : starts[phase + 1]], key=lambda tile: tile[0]):
+            entries = list(run)
+            yield slice(entries[0][1], entries[-1][1] + entries[-1][2]), expert
+
+
+def _nonempty(plan: Plan) -> Iterator[tuple[slice, int]]:
+    """Routed rows and local expert of every segment that has rows."""
+    starts, counts = plan.segment_starts.tolist(), plan.segment_counts.tolist()
+    for index, count in enumerate(counts):
+        if count:
+            yield slice(starts[index], starts[index] + count), index
+
+
+def _used_rows(plan: Plan) -> Tensor:
+    """Ids of the routed rows that exist."""
+    segments = [torch.arange(segment.start, segment.stop) for segment, _ in _nonempty(plan)]
+    return torch.cat(segments) if segments else torch.empty(0, dtype=torch.int64)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    """``(Q, N)``: rows ``(Q, C)`` of each segment times its expert's ``(C, N)``."""
+    out = rows.new_empty(rows.shape[0], weights.shape[2])
+    for segment, expert in _nonempty(plan):
+        torch.mm(rows[segment], weights[expert], out=out[segment])
+    return out
+
+
+def _partial_sums(y: Tensor, plan: Plan, window: slice, weighted: bool) -> Tensor:
+    """Sum of each received row's routed rows, in slot order, in float32."""
+    slots, weights = plan.row_slots[window], plan.row_weights[window]
+    total = torch.zeros(slots.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
+    for k in range(slots.shape[1]):
+        hit = (slots[:, k] >= 0).nonzero().squeeze(1)
+        part = y[slots[hit, k]].to(total.dtype)
+        total.index_add_(0, hit, part * weights[hit, k, None] if weighted else part)
+    return total.to(y.dtype)
+
+
+def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool) -> tuple[Tensor, Tensor | None]:
+    max_tokens, tokens = plan.max_tokens, plan.num_tokens
+    chunks = max_tokens // CHUNK_ROWS
+    total = torch.zeros(tokens, y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
+    grads = torch.zeros(tokens, plan.layout.top_k) if with_grads else None
+    for contributor in range(plan.layout.world_size):
+        rows = plan.send_rows[:tokens, contributor]
+        hit = (rows >= 0).nonzero().squeeze(1)
+        if hit.numel() == 0:
+            continue
+        for chunk in range(int(rows.max()) // CHUNK_ROWS + 1):
+            index = (contributor * chunks + chunk) * MAX_PANELS
+            _wait_flag(workspace, workspace.combine_flags.local, index, contributor, "layer 1 combine", chunk)
+        slots = contributor * max_tokens + rows[hit]
+        total.index_add_(0, hit, workspace.combine_rows.local[slots].to(total.dtype))
+        if grads is not None:
+            grads.index_add_(0, hit, workspace.combine_grads.local[slots])
+    return total.to(y.dtype), grads
+
+
+def _wait_source(plan: Plan, workspace: Workspace, source: int, count: int) -> None:
+    """Wait for all chunks of ``count`` rows from one rank."""
+    chunks = plan.max_tokens // CHUNK_ROWS
+    for chunk in range(-(-count // CHUNK_ROWS)):
+        index = source * chunks + chunk
+        _wait_flag(workspace, workspace.recv_flags.local, index, source, "layer 0 dispatch", chunk)
+
+
+def _wait_flag(workspace: Workspace, flags: Tensor, index: int, peer: int, place: str, chunk: int) -> None:
+    """Wait until one flag carries the epoch; the words for a late peer are only made when it is late."""
+    comm = workspace.comm
+    wait(
+        flags,
+        index,
+        int(workspace.epoch),
+        timeout_s=comm.timeout_s,
+        describe=lambda: waited(comm.rank, peer, f"{place}, chunk {chunk}", comm.timeout_s),
+    )
+
+
+def _ring(rank: int, world_size: int) -> list[int]:
+    """All ranks, the next one first, this one last."""
+    return [(rank + step) % world_size for step in range(1, world_size + 1)]

@@ -1,0 +1,178 @@
+"""One pool of symmetric memory for all MoE layers of a process, and the epoch that orders its use.
+
+Regions (W ranks, M = ``max_tokens`` rounded up to 128, K, D; C = M / 128 chunks):
+
+================  ======================  ========  ==========================================================
+region            shape                   dtype     written by
+================  ======================  ========  ==========================================================
+``ids``           (2, W, M, K)            int32     every rank s writes its top-k ids into [parity, s] of all
+``weights``       (2, W, M, K)            float32   likewise, its routing weights
+``ids_flags``     (W, C)                  int32     epoch of the exchange, per chunk of 128 tokens
+``recv_rows``     (W * M, D)              dtype     dispatch: rank s writes rows s*M + i
+``recv_flags``    (W, C)                  int32     epoch of the dispatch, per chunk of 128 rows
+``combine_rows``  (W * M, D)              dtype     combine: rank d writes partial sums d*M + i
+``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
+``combine_flags`` (W, C, 16)              int32     epoch of the combine, per chunk of 128 rows and column panel
+``barrier_flags`` (W,)                    int32     epoch of the barrier
+================  ======================  ========  ==========================================================
+
+Why no rank overwrites what another still reads: a rank writes ids of epoch n+1 only after its stream finished the
+layer of epoch n; every rank waits for all ids (or at the barrier that opens a backward pass) before it writes rows;
+hence when rows of epoch n+1 are written, all ranks are done with epoch n. Ids themselves alternate between two halves,
+because a fast rank may write ids n+1 while a slow one still reads ids n; ids n+2 wait for ids n+1 of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
+from comet.config import MOE_DTYPES, MoEConfig, require
+from comet.errors import CapacityError, CommTimeoutError
+from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
+
+PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkspaceShape:
+    """What the pool must hold.
+
+    Args:
+        world_size: W.
+        max_tokens: Most tokens a rank passes to a layer; rounded up to a multiple of 128.
+        hidden_size: D.
+        top_k: K, the largest of all layers.
+        dtype: Element type of tokens: float32, float16 or bfloat16.
+    """
+
+    world_size: int
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
+        require(self.dtype in MOE_DTYPES, f"dtype={self.dtype} must be one of {MOE_DTYPES}")
+
+    @classmethod
+    def create(cls, moe: MoEConfig, world_size: int, max_tokens: int, dtype: torch.dtype) -> WorkspaceShape:
+        """The shape for one layer configuration."""
+        return cls(
+            world_size=world_size, max_tokens=max_tokens, hidden_size=moe.hidden_size, top_k=moe.top_k, dtype=dtype
+        )
+
+    @property
+    def padded_tokens(self) -> int:
+        """M."""
+        return round_up(self.max_tokens, CHUNK_ROWS)
+
+    def regions(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every region, in pool order."""
+        ranks, tokens, chunks = self.world_size, self.padded_tokens, self.padded_tokens // CHUNK_ROWS
+        return {
+            "ids": ((2, ranks, tokens, self.top_k), torch.int32),
+            "weights": ((2, ranks, tokens, self.top_k), torch.float32),
+            "ids_flags": ((ranks, chunks), torch.int32),
+            "recv_rows": ((ranks * tokens, self.hidden_size), self.dtype),
+            "recv_flags": ((ranks, chunks), torch.int32),
+            "combine_rows": ((ranks * tokens, self.hidden_size), self.dtype),
+            "combine_grads": ((ranks * tokens, self.top_k), torch.float32),
+            "combine_flags": ((ranks, chunks, MAX_PANELS), torch.int32),
+            "barrier_flags": ((ranks,), torch.int32),
+        }
+
+
+def workspace_bytes(shape: WorkspaceShape) -> int:
+    """Bytes of symmetric memory one rank needs.
+
+    Example: W=2, max_tokens=100 (M=128), D=64, K=2, float32: ids and weights 4096 + 4096, rows 65536 + 65536, weight
+    gradients 2048, four flag regions of 256 each: 142336 bytes.
+    """
+    sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shape.regions().values())
+    return sum(round_up(size, ALIGNMENT) for size in sizes)
+
+
+class Workspace:
+    """The pool, cut into regions, with its epoch and fault record.
+
+    Args:
+        comm: The communicator of the MoE group; the workspace does not close it.
+        shape: What to hold; collective: equal on all ranks.
+
+    Raises:
+        ValueError: If the communicator has another world size, the ranks ask for different sizes or the pool does not
+            fit; the message says how many bytes it needs and which setting to lower.
+
+    Attributes:
+        epoch: ``(1,)`` int32 on the device; grows by one with every plan and every barrier, equally on all ranks.
+        fault: ``(8,)`` int64 record of a spin that met its deadline (see ``comet.kernels.primitives``).
+    """
+
+    ids: SymmTensor
+    weights: SymmTensor
+    ids_flags: SymmTensor
+    recv_rows: SymmTensor
+    recv_flags: SymmTensor
+    combine_rows: SymmTensor
+    combine_grads: SymmTensor
+    combine_flags: SymmTensor
+    barrier_flags: SymmTensor
+
+    def __init__(self, comm: Communicator, shape: WorkspaceShape) -> None:
+        require(
+            shape.world_size == comm.world_size,
+            f"world_size={shape.world_size} of the workspace must equal the communicator's {comm.world_size}",
+        )
+        self.comm = comm
+        self.shape = shape
+        self.num_bytes = workspace_bytes(shape)
+        pool, offset = self._alloc(), 0
+        for name, (dims, dtype) in shape.regions().items():
+            setattr(self, name, pool.view(offset, dims, dtype))
+            offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
+        self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+
+    def _alloc(self) -> SymmTensor:
+        shape = self.shape
+        try:
+            return self.comm.alloc(self.num_bytes)
+        except ValueError as error:
+            raise ValueError(
+                f"max_tokens={shape.max_tokens} with hidden_size={shape.hidden_size}, top_k={shape.top_k} and "
+                f"world_size={shape.world_size} needs {self.num_bytes} bytes of symmetric memory per rank: {error}"
+            ) from error
+
+    @property
+    def max_tokens(self) -> int:
+        """M."""
+        return self.shape.padded_tokens
+
+    @property
+    def timeout_ns(self) -> int:
+        """Deadline of every spin."""
+        return int(self.comm.timeout_s * 1e9)
+
+    def check(self) -> None:
+        """Report what went wrong on the device since the workspace was made; synchronises with it.
+
+        Raises:
+            CommTimeoutError: If a spin of a kernel met its deadline.
+            CapacityError: If a plan needed more routed rows than were reserved.
+        """
+        aborted, place, peer, index, expected, seen, _, rows_needed = self.fault.tolist()
+        if aborted:
+            raise CommTimeoutError(
+                f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
+                f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
+            )
+        if rows_needed:
+            raise CapacityError(
+                f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
+                "raise max_imbalance or leave it unset"
+            )
