@@ -1,0 +1,91 @@
+"""Shape of a model; the frozen dataclass validates itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from comet.config import MoEConfig, require
+
+NUM_BYTE_VALUES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of a GPT whose feed-forward layers are MoE layers.
+
+    Args:
+        name: Goes into checkpoints and messages.
+        vocab_size: Token ids; at least 256, because training reads bytes.
+        context: Longest sequence, in tokens.
+        hidden_size: D, equal to ``moe.hidden_size``.
+        num_layers: Transformer blocks.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; must divide ``num_heads``.
+        moe: The MoE layer of every block but the first ``dense_layers``.
+        dense_layers: Leading blocks with a dense SwiGLU as wide as the experts one token uses.
+        head_dim: Width of a head, even; ``None`` means ``hidden_size / num_heads``.
+        rope_base: Base of the rotary frequencies.
+
+    Raises:
+        ValueError: If a field breaks its rule; the message names field, value and rule.
+    """
+
+    name: str
+    vocab_size: int = NUM_BYTE_VALUES
+    context: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    moe: MoEConfig
+    dense_layers: int = 0
+    head_dim: int | None = None
+    rope_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), f"name={self.name!r} must not be empty")
+        require(
+            self.vocab_size >= NUM_BYTE_VALUES,
+            f"vocab_size={self.vocab_size} must be at least {NUM_BYTE_VALUES}: training reads bytes",
+        )
+        for name in ("context", "num_layers", "num_heads", "num_kv_heads"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        require(
+            self.hidden_size == self.moe.hidden_size,
+            f"hidden_size={self.hidden_size} must equal moe.hidden_size={self.moe.hidden_size}",
+        )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
+        )
+        require(
+            0 <= self.dense_layers <= self.num_layers,
+            f"dense_layers={self.dense_layers} must be between 0 and num_layers={self.num_layers}",
+        )
+        require(self.rope_base > 1, f"rope_base={self.rope_base} must be above 1")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None:
+            require(
+                self.hidden_size % (2 * self.num_heads) == 0,
+                f"num_heads={self.num_heads} must divide hidden_size={self.hidden_size} into even heads "
+                "(or give head_dim)",
+            )
+        else:
+            require(
+                self.head_dim >= 2 and self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be positive and even"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def dense_ffn_size(self) -> int:
+        """Width of the SwiGLU of a dense block: ``top_k * ffn_size + shared_ffn_size`` of the MoE layer.
+
+        Example: DeepSeek-V3: 8 * 2048 + 2048 = 18432, its published width.
+        """
+        return self.moe.top_k * self.moe.ffn_size + self.moe.shared_ffn_size

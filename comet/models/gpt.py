@@ -1,0 +1,251 @@
+"""A small GPT: pre-norm blocks of rotary grouped-query attention and a MoE (or dense SwiGLU) feed-forward layer.
+
+Everything but the experts is replicated. Weights depend on (seed, parameter name) only, never on the layout of ranks.
+Parameters and the residual stream are float32; products run in the dtype of the group's workspace.
+
+Letters: B sequences, S positions, D hidden size, V vocabulary, E experts, L MoE layers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention
+
+from comet.config import OverlapConfig, Path, require
+from comet.group import ExpertGroup
+from comet.models.config import ModelConfig
+from comet.moe import MoE, make_moe
+from comet.router import RouterStats
+from comet.shared_expert import SharedExpert
+
+EMBEDDING_STD = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class GPTOutput:
+    """What one forward pass returns.
+
+    Args:
+        logits: ``(B, S, V)`` float32.
+        router_loss: ``()`` float32: load-balancing and z-loss of all MoE layers; zero if there are none.
+        expert_load: ``(L, E)`` float32: routed rows of this rank's tokens per MoE layer and expert.
+    """
+
+    logits: Tensor
+    router_loss: Tensor
+    expert_load: Tensor
+
+
+class GPT(nn.Module):
+    """The model; every rank of the MoE group must call it equally often.
+
+    Args:
+        config: Its shape.
+        group: The ranks that share the experts; its workspace sets the dtype of the products.
+        path: How the MoE layers run (see ``comet.moe.MoE``).
+        overlap: Split and order of the fused kernels' work.
+        seed: Of the weights.
+    """
+
+    rotary: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: ExpertGroup,
+        *,
+        path: Path | str = "auto",
+        overlap: OverlapConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = group.workspace.shape.dtype
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, device=group.device)
+        self.blocks = nn.ModuleList()
+        for index in range(config.num_layers):
+            ffn: MoE | SharedExpert
+            if index < config.dense_layers:
+                ffn = SharedExpert(config.hidden_size, config.dense_ffn_size, device=group.device)
+            else:
+                ffn = make_moe(config.moe, group, path=path, overlap=overlap, seed=_seed(seed, f"blocks.{index}"))
+            self.blocks.append(Block(config, ffn, device=group.device, dtype=self.dtype))
+        self.norm = nn.RMSNorm(config.hidden_size, device=group.device)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=group.device)
+        self.register_buffer("rotary", rotary_table(config).to(group.device), persistent=False)
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Draw the replicated weights; ``make_moe`` drew those of the MoE layers.
+
+        Matrices that write into the residual stream are scaled by ``1 / sqrt(2 * num_layers)``. The head starts at
+        zero: an untrained model gives every byte the same probability.
+        """
+        scale = (2 * self.config.num_layers) ** -0.5
+        for name, parameter in self._drawn_parameters():
+            generator = torch.Generator().manual_seed(_seed(seed, name))
+            std = EMBEDDING_STD if name == "embedding.weight" else parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        for block in self._blocks():
+            block.attention.out.weight.mul_(scale)
+            for weight in block.output_weights():
+                weight.mul_(scale)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, ids: Tensor) -> GPTOutput:
+        """Predict every next token.
+
+        Args:
+            ids: ``(B, S)`` int64, S at most ``config.context``.
+
+        Returns:
+            Logits, router loss and expert load.
+
+        Raises:
+            ValueError: If the sequences are longer than the context.
+        """
+        require(
+            ids.shape[1] <= self.config.context,
+            f"sequence length {ids.shape[1]} must be at most context={self.config.context}",
+        )
+        stats: list[RouterStats] = []
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            x = self.embedding(ids)
+            for block in self._blocks():
+                x, layer_stats = block(x, self.rotary[:, : ids.shape[1]])
+                if layer_stats is not None:
+                    stats.append(layer_stats)
+            logits = self.head(self.norm(x))
+        loads = [layer.expert_load for layer in stats]
+        return GPTOutput(
+            logits=logits.float(),
+            router_loss=sum((layer.loss for layer in stats), start=x.new_zeros(())),
+            expert_load=torch.stack(loads) if loads else x.new_zeros(0, self.config.moe.num_experts),
+        )
+
+    def moe_layers(self) -> list[MoE]:
+        """The MoE layers, first block first."""
+        return [block.ffn for block in self._blocks() if isinstance(block.ffn, MoE)]
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Parameters sharded over the MoE group."""
+        return [parameter for layer in self.moe_layers() for parameter in layer.expert_parameters()]
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """Parameters replicated on every rank."""
+        sharded = {id(parameter) for parameter in self.expert_parameters()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in sharded]
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, all expert shards counted."""
+        ranks = next((layer.layout.world_size for layer in self.moe_layers()), 1)
+        sharded = sum(parameter.numel() for parameter in self.expert_parameters())
+        return ranks * sharded + sum(parameter.numel() for parameter in self.dense_parameters())
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def _drawn_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        inside_moe = {id(parameter) for layer in self.moe_layers() for parameter in layer.parameters()}
+        return [
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.dim() > 1 and id(parameter) not in inside_moe
+        ]
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + ffn(norm(x))``."""
+
+    def __init__(
+        self, config: ModelConfig, ffn: MoE | SharedExpert, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.attention_norm = nn.RMSNorm(config.hidden_size, device=device)
+        self.attention = Attention(config, device=device)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, device=device)
+        self.ffn = ffn
+
+    def forward(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, RouterStats | None]:
+        """``(B, S, D)`` float32 -> the same, and the router's statistics unless the block is dense."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        tokens = self.ffn_norm(x).to(self.dtype).flatten(0, 1)
+        if isinstance(self.ffn, MoE):
+            output, stats = self.ffn(tokens)
+        else:
+            output, stats = self.ffn(tokens), None
+        return x + output.view_as(x), stats
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """The feed-forward matrices that write into the residual stream."""
+        shared = self.ffn.shared if isinstance(self.ffn, MoE) else None
+        return [self.ffn.w2] if shared is None else [self.ffn.w2, shared.w2]
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions and normalised queries and keys."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.width = config.num_heads, config.num_kv_heads, config.head_width
+        projected = (self.num_heads + 2 * self.num_kv_heads) * self.width
+        self.qkv = nn.Linear(config.hidden_size, projected, bias=False, device=device)
+        self.out = nn.Linear(self.num_heads * self.width, config.hidden_size, bias=False, device=device)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """``(B, S, D)`` and the ``(2, S, width / 2)`` table -> ``(B, S, D)``."""
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, -1, self.width).transpose(1, 2)
+        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        query, key = (rotate(rms_norm(part, (self.width,)), rotary).to(value.dtype) for part in (query, key))
+        grouped = self.num_heads != self.num_kv_heads
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotary_table(config: ModelConfig) -> Tensor:
+    """Cosine and sine of ``position * rope_base ** (-2i / width)``: ``(2, context, width / 2)`` float32."""
+    frequencies = config.rope_base ** (-torch.arange(0, config.head_width, 2) / config.head_width)
+    angles = torch.outer(torch.arange(config.context), frequencies)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turn each pair ``(x[i], x[i + width / 2])`` by its position's angle.
+
+    Example: width 2, angle 90 degrees (cosine 0, sine 1): ``[1, 2]`` becomes ``[-2, 1]``.
+
+    Args:
+        x: ``(..., S, width)``.
+        rotary: ``(2, S, width / 2)``, cosines then sines.
+
+    Returns:
+        ``(..., S, width)`` in float32.
+    """
+    cosine, sine = rotary
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood in nats.
+
+    Args:
+        logits: ``(B, S, V)`` float32.
+        targets: ``(B, S)`` int64; -1 is left out of the mean.
+
+    Returns:
+        ``()`` float32.
+    """
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def _seed(seed: int, name: str) -> int:
+    """A 32-bit generator seed of one part of the model; equal on every rank and in every Python."""
+    return zlib.crc32(f"{seed}/{name}".encode())

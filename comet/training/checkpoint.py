@@ -1,0 +1,141 @@
+"""Weights and optimizer moments to and from disk, through ``torch.distributed.checkpoint``.
+
+Expert tensors are saved as shards of one global tensor (over EP along the experts, over TP along F), so a job with
+another EP, TP or world size loads them. At the same world size a resumed job goes on bit for bit: weights, moments and
+the step are all its state, since batches and learning rates are functions of the step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import AdamW
+
+from comet.group import ExpertGroup
+from comet.models.gpt import GPT
+from comet.training.checkpoint_folder import (
+    Checkpoint,
+    complete,
+    folder_name,
+    open_partial,
+    partial_path,
+    read_checkpoint,
+)
+
+EXPERT_DIM, FFN_DIM = 0, 2
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Checkpointer:
+    """Saves a model and its optimizer, and loads them.
+
+    Args:
+        root: Folder of the checkpoints, shared by all ranks.
+        model: Saved and loaded in place.
+        optimizer: From ``make_optimizer``.
+        group: The ranks; collective.
+    """
+
+    def __init__(self, root: Path, model: GPT, optimizer: AdamW, group: ExpertGroup) -> None:
+        self.root = root
+        self.model = model
+        self.optimizer = optimizer
+        self.group = group
+        self.mesh = _make_mesh(group)
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint (collective).
+
+        Args:
+            step: Optimizer steps taken.
+
+        Returns:
+            Its folder; it exists, complete, when any rank returns.
+        """
+        is_writer = self.group.world_rank == 0
+        path = self.root / folder_name(step)
+        partial = partial_path(path)
+        if is_writer:
+            open_partial(path)
+        self._barrier()
+        writer = dcp.FileSystemWriter(partial, sync_files=True)
+        with _alone_on_purpose():
+            dcp.save(self._tensors(), storage_writer=writer, no_dist=not dist.is_initialized())
+        if is_writer:
+            parallel = self.group.parallel
+            layout = {"world_size": self.group.world_size, "ep": parallel.ep, "tp": parallel.tp}
+            complete(partial, step=step, config=self.model.config, layout=layout)
+        self._barrier()
+        return path
+
+    def load(self, checkpoint: Checkpoint) -> int:
+        """Read a checkpoint of any EP, TP and world size into the model and the optimizer (collective).
+
+        Args:
+            checkpoint: From ``choose_checkpoint``.
+
+        Returns:
+            Optimizer steps taken.
+
+        Raises:
+            ValueError: If it is of another model, or was damaged since it was chosen.
+        """
+        checkpoint.check_model(self.model.config)
+        read_checkpoint(checkpoint.path)
+        reader = dcp.FileSystemReader(checkpoint.path)
+        with _alone_on_purpose():
+            dcp.load(self._tensors(), storage_reader=reader, no_dist=not dist.is_initialized())
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(checkpoint.step))
+        return checkpoint.step
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything to save, by name, sharing memory with the model and the optimizer."""
+        experts = {id(parameter) for parameter in self.model.expert_parameters()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        tensors = {f"model.{name}": buffer for name, buffer in self.model.state_dict().items()}
+        for parameter, state in self.optimizer.state.items():
+            name = names[id(parameter)]
+            tensors.update({f"optimizer.{name}.{moment}": state[moment] for moment in MOMENTS})
+            if id(parameter) in experts:
+                mine = [f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)]
+                tensors.update({key: self._shard(tensors[key]) for key in mine})
+        return tensors
+
+    def _shard(self, local: Tensor) -> Tensor:
+        if self.mesh is None:
+            return local
+        placements = [Replicate(), Shard(EXPERT_DIM), Shard(FFN_DIM)]
+        return DTensor.from_local(local.detach(), self.mesh, placements, run_check=False)
+
+    def _barrier(self) -> None:
+        if self.group.world_size > 1:
+            # An all-reduce rather than dist.barrier(): it works on whatever backend the device has.
+            dist.all_reduce(torch.zeros(1, device=self.group.device))
+            if self.group.device.type == "cuda":
+                torch.cuda.synchronize(self.group.device)
+
+
+def _make_mesh(group: ExpertGroup) -> DeviceMesh | None:
+    """World ranks as (MoE group, EP shard, TP rank); ``None`` where every rank holds all experts."""
+    if group.parallel.world_size == 1:
+        return None
+    shape = (group.data_parallel, group.parallel.ep, group.parallel.tp)
+    return init_device_mesh(group.device.type, shape, mesh_dim_names=("data", "ep", "tp"))
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Silence the warning that a single process without a process group gets."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,0 +1,146 @@
+"""Configuration of a training job: frozen dataclasses that validate themselves.
+
+The command line composes the same tree (``JobConfig`` is its root), so a field declared here is a setting there. What
+needs the world size, the corpus or the device is checked where those are known (``comet.training.run``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from comet.comm import Backend
+from comet.config import OverlapConfig, ParallelConfig, require
+from comet.models.config import ModelConfig
+from comet.tuner.config import SweepConfig, TuneConfig
+
+MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
+TrainDtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommConfig:
+    """How ranks reach each other's memory.
+
+    Args:
+        backend: ``auto``, or the name of a communicator (``nvshmem``, ``symm_mem``, ``cpu_shm``).
+        timeout_s: Deadline of every wait for another rank, in seconds.
+    """
+
+    backend: Backend = "auto"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        known = get_args(Backend)
+        require(self.backend in known, f"backend={self.backend!r} must be one of {', '.join(known)}")
+        require(self.timeout_s > 0, f"timeout_s={self.timeout_s} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length, optimizer and bookkeeping of a run.
+
+    Args:
+        steps: Optimizer steps in all, those before a resume included.
+        batch_size: Sequences per rank and step.
+        lr: Learning rate after warm-up.
+        min_lr_ratio: The cosine ends at ``min_lr_ratio * lr``.
+        warmup_steps: Steps of linear warm-up, below ``steps``.
+        weight_decay: AdamW decay of matrices; gains and biases are not decayed.
+        grad_clip: Largest global gradient norm.
+        seed: Of the weights and of the batches.
+        eval_batches: Held-out batches of ``batch_size`` sequences per evaluation, shared out among the ranks.
+        eval_every: Steps between evaluations; 0 evaluates at the end only.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end only.
+        dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
+        sample_bytes: Length of the text generated at the end; 0 generates none.
+    """
+
+    steps: int
+    batch_size: int
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    seed: int = 0
+    eval_batches: int = 8
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    dtype: TrainDtype = "auto"
+    sample_bytes: int = 200
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_batches"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("eval_every", "checkpoint_every", "sample_bytes", "seed"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be at least 0")
+        require(
+            0 <= self.warmup_steps < self.steps,
+            f"warmup_steps={self.warmup_steps} must be at least 0 and below steps={self.steps}",
+        )
+        require(self.lr > 0, f"lr={self.lr} must be positive")
+        require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
+        require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
+        require(self.grad_clip > 0, f"grad_clip={self.grad_clip} must be positive")
+        _require_choice("dtype", self.dtype, get_args(TrainDtype))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The text.
+
+    Args:
+        path: A file, or a folder all of whose files are read; ``None`` reads the source of the Python standard library
+            of the running interpreter.
+        heldout_fraction: Share of the bytes kept out of training, above 0 and below 1.
+    """
+
+    path: str | None = None
+    heldout_fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(self.path is None or bool(self.path), f"path={self.path!r} must name a file or folder, or be None")
+        require(0 < self.heldout_fraction < 1, f"heldout_fraction={self.heldout_fraction} must be above 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """Everything a training job needs.
+
+    Args:
+        model: What to train.
+        parallel: EP and TP of a MoE group; EP x TP divides the world size, the groups are data-parallel.
+        train: How long and how fast.
+        output_dir: Folder of checkpoints, pictures and the metrics; made if missing.
+        comm: Communicator.
+        moe_path: How the MoE layers run (see ``comet.moe.MoE``).
+        overlap: Split and order of the fused kernels' work.
+        data: The text.
+        resume: ``None`` starts anew; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if there
+            is one; otherwise a checkpoint, or the output folder of another run.
+        tune: What the tasks ``tune`` and ``explain`` look at.
+        sweep: What the task ``sweep`` measures.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    output_dir: str
+    comm: CommConfig = field(default_factory=CommConfig)
+    moe_path: MoEPath = "auto"
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    resume: str | None = None
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+    def __post_init__(self) -> None:
+        _require_choice("moe_path", self.moe_path, get_args(MoEPath))
+        require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")
+        require(self.resume is None or bool(self.resume), f"resume={self.resume!r} must not be empty")
+        self.parallel.check(self.model.moe)
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")

@@ -1,0 +1,185 @@
+"""Text as bytes: a training part, a held-out part, and batches that depend on (seed, step, rank) only.
+
+No state is kept between steps, so a resumed job reads what the first one would have read, and jobs of equal world size
+read the same batches whatever their EP and TP.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comet.config import require
+from comet.training.config import DataConfig
+
+MAX_STDLIB_BYTES = 16 * 2**20
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The bytes to learn from and those to be judged by.
+
+    Args:
+        train: ``(N,)`` uint8 on the CPU.
+        heldout: ``(H,)`` uint8 on the CPU.
+        source: What was read, for messages.
+    """
+
+    train: Tensor
+    heldout: Tensor
+    source: str
+
+    def digest(self) -> str:
+        """A fingerprint of both parts, to compare ranks."""
+        digest = hashlib.sha256(self.train.numpy().tobytes())
+        digest.update(self.heldout.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def read_corpus(config: DataConfig, context: int) -> Corpus:
+    """Read and split the text.
+
+    Args:
+        config: Where it is, and the share to hold out.
+        context: Each part must hold at least one sequence of this length and its next byte.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        FileNotFoundError: If the path is missing.
+        ValueError: If a file cannot be read, there are no bytes, or too few of them.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if config.path is None else Path(config.path)
+    files = _stdlib_files(root) if config.path is None else _files(root)
+    source = "the Python standard library" if config.path is None else f"data.path={config.path!r}"
+    texts = {name: _read(path, source) for name, path in files.items()}
+    total = sum(map(len, texts.values()))
+    require(total > 0, f"{source} must hold text, but all its {len(files)} files together hold 0 bytes")
+    train, heldout = split_heldout(texts, config.heldout_fraction)
+    for part, text in (("training", train), ("held-out", heldout)):
+        require(
+            len(text) > context,
+            f"{source} of {total} bytes leaves {len(text)} for the {part} part (heldout_fraction="
+            f"{config.heldout_fraction}), which must be more than context={context}",
+        )
+    return Corpus(train=_tensor(train), heldout=_tensor(heldout), source=f"{source} ({len(files)} files)")
+
+
+def split_heldout(texts: dict[str, bytes], fraction: float) -> tuple[bytes, bytes]:
+    """Hold out whole files where they are small enough, otherwise the tail of all text.
+
+    Files are taken in the order of their names' SHA-256 as long as they fit into ``fraction`` of all bytes. Where that
+    gives less than half of it (one file, or a few large ones), the last bytes are held out instead.
+
+    Example: ``{"a": b"0123456789"}`` with fraction 0.2 gives ``b"01234567"`` and ``b"89"``.
+
+    Args:
+        texts: Bytes by file name.
+        fraction: Share to hold out, above 0 and below 1.
+
+    Returns:
+        The training bytes and the held-out bytes, each with its files in the order of ``texts``.
+    """
+    budget = int(fraction * sum(map(len, texts.values())))
+    chosen: set[str] = set()
+    used = 0
+    for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if used + len(texts[name]) <= budget:
+            chosen.add(name)
+            used += len(texts[name])
+    if 2 * used < budget:
+        everything = b"".join(texts.values())
+        return everything[: len(everything) - budget], everything[len(everything) - budget :]
+    train = b"".join(text for name, text in texts.items() if name not in chosen)
+    return train, b"".join(text for name, text in texts.items() if name in chosen)
+
+
+def sample_batch(text: Tensor, *, batch_size: int, context: int, seed: int, step: int, rank: int) -> Tensor:
+    """Random sequences of the training part; a pure function of its arguments.
+
+    Args:
+        text: ``(N,)`` uint8, N > context.
+        batch_size: B.
+        context: S.
+        seed: Of the job.
+        step: Optimizer step.
+        rank: Rank in the world.
+
+    Returns:
+        ``(B, S + 1)`` int64: positions 0 .. S-1 are the input, 1 .. S the targets.
+    """
+    key = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
+    starts = torch.randint(len(text) - context, (batch_size,), generator=generator)
+    return _windows(text, starts, context)
+
+
+def heldout_windows(text: Tensor, *, num_windows: int, context: int) -> Tensor:
+    """Evenly spread held-out sequences, the same for every job.
+
+    Example: 11 bytes, context 2, two windows: they start at 0 and 8, the last place that leaves a next byte.
+
+    Args:
+        text: ``(H,)`` uint8, H > context.
+        num_windows: How many at most; fewer if they would overlap.
+        context: S.
+
+    Returns:
+        ``(N, S + 1)`` int64.
+    """
+    num_windows = min(num_windows, (len(text) - 1) // context)
+    starts = torch.arange(num_windows) * ((len(text) - 1 - context) // max(num_windows - 1, 1))
+    return _windows(text, starts, context)
+
+
+def _windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
+    return text[starts[:, None] + torch.arange(context + 1)].long()
+
+
+def _read(path: Path, source: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{source} must be readable, but {path} is not: {error.strerror}") from error
+
+
+def _tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _stdlib_files(root: Path) -> dict[str, Path]:
+    """Sources of the standard library by relative name, sorted, as many as fit into ``MAX_STDLIB_BYTES``."""
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    files: dict[str, Path] = {}
+    room = MAX_STDLIB_BYTES
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in found):
+        size = path.stat().st_size
+        if size <= room:
+            files[name] = path
+            room -= size
+    if not files:
+        rule = "data.path must be given: this interpreter has no library sources"
+        raise FileNotFoundError(errno.ENOENT, rule, str(root))
+    return files
+
+
+def _files(root: Path) -> dict[str, Path]:
+    """The file, or all files below the folder but hidden ones, by relative name, sorted."""
+    if root.is_file():
+        return {root.name: root}
+    if not root.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "data.path must be an existing file or folder", str(root))
+    found = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.split("/"))}

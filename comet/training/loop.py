@@ -1,0 +1,108 @@
+"""One optimizer step of a sharded model, and what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+
+from comet.group import ExpertGroup
+from comet.models.gpt import GPT, next_token_loss
+from comet.training.config import TrainConfig
+from comet.training.data import sample_batch
+from comet.training.optimizer import clip_gradients, learning_rate, synchronize_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Measurements of one step over all ranks; on the device, so that taking them does not wait.
+
+    Args:
+        loss: ``()`` float32: mean loss in nats per byte.
+        grad_norm: ``()`` float32: global gradient norm before clipping.
+        expert_load: ``(L, E)`` float32: routed rows per MoE layer and expert.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    expert_load: Tensor
+
+
+class Trainer:
+    """Runs optimizer steps; its only state is that of the model and the optimizer.
+
+    Args:
+        model: The model.
+        optimizer: From ``make_optimizer``.
+        group: The ranks.
+        text: ``(N,)`` uint8, the training part.
+        config: Batches, learning rate and clipping.
+    """
+
+    def __init__(self, model: GPT, optimizer: AdamW, group: ExpertGroup, text: Tensor, config: TrainConfig) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.group = group
+        self.text = text
+        self.config = config
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks."""
+        return self.group.world_size * self.config.batch_size * self.model.config.context
+
+    def step(self, step: int) -> StepMetrics:
+        """Take optimizer step ``step``, counted from 0 (collective)."""
+        loss, expert_load = self._backward(step)
+        synchronize_gradients(self.model, self.group)
+        grad_norm = clip_gradients(self.model, self.group, self.config.grad_clip)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = learning_rate(step, self.config)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for layer, load in zip(self.model.moe_layers(), expert_load, strict=True):
+            if layer.config.balance == "bias":
+                layer.router.update_bias(load)
+        return StepMetrics(loss, grad_norm, expert_load)
+
+    def _backward(self, step: int) -> tuple[Tensor, Tensor]:
+        """Fill the gradients; return mean loss and expert load over all ranks."""
+        batch = sample_batch(
+            self.text,
+            batch_size=self.config.batch_size,
+            context=self.model.config.context,
+            seed=self.config.seed,
+            step=step,
+            rank=self.group.world_rank,
+        ).to(self.group.device)
+        output = self.model(batch[:, :-1])
+        loss = next_token_loss(output.logits, batch[:, 1:])
+        (loss + output.router_loss).backward()
+        sums = torch.cat([loss.detach().view(1), output.expert_load.flatten()])
+        if self.group.world_size > 1:
+            dist.all_reduce(sums)
+        return sums[0] / self.group.world_size, sums[1:].view_as(output.expert_load)
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU, make torch choose reproducible algorithms (attention's backward has others); restored on leaving."""
+    if device.type != "cuda":
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill_before = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # costs a write of every new tensor and changes no result
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = fill_before

@@ -1,0 +1,131 @@
+"""AdamW with warm-up and cosine, and what sharding adds to it: gradient synchronisation and the global norm.
+
+The objective is the mean over all ranks of each rank's mean loss. A backward pass leaves dense gradients of this
+rank's tokens, but expert gradients already summed over the tokens of the MoE group (see ``comet.moe.MoE``). Hence
+dense gradients are summed over the world, expert gradients over the ranks that hold the same shard, and both are
+divided by the world size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import AdamW
+
+from comet.group import ExpertGroup
+from comet.models.gpt import GPT
+from comet.training.config import TrainConfig
+
+BETAS = (0.9, 0.95)
+EPSILON = 1e-8
+BUCKET_ELEMENTS = 2**24
+
+
+def make_optimizer(model: GPT, config: TrainConfig) -> AdamW:
+    """AdamW whose weight decay applies to matrices only; the learning rate is set before every step.
+
+    The moments exist from the start, as zeros, so that a checkpoint can be loaded into them.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=config.lr, betas=BETAS, eps=EPSILON, fused=True)
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Linear warm-up to ``lr``, then a cosine down to ``min_lr_ratio * lr`` at the last step.
+
+    Example: lr 1.0, min_lr_ratio 0.5, 2 warm-up steps of 5: 0.5, 1.0, 1.0, 0.75, 0.5 for steps 0 to 4.
+
+    Args:
+        step: Of this update, counted from 0.
+        config: Read for ``lr``, ``min_lr_ratio``, ``warmup_steps`` and ``steps``.
+
+    Returns:
+        The learning rate of the step.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(config.steps - 1 - config.warmup_steps, 1)
+    cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def synchronize_gradients(model: GPT, group: ExpertGroup) -> None:
+    """Turn the gradients of a backward pass into those of the global objective, in place (collective)."""
+    dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
+    if group.world_size > 1:
+        _all_reduce(dense, None)
+        if group.data_parallel > 1:
+            _all_reduce(experts, group.expert_data_group)
+    torch._foreach_mul_([*dense, *experts], 1.0 / group.world_size)
+
+
+@torch.no_grad()
+def clip_gradients(model: GPT, group: ExpertGroup, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm`` (collective).
+
+    Dense parameters count once, expert parameters once per shard: their squares are summed over the world and divided
+    by the number of MoE groups. Every rank gets the same bits, so replicated parameters stay equal.
+
+    Args:
+        model: Its gradients are synchronised.
+        group: The ranks.
+        max_norm: Largest norm to keep.
+
+    Returns:
+        ``()`` float32, the norm before scaling; no synchronisation with the device.
+    """
+    dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
+    device = group.device
+    expert_square = _square_sum(experts, device)
+    if group.world_size > 1:
+        dist.all_reduce(expert_square)
+        expert_square = expert_square / group.data_parallel
+    norm = (_square_sum(dense, device) + expert_square).sqrt()
+    torch._foreach_mul_([*dense, *experts], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Gradients in parameter order; one that no token touched is zero, so that all ranks send the same buckets."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    return gradients
+
+
+def _square_sum(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+
+
+def _all_reduce(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:
+    """Sum over the ranks of ``group``, a bucket of up to ``BUCKET_ELEMENTS`` at a time."""
+    bucket: list[Tensor] = []
+    for index, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        full = sum(member.numel() for member in bucket) >= BUCKET_ELEMENTS
+        if full or index == len(gradients) - 1:
+            flat = torch.cat([member.flatten() for member in bucket])
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([member.numel() for member in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(member) for part, member in zip(parts, bucket, strict=True)])
+            bucket = []
