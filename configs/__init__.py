@@ -1,0 +1,1 @@
+"""YAML configuration groups (model, parallel) and the tuned profiles that ship with the package."""

@@ -1,0 +1,1 @@
+"""Command line, Hydra configuration and process groups: the only part that reads environment variables."""

@@ -1,0 +1,184 @@
+"""Composition of the configuration: Hydra groups and overrides in, one validated ``JobConfig`` out.
+
+``compose`` returns a plain container (what rank 0 sends to the others), ``make_job`` makes dataclasses of it. Every
+mistake of the user is a ``ValueError`` of one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from importlib.resources import files
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from comet.config import ParallelConfig, require
+from comet.launch.schema import build, schema_of
+from comet.training.config import JobConfig
+
+CPU_RANKS = 2
+
+
+@dataclass
+class OpenParallel:
+    """``parallel`` as the user writes it: ``ep`` may be left open."""
+
+    ep: int | None = None
+    tp: int = 1
+
+
+def job_schema() -> type:
+    """The schema of the whole command: ``JobConfig`` with an open ``ep``, and ``nproc``."""
+    job = schema_of(JobConfig, {ParallelConfig: OpenParallel})
+    return make_dataclass("CommandSchema", [("nproc", int | None, field(default=None))], bases=(job,), kw_only=True)
+
+
+def config_folder() -> str:
+    """The folder of the YAML groups, as installed."""
+    return str(files("comet.configs"))
+
+
+def config_groups() -> dict[str, list[str]]:
+    """Names of the YAML groups and of the choices in each."""
+    root = files("comet.configs")
+    choices = {
+        folder.name: sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+        for folder in root.iterdir()
+        if folder.is_dir()
+    }
+    return {name: found for name, found in sorted(choices.items()) if found}
+
+
+def compose(overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose the configuration of a job.
+
+    Args:
+        overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``.
+
+    Returns:
+        A plain container with all interpolations resolved.
+
+    Raises:
+        ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type.
+    """
+    ConfigStore.instance().store(name="command_schema", node=job_schema())
+    try:
+        with initialize_config_dir(config_folder(), version_base="1.3", job_name="comet"):
+            config = hydra_compose("config", overrides=list(overrides))
+            missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
+            require(not missing, f"{missing} must be given")
+        container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_explain(error, overrides)) from error
+    assert isinstance(container, dict), "the root of the configuration is a mapping"
+    return {str(key): value for key, value in container.items()}
+
+
+def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
+    """How many ranks this machine should start.
+
+    ``nproc`` if the user gave it. Otherwise every visible GPU, two ranks on a machine without, or ep * tp there if
+    ``ep`` is given. With an open ``ep`` the number is lowered until the experts divide over the ranks.
+
+    Args:
+        container: From ``compose``.
+        num_gpus: Visible GPUs; 0 means that the ranks run on the CPU.
+
+    Returns:
+        A number of ranks, at least 1.
+
+    Raises:
+        ValueError: If the ranks asked for do not fit the machine.
+
+    Example: ``ep`` open, ``tp=1``, 8 experts: 2 ranks without a GPU, 4 on 4 GPUs, 4 on 6 GPUs.
+    """
+    requested, ep, tp = container["nproc"], container["parallel"]["ep"], container["parallel"]["tp"]
+    if requested is not None:
+        require(requested >= 1, f"nproc={requested} must be at least 1")
+        _require_gpus(num_gpus, requested, f"nproc={requested}")
+        return int(requested)
+    require(tp >= 1, f"parallel.tp={tp} must be at least 1")
+    if ep is not None:
+        require(ep >= 1, f"parallel.ep={ep} must be at least 1")
+        group = ep * tp
+        _require_gpus(num_gpus, group, f"parallel.ep={ep} x parallel.tp={tp}")
+        return int(max(num_gpus // group, 1) * group)
+    _require_gpus(num_gpus, tp, f"parallel.tp={tp}")
+    shards = max((num_gpus or CPU_RANKS) // tp, 1)
+    while container["model"]["moe"]["num_experts"] % shards:
+        shards -= 1
+    return int(shards * tp)
+
+
+def _require_gpus(num_gpus: int, needed: int, what: str) -> None:
+    rule = f"must be at most the {num_gpus} visible GPUs of this machine"
+    require(num_gpus == 0 or needed <= num_gpus, f"{what} {rule}")
+
+
+def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
+    """Make the validated configuration of a job that runs on ``world_size`` ranks.
+
+    Args:
+        container: From ``compose``.
+        world_size: Ranks in all; more than ep * tp of them train as data-parallel copies.
+
+    Returns:
+        The configuration with ``ep`` filled in.
+
+    Raises:
+        ValueError: If a setting breaks a rule, or the ranks cannot be divided into groups of ep * tp.
+    """
+    values = {name: value for name, value in container.items() if name != "nproc"}
+    ep, tp = values["parallel"]["ep"], values["parallel"]["tp"]
+    require(tp >= 1, f"parallel.tp={tp} must be at least 1")
+    if ep is None:
+        require(world_size % tp == 0, f"world_size={world_size} must be a multiple of parallel.tp={tp}")
+        ep = world_size // tp
+    job = build(JobConfig, {**values, "parallel": {"ep": ep, "tp": tp}})
+    job.parallel.check(job.model.moe)
+    group = job.parallel.world_size
+    require(
+        world_size % group == 0,
+        f"world_size={world_size} must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}",
+    )
+    return job
+
+
+def to_yaml(container: Mapping[str, Any]) -> str:
+    """The resolved configuration as YAML text."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(container)))
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One line for an error of Hydra; a wrong name is answered with the names there are."""
+    known = list(_names(OmegaConf.to_container(OmegaConf.structured(job_schema()))))
+    groups = config_groups()
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            return f"override {text!r} must have the form name=value"
+        name, value = override.key_or_group, override.value()
+        if name in groups and isinstance(value, str) and value not in groups[name]:
+            return f"{name}={value!r} must be one of {', '.join(groups[name])}"
+        if name not in known and name not in groups:
+            close = difflib.get_close_matches(name, [*known, *groups], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            return f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}"
+    lines = [line for part in (error, error.__cause__) if part is not None for line in str(part).splitlines()]
+    return " ".join(line.strip() for line in lines if not line.strip().startswith(("full_key:", "object_type=")))
+
+
+def _names(tree: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from _names(value, f"{prefix}{name}.")

@@ -1,0 +1,104 @@
+"""What ``--dry-run`` prints: the resolved settings and the bytes one rank will need. Starts nothing, touches no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from comet.launch.config import to_yaml
+from comet.models.config import ModelConfig
+from comet.training.config import JobConfig
+from comet.training.run import activation_dtype
+from comet.workspace import WorkspaceShape, workspace_bytes
+
+FLOAT32_BYTES = 4
+ADAMW_STATES = 2
+MIB = 2**20
+
+
+def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """The text of a dry run.
+
+    Args:
+        container: The composed configuration, printed as YAML.
+        job: The same, validated.
+        num_ranks: Ranks that would start.
+        on_gpu: Whether they would run on GPUs; decides the element type when it is left open.
+
+    Returns:
+        YAML, then comment lines with a table, so that the whole text is still YAML.
+    """
+    tokens = job.train.batch_size * job.model.context
+    kind = "GPUs" if on_gpu else "CPU ranks"
+    group = job.parallel.world_size
+    lines = [
+        f"# {num_ranks} {kind}: {num_ranks // group} data-parallel groups of ep={job.parallel.ep} x "
+        f"tp={job.parallel.tp}, {tokens} tokens per rank and step",
+        "# memory of one rank, MiB",
+    ]
+    needs = memory_needs(job, activation_dtype(job.train.dtype, torch.device("cuda" if on_gpu else "cpu")))
+    lines += [f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()]
+    lines.append(f"#   {'total':<32} {sum(needs.values()) / MIB:>12,.1f}")
+    resolved = {**container, "nproc": num_ranks, "parallel": {"ep": job.parallel.ep, "tp": job.parallel.tp}}
+    return to_yaml(resolved) + "\n".join(lines) + "\n"
+
+
+def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes one rank needs, by purpose.
+
+    Args:
+        job: The configuration.
+        dtype: Element type of activations; parameters, gradients and AdamW's two states are float32.
+
+    Returns:
+        Bytes of parameters, gradients, optimizer states, symmetric memory, and an estimate for activations.
+    """
+    parameters = rank_parameters(job.model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
+    tokens = job.train.batch_size * job.model.context
+    shape = WorkspaceShape.create(job.model.moe, job.parallel.world_size, tokens, dtype)
+    return {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer states": ADAMW_STATES * parameters,
+        "symmetric memory": workspace_bytes(shape),
+        "activations (estimate)": activation_elements(job.model, job.parallel.tp, tokens) * dtype.itemsize,
+    }
+
+
+def rank_parameters(model: ModelConfig, ep: int, tp: int) -> int:
+    """Parameters held by one rank: its share of the experts, and a full copy of everything else.
+
+    Args:
+        model: Shape of the model.
+        ep: Expert shards.
+        tp: Ranks each expert is split over.
+
+    Returns:
+        Number of elements.
+
+    Example: vocabulary 256, D=128, 4 layers of 4 heads, 8 experts of F=128, ep=2, tp=1: 32768 elements of the
+    embedding and of the head each, per layer 65536 attention, 1024 router, 196608 expert and 256 norm elements, 128 in
+    the last norm: 1119360 in all.
+    """
+    width, moe = model.hidden_size, model.moe
+    attention = 2 * width * model.head_width * (model.num_heads + model.num_kv_heads)
+    router = width * moe.num_experts
+    experts = 3 * width * moe.ffn_size * moe.num_experts // (ep * tp)
+    sparse = router + experts + 3 * width * moe.shared_ffn_size
+    dense = 3 * width * model.dense_ffn_size
+    norms = 2 * width
+    sparse_layers = model.num_layers - model.dense_layers
+    layers = model.num_layers * (attention + norms) + sparse_layers * sparse + model.dense_layers * dense
+    return 2 * model.vocab_size * width + layers + width
+
+
+def activation_elements(model: ModelConfig, tp: int, tokens: int) -> int:
+    """Elements kept for backward, estimated for balanced routing.
+
+    Per token and layer about 8 D for attention and norms; per routed row its input and two pre-activations; and the
+    logits with their gradient.
+    """
+    per_token = 8 * model.hidden_size + model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // tp)
+    return tokens * (model.num_layers * per_token + 2 * model.vocab_size)

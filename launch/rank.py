@@ -1,0 +1,100 @@
+"""One rank of a job: get the configuration from rank 0, join the process group, run the task, say what went wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from comet.launch.config import compose, make_job
+from comet.launch.distributed import (
+    LaunchContext,
+    current_context,
+    end_with_supervisor,
+    leave,
+    open_store,
+    process_group,
+)
+from comet.launch.failures import STATUS_USER, report
+from comet.launch.tasks import Task
+from comet.training.config import JobConfig
+
+SETTINGS_KEY = "comet/settings"
+
+
+def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> int:
+    """Run a task as the rank this process was started as.
+
+    Args:
+        task: What to run; returning normally means success.
+        overrides: Hydra overrides; read by rank 0 only.
+        with_traceback: Print the traceback of errors of the user as well.
+
+    Returns:
+        0. A rank that failed does not return: the process ends with the status of its failure.
+    """
+    end_with_supervisor()
+    context = current_context()
+    store = open_store(context)
+    with Outcome(context, store, with_traceback) as outcome:
+        config = share_config(context, store, overrides)
+        if config is None:
+            leave(STATUS_USER)
+        with process_group(context, store):
+            task.load()(config, context)
+    if outcome.status:
+        leave(outcome.status)
+    return 0
+
+
+def share_config(context: LaunchContext, store: dist.Store, overrides: Sequence[str]) -> JobConfig | None:
+    """Compose and validate on rank 0, and give the result to every rank.
+
+    Args:
+        context: This rank.
+        store: The job's rendezvous store.
+        overrides: Hydra overrides; read by rank 0 only.
+
+    Returns:
+        The same configuration on every rank; ``None`` on the other ranks when rank 0 found it wrong.
+
+    Raises:
+        ValueError: On rank 0 only, if the configuration is wrong.
+    """
+    if context.rank:
+        container = json.loads(store.get(SETTINGS_KEY))
+        return make_job(container, context.world_size) if container else None
+    try:
+        container = compose(overrides)
+        job = make_job(container, context.world_size)
+    except ValueError:
+        store.set(SETTINGS_KEY, json.dumps(None))
+        raise
+    store.set(SETTINGS_KEY, json.dumps(container))
+    return job
+
+
+class Outcome:
+    """Context manager that turns whatever ends its body into a report and an exit status.
+
+    Attributes:
+        status: 0 while nothing failed.
+    """
+
+    def __init__(self, context: LaunchContext, store: dist.Store, with_traceback: bool) -> None:
+        self.context = context
+        self.store = store
+        self.with_traceback = with_traceback
+        self.status = 0
+
+    def __enter__(self) -> Outcome:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            self.status = report(error, self.context, self.store, self.with_traceback)
+            return True
+        return False

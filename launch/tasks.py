@@ -1,0 +1,48 @@
+"""The tasks of the command line, one table; a task's module is imported only when the task runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One entry of the command line.
+
+    Args:
+        summary: What the help page says.
+        module: Module that holds ``function``.
+        function: With ``ranks``: called as ``function(config, context)`` on every rank, with a
+            ``comet.training.config.JobConfig`` and a ``comet.launch.distributed.LaunchContext``. Without: called as
+            ``function(arguments)`` once, with the words after the task's name; returns the exit status.
+        ranks: Whether the task runs on several ranks and takes Hydra overrides.
+    """
+
+    summary: str
+    module: str
+    function: str
+    ranks: bool = True
+
+    def load(self) -> Callable[..., Any]:
+        """Import the task's module and return its function."""
+        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        return function
+
+
+TASKS: Mapping[str, Task] = {
+    "train": Task("train a small MoE language model end to end", "comet.training.run", "train"),
+    "tune": Task("measure how fused kernels best share the GPU, keep the winners", "comet.tuner.job", "tune_job"),
+    "sweep": Task("measure a grid of overlap settings, models and layouts, draw it", "comet.launch.sweep", "sweep_job"),
+    "explain": Task("predicted and measured time of each split", "comet.launch.explain", "explain_job", ranks=False),
+    "compile": Task("compile every kernel ahead of time, no GPU needed", "comet.kernels.aot", "main", ranks=False),
+}
+
+
+def find_task(name: str, tasks: Mapping[str, Task]) -> Task:
+    """The task called ``name``; raises ``ValueError`` that lists the tasks when there is none."""
+    if name not in tasks:
+        raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}")
+    return tasks[name]
