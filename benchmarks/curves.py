@@ -1,0 +1,155 @@
+"""Loss curves of one training job run in several ways: do they agree, and what a person sees of them.
+
+**Tolerance.** Paths round in different places, and training amplifies a difference from step to step, so the rule has
+two parts, both relative to the loss of the first path. In each of the first ``EARLY_STEPS`` steps a loss may differ by
+a quarter of the epsilon of the dtype, or by 256 epsilons of float32, in which the loss is computed, if that is more:
+2.0e-3 for bfloat16, 3.1e-5 for float32. Over the whole run, means of ``WINDOW_STEPS`` steps may differ by 1 %. The
+first loss says nothing (the head starts at zero: ln 256 for every path and seed), the second one is the first to tell.
+
+For scale, early steps on two CPU ranks. Default model of ``compare_paths.py``, 2 sequences per rank: bfloat16 paths
+differ by up to 3e-4, another seed by 2e-1. Two layers of hidden size 64: bfloat16 paths by 2e-4, float32 paths by 1e-7;
+leaving out one expert of every hundredth token by 1.4e-4, outputs that are 1 % too small by 2e-5, doubled gradients of
+w2 by 2e-6. So a curve in bfloat16 shows gross errors only, one in float32 finer ones; the rest is for layer tests.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32_EPSILONS = 20, 0.25, 256
+WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.01
+HEADER = ("path", "first loss", "last loss", "max |diff|", "mean |diff|", "tokens/s", "within tolerance")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What one path did.
+
+    Args:
+        losses: Mean loss over all ranks of every step, in nats per byte.
+        tokens_per_second: Of all ranks together, after warm-up.
+    """
+
+    losses: list[float]
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one curve differs from the first.
+
+    Args:
+        max_difference: Largest ``|difference|`` of a step, in nats.
+        mean_difference: Mean ``|difference|``, in nats.
+        early_difference: Largest ``|difference| / loss`` of the first ``EARLY_STEPS`` steps.
+        window_difference: Largest ``|difference| / loss`` of the means of ``WINDOW_STEPS`` steps.
+        within_tolerance: Whether the last two are small enough.
+    """
+
+    max_difference: float
+    mean_difference: float
+    early_difference: float
+    window_difference: float
+    within_tolerance: bool
+
+
+def early_tolerance(dtype: torch.dtype) -> float:
+    """Part of the loss by which one of the first ``EARLY_STEPS`` steps may differ; bfloat16: 0.25 * 2**-7 = 2.0e-3."""
+    return max(EARLY_EPSILONS * torch.finfo(dtype).eps, EARLY_FLOAT32_EPSILONS * torch.finfo(torch.float32).eps)
+
+
+def judge(losses: Sequence[float], wanted: Sequence[float], dtype: torch.dtype) -> Verdict:
+    """Compare two curves; one that is not finite is outside of the tolerance.
+
+    Example: ``[2.0, 2.0, 1.5]`` against ``[2.0, 1.0, 1.0]``: largest difference 1.0, mean 0.5, early 1.0 (all of the
+    loss), and the only window differs by 1.5 / 4 = 0.375.
+
+    Args:
+        losses: Of the path to judge.
+        wanted: Of the first path; as many, positive.
+        dtype: Of the activations.
+
+    Returns:
+        The differences and the judgement.
+    """
+    found, expected = (torch.tensor(curve, dtype=torch.float64) for curve in (losses, wanted))
+    difference = found - expected
+    early = (difference / expected)[:EARLY_STEPS].abs().max().item()  # torch keeps a NaN, Python's max may lose it
+    windows = zip(difference.split(WINDOW_STEPS), expected.split(WINDOW_STEPS), strict=True)
+    window = torch.stack([part.sum() / whole.sum() for part, whole in windows]).abs().max().item()
+    return Verdict(
+        max_difference=difference.abs().max().item(),
+        mean_difference=difference.abs().mean().item(),
+        early_difference=early,
+        window_difference=window,
+        within_tolerance=early <= early_tolerance(dtype) and window <= WINDOW_TOLERANCE,
+    )
+
+
+def as_record(curve: Curve, verdict: Verdict) -> dict[str, Any]:
+    """One path in the JSON; ``null`` where a number is not finite."""
+    numbers = {
+        "first_loss": curve.losses[0],
+        "last_loss": curve.losses[-1],
+        "tokens_per_second": curve.tokens_per_second,
+        **asdict(verdict),
+    }
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+
+
+def format_table(curves: Mapping[str, Curve], verdicts: Mapping[str, Verdict]) -> str:
+    """One aligned line per path."""
+    lines = [HEADER]
+    for path, curve in curves.items():
+        verdict = verdicts[path]
+        lines.append(
+            (
+                path,
+                f"{curve.losses[0]:.5f}",
+                f"{curve.losses[-1]:.5f}",
+                f"{verdict.max_difference:.2e}",
+                f"{verdict.mean_difference:.2e}",
+                f"{curve.tokens_per_second:,.0f}",
+                "yes" if verdict.within_tolerance else "NO",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def write_csv(path: Path, curves: Mapping[str, Curve]) -> None:
+    """One row per step, one column per path."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *curves])
+        losses = zip(*(curve.losses for curve in curves.values()), strict=True)
+        writer.writerows([step, *row] for step, row in enumerate(losses))
+
+
+def draw(path: Path, curves: Mapping[str, Curve], dtype: torch.dtype) -> None:
+    """The curves as a PNG; below them the differences to the first one, with the tolerance of the early steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    first = next(iter(curves))
+    wanted = curves[first].losses
+    for number, (name, curve) in enumerate(curves.items()):
+        above.plot(curve.losses, label=name, linestyle=("-", "--", ":", "-.")[number % 4])
+        if name != first:
+            differences = [abs(loss - other) for loss, other in zip(curve.losses, wanted, strict=True)]
+            below.plot(differences, ".-", color=f"C{number}", linewidth=0.8, label=name)
+    limits = [early_tolerance(dtype) * loss for loss in wanted[:EARLY_STEPS]]
+    below.plot(limits, color="black", linewidth=0.8, label="tolerance of the early steps")
+    above.set(ylabel="loss, nats per byte", title=f"One model, one seed, the same batches ({dtype})")
+    below.set(yscale="log", xlabel="optimizer step", ylabel=f"|difference to {first}|, nats")
+    above.legend()
+    below.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,252 @@
+"""One point of the MoE benchmark: a layer, its inputs, and every way to run it as a variant of the timing loop.
+
+A variant is a function of the number of the input set; it returns what has to agree with the plain path: the output,
+or, forward + backward, the output and the gradients of tokens, routing weights, w1 and w2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from accounting import balanced_rows
+from baselines import all_gather_experts, pipelined_experts
+from gemms import gemm_variants, split_evenly
+from report import VARIANTS
+from routing import make_routing
+from timing import Variant
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from triton import TritonError
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.group import ExpertGroup, make_expert_group
+from comet.layout import ExpertLayout
+from comet.moe import MoE, make_moe
+from comet.plain import make_exchange, plain_experts
+
+ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
+SEEDS_PER_RANK = 1000
+# What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
+T = TypeVar("T")
+LayerVariant = Callable[[int], tuple[Tensor, ...]]
+FORWARD_ONLY = ("pipelined", "all_gather")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What is measured, apart from model and tokens.
+
+    Args:
+        parallel: EP and TP.
+        max_tokens: Most tokens of any point.
+        routing: Kind of routing (see ``routing.make_routing``).
+        backward: Forward + backward instead of forward.
+        path: Path of Comet's layer.
+        overlap: How its kernels share the GPU; ``None`` takes the defaults.
+        variants: Names of what to measure.
+    """
+
+    parallel: ParallelConfig
+    max_tokens: int
+    routing: str = "uniform"
+    backward: bool = False
+    path: str = "auto"
+    overlap: OverlapConfig | None = None
+    variants: tuple[str, ...] = VARIANTS
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank, its device and the group; the group is ``None`` for a rank alone."""
+
+    rank: int
+    device: torch.device
+    process_group: ProcessGroup | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is measured: bf16 on GPUs; float32 on CPUs, which are there to try the benchmark."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def worst(self, value: float) -> float:
+        """Maximum over the ranks."""
+        on_device = torch.tensor([value], dtype=torch.float32, device=self.device)
+        if self.process_group is not None:
+            dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self.process_group)
+        return on_device.item()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """The layer under test: ``w1 (e, 2F/TP, D)``, ``w2 (e, D, F/TP)``, and Comet's module over the same memory.
+
+    ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for.
+    """
+
+    config: MoEConfig
+    layout: ExpertLayout
+    w1: Tensor
+    w2: Tensor
+    moe: MoE | None
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """``ROTATE`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``, and output gradients ``(T, D)``."""
+
+    tokens: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+    grads: list[Tensor]
+
+
+@contextmanager
+def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[Layer]:
+    """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines."""
+    layout = ExpertLayout.create(config, settings.parallel, ranks.rank)
+    built, failure = None, ""
+    if any(name.startswith("comet") for name in settings.variants):
+        built, failure = attempt(partial(_build_comet, config, settings, ranks), ranks)
+    if built is None:
+        w1, w2 = _own_weights(config, layout, ranks)
+        yield Layer(
+            config=config, layout=layout, w1=w1, w2=w2, moe=None, failures={"comet": failure} if failure else {}
+        )
+        return
+    group, moe = built
+    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    yield Layer(config=config, layout=layout, w1=w1.flatten(1, 2), w2=w2, moe=moe)
+    group.close()
+
+
+def make_inputs(config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks) -> Inputs:
+    """Draw the input sets of this rank."""
+    inputs = Inputs([], [], [], [])
+    for index in range(ROTATE):
+        seed = ranks.rank * SEEDS_PER_RANK + index
+        generator = torch.Generator(ranks.device).manual_seed(seed)
+        for tensors in (inputs.tokens, inputs.grads):
+            drawn = torch.randn(num_tokens, config.hidden_size, generator=generator, device=ranks.device)
+            tensors.append(drawn.to(ranks.dtype))
+        ids, weights = make_routing(
+            settings.routing,
+            num_tokens=num_tokens,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            seed=seed,
+            device=ranks.device,
+        )
+        inputs.ids.append(ids)
+        inputs.weights.append(weights)
+    return inputs
+
+
+def layer_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks) -> dict[str, LayerVariant]:
+    """Every asked-for way to run the layer that exists here; the plain path first, to compare with."""
+    layout, group = layer.layout, ranks.process_group
+    w1, w2 = (weight.detach().requires_grad_(settings.backward) for weight in (layer.w1, layer.w2))
+    experts = {"plain": plain_experts, "pipelined": pipelined_experts, "all_gather": all_gather_experts}
+    variants = {
+        name: _variant(partial(_with_weights, run, (w1, w2), layout, group), (w1, w2), inputs, settings.backward)
+        for name, run in experts.items()
+        if name in settings.variants and not (settings.backward and name in FORWARD_ONLY)
+    }
+    if layer.moe is not None:
+        comet = _variant(layer.moe.routed_experts, layer.moe.expert_parameters(), inputs, settings.backward)
+        variants["comet"] = comet
+        if "comet_graph" in settings.variants and ranks.device.type == "cuda":
+            variants["comet_graph"] = comet
+    return variants
+
+
+def floor_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks) -> dict[str, Variant]:
+    """The GEMMs alone: on balanced rows for uniform routing, else on the rows that reach this rank."""
+    if settings.routing == "uniform":
+        counts = split_evenly(balanced_rows(len(inputs.ids[0]), layer.layout), layer.layout.experts_local)
+    else:
+        counts = make_exchange(inputs.ids[0], layer.layout, ranks.process_group).expert_counts
+    variants = gemm_variants(layer.w1, layer.w2, counts)
+    return {name: variant for name, variant in variants.items() if name in settings.variants}
+
+
+def attempt(action: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
+    """Run an action that all ranks run; its value and "" if it succeeded on all of them, else ``None`` and why not."""
+    value: T | None = None
+    failure = ""
+    try:
+        value = action()
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+    except FAILURES as error:
+        failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if ranks.worst(float(bool(failure))):
+        return None, failure or "failed on another rank"
+    return value, ""
+
+
+def relative_error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
+    """Largest deviation relative to the root mean square, over all tensors; ``[3, 5]`` against ``[3, 4]``: 0.283."""
+    errors = [0.0]
+    for one, other in zip(actual, wanted, strict=True):
+        one, other = one.detach().flatten().float(), other.detach().flatten().float()
+        scale = max(other.norm().item() / math.sqrt(max(other.numel(), 1)), 1e-30)
+        deviation = (one - other).abs().max().item() if one.numel() else 0.0
+        errors.append(deviation / scale if math.isfinite(deviation) else math.inf)
+    return max(errors)
+
+
+def _with_weights(
+    run: Callable[..., Tensor],
+    weights: tuple[Tensor, Tensor],
+    layout: ExpertLayout,
+    group: ProcessGroup | None,
+    *routed: Tensor,
+) -> Tensor:
+    return run(*routed, *weights, layout, group)
+
+
+def _variant(
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+    parameters: tuple[Tensor, ...],
+    inputs: Inputs,
+    backward: bool,
+) -> LayerVariant:
+    """``experts(tokens, ids, weights)`` on input set ``index``, with the backward pass if asked for."""
+
+    def forward(index: int) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (experts(inputs.tokens[index], inputs.ids[index], inputs.weights[index]),)
+
+    def forward_backward(index: int) -> tuple[Tensor, ...]:
+        leaves = [inputs.tokens[index].detach().requires_grad_(), inputs.weights[index].detach().requires_grad_()]
+        output = experts(leaves[0], inputs.ids[index], leaves[1])
+        return output, *torch.autograd.grad(output, (*leaves, *parameters), inputs.grads[index])
+
+    return forward_backward if backward else forward
+
+
+def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> tuple[ExpertGroup, MoE]:
+    group = make_expert_group(
+        config, settings.parallel, max_tokens=settings.max_tokens, dtype=ranks.dtype, device=ranks.device
+    )
+    return group, make_moe(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
+
+
+def _own_weights(config: MoEConfig, layout: ExpertLayout, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+
+    def draw(num_rows: int, num_columns: int) -> Tensor:
+        weight = torch.empty(layout.experts_local, num_rows, num_columns, device=ranks.device, dtype=ranks.dtype)
+        return weight.normal_(0, num_columns**-0.5, generator=generator)
+
+    width = config.ffn_size // layout.tp
+    return draw(2 * width, config.hidden_size), draw(config.hidden_size, width)

@@ -1,0 +1,107 @@
+"""From rows to what a person reads: an aligned table, a CSV written row by row, a picture, and one line of JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accounting import geometric_mean
+
+Row = dict[str, Any]
+
+KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
+VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch")
+BASELINES = ("plain", "pipelined", "all_gather")
+FIGURES = ("link_ms", "tflops", "link_gbs", "efficiency", "x_plain", "x_best", "error")
+COLUMNS = (*KEYS, *(f"{name}_ms" for name in VARIANTS), *FIGURES, "failures")
+MEANS = ("efficiency", "x_plain", "x_best")
+
+
+def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roof: float | None) -> Row:
+    """What follows from the times of a point; ``None`` where something was not measured.
+
+    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, 3e9 operations, 1e6 bytes, roof 100 GB/s: link 0.01 ms,
+    1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 3 x plain, 2.5 x the best baseline.
+
+    Args:
+        times_ms: Median of each variant that ran.
+        flops: Operations of one rank.
+        link_num_bytes: Deduplicated bytes the busiest rank sends.
+        link_roof: GB/s of a peer copy, or ``None``.
+
+    Returns:
+        All of ``FIGURES`` but ``error``.
+    """
+    layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
+    gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
+    link_ms = link_num_bytes / (link_roof * 1e6) if link_roof else None
+    best = min((times_ms[name] for name in BASELINES if name in times_ms), default=None)
+    plain = times_ms.get("plain")
+    return {
+        "link_ms": link_ms,
+        "tflops": None if layer is None else flops / (layer * 1e9),
+        "link_gbs": None if layer is None else link_num_bytes / (layer * 1e6),
+        "efficiency": None if layer is None or gemm is None else max(gemm, link_ms or 0.0) / layer,
+        "x_plain": None if layer is None or plain is None else plain / layer,
+        "x_best": None if layer is None or best is None else best / layer,
+    }
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """One aligned line per row, then the geometric means."""
+    means: Row = {"model": "geometric mean"} | {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}
+    shown = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in (*rows, means))]
+    lines = [shown, *([_cell(row.get(name)) for name in shown] for row in (*rows, means))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(shown))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def append_csv(path: Path, row: Row) -> None:
+    """Add one row now, so that an interruption loses nothing; the first one writes the header."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        if is_new:
+            writer.writeheader()
+        writer.writerow({name: row.get(name) for name in COLUMNS})
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Bars of every way to run the layer, relative to the plain path (lower is better); a line at the GEMMs alone."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.get("plain_ms")]
+    drawn = [name for name in VARIANTS[:5] if any(row.get(f"{name}_ms") for row in rows)]
+    figure = Figure(figsize=(2 + 1.6 * max(1, len(rows)), 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / max(1, len(drawn))
+    for offset, name in enumerate(drawn):
+        heights = [(row.get(f"{name}_ms") or 0.0) / row["plain_ms"] for row in rows]
+        axes.bar([place + offset * width for place in range(len(rows))], heights, width, label=name)
+    for place, row in enumerate(rows):
+        gemm = row.get("gemm_comet_ms") or row.get("gemm_torch_ms")
+        if gemm:
+            axes.hlines(gemm / row["plain_ms"], place - width / 2, place + 0.8 - width / 2, colors="black")
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rows))])
+    axes.set_xticklabels([f"{row['model']}\n{row['tokens']}" for row in rows], fontsize=8)
+    axes.set_ylabel("time / plain path (black: GEMMs alone)")
+    if drawn:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def as_json(rows: Sequence[Row], facts: Row) -> str:
+    """The whole run on one line: facts about the machine and all rows, with quantiles."""
+    means = {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}
+    return json.dumps({"facts": facts, "geometric_mean": means, "rows": list(rows)})
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)

@@ -1,0 +1,163 @@
+"""The one timing protocol of all benchmarks.
+
+1. *Interleaved.* All variants run in one loop, one call each per round, and each round starts with another variant. A
+   GPU slows by up to 10 % within a minute of load (power limit): variants measured one after the other say nothing.
+2. *Warm-up.* Whole rounds, not counted: compilation, autotuning, lazily created communicators, allocator.
+3. *Barrier.* Before each call a barrier runs on the device, so that no rank's time contains another rank's lateness.
+4. *CUDA events* around the call, read at the end of a round: the host runs ahead as it does in training, unless the
+   variant itself makes it wait, which then counts. ``capture`` removes launch cost altogether.
+5. *Rotated inputs.* Call number i gets input set i modulo ``rotate``, so that L2 does not flatter.
+6. *Slowest rank.* Each sample is the maximum over ranks; then median, 10 % and 90 % quantile over the rounds.
+
+On a CPU the same protocol runs with a wall clock; only ratios mean anything there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from comet.config import require
+
+Variant = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds over the rounds, each the maximum over ranks."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+
+
+def time_interleaved(
+    variants: Mapping[str, Variant],
+    *,
+    rounds: int,
+    barrier: Callable[[], None],
+    rotate: int,
+    device: torch.device,
+    slowest: Callable[[Tensor], Tensor] | None = None,
+    warmup: int = 3,
+) -> dict[str, Timing]:
+    """Time all variants in one loop by the protocol above (collective: same variants and numbers on all ranks).
+
+    Args:
+        variants: Name to function of the number of the input set, in ``[0, rotate)``.
+        rounds: Counted calls of each variant, at least 1; 10 or more for a result.
+        barrier: Orders the device after all ranks arrived (see ``rank_barrier``).
+        rotate: Number of input sets, at least 1.
+        device: Where the variants run.
+        slowest: Maximum over ranks of a tensor of samples (see ``max_over_ranks``); ``None`` keeps this rank's.
+        warmup: Rounds that are not counted.
+
+    Returns:
+        Name to ``Timing``.
+
+    Raises:
+        ValueError: If ``rounds`` or ``rotate`` is less than 1.
+    """
+    require(rounds >= 1, f"rounds={rounds} must be at least 1")
+    require(rotate >= 1, f"rotate={rotate} must be at least 1")
+    names = list(variants)
+    samples = torch.zeros(len(names), rounds, dtype=torch.float64)
+    for number in range(-warmup, rounds):
+        clocks = {}
+        for step in range(len(names)):
+            index = (number + step) % len(names)
+            clocks[index] = _call(variants[names[index]], number % rotate, barrier, device)
+        elapsed = {index: read_ms() for index, read_ms in clocks.items()}
+        if number >= 0:
+            for index, milliseconds in elapsed.items():
+                samples[index, number] = milliseconds
+    if slowest is not None:
+        samples = slowest(samples)
+    return {name: summarize(samples[index]) for index, name in enumerate(names)}
+
+
+def summarize(samples_ms: Tensor) -> Timing:
+    """Median and quantiles of ``(rounds,)`` samples; of ``[1, 2, 3, 4, 5]`` they are 3, 1.4 and 4.6."""
+    p10, median, p90 = torch.quantile(samples_ms.double(), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return Timing(median, p10, p90)
+
+
+def rank_barrier(device: torch.device, process_group: ProcessGroup | None) -> Callable[[], None]:
+    """A barrier over the group that runs on the device: a one-element all-reduce on the current stream.
+
+    Args:
+        device: Where the timed work runs.
+        process_group: The ranks; ``None`` is a rank alone, whose barrier does nothing.
+
+    Returns:
+        The barrier, to be called by all ranks.
+    """
+    if process_group is None:
+        return lambda: None
+    token = torch.zeros(1, device=device)
+    return lambda: dist.all_reduce(token, group=process_group)
+
+
+def max_over_ranks(device: torch.device, process_group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """The elementwise maximum over the group; ``None`` is a rank alone."""
+
+    def reduce(samples: Tensor) -> Tensor:
+        if process_group is None:
+            return samples
+        on_device = samples.to(device)
+        dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=process_group)
+        return on_device.to(samples.device)
+
+    return reduce
+
+
+def capture(variant: Variant, *, rotate: int) -> Variant:
+    """Record a variant as CUDA graphs, one per input set; the result replays them and returns nothing.
+
+    Args:
+        variant: A function of the input set that never makes the host wait for the device.
+        rotate: Number of input sets.
+
+    Returns:
+        A variant for ``time_interleaved``.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for index in range(rotate):
+            variant(index)
+    torch.cuda.current_stream().wait_stream(side)
+    graphs: list[torch.cuda.CUDAGraph] = []
+    for index in range(rotate):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+            variant(index)
+        graphs.append(graph)
+    return lambda index: graphs[index].replay()
+
+
+def _call(variant: Variant, index: int, barrier: Callable[[], None], device: torch.device) -> Callable[[], float]:
+    """Run one call; returns what reads its milliseconds once the round is over."""
+    if device.type != "cuda":
+        barrier()
+        start = time.perf_counter()
+        variant(index)
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        return lambda: elapsed_ms
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    barrier()
+    begin.record()
+    variant(index)
+    end.record()
+
+    def read_ms() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return read_ms
