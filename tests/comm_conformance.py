@@ -1,0 +1,319 @@
+"""What every communicator must do, whatever its backend: functions that run in each rank of a group.
+
+``run_suite`` is what a test hands to ``run_ranks``. A failing check ends its rank, and the traceback names the check.
+Rows encode who sent them to whom and when, so that a wrong row tells where it came from.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.comm import Backend, Communicator, make_communicator
+from comet.comm.base import SymmTensor
+from comet.comm.signals import signal, wait, waited
+from comet.errors import CommTimeoutError
+
+WIDTH = 1024
+NUM_EPOCHS = 200
+SEED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a check runs.
+
+    Args:
+        rank: This rank.
+        world_size: W.
+        backend: Backend under test.
+        kernels: Signal with Triton kernels instead of from the host.
+    """
+
+    rank: int
+    world_size: int
+    backend: Backend
+    kernels: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The memory under test."""
+        return torch.device("cpu") if self.backend in ("cpu_shm", "auto") else torch.device("cuda", self.rank)
+
+    def open(self, timeout_s: float = 30.0, world_size: int | None = None) -> Communicator:
+        """This rank's communicator; without a process group, a rank alone."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        return make_communicator(self.backend, group, self.device, timeout_s=timeout_s, world_size=world_size)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self, comm: Communicator) -> None:
+        """A barrier the host waits for."""
+        self.synchronize()
+        comm.barrier()
+        self.synchronize()
+
+    def peers(self) -> list[int]:
+        """All ranks, this one included, in an order of its own."""
+        return [(self.rank + step) % self.world_size for step in range(self.world_size)]
+
+
+def row_value(src: int, dst: int, epoch: int) -> int:
+    """What the first element of a row holds; the others count up from there."""
+    return ((src * 16 + dst) * 10_000 + epoch) * WIDTH
+
+
+def expected_row(src: int, dst: int, epoch: int) -> Tensor:
+    """The row ``src`` sends to ``dst`` in ``epoch``."""
+    return row_value(src, dst, epoch) + torch.arange(WIDTH, dtype=torch.int32)
+
+
+def send(site: Site, rows: SymmTensor, flags: SymmTensor, dst: int, epoch: int) -> None:
+    """Write this rank's row of ``epoch`` into ``dst``'s memory, then signal."""
+    slot = (epoch % 2) * site.world_size + site.rank
+    if site.kernels:
+        from comm_kernels import put_kernel
+
+        value = row_value(site.rank, dst, epoch)
+        put_kernel[(1,)](rows.pointers[dst:], flags.pointers[dst:], slot, site.rank, value, epoch, WIDTH=WIDTH)
+        return
+    rows.peers[dst][slot].copy_(expected_row(site.rank, dst, epoch))
+    signal(flags.peers[dst], site.rank, epoch)
+
+
+def receive(site: Site, rows: SymmTensor, flags: SymmTensor, src: int, epoch: int, timeout_s: float) -> Tensor:
+    """Wait for ``src``'s signal of ``epoch`` and take its row."""
+    slot = (epoch % 2) * site.world_size + src
+    if site.kernels:
+        from comm_kernels import take_kernel
+
+        out = torch.zeros(WIDTH, dtype=torch.int32, device=site.device)
+        fault = torch.zeros(8, dtype=torch.int64, device=site.device)
+        interpret = site.device.type == "cpu"
+        take_kernel[(1,)](
+            rows.local,
+            flags.local,
+            out,
+            fault,
+            slot,
+            src,
+            epoch,
+            int(timeout_s * 1e9),
+            WIDTH=WIDTH,
+            INTERPRET=interpret,
+        )
+        assert not int(fault[0]), f"rank {site.rank}: row of rank {src}, epoch {epoch}: {fault.tolist()}"
+        return out.cpu()
+    place = f"conformance, epoch {epoch}"
+    wait(flags.local, src, epoch, timeout_s=timeout_s, describe=lambda: waited(site.rank, src, place, timeout_s))
+    return rows.local[slot].clone()
+
+
+def rows_and_flags(site: Site, comm: Communicator) -> tuple[SymmTensor, SymmTensor]:
+    """Two halves of one row per source rank, and one flag per source rank."""
+    rows = comm.alloc(2 * site.world_size * WIDTH * 4).view(0, (2 * site.world_size, WIDTH), torch.int32)
+    return rows, comm.alloc(site.world_size * 4).view(0, (site.world_size,), torch.int32)
+
+
+def check_allocate(site: Site) -> None:
+    """Memory is zeroed, of the size asked for, and allocations are separate."""
+    with site.open() as comm:
+        assert (comm.rank, comm.world_size) == (site.rank, site.world_size)
+        first, second = comm.alloc(1000), comm.alloc(3)
+        for pool, num_bytes in ((first, 1000), (second, 3)):
+            assert pool.rank == site.rank
+            assert len(pool.peers) == site.world_size
+            assert all((peer.shape, peer.dtype) == ((num_bytes,), torch.uint8) for peer in pool.peers)
+            assert pool.local.device == site.device
+            assert not pool.local.any()
+        site.barrier(comm)
+        first.local.fill_(7)
+        assert not second.local.any()
+        site.barrier(comm)
+        with pytest.raises(ValueError, match="num_bytes=0 must be at least 1"):
+            comm.alloc(0)
+
+
+def check_peer_access(site: Site) -> None:
+    """What a rank stores locally all read, and what it stores at a peer the peer reads."""
+    with site.open() as comm:
+        rows, _ = rows_and_flags(site, comm)
+        rows.local[site.rank] = expected_row(site.rank, site.rank, 1).to(site.device)
+        site.barrier(comm)
+        for peer in site.peers():
+            assert torch.equal(rows.peers[peer][peer].cpu(), expected_row(peer, peer, 1))
+        site.barrier(comm)
+        for peer in site.peers():
+            rows.peers[peer][site.rank] = expected_row(site.rank, peer, 2).to(site.device)
+        site.barrier(comm)
+        for peer in site.peers():
+            assert torch.equal(rows.local[peer].cpu(), expected_row(peer, site.rank, 2))
+        site.barrier(comm)
+
+
+def check_pointer_table(site: Site) -> None:
+    """The table holds the address of every peer's copy, also of a window."""
+    with site.open() as comm:
+        pool = comm.alloc(4096)
+        window = pool.view(512, (4, 8), torch.float32)
+        for tensor in (pool, window):
+            assert (tensor.pointers.shape, tensor.pointers.dtype) == ((site.world_size,), torch.int64)
+            assert tensor.pointers.device == site.device
+            assert tensor.pointers.tolist() == [peer.data_ptr() for peer in tensor.peers]
+            assert all(address % 16 == 0 for address in tensor.pointers.tolist())
+        assert (window.pointers - pool.pointers).tolist() == [512] * site.world_size
+
+
+def check_signal_wait(site: Site) -> None:
+    """A row that was signalled is complete; one that never comes is reported with both ranks."""
+    with site.open() as comm:
+        rows, flags = rows_and_flags(site, comm)
+        for dst in site.peers():
+            send(site, rows, flags, dst, 1)
+        for src in site.peers():
+            assert torch.equal(receive(site, rows, flags, src, 1, comm.timeout_s), expected_row(src, site.rank, 1))
+        late = (site.rank + 1) % site.world_size
+        error, text = (AssertionError, r"\[1, 1, ") if site.kernels else (CommTimeoutError, "epoch 2, saw 1")
+        with pytest.raises(error, match=rf"rank {site.rank}.* rank {late}.*{text}"):
+            receive(site, rows, flags, late, 2, timeout_s=0.2)
+        site.barrier(comm)
+
+
+def check_many_epochs(site: Site) -> None:
+    """Two halves and growing epochs: no rank overwrites what another still reads, whoever is delayed.
+
+    A rank writes epoch n + 2 into the half of epoch n only after it received n + 1 from all, and each of them sent
+    n + 1 only after it had read its rows of n.
+    """
+    delays = random.Random(SEED + site.rank)
+    num_epochs = NUM_EPOCHS if site.device.type == "cuda" or not site.kernels else NUM_EPOCHS // 10
+    with site.open() as comm:
+        rows, flags = rows_and_flags(site, comm)
+        for epoch in range(1, num_epochs + 1):
+            for dst in site.peers():
+                send(site, rows, flags, dst, epoch)
+                if delays.random() < 0.05:
+                    time.sleep(delays.random() * 0.004)
+            for src in site.peers():
+                row = receive(site, rows, flags, src, epoch, comm.timeout_s)
+                assert torch.equal(row, expected_row(src, site.rank, epoch)), (
+                    f"rank {site.rank}, epoch {epoch}, from rank {src}: expected {row_value(src, site.rank, epoch)}, "
+                    f"row holds {row.min()} to {row.max()} (seed {SEED})"
+                )
+        site.barrier(comm)
+
+
+def check_barrier(site: Site) -> None:
+    """No rank leaves before the last arrived, in many epochs, with random delays."""
+    delays = random.Random(SEED + site.rank)
+    with site.open() as comm:
+        steps = comm.alloc(4).view(0, (1,), torch.int32)
+        for step in range(1, 51):
+            if delays.random() < 0.2:
+                time.sleep(delays.random() * 0.004)
+            steps.local.fill_(step)
+            site.barrier(comm)
+            seen = [int(peer[0]) for peer in steps.peers]
+            assert seen == [step] * site.world_size, f"rank {site.rank}, step {step}: {seen} (seed {SEED})"
+            site.barrier(comm)
+
+
+def check_late_rank(site: Site) -> None:
+    """Who waits for a rank that does not come gets an error that names it, and close() still works."""
+    late = site.world_size - 1
+    # 3 s in nanoseconds need 64 bits, as 30 s do: the kernel is compiled already and no rank is late by compiling it.
+    timeout_s = 3.0 if site.device.type == "cuda" else 0.5
+    comm = site.open(timeout_s=timeout_s)
+    if site.rank == late:
+        dist.barrier()
+    else:
+        names = rf"rank {site.rank} waited {timeout_s} s for rank {late} \(barrier, epoch 1"
+        with pytest.raises(CommTimeoutError, match=names):
+            barrier_twice(site, comm)
+        dist.barrier()
+    comm.close()
+
+
+def barrier_twice(site: Site, comm: Communicator) -> None:
+    """A GPU reports a late rank one call later than the CPU."""
+    site.barrier(comm)
+    site.barrier(comm)
+
+
+def check_close(site: Site) -> None:
+    """close() is idempotent, any use after it raises, and a new communicator works."""
+    for _ in range(3):
+        comm = site.open()
+        comm.alloc(256).local.fill_(1)
+        comm.close()
+        comm.close()
+        closed = rf"Communicator of rank {site.rank} was used after close"
+        with pytest.raises(RuntimeError, match=closed):
+            comm.alloc(256)
+        with pytest.raises(RuntimeError, match=closed):
+            comm.barrier()
+
+
+def check_too_large(site: Site) -> None:
+    """A size that cannot fit says how many bytes are needed, on every rank, and leaves the communicator working."""
+    with site.open() as comm:
+        with pytest.raises(ValueError, match=r"num_bytes=\d+ .*must fit.* \d+ bytes needed.* bytes free.*max_tokens"):
+            comm.alloc(1 << 46)
+        comm.alloc(256)
+        site.barrier(comm)
+
+
+def check_unequal_sizes(site: Site) -> None:
+    """Ranks that ask for different sizes all get the same error."""
+    sizes = [256 + rank // (site.world_size - 1) for rank in range(site.world_size)]
+    with site.open() as comm:
+        with pytest.raises(
+            ValueError, match=rf"num_bytes=\[256, .*257\] of ranks 0 to {site.world_size - 1} must be equal"
+        ):
+            comm.alloc(sizes[site.rank])
+        comm.alloc(256)
+
+
+def check_wrong_world_size(site: Site) -> None:
+    """A group of another size than the caller configured is refused."""
+    with pytest.raises(ValueError, match=rf"world_size=9 must equal the {site.world_size} ranks of the group"):
+        site.open(world_size=9)
+    site.open(world_size=site.world_size).close()
+
+
+ALONE: tuple[Callable[[Site], None], ...] = (
+    check_allocate,
+    check_peer_access,
+    check_pointer_table,
+    check_barrier,
+    check_close,
+    check_wrong_world_size,
+)
+CHECKS = (
+    *ALONE,
+    check_signal_wait,
+    check_many_epochs,
+    check_late_rank,
+    check_too_large,
+    check_unequal_sizes,
+)
+
+
+def run_suite(rank: int, world_size: int, backend: Backend, kernels: bool = False) -> list[str]:
+    """Run every check in this rank; returns the names of the checks that passed."""
+    site = Site(rank, world_size, backend, kernels)
+    if site.device.type == "cuda":
+        torch.cuda.set_device(site.device)
+    for check in CHECKS:
+        check(site)
+    return [check.__name__ for check in CHECKS]

@@ -1,0 +1,239 @@
+"""The compile-ahead tool: good code passes, spills and missing features fail by name, counts are what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from comet.kernels.aot import (
+    NARROW_LOADS,
+    NARROW_STORES,
+    TMA_LOADS,
+    TMA_STORES,
+    WGMMA,
+    WIDE_LOADS,
+    WIDE_STORES,
+    Quality,
+    count,
+    format_table,
+    kernel_modules,
+    main,
+)
+from comet.kernels.aot_case import KernelCase
+from comet.kernels.group_gemm import aot_cases as gemm_cases
+
+KERNELS = """
+import triton
+import triton.language as tl
+
+from comet.kernels.aot_case import KernelCase
+
+
+@triton.jit
+def copy_kernel(source, target, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + offsets, tl.load(source + offsets, mask=offsets < n), mask=offsets < n)
+
+
+@triton.jit
+def spilling_kernel(source, target, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    left = tl.load(source + offsets)
+    right = tl.load(source + BLOCK + offsets)
+    total = tl.sum(left) + tl.sum(right)
+    tl.store(target + offsets, left * total)
+    tl.store(target + BLOCK + offsets, right * total)
+
+
+@triton.jit
+def broken_kernel(source):
+    tl.store(source, tl.arange(0, 3))
+
+
+def copy(name, expects, unaligned=()):
+    return KernelCase(
+        name=name, fn=copy_kernel, signature={"source": "*bf16", "target": "*bf16", "n": "i32"},
+        constexprs={"BLOCK": 1024}, unaligned=frozenset(unaligned), expects=frozenset(expects),
+    )
+
+
+def aot_cases():
+    spilling = KernelCase(
+        name="big", fn=spilling_kernel, signature={"source": "*fp32", "target": "*fp32"}, constexprs={"BLOCK": 16384},
+        expects=frozenset({"wgmma"}),
+    )
+    return [
+        copy("aligned", {"wide_loads", "wide_stores"}),
+        copy("no matrix product", {"wgmma"}),
+        copy("unaligned source", {"wide_loads", "wide_stores"}, ["source"]),
+        copy("unaligned length", {"wide_loads", "wide_stores"}, ["n"]),
+        spilling,
+        KernelCase(name="odd range", fn=broken_kernel, signature={"source": "*i32"}, constexprs={}),
+    ]
+"""
+
+
+@pytest.fixture
+def compile_kernels(tmp_path):
+    """Run the tool on the kernels above in a process of its own, with an empty cache."""
+    (tmp_path / "some_kernels.py").write_text(KERNELS)
+
+    def run(*arguments: str, modules: str = "some_kernels") -> tuple[int, str, dict, str]:
+        command = [sys.executable, "-m", "comet.kernels.aot", "--modules", modules, *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        lines = done.stdout.splitlines()
+        summary = json.loads(lines[-1]) if done.returncode in (0, 1) and lines else {}
+        return done.returncode, done.stdout, summary, done.stderr
+
+    return run
+
+
+def test_bad_code_fails_and_is_named(compile_kernels):
+    code, output, summary, progress = compile_kernels()
+    assert code == 1, progress
+    assert {key: summary[key] for key in ("task", "kernels", "failed")} == {
+        "task": "compile",
+        "kernels": 6,
+        "failed": 5,
+    }
+    complaints = [line for line in output.splitlines() if line.startswith("FAILED")]
+    assert complaints[0] == "FAILED copy_kernel (no matrix product): missing wgmma"
+    assert complaints[1].startswith("FAILED copy_kernel (unaligned source): missing wide_loads: no 16-byte access")
+    assert "FAILED copy_kernel (unaligned length): missing wide_loads" in complaints[2]
+    assert complaints[3].startswith("FAILED spilling_kernel (big): spills ")
+    assert complaints[3].endswith("; missing wgmma")
+    assert complaints[4].startswith("FAILED broken_kernel (odd range): does not compile: ")
+    assert "arange's range must be a power of 2" in complaints[4]
+    assert len(complaints) == 5
+    assert "[6/6]" in progress
+
+
+def test_good_code_passes(compile_kernels):
+    code, output, summary, progress = compile_kernels("--filter", "aligned", "--jobs", "1")
+    assert code == 1, "unaligned also has 'aligned' in its name"
+    code, output, summary, progress = compile_kernels("--filter", "copy_kernel aligned")
+    assert code == 0, output + progress
+    assert (summary["kernels"], summary["failed"], summary["target"]) == (1, 0, "sm_90a")
+    header, row = output.splitlines()[:2]
+    assert header.split()[:2] == ["kernel", "configuration"]
+    registers, spilled, shared, wgmma, loads, stores, narrow = map(int, row.split()[2:])
+    assert 0 < registers < 256
+    assert (spilled, shared, wgmma, loads, stores, narrow) == (0, 0, 0, 1, 1, 0)
+
+
+@pytest.mark.slow
+def test_a_shipped_kernel_passes(compile_kernels):
+    name = "group_gemm_kernel bf16 nk gathered even K"
+    code, output, summary, progress = compile_kernels("--filter", name, modules="comet.kernels.group_gemm")
+    assert code == 0, output + progress
+    assert summary["kernels"] == 2, "with and without flattened loops"
+
+
+def test_nothing_to_compile_is_an_error(capsys):
+    assert main(["--filter", "no such kernel"]) == 2
+    assert "no kernel configuration has --filter='no such kernel' in its name" in capsys.readouterr().err
+
+
+def test_shipped_cases_are_found_and_have_unique_names():
+    modules = kernel_modules()
+    assert {"comet.kernels.group_gemm", "comet.kernels.group_gemm_wgrad", "comet.kernels.activation"} <= set(modules)
+    assert "comet.kernels.aot" not in modules
+    names = [(case.kernel, case.name) for module in modules for case in sys.modules[module].aot_cases()]
+    assert len(names) == len(set(names))
+
+
+def test_kernels_are_listed_in_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--filter NAME" in capsys.readouterr().out
+
+
+PTX = """
+    wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {...};
+    cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 0x10, %r2;
+    cp.async.ca.shared.global [ %r1 ], [ %rd1 ], 0x4, %r2;
+    cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3, %r4}], [%r5];
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r5];
+    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];
+    cp.async.bulk.commit_group;
+    ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.L1::evict_last.v2.b64 { %rd1, %rd2 }, [ %rd3 ];
+    ld.global.b32 { %r1 }, [ %rd1 ];
+    ld.global.b16 { %rs1 }, [ %rd1 ];
+    ld.global.L1::no_allocate.u16 %rs1, [ %rd1 ];
+    ld.volatile.global.b8 %rs1, [ %rd1 ];
+    @%p1 st.global.v4.b32 [ %rd1 ], { %r1, %r2, %r3, %r4 };
+    @%p1 st.global.v2.b16 [ %rd1 ], { %rs1, %rs2 };
+    @%p1 st.global.b16 [ %rd1 ], { %rs1 };
+"""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (WGMMA, 1),
+        (WIDE_LOADS, 3),
+        (TMA_LOADS, 2),
+        (WIDE_STORES, 1),
+        (TMA_STORES, 1),
+        (NARROW_LOADS, 3),
+        (NARROW_STORES, 1),
+    ],
+)
+def test_counts(pattern, expected):
+    assert count(pattern, PTX) == expected
+
+
+def quality(**changes: int) -> Quality:
+    numbers = {
+        "registers": 200, "spilled_bytes": 0, "shared_bytes": 1000, "wgmma": 4,
+        "wide_loads": 8, "wide_stores": 8, "narrow_loads": 0, "narrow_stores": 0,
+    }  # fmt: skip
+    return Quality(**{**numbers, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, []),
+        ({"spilled_bytes": 12}, ["spills 12 bytes of registers"]),
+        ({"shared_bytes": 232449}, ["needs 232449 bytes of shared memory, a block has 232448"]),
+        ({"shared_bytes": 232448}, []),
+        ({"wgmma": 0}, ["missing wgmma"]),
+        ({"wide_loads": 0, "narrow_loads": 5}, ["missing wide_loads: no 16-byte access"]),
+        ({"narrow_loads": 5}, ["missing wide_loads: 5 accesses of less than 4 bytes"]),
+        ({"narrow_stores": 1}, ["missing wide_stores: 1 accesses of less than 4 bytes"]),
+    ],
+)
+def test_complaints(changes, complaint):
+    assert quality(**changes).complaints(gemm_cases()[0]) == complaint
+
+
+def test_a_case_names_its_wrong_field():
+    case = gemm_cases()[0]
+    signature = {**case.signature, "typo": "i32"}
+    del signature["N"]
+    with pytest.raises(ValueError, match=r"group_gemm_kernel \(x\): missing arguments \['N'\], unknown .* \['typo'\]"):
+        KernelCase(name="x", fn=case.fn, signature=signature, constexprs=case.constexprs)
+    with pytest.raises(ValueError, match=r"expects=\['wgma'\] must be among"):
+        KernelCase(
+            name="x", fn=case.fn, signature=case.signature, constexprs=case.constexprs, expects=frozenset({"wgma"})
+        )
+
+
+def test_alignment_follows_the_kernel():
+    case = gemm_cases()[0]
+    aligned = {case.fn.arg_names[index] for (index,) in case.attributes()}
+    assert aligned == {"a", "out_ptr", "tiles_ptr", "row_ids_ptr", "N", "K"}, "not the descriptor, not num_tiles_ptr"
+
+
+def test_table_is_aligned():
+    row = ("k", "some words", *map(str, range(7)))
+    lines = format_table([("kernel", "configuration", *"abcdefg"), row]).splitlines()
+    assert lines == ["kernel  configuration  a  b  c  d  e  f  g", "k       some words     0  1  2  3  4  5  6"]

@@ -1,0 +1,315 @@
+"""The benchmark itself: its arithmetic, its routing, its timing loop, its baselines, and one run end to end on CPUs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accounting import balanced_rows, geometric_mean, layer_flops, link_bytes, rows_to_ranks
+from baselines import all_gather_experts, pipelined_experts
+from bench_moe import parse
+from gemms import gemm_variants, split_evenly, tile_table
+from points import Ranks, attempt, relative_error
+from ranks import run_ranks
+from report import append_csv, as_json, draw, figures, format_table
+from routing import make_routing
+from shapes import MODELS, model
+from timing import summarize, time_interleaved
+
+from comet.config import MoEConfig
+from comet.layout import ExpertLayout
+from comet.plain import plain_experts
+from comet.reference import reference_experts, shard_experts
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+ALONE = Ranks(0, CPU, None)
+
+
+def layout_of(num_experts: int, top_k: int, ep: int, tp: int, rank: int = 0) -> ExpertLayout:
+    return ExpertLayout(num_experts=num_experts, top_k=top_k, ep=ep, tp=tp, rank=rank)
+
+
+def test_quantiles_example() -> None:
+    timing = summarize(torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0]))
+    assert (timing.median_ms, timing.p10_ms, timing.p90_ms) == pytest.approx((3, 1.4, 4.6))
+
+
+def test_variants_are_interleaved_rotated_and_warmed_up() -> None:
+    calls: list[tuple[str, int] | str] = []
+    variants = {name: lambda index, name=name: calls.append((name, index)) for name in "abc"}
+    timings = time_interleaved(
+        variants, rounds=3, warmup=1, barrier=lambda: calls.append("barrier"), rotate=2, device=CPU
+    )
+    assert calls[::2] == ["barrier"] * 12
+    rounds = [calls[start : start + 6 : 2] for start in range(1, 24, 6)]
+    assert [[name for name, _ in of_round] for of_round in rounds] == [
+        list("cab"),
+        list("abc"),
+        list("bca"),
+        list("cab"),
+    ]
+    assert [{index for _, index in of_round} for of_round in rounds] == [{1}, {0}, {1}, {0}]
+    assert list(timings) == ["a", "b", "c"]
+
+
+def test_the_slowest_rank_counts() -> None:
+    timings = time_interleaved(
+        {"a": lambda _: None, "b": lambda _: None},
+        rounds=3,
+        barrier=lambda: None,
+        rotate=1,
+        device=CPU,
+        slowest=lambda samples: torch.maximum(samples, torch.tensor([[7000.0], [0.0]])),
+    )
+    assert timings["a"].median_ms == 7000
+    assert timings["b"].median_ms < 7000
+
+
+@pytest.mark.parametrize(("rounds", "rotate"), [(0, 1), (1, 0)])
+def test_timing_needs_a_round_and_an_input(rounds: int, rotate: int) -> None:
+    with pytest.raises(ValueError, match=r"(rounds|rotate)=0 must be at least 1"):
+        time_interleaved({}, rounds=rounds, barrier=lambda: None, rotate=rotate, device=CPU)
+
+
+def test_accounting_examples() -> None:
+    assert balanced_rows(6, layout_of(4, 2, 2, 2)) == 24
+    config = MoEConfig(hidden_size=16, ffn_size=32, num_experts=4, top_k=1)
+    # 3 rows: 2 * 3 * 16 * 64 + 2 * 3 * 32 * 16
+    assert layer_flops(config, layout_of(4, 1, 1, 1), 3, backward=False) == 6144 + 3072
+    assert layer_flops(config, layout_of(4, 1, 1, 1), 3, backward=True) == 3 * 9216
+    assert geometric_mean([2.0, None, 8.0]) == pytest.approx(4)
+    assert geometric_mean([None]) is None
+
+
+def test_rows_are_counted_once_per_rank() -> None:
+    ids = torch.tensor([[0, 1], [1, 3], [2, -1]]).int()
+    assert rows_to_ranks(ids, layout_of(4, 2, 2, 1)).tolist() == [2, 2]
+    assert rows_to_ranks(ids, layout_of(4, 2, 2, 2)).tolist() == [2, 2, 2, 2]
+    assert rows_to_ranks(ids[:0], layout_of(4, 2, 2, 1)).tolist() == [0, 0]
+
+
+def bytes_of_rank(rank: int, world_size: int) -> tuple[int, int]:
+    ids = [[[0, 1], [1, 3], [2, -1]], [[0, 2]]][rank]
+    layout, group = layout_of(4, 2, 2, 1, rank), dist.group.WORLD
+    both = (link_bytes(torch.tensor(ids).int(), layout, 10, group, backward=backward) for backward in (False, True))
+    return tuple(both)
+
+
+def test_link_bytes_are_those_of_the_busiest_rank() -> None:
+    # rank 0 sends 2 rows to rank 1 and returns 1 partial sum; rank 1 likewise the other way round: 3 rows of 10 bytes
+    assert run_ranks(bytes_of_rank, 2) == [(30, 60), (30, 60)]
+
+
+def test_link_bytes_agree_with_the_probability_of_reaching_a_rank() -> None:
+    """Mixtral at EP4: 3 peers x P(reach) x tokens x row bytes x (dispatch + combine)."""
+    ids, _ = make_routing("uniform", num_tokens=20_000, num_experts=8, top_k=2, seed=1, device="cpu")
+    reached = rows_to_ranks(ids, layout_of(8, 2, 4, 1)).double() / 20_000
+    torch.testing.assert_close(reached, torch.full((4,), 1 - 6 / 8 * 5 / 7, dtype=torch.float64), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "hot"])
+def test_routing_is_legal_and_repeatable(kind: str) -> None:
+    def draw(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return make_routing(kind, num_tokens=500, num_experts=16, top_k=4, seed=seed, device="cpu")
+
+    ids, weights = draw(3)
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < 16
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    torch.testing.assert_close(weights.sum(1), torch.ones(500))
+    assert torch.equal(ids, draw(3)[0])
+    assert not torch.equal(ids, draw(4)[0])
+
+
+def test_zipf_first_choices_follow_one_over_n() -> None:
+    counts = [
+        torch.bincount(
+            make_routing("zipf", num_tokens=40_000, num_experts=8, top_k=1, seed=seed, device="cpu")[0].flatten(),
+            minlength=8,
+        )
+        for seed in (1, 2)
+    ]
+    assert torch.equal(counts[0].argsort(), counts[1].argsort())  # one permutation for all seeds
+    share = 1 / torch.arange(1, 9)
+    expected = 40_000 * share / share.sum()
+    torch.testing.assert_close(counts[0].sort(descending=True).values.float(), expected, rtol=0.06, atol=0)
+
+
+def test_hot_expert_is_everyones_first() -> None:
+    ids, _ = make_routing("hot", num_tokens=100, num_experts=8, top_k=2, seed=0, device="cpu")
+    assert ids[:, 0].eq(0).all()
+    assert ids[:, 1].unique().numel() == 7
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"routing='odd' must be one of uniform, zipf, hot"):
+        make_routing("odd", num_tokens=1, num_experts=1, top_k=1, seed=0, device="cpu")
+    with pytest.raises(ValueError, match=r"models='gpt' must be one of mixtral_8x7b, "):
+        model("gpt")
+    with pytest.raises(ValueError, match=r"variants='fast' must be one of comet, "):
+        parse(["--variants", "plain,fast"])
+    with pytest.raises(ValueError, match=r"routing='odd' must be one of"):
+        parse(["--routing", "odd"])
+
+
+def test_command_line_reaches_the_settings() -> None:
+    arguments, settings = parse(
+        ["--models", "tiny,qwen2_moe", "--tokens", "8,32", "--ep", "2", "--tp", "2", "--overlap", "num_panels=2"]
+    )
+    assert arguments.models == ("tiny", "qwen2_moe")
+    assert arguments.tokens == [8, 32]
+    assert settings.max_tokens == 32
+    assert settings.parallel.world_size == 4
+    assert settings.overlap.num_panels == 2
+    assert parse([])[1].overlap is None
+
+
+def test_shapes_are_those_of_the_shipped_configurations() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf")
+    for name, config in MODELS.items():
+        moe = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text())["moe"]
+        if name != "tiny":
+            assert (moe["ffn_size"], moe["num_experts"], moe["top_k"]) == (
+                config.ffn_size,
+                config.num_experts,
+                config.top_k,
+            )
+
+
+def test_gemm_examples() -> None:
+    assert split_evenly(7, 3) == (3, 2, 2)
+    table, num_rows = tile_table((130, 0, 5), "cpu")
+    assert table.tiles.tolist() == [[0, 0, 128, 0], [0, 128, 2, 0], [2, 256, 5, 0]]
+    assert num_rows == 384
+    variants = gemm_variants(torch.randn(3, 64, 16), torch.randn(3, 16, 32), (4, 0, 3))
+    assert list(variants) == ["gemm_torch"]
+    variants["gemm_torch"](0)
+
+
+def test_figures_example() -> None:
+    times = {"comet": 2.0, "plain": 6.0, "all_gather": 5.0, "gemm_comet": 1.5}
+    derived = figures(times, 3_000_000_000, 1_000_000, 100.0)
+    assert derived == pytest.approx(
+        {"link_ms": 0.01, "tflops": 1.5, "link_gbs": 0.5, "efficiency": 0.75, "x_plain": 3.0, "x_best": 2.5}
+    )
+    assert set(figures({}, 1, 1, None).values()) == {None}
+
+
+def test_report_survives_what_failed(tmp_path: Path) -> None:
+    good = {"model": "tiny", "tokens": 8, "plain_ms": 2.0, "comet_ms": 1.0, "x_plain": 2.0, "gemm_torch_ms": 0.5}
+    bad = {"model": "tiny", "tokens": 9, "failures": "point: RuntimeError: out of memory, really"}
+    for row in (good, bad):
+        append_csv(tmp_path / "rows.csv", row)
+    with (tmp_path / "rows.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [row["tokens"] for row in read] == ["8", "9"]
+    assert read[1]["failures"] == bad["failures"]
+    lines = format_table([good, bad]).splitlines()
+    assert len({len(line) for line in lines}) == 1  # aligned
+    assert lines[-1].split()[:2] == ["geometric", "mean"]
+    assert json.loads(as_json([good, bad], {}))["geometric_mean"]["x_plain"] == pytest.approx(2)
+    draw(tmp_path / "picture.png", [good, bad])
+    draw(tmp_path / "empty.png", [bad])
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_relative_error() -> None:
+    wanted = torch.tensor([3.0, 4.0])
+    assert relative_error((torch.tensor([3.0, 5.0]),), (wanted,)) == pytest.approx(1 / math.sqrt(12.5))
+    assert relative_error((torch.tensor([3.0, math.nan]),), (wanted,)) == math.inf
+    assert relative_error((wanted[:0],), (wanted[:0],)) == 0
+
+
+def test_a_failure_is_a_value() -> None:
+    def fail() -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    assert attempt(lambda: 3, ALONE) == (3, "")
+    assert attempt(fail, ALONE) == (None, "RuntimeError: first line")
+
+
+def fail_on_one(rank: int, world_size: int) -> tuple[int | None, str]:
+    ranks = Ranks(rank, CPU, dist.group.WORLD)
+    return attempt(lambda: [1, 2][rank] if rank == 0 else [][rank], ranks)
+
+
+def test_a_failure_on_one_rank_is_one_on_all() -> None:
+    assert run_ranks(fail_on_one, 2) == [
+        (None, "failed on another rank"),
+        (None, "IndexError: list index out of range"),
+    ]
+
+
+def baseline_errors(rank: int, world_size: int, ep: int, tp: int, num_tokens: int) -> list[float]:
+    """Deviation of both baselines from the reference."""
+    generator = torch.Generator().manual_seed(5)
+    w1, w2 = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((8, 64, 16), (8, 16, 32)))
+    tokens = torch.randn(num_tokens, 16, dtype=torch.float64, generator=generator.manual_seed(rank))
+    ids, weights = make_routing("zipf", num_tokens=num_tokens, num_experts=8, top_k=3, seed=rank, device="cpu")
+    ids[::3, 1] = -1
+    layout = layout_of(8, 3, ep, tp, rank)
+    shards = shard_experts(w1, w2, layout)
+    wanted = reference_experts(tokens, ids, weights.double(), w1, w2)
+    experts = (plain_experts, pipelined_experts, all_gather_experts)
+    outputs = (run(tokens, ids, weights.double(), *shards, layout, dist.group.WORLD) for run in experts)
+    return [(output - wanted).abs().max().item() if num_tokens else 0.0 for output in outputs]
+
+
+@pytest.mark.parametrize(("ep", "tp", "num_tokens"), [(2, 1, 9), (2, 1, 1), (2, 2, 6)])
+def test_baselines_compute_the_same(ep: int, tp: int, num_tokens: int) -> None:
+    for errors in run_ranks(baseline_errors, ep * tp, ep, tp, num_tokens):
+        assert max(errors) < 1e-10
+
+
+def torchrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "benchmarks" / "bench_moe.py"), "--device", "cpu", "--models", "tiny", "--ep", "2"]
+    out = ["--out", str(tmp_path), "--rounds", "2"]
+    return subprocess.run(
+        [*command, *script, *out, *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.slow
+def test_forward_end_to_end(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "--tokens", "32,16", "--routing", "zipf")
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [row["tokens"] for row in report["rows"]] == [32, 16]
+    for row in report["rows"]:
+        assert row["failures"] == ""
+        assert row["error"] < 1e-4
+        assert all(row[f"{name}_ms"] > 0 for name in ("comet", "plain", "pipelined", "all_gather", "gemm_torch"))
+        assert row["x_plain"] == pytest.approx(row["plain_ms"] / row["comet_ms"])
+    with (tmp_path / "bench_moe.csv").open() as file:
+        assert [row["routing"] for row in csv.DictReader(file)] == ["zipf", "zipf"]
+    assert (tmp_path / "bench_moe.png").exists()
+    assert report["facts"]["link_roof_gbs"] > 0
+
+
+@pytest.mark.slow
+def test_backward_end_to_end_and_a_variant_that_fails(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "--tokens", "16", "--backward", "--path", "warp")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["direction"] == "forward+backward"
+    assert row["failures"].startswith("comet: ValueError: path='warp' must be")
+    assert row["plain_ms"] > 0
+    assert "comet_ms" not in row
+
+
+@pytest.mark.slow
+def test_world_size_must_fit(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "--tp", "2")
+    assert done.returncode != 0
+    assert "nproc=2 must equal ep=2 x tp=2" in done.stderr

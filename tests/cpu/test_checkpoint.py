@@ -1,0 +1,254 @@
+"""Checkpoints: bit-exact, loadable on another layout, never half a checkpoint, and broken ones are told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from training_cases import MODEL, MOE, TRAIN, make_model
+
+from comet.training import checkpoint_folder
+from comet.training.checkpoint import Checkpointer
+from comet.training.checkpoint_folder import choose_checkpoint, list_checkpoints, read_checkpoint
+from comet.training.loop import Trainer
+from comet.training.optimizer import make_optimizer
+
+TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
+
+
+def make_trainer(folder, *, ep=1, tp=1, model=MODEL, seed=0):
+    gpt, group = make_model(model, ep=ep, tp=tp, seed=seed)
+    optimizer = make_optimizer(gpt, TRAIN)
+    return Trainer(gpt, optimizer, group, TEXT, TRAIN), Checkpointer(Path(folder), gpt, optimizer, group)
+
+
+def logits(trainer):
+    with torch.no_grad():
+        return trainer.model(TEXT[:64].long().view(2, 32)).logits
+
+
+def save_steps(folder, steps):
+    """Train and save after each of ``steps``; returns the trainer."""
+    trainer, checkpointer = make_trainer(folder)
+    for step in range(max(steps)):
+        trainer.step(step)
+        if step + 1 in steps:
+            checkpointer.save(step + 1)
+    return trainer
+
+
+def save_and_go_on(rank, world_size, folder, ep, tp):
+    trainer, checkpointer = make_trainer(folder, ep=ep, tp=tp)
+    for step in range(2):
+        trainer.step(step)
+    checkpointer.save(2)
+    saved_logits = logits(trainer).tolist()
+    losses = [trainer.step(step).loss.item() for step in range(2, 5)]
+    resumed, loader = make_trainer(folder, ep=ep, tp=tp, seed=9)
+    first = loader.load(choose_checkpoint(folder, folder)[0])
+    resumed_losses = [resumed.step(step).loss.item() for step in range(first, 5)]
+    same = [
+        torch.equal(left, right)
+        for left, right in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True)
+    ]
+    trainer.group.close()
+    resumed.group.close()
+    return saved_logits, losses, resumed_losses, all(same)
+
+
+def load_logits(rank, world_size, folder, ep, tp):
+    trainer, checkpointer = make_trainer(folder, ep=ep, tp=tp, seed=9)
+    assert checkpointer.load(choose_checkpoint(folder, folder)[0]) == 2
+    moments = [trainer.optimizer.state[weight]["exp_avg_sq"].sum() for weight in trainer.model.expert_parameters()]
+    found = logits(trainer).tolist()
+    trainer.group.close()
+    return found, torch.stack(moments).tolist()
+
+
+def test_one_process_goes_on_bit_for_bit(tmp_path):
+    _, losses, resumed_losses, same = save_and_go_on(0, 1, str(tmp_path), 1, 1)
+    assert resumed_losses == losses
+    assert same
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
+def test_two_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp):
+    folder = str(tmp_path)
+    ranks = run_ranks(save_and_go_on, 2, folder, ep, tp)
+    for _, losses, resumed_losses, same in ranks:
+        assert resumed_losses == losses
+        assert same
+    saved = torch.tensor(ranks[0][0])
+    alone, moments = load_logits(0, 1, folder, 1, 1)
+    torch.testing.assert_close(torch.tensor(alone), saved, rtol=1e-5, atol=1e-5)
+    assert min(moments) > 0
+    other = (1, 2) if (ep, tp) == (2, 1) else (2, 1)
+    for found, other_moments in (outcome := run_ranks(load_logits, 2, folder, *other)):
+        torch.testing.assert_close(torch.tensor(found), saved, rtol=1e-5, atol=1e-5)
+        assert len(other_moments) == len(moments)
+    halves = torch.tensor([moments for _, moments in outcome]).sum(0)
+    torch.testing.assert_close(halves, torch.tensor(moments), rtol=1e-4, atol=0)
+
+
+def test_one_process_checkpoint_loads_on_two_ranks(tmp_path):
+    trainer = save_steps(tmp_path, [2])
+    for found, _ in run_ranks(load_logits, 2, str(tmp_path), 2, 1):
+        torch.testing.assert_close(torch.tensor(found), logits(trainer), rtol=1e-5, atol=1e-5)
+
+
+def test_selection_bias_is_saved(tmp_path):
+    model = replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.5))
+    trainer, checkpointer = make_trainer(tmp_path, model=model)
+    trainer.step(0)
+    checkpointer.save(1)
+    resumed, loader = make_trainer(tmp_path, model=model, seed=9)
+    loader.load(list_checkpoints(tmp_path)[0][0])
+    biases = [layer.router.selection_bias for layer in resumed.model.moe_layers()]
+    assert all(bias.any() for bias in biases)
+    assert all(torch.equal(a.router.selection_bias, b) for a, b in zip(trainer.model.moe_layers(), biases, strict=True))
+
+
+def test_newest_two_are_kept_and_found(tmp_path):
+    save_steps(tmp_path, [1, 2, 3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    assert choose_checkpoint("auto", str(tmp_path))[0].step == 3
+    assert choose_checkpoint(str(tmp_path), "unused")[0].step == 3
+    assert choose_checkpoint(str(tmp_path / "step-000002"), "unused")[0].step == 2
+    assert choose_checkpoint(None, str(tmp_path)) == (None, [])
+    assert choose_checkpoint("auto", str(tmp_path / "new")) == (None, [])
+
+
+def test_a_new_run_in_an_old_folder_replaces_what_it_reaches(tmp_path):
+    save_steps(tmp_path, [2, 3])
+    save_steps(tmp_path, [2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    assert choose_checkpoint("auto", str(tmp_path))[0].step == 2  # newest by time, not by number
+
+
+def kill_while_saving(folder, moment):
+    """In a child process: save step 1, then die by SIGKILL at ``moment`` of saving step 2."""
+    trainer, checkpointer = make_trainer(folder)
+    trainer.step(0)
+    checkpointer.save(1)
+    trainer.step(1)
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "data":
+        dcp.FileSystemWriter.finish = die
+    elif moment == "manifest":
+        checkpoint_folder.json.dump = die
+    else:
+        Path.rename = die
+    checkpointer.save(2)
+
+
+@pytest.mark.parametrize("moment", ["data", "manifest", "rename"])
+def test_kill_while_saving_leaves_the_previous_one(tmp_path, moment):
+    code = f"from test_checkpoint import kill_while_saving; kill_while_saving({str(tmp_path)!r}, {moment!r})"
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path]), OMP_NUM_THREADS="1")
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert (tmp_path / "step-000002.tmp").is_dir()
+    with pytest.raises(ValueError, match=r"step-000002\.tmp is half-written.*complete is .*step-000001"):
+        choose_checkpoint(str(tmp_path / "step-000002.tmp"), "unused")
+    checkpoint, skipped = choose_checkpoint("auto", str(tmp_path))
+    assert checkpoint.step == 1
+    assert len(skipped) == 1
+    assert "step-000002.tmp is half-written" in skipped[0]
+    trainer, checkpointer = make_trainer(tmp_path, seed=9)
+    assert checkpointer.load(checkpoint) == 1
+    trainer.step(1)
+    checkpointer.save(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def kill_one_of_two(rank, world_size, folder):
+    trainer, checkpointer = make_trainer(folder, ep=2)
+    trainer.step(0)
+    checkpointer.save(1)
+    if rank == 1:
+        dcp.FileSystemWriter.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    trainer.step(1)
+    with pytest.raises(Exception, match=r"."):
+        checkpointer.save(2)
+
+
+def test_death_of_a_peer_while_saving_leaves_the_previous_one(tmp_path):
+    run_ranks(kill_one_of_two, 2, str(tmp_path), may_die=[1])
+    assert choose_checkpoint("auto", str(tmp_path))[0].step == 1
+    load_one = make_trainer(tmp_path)[1]
+    assert load_one.load(list_checkpoints(tmp_path)[0][0]) == 1
+
+
+@pytest.mark.parametrize("damage", ["shorter", "gone", "manifest", "no manifest"])
+def test_damaged_newest_is_named_and_passed_over(tmp_path, damage):
+    save_steps(tmp_path, [1, 2])
+    newest = tmp_path / "step-000002"
+    data = next(path for path in newest.iterdir() if path.suffix == ".distcp")
+    if damage == "shorter":
+        data.write_bytes(data.read_bytes()[:-1000])
+        message = r"is truncated: __0_0\.distcp has \d+ bytes, its manifest says \d+ bytes"
+    elif damage == "gone":
+        data.unlink()
+        message = r"is truncated: __0_0\.distcp is gone, its manifest says \d+ bytes"
+    elif damage == "manifest":
+        manifest = newest / "comet.json"
+        manifest.write_text(manifest.read_text()[:100])
+        message = r"is damaged: comet\.json cannot be read"
+    else:
+        (newest / "comet.json").unlink()
+        message = r"is half-written: it has no comet\.json"
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(newest)
+    with pytest.raises(ValueError, match=message + r".*complete is .*step-000001"):
+        choose_checkpoint(str(newest), "unused")
+    checkpoint, skipped = choose_checkpoint(str(tmp_path), "unused")
+    assert checkpoint.step == 1
+    assert len(skipped) == 1
+    assert "step-000002" in skipped[0]
+
+
+def test_damage_between_choice_and_load_is_noticed(tmp_path):
+    save_steps(tmp_path, [1])
+    checkpoint = choose_checkpoint("auto", str(tmp_path))[0]
+    (checkpoint.path / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"truncated: \.metadata has 0 bytes"):
+        make_trainer(tmp_path)[1].load(checkpoint)
+
+
+def test_folder_without_checkpoints(tmp_path):
+    with pytest.raises(ValueError, match=r"resume=.* must hold a complete checkpoint; it has none"):
+        choose_checkpoint(str(tmp_path), "unused")
+    with pytest.raises(FileNotFoundError, match=r"resume must be 'auto', a checkpoint or a folder.*nowhere"):
+        choose_checkpoint(str(tmp_path / "nowhere"), "unused")
+    with pytest.raises(FileNotFoundError, match=r"resume must be"):
+        choose_checkpoint(str(tmp_path / "step-000007"), "unused")
+
+
+def test_other_version(tmp_path):
+    save_steps(tmp_path, [1])
+    manifest = tmp_path / "step-000001" / "comet.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    with pytest.raises(ValueError, match=r"has format=99, this version reads 1"):
+        read_checkpoint(manifest.parent)
+
+
+def test_another_model_is_refused_with_every_field(tmp_path):
+    save_steps(tmp_path, [1])
+    other = replace(MODEL, num_layers=3, moe=replace(MOE, num_experts=8))
+    checkpointer = make_trainer(tmp_path, model=other)[1]
+    with pytest.raises(ValueError, match=r"moe\.num_experts=4 there but 8 here, num_layers=2 there but 3 here"):
+        checkpointer.load(list_checkpoints(tmp_path)[0][0])
+    renamed = replace(MODEL, name="other", moe=replace(MOE, aux_loss_coef=0.5))
+    assert make_trainer(tmp_path, model=renamed)[1].load(list_checkpoints(tmp_path)[0][0]) == 1

@@ -1,0 +1,111 @@
+"""What needs no other process: signals in plain memory, a rank alone, emulated ranks, windows of a pool."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from comm_conformance import ALONE, Site
+
+from comet.comm import Communicator, emulated_group, make_communicator
+from comet.comm.base import SymmTensor
+from comet.comm.local import LocalCommunicator
+from comet.comm.signals import late, signal, wait, waited
+from comet.errors import CommTimeoutError
+
+# ---- a rank alone ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", ALONE, ids=lambda check: check.__name__)
+def test_a_rank_alone_needs_no_process_group(check) -> None:
+    check(Site(0, 1, "auto", kernels=False))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu_shm"])
+def test_a_rank_alone_gets_local_memory(backend) -> None:
+    comm = make_communicator(backend, None, "cpu")
+    assert isinstance(comm, LocalCommunicator)
+    assert isinstance(comm, Communicator)
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_signal_worked_example() -> None:
+    flags = torch.zeros(2, 3, dtype=torch.int32)
+    signal(flags, 4, 7)
+    assert flags.tolist() == [[0, 0, 0], [0, 7, 0]]
+    wait(flags, 4, 7, timeout_s=1, describe=lambda: pytest.fail("described without need"))
+    wait(flags, 4, 6, timeout_s=1, describe=lambda: pytest.fail("described without need"))
+
+
+def test_wait_names_both_ranks_the_place_and_the_epochs() -> None:
+    assert waited(2, 0, "layer 0 dispatch, chunk 17", 30) == (
+        "rank 2 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17)"
+    )
+    assert late("rank 1 waited 2.0 s for rank 0 (panel 3)", 5, 4) == (
+        "rank 1 waited 2.0 s for rank 0 (panel 3, epoch 5, saw 4)"
+    )
+    assert late("nobody came", 5, 4) == "nobody came (epoch 5, saw 4)"
+    flags = torch.full((3,), 40, dtype=torch.int32)
+    message = "rank 2 waited 0.1 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"
+    place = "layer 0 dispatch, chunk 17"
+    with pytest.raises(CommTimeoutError, match=f"^{re.escape(message)}$"):
+        wait(flags, 1, 41, timeout_s=0.1, describe=lambda: waited(2, 0, place, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "index", "message"),
+    [
+        (torch.zeros(4, 4, dtype=torch.int32).T[:, :2], 0, r"flags of shape \(4, 2\) must be contiguous"),
+        (torch.zeros(4, dtype=torch.int32), 4, r"index=4 must be in \[0, 4\)"),
+        (torch.zeros(4, dtype=torch.int32), -1, r"index=-1 must be in \[0, 4\)"),
+        (torch.zeros(4, dtype=torch.int32, device="meta"), 0, "flags on device=meta must be on the CPU"),
+    ],
+)
+def test_signal_refuses(flags: torch.Tensor, index: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        signal(flags, index, 1)
+
+
+# ---- one process that plays all ranks --------------------------------------------------------------------------------
+
+
+def test_emulated_ranks_share_memory() -> None:
+    group = emulated_group(3, "cpu")
+    first = [comm.alloc(600) for comm in group]
+    second = [comm.alloc(16) for comm in reversed(group)][::-1]
+    for pools in (first, second):
+        for rank, pool in enumerate(pools):
+            assert pool.rank == rank
+            assert pool.pointers.tolist() == pools[0].pointers.tolist()
+            pool.peers[(rank + 1) % 3][0] = rank + 1
+        assert [int(pool.local[0]) for pool in pools] == [3, 1, 2]
+    for comm in group:
+        comm.barrier()
+        comm.close()
+        with pytest.raises(RuntimeError, match=r"EmulatedCommunicator of rank \d was used after close"):
+            comm.barrier()
+
+
+def test_emulated_ranks_must_ask_for_equal_sizes() -> None:
+    group = emulated_group(2, "cpu")
+    group[0].alloc(256)
+    with pytest.raises(ValueError, match=r"num_bytes=512 of rank 1 must equal the 256 bytes of the other ranks"):
+        group[1].alloc(512)
+    with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
+        emulated_group(0, "cpu")
+
+
+# ---- windows of a pool -----------------------------------------------------------------------------------------------
+
+
+def test_view_refuses_what_does_not_fit() -> None:
+    pool: SymmTensor = LocalCommunicator(torch.device("cpu")).alloc(1024)
+    with pytest.raises(ValueError, match="offset=128 must be a non-negative multiple of 256"):
+        pool.view(128, (4,), torch.float32)
+    with pytest.raises(ValueError, match=r"offset=768 \+ 260 bytes must fit the pool of 1024 bytes"):
+        pool.view(768, (65,), torch.float32)
+    with pytest.raises(ValueError, match=r"dtype=torch.float32 of the pool must be torch.uint8"):
+        pool.view(0, (4,), torch.float32).view(0, (4,), torch.int32)

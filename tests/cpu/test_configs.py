@@ -1,0 +1,312 @@
+"""Configuration: groups, schema, defaults, and mistakes that must be answered in one line that names field and rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+import comet
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.group import make_expert_group
+from comet.launch.cli import EXAMPLES
+from comet.launch.config import compose, config_groups, default_ranks, job_schema, make_job, to_yaml
+from comet.launch.dry_run import describe, memory_needs, rank_parameters
+from comet.launch.schema import build, schema_of
+from comet.models.gpt import GPT
+from comet.training.config import JobConfig, TrainConfig
+from comet.workspace import WorkspaceShape, workspace_bytes
+
+ROOT = Path(__file__).parents[2]
+SHAPES = {  # E, K, D, F
+    "mixtral_8x7b": (8, 2, 4096, 14336),
+    "qwen2_moe": (64, 4, 2048, 1408),
+    "phi35_moe": (16, 2, 4096, 6400),
+    "qwen3_30b_a3b": (128, 8, 2048, 768),
+    "deepseek_v3": (256, 8, 7168, 2048),
+}
+
+
+def job_of(*overrides: str, world_size: int = 2) -> JobConfig:
+    return make_job(compose(overrides), world_size)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_models_have_their_published_shape(name):
+    moe = job_of(f"model={name}").model.moe
+    assert (moe.num_experts, moe.top_k, moe.hidden_size, moe.ffn_size) == SHAPES[name]
+
+
+def test_deepseek_routes_with_sigmoid_groups_bias_and_a_shared_expert():
+    moe = job_of("model=deepseek_v3").model.moe
+    assert (moe.score, moe.num_groups, moe.top_groups, moe.balance) == ("sigmoid", 8, 4, "bias")
+    assert (moe.routed_scale, moe.shared_ffn_size) == (2.5, 2048)
+
+
+def test_every_choice_of_every_group_is_valid():
+    groups = config_groups()
+    assert {"model", "parallel"} <= groups.keys()
+    assert groups["model"] == sorted([*SHAPES, "tiny"])
+    for model in groups["model"]:
+        for parallel in groups["parallel"]:
+            assert job_of(f"model={model}", f"parallel={parallel}", world_size=8).model.name == model
+
+
+def test_settings_left_out_of_yaml_come_from_the_dataclasses():
+    assert job_of().overlap == OverlapConfig()
+    assert job_of("overlap.num_panels=2").overlap == OverlapConfig(num_panels=2)
+
+
+def test_a_width_override_reaches_the_experts():
+    assert job_of("model.hidden_size=64").model.moe.hidden_size == 64
+
+
+def test_only_the_launcher_adds_to_the_job():
+    names = {field.name for field in dataclasses.fields(job_schema())}
+    assert names - {field.name for field in dataclasses.fields(JobConfig)} == {"nproc"}
+
+
+def test_composing_twice_gives_equal_jobs_and_no_state():
+    first, second = compose(["train.steps=7", "train.warmup_steps=1", "output_dir=x"]), compose(["output_dir=x"])
+    assert first["train"]["steps"] == 7
+    assert second["train"]["steps"] != 7
+    assert compose(["output_dir=x"]) == second
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=foo", r"^model='foo' must be one of deepseek_v3, .*tiny$"),
+        ("parallel=ep3", r"^parallel='ep3' must be one of auto, "),
+        ("train.stepz=3", r"'train\.stepz' is no setting and no group .*did you mean train\.steps\?$"),
+        ("parallell=ep2", r"did you mean parallel\?$"),
+        ("train.steps=abc", r"train\.steps=abc.*'abc'.*Integer"),
+        ("train.steps=1.5", r"train\.steps=1\.5.*Integer"),
+        ("train=1", r"train=1"),
+        ("model.moe=null", r"model\.moe=null"),
+        ("foo", r"^override 'foo' must have the form name=value$"),
+        ("a=[", r"^override 'a=\[' must have the form name=value$"),
+        ("model.moe.top_k=2,4", r"Ambiguous value"),
+        ("train.steps=???", r"^train\.steps must be given$"),
+    ],
+)
+def test_compose_answers_a_mistake_in_one_line(override, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        compose([override])
+    assert "\n" not in str(caught.value)
+    assert str(ROOT) not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["parallel.ep=3"], 3, r"num_experts=8 must be divisible by ep=3"),
+        (["+x=1"], 2, r"^'x' is no setting; the settings are model, parallel, "),
+        (["parallel=ep2"], 3, r"world_size=3 must be a multiple of parallel\.ep=2 x parallel\.tp=1 = 2"),
+        (["parallel=tp2"], 3, r"world_size=3 must be a multiple of"),
+        (["parallel.tp=2"], 3, r"world_size=3 must be a multiple of parallel\.tp=2"),
+        (["parallel.tp=0"], 2, r"parallel\.tp=0 must be at least 1"),
+        (["parallel.ep=0"], 2, r"ep=0 must be at least 1"),
+        (["parallel.ep=-2"], 2, r"ep=-2 must be at least 1"),
+        (["model.moe.top_k=9"], 2, r"^model\.moe: top_k=9 must be between 1 and min\(num_experts=8, 32\)$"),
+        (["train.steps=-1"], 2, r"^train: steps=-1 must be at least 1$"),
+        (["moe_path=fsed"], 2, r"^moe_path='fsed' must be one of auto, fused, twin, plain, reference$"),
+        (["train.dtype=float8"], 2, r"^train\.dtype='float8' must be one of auto, float32, bfloat16$"),
+        (["comm.backend=tcp"], 2, r"^comm\.backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm$"),
+        (["output_dir="], 2, r"^output_dir='' must not be empty$"),
+        (["overlap.block_rows=48"], 2, r"^overlap: block_rows=48 must be one of"),
+    ],
+)
+def test_make_job_names_field_value_and_rule(overrides, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        make_job(compose(overrides), world_size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus", "ranks"),
+    [
+        ([], 0, 2),
+        ([], 1, 1),
+        ([], 4, 4),
+        ([], 6, 4),
+        ([], 8, 8),
+        (["parallel=ep2"], 0, 2),
+        (["parallel=ep2"], 5, 4),
+        (["parallel=ep2_tp2"], 0, 4),
+        (["parallel=single"], 0, 1),
+        (["parallel=single"], 4, 4),
+        (["parallel=tp2"], 0, 2),
+        (["parallel.tp=4"], 0, 4),
+        (["nproc=3", "parallel=single"], 0, 3),
+        (["nproc=2"], 8, 2),
+    ],
+)
+def test_default_ranks(overrides, num_gpus, ranks):
+    container = compose(overrides)
+    assert default_ranks(container, num_gpus) == ranks
+    assert ranks % make_job(container, ranks).parallel.world_size == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus", "message"),
+    [
+        (["nproc=0"], 0, r"nproc=0 must be at least 1"),
+        (["nproc=9"], 8, r"nproc=9 must be at most the 8 visible GPUs"),
+        (["parallel=ep4"], 2, r"parallel\.ep=4 x parallel\.tp=1 must be at most the 2 visible GPUs"),
+        (["parallel.ep=0"], 0, r"parallel\.ep=0 must be at least 1"),
+        (["parallel.tp=-1"], 0, r"parallel\.tp=-1 must be at least 1"),
+        (["parallel.tp=4"], 2, r"parallel\.tp=4 must be at most the 2 visible GPUs"),
+    ],
+)
+def test_default_ranks_refuses_what_the_machine_has_not(overrides, num_gpus, message):
+    with pytest.raises(ValueError, match=message):
+        default_ranks(compose(overrides), num_gpus)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    kind: Literal["a", "b"] = "a"
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    width: int
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    mode: Literal["x", "y"] | None = None
+    spare: Inner | None = None
+
+
+def test_schema_and_build_are_inverse():
+    config = OmegaConf.structured(schema_of(Outer))
+    merged = OmegaConf.merge(config, {"width": 3, "inner": {"sizes": [4, 5, 6]}, "mode": "y", "spare": {"kind": "b"}})
+    built = build(Outer, OmegaConf.to_container(merged))
+    assert built == Outer(3, Inner(sizes=(4, 5, 6)), "y", Inner(kind="b"))
+    assert build(Outer, {"width": 1, "spare": None}) == Outer(1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"width": 1, "inner": {"kind": "c"}}, r"^inner\.kind='c' must be one of a, b$"),
+        ({"width": 1, "mode": "z"}, r"^mode='z' must be one of x, y, None$"),
+        ({"width": 1, "depth": 2}, r"^'depth' is no setting; the settings are width, inner, mode, spare$"),
+        ({"width": 1, "inner": {"size": 2}}, r"^'size' is no setting of inner; the settings are kind, sizes$"),
+    ],
+)
+def test_build_refuses(values, message):
+    with pytest.raises(ValueError, match=message):
+        build(Outer, values)
+
+
+def test_build_rejects_what_the_core_rejects_with_the_path_in_front():
+    with pytest.raises(ValueError, match=r"^moe: num_experts=0 must be at least 1$"):
+        build(MoEConfig, {"hidden_size": 16, "ffn_size": 16, "num_experts": 0, "top_k": 1}, "moe")
+
+
+def test_schema_leaves_required_fields_required():
+    schema = schema_of(TrainConfig)
+    assert OmegaConf.missing_keys(OmegaConf.structured(schema)) == {"steps", "batch_size"}
+
+
+def test_rank_parameters_example():
+    model = job_of().model
+    moe = dataclasses.replace(model.moe, hidden_size=128, ffn_size=128, num_experts=8, top_k=2, shared_ffn_size=0)
+    model = dataclasses.replace(
+        model, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=4, dense_layers=0, head_dim=None, moe=moe
+    )
+    assert rank_parameters(model, 2, 1) == 1119360
+    experts = 4 * 3 * 128 * 128 * 8
+    assert rank_parameters(model, 1, 1) - rank_parameters(model, 2, 1) == experts // 2
+    assert rank_parameters(model, 2, 2) == rank_parameters(model, 4, 1)
+
+
+def test_memory_needs_count_symmetric_memory_exactly():
+    job = job_of("train.batch_size=3", "model.context=100")
+    needs = memory_needs(job, torch.float32)
+    assert needs["symmetric memory"] == workspace_bytes(WorkspaceShape.create(job.model.moe, 2, 300, torch.float32))
+    assert needs["optimizer states"] == 2 * needs["gradients"] == 2 * needs["parameters"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.dense_layers=1",),
+        ("model.num_kv_heads=2", "model.head_dim=48"),
+        ("model.moe.shared_ffn_size=64", "model.moe.balance=bias", "model.moe.score=sigmoid"),
+    ],
+)
+def test_rank_parameters_are_those_of_the_model(overrides):
+    job = job_of("model.hidden_size=64", "model.num_layers=2", "parallel=single", *overrides, world_size=1)
+    group = make_expert_group(
+        job.model.moe, job.parallel, max_tokens=128, dtype=torch.float32, device=torch.device("cpu")
+    )
+    model = GPT(job.model, group)
+    assert rank_parameters(job.model, 1, 1) == sum(parameter.numel() for parameter in model.parameters())
+    group.close()
+
+
+def test_a_dry_run_is_yaml_that_composes_to_the_same_job():
+    container = compose(["model=qwen3_30b_a3b", "output_dir=x"])
+    job = make_job(container, 4)
+    loaded = yaml.safe_load(describe(container, job, 4, on_gpu=True))
+    assert loaded["nproc"] == 4
+    assert make_job(loaded, 4) == job
+    assert yaml.safe_load(to_yaml(container)) == container
+
+
+EXAMPLE_LINES = [
+    line.split("#")[0].strip()
+    for line in [*EXAMPLES.splitlines(), *(ROOT / "README.md").read_text().splitlines()]
+    if line.strip().startswith("comet train")
+]
+
+
+@pytest.mark.parametrize("line", EXAMPLE_LINES)
+def test_examples_of_help_page_and_readme_are_valid(line):
+    words = re.split(r"\s{2,}", line)[0].split()[2:]
+    container = compose([word for word in words if word != "--dry-run"])
+    make_job(container, default_ranks(container, 0))
+
+
+def test_there_are_examples():
+    assert len(EXAMPLE_LINES) >= 8
+
+
+def test_every_package_is_listed_for_installation():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    folders = {"comet": "comet", "kernels": "comet.kernels", "launch": "comet.launch", "configs": "comet.configs"}
+    found = {
+        ".".join([name, *init.parent.relative_to(ROOT / folder).parts])
+        for folder, name in folders.items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert found == listed, "packages in pyproject.toml must name every folder with an __init__.py"
+
+
+def test_parallel_config_of_the_job_is_closed():
+    assert job_of(world_size=4).parallel == ParallelConfig(ep=4, tp=1)
+
+
+def test_every_public_name_loads_and_no_other():
+    for name in comet.__all__:
+        assert getattr(comet, name).__name__ == name
+        assert name in dir(comet)
+    with pytest.raises(AttributeError, match="module 'comet' has no attribute 'make_coffee'"):
+        _ = comet.make_coffee
+
+
+def test_import_comet_does_not_import_torch():
+    code = "import sys, comet; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

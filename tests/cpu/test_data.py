@@ -1,0 +1,119 @@
+"""Text in, batches out: the split, its determinism, and every way the text can be unusable."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from comet.training.config import DataConfig
+from comet.training.data import heldout_windows, read_corpus, sample_batch, split_heldout
+
+
+def test_standard_library_is_the_default_text_and_stable():
+    first, second = (read_corpus(DataConfig(), 128) for _ in range(2))
+    assert first.digest() == second.digest()
+    assert len(first.train) > 2_000_000
+    assert 0.04 < len(first.heldout) / (len(first.train) + len(first.heldout)) <= 0.05
+    assert b"def " in bytes(first.heldout[:20_000].tolist())
+
+
+def test_split_example_of_the_docstring():
+    assert split_heldout({"a": b"0123456789"}, 0.2) == (b"01234567", b"89")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_split_loses_no_byte_and_keeps_to_the_fraction(seed):
+    print("seed", seed)
+    rng = random.Random(seed)
+    texts = {f"f{index}": rng.randbytes(rng.choice([0, 1, 7, 300])) for index in range(rng.randrange(1, 40))}
+    fraction = rng.uniform(0.01, 0.9)
+    train, heldout = split_heldout(texts, fraction)
+    total = sum(map(len, texts.values()))
+    assert sorted(train + heldout) == sorted(b"".join(texts.values()))
+    assert len(heldout) <= fraction * total
+    assert len(heldout) >= int(fraction * total) / 2
+
+
+def test_split_does_not_depend_on_other_files_contents_but_on_names():
+    texts = {f"file{index}": bytes([index]) * 10 for index in range(40)}
+    changed = {name: text[::-1] for name, text in texts.items()}
+    assert len(split_heldout(texts, 0.25)[1]) == 100
+    assert set(split_heldout(texts, 0.25)[1]) == set(split_heldout(changed, 0.25)[1])
+
+
+def test_folder_reads_binary_files_and_skips_hidden_ones(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.bin").write_bytes(b"\xff\xfe\x00" * 50)
+    (tmp_path / "b.txt").write_bytes(b"b" * 50)
+    (tmp_path / ".hidden").write_bytes(b"!" * 500)
+    corpus = read_corpus(DataConfig(path=str(tmp_path), heldout_fraction=0.2), 16)
+    assert len(corpus.train) + len(corpus.heldout) == 200
+    assert ord("!") not in set(corpus.train.tolist()) | set(corpus.heldout.tolist())
+
+
+def test_missing_path_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data\.path must be an existing file or folder.*nowhere") as caught:
+        read_corpus(DataConfig(path=str(tmp_path / "nowhere")), 16)
+    assert caught.value.filename == str(tmp_path / "nowhere")
+
+
+def test_empty_file_and_empty_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.path=.* must hold text, but all its 0 files together hold 0 bytes"):
+        read_corpus(DataConfig(path=str(tmp_path)), 16)
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"must hold text, but all its 1 files together hold 0 bytes"):
+        read_corpus(DataConfig(path=str(tmp_path / "empty")), 16)
+
+
+def test_short_text_names_part_and_rule(tmp_path):
+    (tmp_path / "text").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"of 100 bytes leaves 5 for the held-out part .* more than context=5"):
+        read_corpus(DataConfig(path=str(tmp_path / "text")), 5)
+    assert len(read_corpus(DataConfig(path=str(tmp_path / "text")), 4).heldout) == 5
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux's /proc/self/mem, a file nobody can read")
+def test_unreadable_file_names_it():
+    with pytest.raises(ValueError, match=r"data\.path='/proc/self/mem' must be readable, but /proc/self/mem is not"):
+        read_corpus(DataConfig(path="/proc/self/mem"), 16)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0, float("nan")])
+def test_heldout_fraction_rule(fraction):
+    with pytest.raises(ValueError, match=r"heldout_fraction=.* must be above 0 and below 1"):
+        DataConfig(heldout_fraction=fraction)
+
+
+def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else():
+    text = torch.arange(5000).remainder(251).to(torch.uint8)
+    size = {"batch_size": 4, "context": 16}
+    batch = sample_batch(text, seed=1, step=2, rank=3, **size)
+    torch.manual_seed(99)
+    assert torch.equal(batch, sample_batch(text, seed=1, step=2, rank=3, **size))
+    for other in (
+        {"seed": 2, "step": 2, "rank": 3},
+        {"seed": 1, "step": 3, "rank": 3},
+        {"seed": 1, "step": 2, "rank": 2},
+    ):
+        assert not torch.equal(batch, sample_batch(text, **other, **size))
+
+
+def test_batches_are_consecutive_bytes_and_reach_both_ends():
+    text = torch.arange(20, dtype=torch.uint8)
+    batches = torch.cat([sample_batch(text, batch_size=8, context=16, seed=0, step=s, rank=0) for s in range(20)])
+    assert torch.equal(batches - batches[:, :1], torch.arange(17).expand_as(batches))
+    assert set(batches[:, 0].tolist()) == {0, 1, 2, 3}
+
+
+def test_heldout_windows_example_and_bounds():
+    windows = heldout_windows(torch.arange(11, dtype=torch.uint8), num_windows=2, context=2)
+    assert windows.tolist() == [[0, 1, 2], [8, 9, 10]]
+    for length in range(4, 40):
+        windows = heldout_windows(torch.arange(length, dtype=torch.uint8), num_windows=5, context=3)
+        assert len(windows) == min(5, (length - 1) // 3)
+        starts = windows[:, 0].tolist()
+        assert all(later - earlier >= 3 for earlier, later in pairwise(starts))

@@ -1,0 +1,300 @@
+"""Grouped GEMMs and SwiGLU's backward under the interpreter, against their twins and float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gemm_cases import (
+    check_group_gemm,
+    check_swiglu_backward,
+    check_wgrad,
+    make_rows,
+    make_table,
+    random_counts,
+)
+from ranks import run_ranks
+
+from comet.kernels.activation import check_backward, swiglu_backward_torch
+from comet.kernels.arguments import TileTable
+from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
+from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+
+DTYPES = (torch.float32, torch.float16)
+# Small blocks, so that small inputs have several blocks and tails along every axis.
+SMALL = GemmConfig(block_m=32, block_n=32, block_k=32, group_tiles=2)
+NO_ROWS = [[0, 0, 0]]
+COUNTS = (
+    NO_ROWS,
+    [[5, 0, 0]],
+    [[0, 16, 33], [1, 0, 17]],
+    [[16, 16, 16], [0, 0, 0], [32, 1, 15]],
+)
+
+
+def group_gemm_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    seed = 0
+    for counts in COUNTS:
+        rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
+        for gather in (True, False):
+            for layout in ("nk", "kn"):
+                for shape in ((16, 16), (48, 80), (64, 32)):
+                    seed += 10
+                    check_group_gemm(rows, 3, shape, dtype, gather, layout, SMALL, seed, "cpu")
+
+
+def random_gemm_cases(rank: int, world_size: int, dtype: torch.dtype, seed: int) -> None:
+    generator = random.Random(seed)
+    for _ in range(6):
+        num_experts, block_rows = generator.randint(1, 5), generator.choice((16, 32))
+        counts = random_counts(generator, generator.randint(1, 3), num_experts, 3 * block_rows)
+        rows = make_rows(counts, block_rows, "cpu", generator.randrange(2**20))
+        shape = (16 * generator.randint(1, 6), 16 * generator.randint(1, 6))
+        config = GemmConfig(
+            block_m=generator.choice((16, 64)),
+            block_n=generator.choice((16, 64)),
+            block_k=generator.choice((16, 64)),
+            group_tiles=generator.randint(1, 4),
+            flatten=generator.random() < 0.5,
+            max_blocks=generator.randint(1, 4),
+        )
+        print(f"seed={seed} counts={counts} block_rows={block_rows} shape={shape} {config}")
+        layout, gather = generator.choice(("nk", "kn")), generator.random() < 0.5
+        check_group_gemm(rows, num_experts, shape, dtype, gather, layout, config, generator.randrange(2**20), "cpu")
+        operand = generator.choice(("a", "b", "none"))
+        check_wgrad(rows, num_experts, shape, dtype, operand, config, generator.randrange(2**20), "cpu")
+        check_swiglu_backward(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
+
+
+def wgrad_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    seed = 0
+    for counts in COUNTS:
+        rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
+        for gather in ("a", "b", "none"):
+            for shape in ((16, 16), (48, 80)):
+                seed += 10
+                check_wgrad(rows, 3, shape, dtype, gather, SMALL, seed, "cpu")
+
+
+def backward_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    for seed, counts in enumerate(COUNTS):
+        rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
+        for ffn in (16, 48, 272):
+            check_swiglu_backward(rows, ffn, dtype, 10 * seed, "cpu")
+
+
+def far_rows(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One tile whose first element lies behind 2^31 in both ``a`` and ``out`` (only the touched pages are backed)."""
+    width = 65536
+    first_row = 2**31 // width + 16
+    a = torch.empty(first_row + 16, width, dtype=torch.float16)
+    out = torch.empty(first_row + 16, width, dtype=torch.float16)
+    a[first_row:] = 0
+    a[first_row:, 0] = torch.arange(16, dtype=torch.float16)
+    a[first_row:, 1] = 1
+    b = torch.zeros(1, width, 16, dtype=torch.float16)
+    b[0, 0, :] = 2
+    b[0, 1, :] = torch.arange(16, dtype=torch.float16)
+    row_ids = torch.full((first_row + 16,), -1, dtype=torch.int32)
+    row_ids[first_row:] = torch.arange(first_row + 15, first_row - 1, -1, dtype=torch.int32)
+    tiles = torch.tensor([[0, first_row, 16, 0]], dtype=torch.int32)
+    table = make_table(tiles, torch.ones(1, dtype=torch.int32), row_ids, 16)
+    narrow = torch.empty(first_row + 16, 16, dtype=torch.float16)
+    config = GemmConfig(block_n=256, block_k=2048)
+    group_gemm(a, b, narrow, table, gather=True, layout="kn", config=config)
+    gathered = narrow[first_row:].clone()
+    wide = torch.zeros(1, width, 16, dtype=torch.float16)
+    wide[0, -256:, 0] = 1
+    rows = torch.zeros(first_row + 16, 16, dtype=torch.float16)
+    rows[first_row:, 0] = torch.arange(16, dtype=torch.float16)
+    group_gemm(rows, wide, out, table, gather=False, layout="nk", config=GemmConfig(block_n=4096, block_k=16))
+    return gathered, out[first_row:, -256:].clone()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_group_gemm_matches_twin_and_float64(dtype):
+    run_ranks(group_gemm_cases, 1, dtype, interpret=True, timeout=300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wgrad_matches_twin_and_float64(dtype):
+    run_ranks(wgrad_cases, 1, dtype, interpret=True, timeout=300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_backward_matches_twin_and_float64(dtype):
+    run_ranks(backward_cases, 1, dtype, interpret=True, timeout=300)
+
+
+@pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 1), (torch.float16, 2)])
+def test_random_layouts(dtype, seed):
+    run_ranks(random_gemm_cases, 1, dtype, seed, interpret=True, timeout=300)
+
+
+def test_offsets_past_two_to_the_31():
+    gathered, written = run_ranks(far_rows, 1, interpret=True, timeout=300)[0]
+    ids = torch.arange(16, dtype=torch.float16)
+    assert torch.equal(gathered, 2 * ids.flip(0)[:, None] + ids[None, :])
+    assert torch.equal(written, ids[:, None].expand(16, 256))
+
+
+def table_of(tiles: list[list[int]], num_tiles: int, row_ids: list[int], block_rows: int) -> TileTable:
+    ints = [torch.tensor(numbers, dtype=torch.int32) for numbers in (tiles, [num_tiles], row_ids)]
+    return make_table(*ints, block_rows)
+
+
+def example_table() -> TileTable:
+    return table_of([[0, 0, 2, 0], [3, 4, 1, 0], [9, 9, 9, 9]], 2, [0] * 8, 4)
+
+
+def test_example_of_valid_rows():
+    rows, experts = valid_rows(example_table())
+    assert rows.tolist() == [0, 1, 4]
+    assert experts.tolist() == [0, 0, 3]
+
+
+def padded(matrix: list, shape: tuple[int, ...]) -> torch.Tensor:
+    """The documented example in the upper left corner of a matrix of legal widths."""
+    small = torch.tensor(matrix, dtype=torch.float32)
+    out = torch.zeros(shape)
+    out[tuple(slice(0, n) for n in small.shape)] = small
+    return out
+
+
+def test_example_of_group_gemm():
+    table = table_of([[0, 0, 3, 0]], 1, [1, 0, 1], 16)
+    for gather, a, expected in ((True, [[1], [2]], [20, 10, 20]), (False, [[1], [2], [3]], [10, 20, 30])):
+        out = torch.zeros(3, 16)
+        keywords = {"gather": gather, "layout": "nk", "config": GemmConfig()}
+        group_gemm_torch(padded(a, (len(a), 16)), padded([[[10]]], (1, 16, 16)), out, table, **keywords)
+        assert out[:, 0].tolist() == expected
+
+
+def test_example_of_wgrad():
+    nan = float("nan")
+    out = torch.full((1, 16, 16), nan)
+    group_gemm_wgrad_torch(
+        padded([[1, 2], [3, 4], [nan, nan]], (3, 16)),
+        padded([[10], [20]], (2, 16)),
+        out,
+        torch.tensor([0, 16]),
+        torch.tensor([2]),
+        row_ids=torch.tensor([1, 0, -1]),
+        gather="b",
+        config=GemmConfig(),
+    )
+    assert out[0, :2, 0].tolist() == [50, 80]
+    assert not out.isnan().any()
+
+
+def test_example_of_swiglu_backward():
+    table = table_of([[0, 0, 1, 0]], 1, [0], 8)
+    pre = torch.zeros(1, 32)
+    pre[0, 16] = 3
+    grad_pre, hidden, grad_weights = torch.zeros(1, 32), torch.zeros(1, 16), torch.zeros(1, 1)
+    slots = torch.zeros(1, dtype=torch.int32)
+    arguments = (slots, torch.tensor([[0.5]]), table, grad_pre, hidden, grad_weights)
+    swiglu_backward_torch(pre, padded([[4]], (1, 16)), *arguments)
+    assert (grad_pre[0, 0].item(), grad_pre[0, 16].item()) == (3, 0)
+    assert (hidden[0, 0].item(), grad_weights.item()) == (0, 0)
+
+
+def test_backward_is_the_gradient_of_the_forward():
+    """Autograd through w * (h @ v) in float64 gives the three results."""
+    rows = make_rows([[3, 0, 2]], block_rows=8, device="cpu", seed=3)
+    valid = rows.table.row_ids >= 0
+    generator = torch.Generator().manual_seed(5)
+    pre = torch.randn(rows.num_rows, 32, dtype=torch.float64, generator=generator).requires_grad_()
+    grad_act = torch.randn(rows.num_rows, 16, dtype=torch.float64, generator=generator)
+    weights = torch.rand(rows.num_received, rows.top_k, dtype=torch.float64, generator=generator).requires_grad_()
+    gate, up = pre[valid].chunk(2, dim=1)
+    hidden = torch.nn.functional.silu(gate) * up
+    weight = weights[rows.table.row_ids[valid].long(), rows.slots[valid].long()]
+    (weight * (hidden * grad_act[valid]).sum(1)).sum().backward()
+    results = (torch.zeros_like(pre), torch.zeros_like(grad_act), torch.zeros_like(weights))
+    swiglu_backward_torch(pre.detach(), grad_act, rows.slots, weights.detach(), rows.table, *results)
+    torch.testing.assert_close(results[0], pre.grad)
+    torch.testing.assert_close(results[2], weights.grad)
+    torch.testing.assert_close(results[1][valid], (weight[:, None] * hidden).detach())
+
+
+def test_group_gemm_names_the_wrong_argument():
+    table = example_table()
+    a, b, out = torch.zeros(8, 32), torch.zeros(2, 48, 32), torch.zeros(8, 48)
+
+    def run(a=a, b=b, out=out, layout="nk"):
+        group_gemm(a, b, out, table, gather=False, layout=layout, config=SMALL)
+
+    with pytest.raises(ValueError, match=r"layout='mn' must be 'nk' or 'kn'"):
+        run(layout="mn")
+    with pytest.raises(ValueError, match=r"a has 32 columns, b of layout 'kn' contracts over 48"):
+        run(layout="kn")
+    with pytest.raises(ValueError, match=r"out has 32 columns, b of layout 'nk' gives 48"):
+        run(out=torch.zeros(8, 32))
+    with pytest.raises(ValueError, match=r"N=40 must be a positive multiple of 16"):
+        run(b=torch.zeros(2, 40, 32), out=torch.zeros(8, 40))
+    with pytest.raises(ValueError, match=r"K=24 must be a positive multiple of 16"):
+        run(a=torch.zeros(8, 24), b=torch.zeros(2, 48, 24))
+    with pytest.raises(ValueError, match=r"a of shape \(8, 32\) must be contiguous, has strides \(1, 8\)"):
+        run(a=torch.zeros(32, 8).T)
+
+
+def test_wgrad_names_the_wrong_argument():
+    counts = torch.zeros(4, dtype=torch.int32)
+    a, b, out = torch.zeros(8, 32), torch.zeros(8, 48), torch.zeros(2, 32, 48)
+    ids = torch.zeros(8, dtype=torch.int32)
+
+    def run(a=a, b=b, out=out, counts=counts, row_ids=ids, gather="b"):
+        group_gemm_wgrad(a, b, out, counts, counts, row_ids=row_ids, gather=gather, config=SMALL)
+
+    with pytest.raises(ValueError, match=r"gather='c' must be 'a', 'b' or 'none'"):
+        run(gather="c")
+    with pytest.raises(ValueError, match=r"row_ids must be given exactly when an operand is gathered, gather='b'"):
+        run(row_ids=None)
+    with pytest.raises(ValueError, match=r"row_ids must be given exactly when an operand is gathered, gather='none'"):
+        run(gather="none")
+    with pytest.raises(ValueError, match=r"out of shape \(2, 32, 32\) must be .* = \(2, 32, 48\)"):
+        run(out=torch.zeros(2, 32, 32))
+    with pytest.raises(ValueError, match=r"columns of a=24 must be a positive multiple of 16"):
+        run(a=torch.zeros(8, 24), out=torch.zeros(2, 24, 48))
+    with pytest.raises(ValueError, match=r"segment_counts has 3 entries, must be phases times experts=2"):
+        run(counts=counts[:3])
+
+
+def test_swiglu_backward_names_the_wrong_argument():
+    table = example_table()
+
+    def run(ffn=16, block_rows=8, hidden_rows=8):
+        shaped = make_table(table.tiles, table.num_tiles, table.row_ids, block_rows)
+        slots = torch.zeros(8, dtype=torch.int32)
+        outs = (torch.zeros(8, 2 * ffn), torch.zeros(hidden_rows, ffn), torch.zeros(4, 2))
+        check_backward(torch.zeros(8, 2 * ffn), torch.zeros(8, ffn), slots, torch.zeros(4, 2), shaped, *outs)
+
+    with pytest.raises(
+        ValueError, match=r"weighted_hidden of shape \(7, 16\), .* must be contiguous of shape \(8, 16\)"
+    ):
+        run(hidden_rows=7)
+    with pytest.raises(ValueError, match=r"F=24 must be a positive multiple of 16"):
+        run(ffn=24)
+    with pytest.raises(ValueError, match=r"block_rows=12 must be a multiple of 8"):
+        run(block_rows=12)
+
+
+def test_rows_without_capacity_launch_nothing():
+    table = example_table()
+    empty = torch.zeros(0, 32)
+    group_gemm(empty, torch.zeros(2, 48, 32), torch.zeros(0, 48), table, gather=False, layout="nk", config=SMALL)
+    out = torch.ones(2, 32, 32)
+    counts = torch.zeros(2, dtype=torch.int32)
+    group_gemm_wgrad(empty, empty, out, counts, counts, row_ids=None, gather="none", config=SMALL)
+    assert (out == 0).all()
+
+
+def in_interpreter(rank: int, world_size: int) -> list[int]:
+    device = torch.device("cpu")
+    return [num_blocks(device, GemmConfig(max_blocks=limit), items) for limit, items in ((None, 9), (2, 9), (2, 0))]
+
+
+def test_number_of_persistent_blocks():
+    assert run_ranks(in_interpreter, 1, interpret=True)[0] == [3, 2, 1]

@@ -1,0 +1,272 @@
+"""The command line as users run it: help, dry run, mistakes, and every way a job can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from comet.errors import CapacityError
+from comet.launch.cli import PROGRAM, help_page
+from comet.launch.distributed import LaunchContext
+from comet.launch.failures import is_peer_error, is_user_error, one_line
+from comet.launch.tasks import TASKS, find_task
+
+APP = str(Path(__file__).parents[1] / "launch_app.py")
+TIMEOUT_S = 180
+
+
+def environment() -> dict[str, str]:
+    """Ranks of these tests compute on the CPU, also on a machine with GPUs."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def start(*words: str, program: Sequence[str] = (APP,)) -> subprocess.Popen[str]:
+    command = [sys.executable, *program, *words]
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], list[str]]:
+    """Exit status, lines of standard output, lines of standard error."""
+    process = start(*words, program=program)
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    return process.returncode, out.splitlines(), err.splitlines()
+
+
+def rank_pids(folder: Path, num_ranks: int) -> list[int]:
+    """Wait until every rank has noted its process id."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(folder.glob("pid.*"))) < num_ranks or not all(file.read_text() for file in folder.glob("pid.*")):
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.05)
+    return [int((folder / f"pid.{rank}").read_text()) for rank in range(num_ranks)]
+
+
+def all_gone(pids: Sequence[int]) -> bool:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    return not alive
+
+
+def test_help_lists_tasks_groups_and_examples():
+    status, out, err = run("--help", program=PROGRAM)
+    assert (status, err) == (0, [])
+    text = "\n".join(out)
+    assert all(f"  {name} " in text for name in TASKS)
+    assert "model=deepseek_v3|" in text
+    assert "--dry-run" in text
+    assert text.strip() == help_page(TASKS).strip()
+
+
+def test_dry_run_prints_settings_and_memory_and_starts_nothing(tmp_path):
+    status, out, err = run("train", "--dry-run", f"output_dir={tmp_path}/run", "parallel=ep2_tp2", program=PROGRAM)
+    assert (status, err) == (0, [])
+    assert "nproc: 4" in out
+    assert any(line.startswith("#   symmetric memory") for line in out)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bake"], "task='bake' must be one of train, tune, sweep, explain, compile"),
+        (["train", "--fast"], "unrecognized arguments: --fast"),
+        (["train", "parallel.ep=3"], "num_experts=8 must be divisible by ep=3"),
+        (["train", "model=foo"], "model='foo' must be one of "),
+    ],
+)
+def test_a_mistake_ends_with_status_2_and_one_line(words, message):
+    status, out, err = run(*words, program=PROGRAM)
+    assert (status, out, len(err)) == (2, [], 1), err
+    assert err[0].startswith(f"comet: error: {message}")
+
+
+def test_a_mistake_shows_its_traceback_on_request():
+    status, _, err = run("train", "--traceback", "parallel.ep=3", program=PROGRAM)
+    assert status == 2
+    assert err[0].startswith("Traceback")
+    assert err[-1] == "comet: error: num_experts=8 must be divisible by ep=3"
+
+
+def test_ranks_run_and_the_last_line_is_rank_0s(tmp_path):
+    status, out, err = run("add_ranks", f"output_dir={tmp_path}", "train.steps=50", "train.warmup_steps=0")
+    assert (status, err) == (0, [])
+    assert json.loads(out[-1]) == {"total": 3, "world_size": 2, "steps": 50, "ep": 2, "nodes": 1, "threads": 1}
+    assert all_gone(rank_pids(tmp_path, 2))
+
+
+TINY = (
+    "model.hidden_size=32", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
+    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0",
+    "train.eval_batches=1", "train.sample_bytes=4",
+)  # fmt: skip
+
+
+def test_train_ends_with_its_result_in_one_json_line(tmp_path):
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
+    settings = [f"data.path={tmp_path}/text.txt", f"output_dir={tmp_path}/run", "train.steps=2", "parallel=ep2"]
+    status, out, err = run("train", *TINY, *settings, program=PROGRAM)
+    assert status == 0, err
+    result = json.loads(out[-1])
+    assert (result["task"], result["steps"], result["world_size"], result["ep"]) == ("train", 2, 2, 2)
+    assert not [line for line in err if "Traceback" in line or "Warning" in line]
+
+
+@pytest.mark.parametrize("setting", ["data.path=no/such/text.txt", "resume=no/such/run"])
+def test_train_answers_a_missing_path_in_one_line(setting, tmp_path):
+    status, out, err = run("train", *TINY, setting, f"output_dir={tmp_path}/run", program=PROGRAM)
+    assert (status, out) == (2, [])
+    assert len(err) == 1, err
+    assert err[0].startswith("comet: error: ")
+    assert setting.partition("=")[2] in err[0]
+
+
+def test_the_readme_example_runs():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("torch.Size([100, 64]) ")
+
+
+def test_a_task_without_ranks_gets_its_words():
+    assert run("plain", "a", "--b") == (2, ["['a', '--b']"], [])
+
+
+@pytest.mark.parametrize(
+    ("task", "status", "message"),
+    [
+        ("kill", 1, "rank 1 (pid {pid}) was killed by SIGKILL; the other ranks were ended"),
+        ("refuse", 2, "seed=0 must please everyone"),
+        ("refuse_alone", 2, "backend=nvshmem needs a package: pip install comet-moe[nvshmem]"),
+        ("read_missing", 2, "[Errno 2] No such file or directory: 'no/such/text.txt'"),
+        ("time_out", 1, "rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"),
+    ],
+)
+def test_a_failure_is_one_line_from_one_rank(task, status, message, tmp_path):
+    found, out, err = run(task, f"output_dir={tmp_path}")
+    pids = rank_pids(tmp_path, 2)
+    assert err == ["comet: error: " + message.format(pid=pids[1])]
+    assert (found, out) == (status, [])
+    assert all_gone(pids)
+
+
+def test_a_bug_shows_one_traceback_and_names_the_rank(tmp_path):
+    status, out, err = run("crash", f"output_dir={tmp_path}")
+    assert (status, out) == (1, [])
+    assert [line for line in err if line.startswith("Traceback")] == ["Traceback (most recent call last):"]
+    assert err[-2:] == ["KeyError: 'a bug of ours'", "comet: error: rank 1 failed with KeyError"]
+    assert all_gone(rank_pids(tmp_path, 2))
+
+
+@pytest.mark.parametrize(
+    ("task", "signum", "status"),
+    [("sleep", signal.SIGINT, 130), ("deadlock", signal.SIGINT, 130), ("sleep", signal.SIGTERM, 143)],
+)
+def test_a_signal_ends_every_rank(task, signum, status, tmp_path):
+    process = start(task, f"output_dir={tmp_path}")
+    pids = rank_pids(tmp_path, 2)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, out) == (status, "")
+    assert err.splitlines() == [f"comet: stopped by {signum.name}; all ranks were ended"]
+    assert all_gone(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
+    process = start("sleep", f"output_dir={tmp_path}")
+    pids = rank_pids(tmp_path, 2)
+    process.kill()
+    process.communicate(timeout=TIMEOUT_S)
+    assert all_gone(pids)
+
+
+def run_two_agents(*words: str) -> list[tuple[int, list[str], list[str]]]:
+    """Two torchrun agents on this host, as on two nodes with one rank each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    program = ["-m", "torch.distributed.run", *options, "--rdzv-endpoint", f"localhost:{port}", APP]
+    agents = [start(*words, program=program) for _ in range(2)]
+    try:
+        texts = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    return [
+        (agent.returncode, out.splitlines(), err.splitlines()) for agent, (out, err) in zip(agents, texts, strict=True)
+    ]
+
+
+def test_two_agents_form_one_job_with_rank_0s_configuration(tmp_path):
+    results = run_two_agents("report_context", f"output_dir={tmp_path}/${{now:%f}}")
+    assert [status for status, _, _ in results] == [0, 0], results
+    lines = [line for _, out, _ in results for line in out]
+    everything = json.loads(lines[-1])
+    assert [entry[:3] for entry in everything] == [[0, 0, 0], [1, 1, 0]]
+    assert everything[0][3] == everything[1][3], "the time in output_dir is rank 0's on every rank"
+
+
+def test_two_agents_name_the_rank_that_was_killed(tmp_path):
+    results = run_two_agents("kill", f"output_dir={tmp_path}")
+    assert all(status != 0 for status, _, _ in results)
+    ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
+    assert len(ours) == 1, ours
+    assert ours[0].startswith("comet: error: rank 0 lost rank 1 (no sign of life ")
+
+
+def test_two_agents_report_a_mistake_once():
+    results = run_two_agents("report_context", "train.steps=-1")
+    ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
+    assert ours == ["comet: error: train: steps=-1 must be at least 1"]
+    assert all(status != 0 for status, _, _ in results)
+
+
+ENVIRONMENT = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+def test_context_from_environment():
+    context = LaunchContext.from_environment({**ENVIRONMENT, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, 4)
+    assert (context.rank, context.world_size, context.node, context.num_nodes) == (5, 8, 1, 2)
+    assert context.device == torch.device("cuda", 1)
+    assert LaunchContext.from_environment(ENVIRONMENT, 0).device == torch.device("cpu")
+
+
+def test_more_ranks_than_gpus_is_refused():
+    with pytest.raises(ValueError, match=r"nproc=4 must be at most the 2 visible GPUs"):
+        LaunchContext.from_environment(ENVIRONMENT, 2)
+
+
+def test_find_task_lists_the_tasks():
+    with pytest.raises(ValueError, match=r"task='bake' must be one of train, tune, sweep, explain, compile"):
+        find_task("bake", TASKS)
+
+
+def test_kinds_of_errors():
+    assert is_user_error(ValueError("x"))
+    assert is_user_error(CapacityError("x"))
+    assert is_user_error(FileNotFoundError(2, "No such file", "text.txt"))
+    assert not is_user_error(ConnectionResetError("reset"))
+    assert not is_user_error(KeyError("x"))
+    assert is_peer_error(RuntimeError("[gloo/pair.cc:1] Connection closed by peer [::1]:1"))
+    assert not is_peer_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert one_line(ValueError("two\n  lines")) == "two lines"
+    assert one_line(MemoryError()) == "MemoryError"

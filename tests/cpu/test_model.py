@@ -1,0 +1,158 @@
+"""The GPT: its parts against plain formulas, causality, and the same model on every layout of ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.nn.functional import cross_entropy
+from training_cases import MODEL, MOE, make_model
+
+from comet.models.gpt import next_token_loss, rotary_table, rotate
+
+
+def random_ids(rows: int = 2, length: int = 32) -> torch.Tensor:
+    return torch.randint(250, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def wake(model):
+    """Give the head weights, so that logits depend on everything before it."""
+    with torch.no_grad():
+        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def test_rotation_example_of_the_docstring():
+    turned = rotate(torch.tensor([[1.0, 2.0]]), torch.tensor([[[0.0]], [[1.0]]]))
+    assert turned.tolist() == [[-2.0, 1.0]]
+
+
+def test_rotary_scores_depend_on_distance_only():
+    table = rotary_table(MODEL).double()
+    query, key = torch.randn(2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    turned_q, turned_k = (rotate(vector.expand(32, 16), table) for vector in (query, key))
+    scores = turned_q @ turned_k.T
+    for distance in (0, 1, 7):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(turned_q.norm(dim=-1), query.norm().expand(32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1, 2])
+def test_untrained_model_gives_every_byte_the_same_probability(dense_layers):
+    model, _ = make_model(replace(MODEL, dense_layers=dense_layers))
+    ids = random_ids()
+    output = model(ids)
+    assert output.logits.shape == (2, 32, 256)
+    assert next_token_loss(output.logits, ids).item() == pytest.approx(math.log(256), abs=1e-5)
+    assert output.expert_load.shape == (2 - dense_layers, 4)
+    assert output.expert_load.sum(1).tolist() == [2 * 32 * 2] * (2 - dense_layers)
+    assert (output.router_loss.item() > 0) == (dense_layers < 2)
+
+
+def test_no_position_sees_later_ones():
+    model = wake(make_model()[0])
+    ids = random_ids(1)
+    logits = model(ids).logits
+    for changed in (5, 31):
+        other = ids.clone()
+        other[0, changed] = (other[0, changed] + 1) % 256
+        difference = (model(other).logits - logits).abs().amax(-1)[0]
+        assert difference[:changed].max() < 1e-5
+        assert difference[changed] > 1e-3
+
+
+def test_grouped_heads_equal_repeated_heads():
+    grouped = wake(make_model()[0])
+    full = wake(make_model(replace(MODEL, num_kv_heads=2))[0])
+    weights = grouped.state_dict()
+    for name in [name for name in weights if name.endswith("qkv.weight")]:
+        query, key, value = weights[name].split([32, 16, 16])
+        weights[name] = torch.cat([query, key, key, value, value])
+    full.load_state_dict(weights)
+    torch.testing.assert_close(grouped(random_ids()).logits, full(random_ids()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_is_cross_entropy_and_leaves_out_masked_targets():
+    logits = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[1, -1, 3], [4, 5, -1]])
+    kept = targets >= 0
+    expected = cross_entropy(logits[kept], targets[kept])
+    torch.testing.assert_close(next_token_loss(logits, targets), expected)
+
+
+def test_seed_decides_the_weights():
+    first, same, other = (make_model(seed=seed)[0].state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    drawn = [name for name, weight in first.items() if weight.dim() > 1 and name != "head.weight"]
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+    assert not torch.equal(first["blocks.0.ffn.w1"], first["blocks.1.ffn.w1"])
+
+
+def test_every_parameter_gets_a_gradient():
+    model = wake(make_model(replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16)))[0])
+    output = model(random_ids())
+    (next_token_loss(output.logits, random_ids()) + output.router_loss).backward()
+    silent = [
+        name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()
+    ]
+    assert silent == []
+
+
+def test_bfloat16_products_stay_close_to_float32():
+    from comet.config import ParallelConfig
+    from comet.group import make_expert_group
+    from comet.models.gpt import GPT
+
+    model = wake(make_model()[0])
+    group = make_expert_group(MOE, ParallelConfig(), max_tokens=64, dtype=torch.bfloat16, device="cpu")
+    half = GPT(MODEL, group)
+    half.load_state_dict(model.state_dict())
+    assert all(parameter.dtype == torch.float32 for parameter in half.parameters())
+    logits, half_logits = model(random_ids()).logits, half(random_ids()).logits
+    assert half_logits.dtype == torch.float32
+    assert (half_logits - logits).square().mean().sqrt() < 0.1 * logits.square().mean().sqrt()
+
+
+def test_too_long_sequence():
+    with pytest.raises(ValueError, match="sequence length 33 must be at most context=32"):
+        make_model()[0](random_ids(1, 33))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 255}, "vocab_size=255 must be at least 256"),
+        ({"hidden_size": 64}, "hidden_size=64 must equal moe.hidden_size=32"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=2"),
+        ({"num_heads": 3, "num_kv_heads": 1}, "num_heads=3 must divide hidden_size=32 into even heads"),
+        ({"head_dim": 7}, "head_dim=7 must be positive and even"),
+        ({"dense_layers": 3}, "dense_layers=3 must be between 0 and num_layers=2"),
+        ({"context": 0}, "context=0 must be at least 1"),
+        ({"rope_base": 1.0}, r"rope_base=1\.0 must be above 1"),
+        ({"name": ""}, "name='' must not be empty"),
+    ],
+)
+def test_model_config_rules(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(MODEL, **changes)
+
+
+def sharded_logits(rank, world_size, ep, tp):
+    config = replace(MODEL, moe=replace(MOE, shared_ffn_size=16))
+    model, group = make_model(config, ep=ep, tp=tp)
+    logits = wake(model)(random_ids() + rank).logits.tolist()
+    group.close()
+    return logits, model.num_parameters()
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
+def test_every_layout_is_the_same_model(ep, tp):
+    model = wake(make_model(replace(MODEL, moe=replace(MOE, shared_ffn_size=16)))[0])
+    for rank, (logits, num_parameters) in enumerate(run_ranks(sharded_logits, 2, ep, tp)):
+        assert num_parameters == model.num_parameters()
+        expected = model(random_ids() + rank).logits
+        torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-4)

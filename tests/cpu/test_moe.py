@@ -1,0 +1,237 @@
+"""The layer of routed experts with real ranks, forward and backward, every path against the one-process oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
+from layer_ranks import build_layer, run_case
+from ranks import run_ranks
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.errors import CommTimeoutError
+from comet.group import make_expert_group
+from comet.moe import make_moe
+from comet.paths import SymmetricPath, expert_capacity
+
+CASES = [
+    LayerCase("one rank", 1, 1, (37,), num_phases=1),
+    LayerCase("ep2", 2, 1, (40, 40)),
+    LayerCase("ep2 unequal", 2, 1, (150, 3)),
+    LayerCase("ep2 no tokens on rank 1", 2, 1, (33, 0)),
+    LayerCase("ep2 no tokens at all", 2, 1, (0, 0)),
+    LayerCase("ep2 one expert takes all", 2, 1, (30, 20), routing="one"),
+    LayerCase("ep2 masked slots", 2, 1, (30, 45), top_k=4, routing="masked"),
+    LayerCase("ep2 idle experts", 2, 1, (21, 17), num_experts=8, routing="first_half"),
+    LayerCase("ep2 all experts", 2, 1, (19, 23), top_k=4),
+    LayerCase("ep2 odd widths", 2, 1, (18, 11), hidden_size=48, ffn_size=80, num_panels=3),
+    LayerCase("tp2", 1, 2, (31, 29)),
+    LayerCase("ep2 four calls", 2, 1, (25, 14), calls=4),
+]
+WIDE_CASES = [
+    LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3),
+    LayerCase("tp4", 1, 4, (10, 12, 9, 8), ffn_size=64),
+    LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4),
+]
+
+
+def case_id(case: LayerCase) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("case", CASES + WIDE_CASES, ids=case_id)
+def test_twin(case: LayerCase) -> None:
+    run_ranks(run_case, case.world_size, case, "twin")
+
+
+@pytest.mark.parametrize("case", CASES + WIDE_CASES, ids=case_id)
+def test_kernels_in_the_interpreter(case: LayerCase) -> None:
+    run_ranks(run_case, case.world_size, case, "fused", interpret=True, timeout=300)
+
+
+@pytest.mark.parametrize("path", ["plain", "reference"])
+def test_other_paths(path: str) -> None:
+    case = LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64)
+    run_ranks(run_case, case.world_size, case, path)
+
+
+def test_half_precision_in_the_interpreter() -> None:
+    case = LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16)
+    run_ranks(run_case, case.world_size, case, "fused", interpret=True)
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+def test_many_epochs_with_delayed_ranks(path: str) -> None:
+    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=6, seed=3)
+    run_ranks(run_case, 2, case, path, "cpu", True, interpret=path == "fused", timeout=300)
+
+
+def test_outputs_are_bitwise_equal_from_run_to_run_and_to_the_twin() -> None:
+    case = LayerCase("ep2", 2, 1, (40, 33), num_experts=8, top_k=4)
+    runs = [
+        run_ranks(run_case, 2, case, path, interpret=path == "fused") for path in ("fused", "fused", "twin", "twin")
+    ]
+    for rank in range(2):
+        assert torch.equal(runs[0][rank][0], runs[1][rank][0])
+        assert torch.equal(runs[2][rank][0], runs[3][rank][0])
+
+
+def local_group(moe: MoEConfig, max_tokens: int = 64):
+    return make_expert_group(moe, ParallelConfig(), max_tokens=max_tokens, dtype=torch.float32, device="cpu")
+
+
+def test_whole_layer_with_router_and_shared_expert() -> None:
+    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, shared_ffn_size=16)
+    with_group = local_group(config)
+    outputs = []
+    for path in ("twin", "plain", "reference"):
+        torch.manual_seed(0)
+        moe = make_moe(config, with_group, path=path, seed=5)
+        x = torch.randn(2, 9, 32, requires_grad=True)
+        y, stats = moe(x)
+        (y.square().sum() + stats.loss).backward()
+        assert y.shape == x.shape
+        assert float(stats.expert_load.sum()) == 2 * 9 * 2
+        assert all(parameter.grad is not None for parameter in moe.parameters())
+        outputs.append((y.detach(), x.grad, moe.router.weight.grad))
+    for other in outputs[1:]:
+        for mine, theirs in zip(outputs[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_capacity_of_the_worked_example() -> None:
+    config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=8, top_k=2, capacity_factor=1.25)
+    group = local_group(config, max_tokens=100)
+    group = dataclasses.replace(group, parallel=ParallelConfig(ep=2))
+    assert expert_capacity(config, group) == 63
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("late_layer", [0, 1])
+def test_a_late_rank_is_waited_for_in_each_layer(path: str, late_layer: int) -> None:
+    run_ranks(layer_by_layer, 2, path, late_layer, interpret=path == "fused")
+
+
+def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int) -> None:
+    """Rank 1 starts one of the layers late, over landing zones full of NaN: what is read too early shows."""
+    case = LayerCase("ep2", 2, 1, (40, 40))
+    moe = build_layer(case, rank, path)
+    pieces, workspace = moe.experts, moe.group.workspace
+    assert isinstance(pieces, SymmetricPath)
+    inputs = rank_inputs(case, rank)
+    for landing in (workspace.recv_rows, workspace.combine_rows):
+        landing.local.fill_(float("nan"))
+    plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
+    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    arguments = (plan, workspace, pieces.settings)
+    dist.barrier()
+    if rank == 1 and late_layer == 0:
+        time.sleep(1.5)
+    hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
+    if rank == 1 and late_layer == 1:
+        time.sleep(1.5)
+    y = pieces.ops.layer1(hidden, w2, *arguments)
+    exact, same = (oracle(case, rank, dtype).output for dtype in (torch.float64, case.dtype))
+    assert_as_close(y, exact, same, case.dtype, f"rank {rank}")
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("place", ["layer 0 dispatch", "layer 1 combine"])
+def test_a_rank_that_stops_is_named(path: str, place: str) -> None:
+    messages = run_ranks(wait_for_stopped_rank, 2, path, place, interpret=path == "fused")
+    assert re.fullmatch(rf"rank 0 waited 0\.0 s for rank 1 \({place}, chunk 0, epoch 1, saw 0\)", messages[0])
+
+
+def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str) -> str:
+    """Rank 1 takes part in the plan, and in layer 0 if rank 0 is to wait in layer 1, then does no more."""
+    case = LayerCase("ep2", 2, 1, (40, 40))
+    moe = build_layer(case, rank, path)
+    pieces, group = moe.experts, moe.group
+    assert isinstance(pieces, SymmetricPath)
+    inputs = rank_inputs(case, rank)
+    plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
+    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    arguments = (plan, group.workspace, pieces.settings)
+    dist.barrier()
+    if rank == 1 and place == "layer 0 dispatch":
+        return ""
+    group.comm.timeout_s = 0.02
+    try:
+        hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
+        dist.barrier() if place == "layer 1 combine" else None
+        if rank == 0:
+            pieces.ops.layer1(hidden, w2, *arguments)
+        group.workspace.check()
+    except CommTimeoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+def test_too_little_reserved_memory_is_an_error_that_names_the_setting(path: str) -> None:
+    with pytest.raises(AssertionError, match="max_imbalance reserves; raise max_imbalance or leave it unset"):
+        run_ranks(overflow, 2, path, interpret=path == "fused")
+
+
+def overflow(rank: int, world_size: int, path: str) -> None:
+    config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2, max_imbalance=1.0)
+    parallel = ParallelConfig(ep=world_size)
+    group = make_expert_group(config, parallel, max_tokens=128, dtype=torch.float32, device="cpu", timeout_s=20.0)
+    moe = make_moe(config, group, path=path, overlap=OverlapConfig(block_rows=16))
+    ids = torch.tensor([[0, 1]], dtype=torch.int32).repeat(128, 1)  # everything goes to rank 0
+    moe.routed_experts(torch.randn(128, 16), ids, torch.ones(128, 2))
+    group.workspace.check()
+
+
+def test_capacity_drops_the_later_rows_and_counts_them() -> None:
+    config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=2, top_k=1, capacity_factor=0.5)
+    group = local_group(config, max_tokens=8)
+    moe = make_moe(config, group)
+    ids = torch.zeros(8, 1, dtype=torch.int32)
+    x = torch.randn(8, 16)
+    y = moe.routed_experts(x, ids, torch.ones(8, 1))
+    assert (y[:2].abs().sum(1) > 0).all()
+    assert (y[2:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(3, 48), "hidden_size=48 of the input must be the layer's 32"),
+        (torch.zeros(3, 32, dtype=torch.float64), "dtype=torch.float64 of the input must be the group's torch.float32"),
+        (torch.zeros(3, 32, device="meta"), "device=meta of the input must be the group's cpu"),
+        (torch.zeros(65, 32).repeat(2, 1), "max_tokens"),
+    ],
+)
+def test_bad_inputs_are_named(x: torch.Tensor, message: str) -> None:
+    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match=message):
+        make_moe(config, local_group(config))(x)
+
+
+def test_unknown_path_and_capacity_where_it_cannot_work() -> None:
+    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, capacity_factor=1.0)
+    with pytest.raises(ValueError, match="path='fast' must be 'auto' or one of"):
+        make_moe(config, local_group(config), path="fast")
+    with pytest.raises(ValueError, match=r"capacity_factor=1\.0 needs path 'fused' or 'twin'; 'plain' is dropless"):
+        make_moe(config, local_group(config), path="plain")
+
+
+def test_more_phases_than_sources_are_named() -> None:
+    with pytest.raises(AssertionError, match="num_phases=3 must be between 2 and 2 for world_size=2"):
+        run_ranks(run_case, 2, LayerCase("ep2", 2, 1, (4, 4), num_phases=3), "twin")
+
+
+def test_uneven_parallelism_is_named() -> None:
+    config = MoEConfig(hidden_size=32, ffn_size=48, num_experts=6, top_k=2)
+    with pytest.raises(ValueError, match="num_experts=6 must be divisible by ep=4"):
+        ParallelConfig(ep=4).check(config)
+    with pytest.raises(ValueError, match="ffn_size=48 must be divisible by tp=2 into multiples of 16"):
+        ParallelConfig(tp=2).check(config)
+    with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1"):
+        OverlapConfig(comm_blocks=0)

@@ -1,0 +1,340 @@
+"""The plan: the torch twin against plain loops, the kernels against the twin, the exchange between real ranks."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import FIELDS, Case, assert_same_plan, check_pool, oracle, random_case, twin_plan, workspace
+from ranks import run_ranks
+
+from comet.comm import LocalCommunicator, make_communicator
+from comet.config import OverlapConfig
+from comet.layout import ExpertLayout
+from comet.plan import begin_plan, make_plan, plan_from_ids, routed_row_capacity
+from comet.plan_twin import _positions
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
+
+
+def ids_of(rows: list[list[list[int]]], max_tokens: int = 128) -> torch.Tensor:
+    """Ids (W, M, K) from the ids of the first tokens of each rank."""
+    ids = torch.full((len(rows), max_tokens, len(rows[0][0])), -1, dtype=torch.int32)
+    for rank, tokens in enumerate(rows):
+        ids[rank, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    return ids
+
+
+# ---- the numbers of the docstrings
+
+
+def test_example_of_make_plan() -> None:
+    layout = ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0)
+    ids = ids_of([[[1, 0], [1, -1]]])
+    overlap = OverlapConfig(num_phases=1, block_rows=16)
+    plan = plan_from_ids(
+        ids, torch.ones(ids.shape), layout, num_tokens=2, overlap=overlap, expert_capacity=None, max_routed_rows=32
+    )
+    assert plan.segment_starts.tolist() == [0, 16, 32]
+    assert plan.segment_counts.tolist() == [1, 2]
+    assert plan.row_slots[:2].tolist() == [[16, 0], [17, -1]]
+
+
+def test_example_of_plan_from_ids() -> None:
+    layout = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=1)
+    ids = ids_of([[[1], [0], [1]], [[0], [1]]])
+    overlap = OverlapConfig(num_phases=2, block_rows=16)
+    plan = plan_from_ids(
+        ids, torch.ones(ids.shape), layout, num_tokens=2, overlap=overlap, expert_capacity=None, max_routed_rows=48
+    )
+    assert plan.segment_starts.tolist() == [0, 16]
+    assert plan.segment_counts.tolist() == [3]
+    assert plan.tiles[:1].tolist() == [[0, 0, 3, 1]]
+    assert plan.tile_starts.tolist() == [0, 0, 1]
+    assert plan.recv_counts.tolist() == [2, 1]
+    assert plan.send_counts.tolist() == [1, 1]
+    assert plan.send_token_ids[0, :2].tolist() == [0, -1]
+    assert plan.send_token_ids[1, :3].tolist() == [-1, 1, -1]
+    assert plan.routed_row_ids[:3].tolist() == [129, 0, 1]
+    other = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=0)
+    plan = plan_from_ids(
+        ids, torch.ones(ids.shape), other, num_tokens=3, overlap=overlap, expert_capacity=None, max_routed_rows=48
+    )
+    assert plan.send_token_ids[1, :3].tolist() == [0, 2, -1]
+
+
+def test_example_of_routed_row_capacity() -> None:
+    layout = ExpertLayout(num_experts=8, top_k=2, ep=4, tp=1, rank=0)
+    assert routed_row_capacity(layout, 128, 16, None) == 1056
+    assert routed_row_capacity(layout, 128, 16, 1.5) == 416
+    with pytest.raises(ValueError, match=r"max_imbalance=0.5 must be at least 1, or None"):
+        routed_row_capacity(layout, 128, 16, 0.5)
+
+
+def test_example_of_positions() -> None:
+    positions, sizes = _positions(torch.tensor([1, 0, 1, 1]), 2)
+    assert positions.tolist() == [0, 0, 1, 2]
+    assert sizes.tolist() == [1, 3]
+
+
+# ---- the twin
+
+
+@pytest.mark.parametrize("seed", range(90))
+def test_twin_equals_loops(seed: int) -> None:
+    case = random_case(seed, *LAYOUTS[seed % len(LAYOUTS)])
+    print(f"seed {seed}")
+    for rank in random.Random(seed).sample(range(case.world_size), min(case.world_size, 3)):
+        plan, expected = twin_plan(case, rank), oracle(case, rank)
+        for field in FIELDS:
+            tensor = getattr(plan, field)
+            wanted = torch.tensor(expected[field], dtype=tensor.dtype).view(tensor.shape)
+            assert torch.equal(tensor, wanted), f"seed {seed} rank {rank}: {field}"
+
+
+def test_case_generator_reaches_every_corner() -> None:
+    cases = [random_case(seed, *LAYOUTS[seed % len(LAYOUTS)]) for seed in range(90)]
+    plans = [twin_plan(case, 0) for case in cases]
+    assert any(plan.status[2] for plan in plans), "overflow of Q"
+    assert any(plan.status[1] for plan in plans), "dropped rows"
+    assert any(not len(own) for case in cases for own in case.ids), "a rank without tokens"
+    assert any((plan.segment_counts == 0).any() for plan in plans), "an expert without rows"
+    assert {case.top_k for case in cases} >= {1, 2, 6}
+    assert any(case.top_k == case.num_experts > 1 for case in cases), "K = E"
+    assert any(2 < case.num_phases < case.world_size for case in cases), "phases of several sources"
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_tp_ranks_of_a_shard_agree_on_what_is_dropped(seed: int) -> None:
+    case = random_case(seed, 2, 2)
+    plans = [twin_plan(case, rank) for rank in range(4)]
+    for one, other in ((plans[0], plans[1]), (plans[2], plans[3])):
+        assert torch.equal(one.status[1], other.status[1])
+        if not (one.status[2] or other.status[2]):
+            # The two number rows to themselves differently; per source the kept slots are the same, in order.
+            for source in range(4):
+                rows = slice(source * case.max_tokens, (source + 1) * case.max_tokens)
+                kept_one, kept_other = (plan.row_slots[rows] >= 0 for plan in (one, other))
+                assert torch.equal(kept_one[kept_one.any(1)], kept_other[kept_other.any(1)])
+
+
+@pytest.mark.parametrize("seed", range(200, 212))
+def test_send_and_receive_sides_meet(seed: int) -> None:
+    case = random_case(seed, *LAYOUTS[1 + seed % (len(LAYOUTS) - 1)])
+    plans = [twin_plan(case, rank) for rank in range(case.world_size)]
+    for source, sender in enumerate(plans):
+        for target, receiver in enumerate(plans):
+            assert sender.send_counts[target] == receiver.recv_counts[source]
+            places = sender.send_rows[:, target]
+            tokens = (places >= 0).nonzero()[:, 0]
+            assert torch.equal(sender.send_token_ids[target, places[tokens].long()].long(), tokens)
+
+
+def test_worst_routing_fits_the_capacity() -> None:
+    layout = ExpertLayout(num_experts=4, top_k=3, ep=2, tp=1, rank=0)
+    ids = torch.tensor([0, 1, 2], dtype=torch.int32).expand(2, 128, 3).contiguous()
+    ids[1, -1] = -1  # uneven segments need padding
+    overlap = OverlapConfig(num_phases=2, block_rows=64)
+    limit = routed_row_capacity(layout, 128, 64, None)
+    arguments: dict[str, Any] = {"num_tokens": 128, "overlap": overlap, "expert_capacity": None}
+    plan = plan_from_ids(ids, torch.ones(ids.shape), layout, max_routed_rows=limit, **arguments)
+    assert plan.status.tolist() == [512, 0, 0, 0]
+    plan = plan_from_ids(ids, torch.ones(ids.shape), layout, max_routed_rows=448, **arguments)
+    assert plan.status.tolist() == [512, 0, 1, 0]
+    assert plan.segment_counts.tolist() == [255, 192]
+
+
+# ---- validation
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Valid arguments of ``make_plan`` on one rank, with changes."""
+    case = random_case(0, 1, 1, num_experts=8, top_k=2, max_tokens=128)
+    given = {
+        "top_k_ids": torch.zeros(4, 2, dtype=torch.int32),
+        "top_k_weights": torch.ones(4, 2),
+        "layout": case.layout(0),
+        "workspace": workspace(case, LocalCommunicator(torch.device("cpu"))),
+        "overlap": OverlapConfig(num_phases=1, block_rows=16),
+        "expert_capacity": None,
+        "max_routed_rows": 256,
+        "use_kernels": False,
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k_ids": torch.zeros(4, 2, dtype=torch.int64)}, "dtype=torch.int64 of top_k_ids must be torch.int32"),
+        ({"top_k_weights": torch.ones(4, 2).half()}, "dtype=torch.float16 of top_k_weights must be torch.float32"),
+        ({"top_k_ids": torch.zeros(4, 3, dtype=torch.int32)}, "shape=(4, 3) of top_k_ids must be (tokens, top_k=2)"),
+        ({"top_k_ids": torch.zeros(8, dtype=torch.int32)}, "shape=(8,) of top_k_ids must be (tokens, top_k=2)"),
+        ({"top_k_weights": torch.ones(5, 2)}, "shape=(5, 2) of top_k_weights must equal (4, 2) of top_k_ids"),
+        (
+            {"top_k_ids": torch.zeros(129, 2, dtype=torch.int32), "top_k_weights": torch.ones(129, 2)},
+            "num_tokens=129 must be at most max_tokens=128 of the workspace; raise max_tokens when it is made",
+        ),
+        (
+            {"layout": ExpertLayout(num_experts=8, top_k=2, ep=2, tp=1, rank=1)},
+            "rank=1 of 2 in the layout must be the communicator's 0 of 1",
+        ),
+        (
+            {
+                "layout": ExpertLayout(num_experts=8, top_k=3, ep=1, tp=1, rank=0),
+                "top_k_ids": torch.zeros(4, 3, dtype=torch.int32),
+                "top_k_weights": torch.ones(4, 3),
+            },
+            "top_k=3 must be at most the workspace's top_k=2",
+        ),
+        ({"overlap": OverlapConfig(num_phases=2)}, "num_phases=2 must be between 1 and 1 for world_size=1"),
+        ({"expert_capacity": 0}, "expert_capacity=0 must be at least 1 and fit 32 bits, or None"),
+        ({"max_routed_rows": 250}, "max_routed_rows=250 must be a positive multiple of block_rows=16"),
+        ({"max_routed_rows": 0}, "max_routed_rows=0 must be a positive multiple of block_rows=16"),
+        (
+            {"top_k_ids": torch.full((4, 2), 8).int()},
+            "top_k_ids between 8 and 8 must be between -1 and num_experts - 1",
+        ),
+        ({"top_k_ids": torch.full((4, 2), -2).int()}, "top_k_ids between -2 and -2 must be between -1"),
+    ],
+)
+def test_errors_name_field_value_and_rule(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_plan(**arguments(**changes))
+
+
+def test_both_halves_take_the_same_arguments() -> None:
+    assert inspect.signature(make_plan).parameters == inspect.signature(begin_plan).parameters
+
+
+def test_non_contiguous_ids() -> None:
+    ids = torch.arange(8, dtype=torch.int32).view(2, 4).T
+    plan = make_plan(**arguments(top_k_ids=ids, top_k_weights=torch.rand(2, 4).T))
+    expected = make_plan(**arguments(top_k_ids=ids.contiguous(), top_k_weights=torch.zeros(4, 2)))
+    assert torch.equal(plan.routed_row_ids, expected.routed_row_ids)
+
+
+# ---- real ranks
+
+
+def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool, delay_s: float) -> int:
+    """Plan every case in turn over one pool, with random delays; every plan equals the twin's. Returns the epoch."""
+    comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=60.0)
+    wide = max(cases, key=lambda case: case.top_k)
+    pool = workspace(wide, comm)
+    draw = random.Random(rank)
+    for epoch, case in enumerate(cases):
+        time.sleep(draw.choice((0.0, 0.0, delay_s)) * draw.random())
+        plan = make_plan(
+            case.ids[rank], case.weights[rank], case.layout(rank), pool, use_kernels=use_kernels, **case.arguments
+        )
+        check_pool(pool, plan, use_kernels)
+        time.sleep(draw.choice((0.0, delay_s)) * draw.random())
+        assert_same_plan(plan, twin_plan(case, rank), f"epoch {epoch} rank {rank}")
+    comm.close()
+    return int(pool.epoch)
+
+
+def epochs_of(world_size: int, num_epochs: int, max_tokens: int) -> list[Case]:
+    """Cases of the same pool size for one group of ranks, every layout of that size in turn."""
+    layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
+    return [
+        random_case(seed, *layouts[seed % len(layouts)], max_tokens=max_tokens, num_experts=24, top_k=1 + seed % 4)
+        for seed in range(num_epochs)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_twin_between_ranks(world_size: int) -> None:
+    cases = epochs_of(world_size, 12, 256)
+    assert run_ranks(plan_epochs, world_size, cases, False, 0.05) == [12] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_kernels_between_ranks(world_size: int) -> None:
+    cases = epochs_of(world_size, 8 // world_size, 256 if world_size < 4 else 128)
+    counts = run_ranks(plan_epochs, world_size, cases, True, 0.05, interpret=True, timeout=300)
+    assert counts == [len(cases)] * world_size
+
+
+def late_rank(rank: int, world_size: int, use_kernels: bool) -> str:
+    """Rank 1 never sends its ids; returns rank 0's complaint."""
+    comm = make_communicator("cpu_shm", torch.distributed.group.WORLD, "cpu", timeout_s=0.2)
+    case = random_case(3, 2, 1, max_tokens=128)
+    pool, message = workspace(case, comm), ""
+    if rank == 0:
+        try:
+            make_plan(case.ids[0], case.weights[0], case.layout(0), pool, use_kernels=use_kernels, **case.arguments)
+            pool.check()
+        except RuntimeError as error:
+            message = f"{type(error).__name__}: {error}"
+    torch.distributed.barrier()
+    return message
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_a_late_rank_is_named(use_kernels: bool) -> None:
+    message = run_ranks(late_rank, 2, use_kernels, interpret=use_kernels)[0]
+    assert message == (
+        "CommTimeoutError: rank 0 waited 0.2 s for rank 1 (exchange of top-k ids, chunk 0, epoch 1, saw 0)"
+    )
+
+
+def interpreted_cases(rank: int, world_size: int, seeds: list[int]) -> int:
+    """One process plays all ranks of each case with interpreted kernels; returns how many plans were compared."""
+    from plan_cases import plan_all_ranks
+
+    compared = 0
+    for seed in seeds:
+        case = random_case(seed, *LAYOUTS[seed % 7], max_tokens=(128, 256, 384)[seed % 3])
+        for plans in plan_all_ranks(case, "cpu", epochs=1):
+            for player, plan in enumerate(plans):
+                assert_same_plan(plan, twin_plan(case, player), f"seed {seed} rank {player}")
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("seeds", [[20, 21, 22], [23, 24], [25, 26, 27]])
+def test_kernels_equal_twin(seeds: list[int]) -> None:
+    print(f"seeds {seeds}")
+    assert run_ranks(interpreted_cases, 1, seeds, interpret=True, timeout=300)[0] >= len(seeds)
+
+
+def overwritten_guards(rank: int, world_size: int) -> list[int]:
+    """Too small a Q: count what the kernels change past the ends of the routed-row tensors."""
+    from comet import plan_kernels
+
+    guards: list[torch.Tensor] = []
+    cut = plan_kernels.cut
+
+    def guarded(shapes: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, torch.Tensor]:
+        tensors = cut(shapes, device)
+        for name in ("routed_row_ids", "routed_slots", "tiles", "row_slots"):
+            if name in shapes:
+                size = tensors[name].numel()
+                padded = torch.full((size + 4096,), 77, dtype=torch.int32)
+                guards.append(padded[size:])
+                tensors[name] = padded[:size].view(shapes[name])
+        return tensors
+
+    plan_kernels.cut = guarded
+    case = random_case(41, 1, 1, num_experts=6, top_k=2, max_tokens=256)
+    ids = torch.randint(0, 6, (256, 2), dtype=torch.int32)
+    ids[:4] = torch.tensor([[6, 7], [-9, 2**31 - 1], [-(2**31), 5], [0, 0]])  # a caller's bug must stay inside, too
+    plan = make_plan(
+        ids, torch.ones(256, 2), case.layout(0), workspace(case, LocalCommunicator(torch.device("cpu"))),
+        overlap=OverlapConfig(num_phases=1, block_rows=16), expert_capacity=None, max_routed_rows=64, use_kernels=True,
+    )  # fmt: skip
+    assert plan.status[2] == 1
+    assert plan.segment_starts[-1] == 64
+    assert plan.row_slots.max() < 64
+    return [int((guard != 77).sum()) for guard in guards]
+
+
+def test_nothing_is_written_past_the_end() -> None:
+    assert run_ranks(overwritten_guards, 1, interpret=True)[0] == [0, 0, 0, 0]

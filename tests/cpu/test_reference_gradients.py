@@ -1,0 +1,71 @@
+"""The reference layer backwards: finite differences, the dense formula's gradients, and training through it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from reference_cases import GRIDS, dense_formula, make_case
+from torch import Tensor
+
+from comet.reference import reference_experts
+
+
+def test_nan_weight_of_masked_slot_stays_out_of_values_and_gradients() -> None:
+    case = make_case(3, masked=0.0)
+    case.ids[4, 1] = -1
+    expected = dense_formula(case)
+    case.weights[4, 1] = math.nan
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+    result = reference_experts(*case.args, ep=2, tp=2)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(result.sum(), inputs)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[1][4, 1] == 0
+
+
+@pytest.mark.parametrize(("ep", "tp", "capacity"), [(1, 1, None), (2, 1, None), (2, 3, None), (1, 1, 2)])
+def test_gradients_by_finite_differences(ep: int, tp: int, capacity: int | None) -> None:
+    case = make_case(8, num_tokens=5, top_k=2, num_experts=4, hidden=3, ffn=6)
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+
+    def layer(tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return reference_experts(tokens, case.ids, weights, w1, w2, ep=ep, tp=tp, expert_capacity=capacity)
+
+    assert torch.autograd.gradcheck(layer, inputs)
+
+
+@pytest.mark.parametrize(("ep", "tp"), GRIDS)
+def test_gradients_equal_those_of_dense_formula(ep: int, tp: int) -> None:
+    case = make_case(9)
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+    upstream = torch.randn(13, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad(dense_formula(case), inputs, upstream)
+    result = torch.autograd.grad(reference_experts(*case.args, ep=ep, tp=tp), inputs, upstream)
+    for gradient, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_keep_the_dtype_of_their_inputs() -> None:
+    case = make_case(10).to(torch.bfloat16)
+    inputs = [tensor.requires_grad_() for tensor in (case.tokens, case.weights, case.w1, case.w2)]
+    gradients = torch.autograd.grad(reference_experts(*case.args, ep=2).sum(), inputs)
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def test_a_tiny_model_learns_through_the_reference() -> None:
+    target = make_case(14, num_tokens=64, masked=0.0).to(torch.float32)
+    goal = reference_experts(*target.args)
+    start = make_case(15, num_tokens=64).to(torch.float32)
+    parameters = [torch.nn.Parameter(start.w1.clone()), torch.nn.Parameter(start.w2.clone())]
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    losses = []
+    for _ in range(60):
+        result = reference_experts(target.tokens, target.ids, target.weights, *parameters, ep=2)
+        loss = (result - goal).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.2 * losses[0]

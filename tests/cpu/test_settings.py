@@ -1,0 +1,72 @@
+"""Tile shapes and schedules of a layer: worked examples, narrow matrices, and numbers the kernels must share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from comet import layout
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.kernels import arguments
+from comet.layout import MAX_PANELS, ExpertLayout
+from comet.settings import LayerSettings, TileShape
+
+
+def create(dtype: torch.dtype = torch.bfloat16, tp: int = 1, **changes) -> LayerSettings:
+    moe = MoEConfig(**({"hidden_size": 512, "ffn_size": 768, "num_experts": 8, "top_k": 2} | changes))
+    overlap = OverlapConfig(comm_blocks=5, num_phases=2, num_panels=4)
+    return LayerSettings.create(moe, ExpertLayout.create(moe, ParallelConfig(ep=2, tp=tp), 0), overlap, dtype)
+
+
+def blocks(tile: TileShape) -> tuple[int, int, int]:
+    return tile.block_f, tile.block_n, tile.block_k
+
+
+def test_kernels_and_comet_agree_on_the_shape_of_flags() -> None:
+    assert arguments.CHUNK_ROWS == layout.CHUNK_ROWS
+    assert arguments.MAX_PANELS == layout.MAX_PANELS
+
+
+def test_worked_example_of_tile_shapes() -> None:
+    assert blocks(TileShape.select(torch.bfloat16, hidden_size=2048, ffn_size=768)) == (128, 256, 64)
+    assert blocks(TileShape.select(torch.bfloat16, hidden_size=64, ffn_size=48)) == (64, 64, 64)
+
+
+def test_float32_has_small_tiles_and_a_shallow_pipeline() -> None:
+    assert TileShape.select(torch.float32, 2048, 768) == TileShape(block_f=16, block_n=64, block_k=16, num_stages=2)
+    assert TileShape.select(torch.float16, 2048, 768) == TileShape.select(torch.bfloat16, 2048, 768)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [16, 48, 80, 256, 7168])
+@pytest.mark.parametrize("ffn_size", [16, 48, 112, 14336])
+def test_tiles_are_powers_of_two_less_than_twice_the_matrix(
+    dtype: torch.dtype, hidden_size: int, ffn_size: int
+) -> None:
+    tile = TileShape.select(dtype, hidden_size, ffn_size)
+    bounds = (ffn_size, hidden_size, min(hidden_size, ffn_size))
+    for block, bound in zip(blocks(tile), bounds, strict=True):
+        assert block & (block - 1) == 0
+        assert 16 <= block < 2 * bound
+
+
+def test_worked_example_of_layer_settings() -> None:
+    settings = create(tp=2)
+    assert (settings.layer0.num_cols, settings.tile.block_f) == (3, 128)
+    assert (settings.layer1.num_cols, settings.layer1.num_panels, settings.tile.block_n) == (2, 2, 256)
+    assert (settings.layer0_backward.num_cols, settings.layer0_backward.num_panels) == (2, 2)
+
+
+def test_each_pipeline_is_cut_along_its_own_axis() -> None:
+    settings = create(hidden_size=4096)
+    assert (settings.layer0.num_phases, settings.layer0.num_panels) == (2, 1)
+    assert (settings.layer1.num_phases, settings.layer1.num_panels) == (1, 4)
+    assert settings.comm_blocks == 5
+
+
+def test_panels_never_outnumber_their_flags() -> None:
+    moe = MoEConfig(hidden_size=16384, ffn_size=64, num_experts=2, top_k=1)
+    place = ExpertLayout.create(moe, ParallelConfig(ep=1), 0)
+    settings = LayerSettings.create(moe, place, OverlapConfig(num_panels=1000), torch.bfloat16)
+    assert settings.layer1.num_cols == 64
+    assert settings.layer1.num_panels == MAX_PANELS

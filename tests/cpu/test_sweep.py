@@ -1,0 +1,240 @@
+"""The ``sweep`` task: expansion of the lists, the CSV file, resuming, failing points, and the whole command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.group import make_expert_group
+from comet.launch.config import compose, make_job
+from comet.launch.sweep import load_models, sweep_job
+from comet.paths import make_path
+from comet.training.config import JobConfig
+from comet.tuner.config import SweepConfig
+from comet.tuner.profile import Measured
+from comet.tuner.sweep import COLUMNS, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
+from comet.tuner.sweep_job import CSV_NAME, PLOT_NAME, from_first_rank, measure_shape, pending, run_sweep
+from comet.tuner.sweep_plot import plot_sweep, sweep_lines
+
+MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+CPU = torch.device("cpu")
+PNG = b"\x89PNG"
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The context of a job of one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+
+
+def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
+    return make_job(compose(["model=tiny", *overrides]), world_size)
+
+
+def point(blocks: int = 8, panels: int = 4, phases: int = 2, tokens: int = 16) -> Point:
+    shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
+    return Point(shape=shape, setting=OverlapConfig(comm_blocks=blocks, num_panels=panels, num_phases=phases))
+
+
+def measured(item: Point, ms: float | None, failure: str = "") -> Measured:
+    return Measured(setting=item.setting, ms=ms, failure=failure)
+
+
+def test_points_are_the_product_of_the_lists():
+    job = job_of("sweep.tokens=[16,32]", "sweep.comm_blocks=[8,16,8,32]", "sweep.num_panels=[2,4]")
+    assert len(sweep_points(job, {"a": MOE, "b": replace(MOE, top_k=1)})) == 24
+    points = sweep_points(job, {})
+    assert len(points) == 12, "the job's own model; 8 appears twice in the list but is one point"
+    assert [item.shape.tokens for item in points] == [16] * 6 + [32] * 6
+    assert [item.setting.comm_blocks for item in points[:4]] == [8, 16, 32, 8]
+    assert {item.shape.model for item in points} == {"tiny"}
+
+
+def test_an_empty_list_takes_the_value_of_the_job():
+    job = job_of("sweep.comm_blocks=[]", "overlap.comm_blocks=7", "overlap.num_panels=2", "overlap.block_rows=32")
+    (only,) = sweep_points(job, {})
+    assert only.setting == OverlapConfig(comm_blocks=7, num_panels=2, block_rows=32)
+    assert only.shape.tokens == job.train.batch_size * job.model.context
+    assert only.shape.parallel == job.parallel
+
+
+def test_layouts_and_models_come_from_the_command_line():
+    job = job_of("sweep.layouts=[[4,1],[2,2]]", "sweep.models=[mixtral_8x7b,tiny]", "sweep.comm_blocks=[8]")
+    points = sweep_points(job, load_models(job.sweep.models))
+    assert [(item.shape.model, item.shape.parallel.ep, item.shape.parallel.tp) for item in points] == [
+        ("mixtral_8x7b", 4, 1), ("mixtral_8x7b", 2, 2), ("tiny", 4, 1), ("tiny", 2, 2),
+    ]  # fmt: skip
+    assert points[0].shape.moe.hidden_size == 4096
+    assert hash(job.sweep) == hash(replace(job.sweep)), "lists of lists arrive as tuples"
+    with pytest.raises(ValueError, match=r"model='foo' must be one of .*tiny"):
+        load_models(["foo"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": (0,)}, r"tokens=\(0,\) must each be at least 1"),
+        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 1"),
+        ({"layouts": ((4,),)}, r"layouts=\(\(4,\),\) must each be a pair \[ep, tp\]"),
+        ({"layouts": ((4, 0),)}, r"layouts=\(\(4, 0\),\) must each be a pair \[ep, tp\]"),
+        ({"rounds": 0}, r"rounds=0 must be at least 1"),
+    ],
+)
+def test_wrong_lists_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SweepConfig(**changes)
+
+
+def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
+    done, failed, new = point(8), point(16), point(32)
+    log = SweepLog(tmp_path / "deep" / CSV_NAME)
+    key = ("torch.float32", "a device, with a comma")
+    reason = 'ValueError: "quoted", and commas'
+    log.put({done.key(*key): measured(done, 1.25), failed.key(*key): measured(failed, None, reason)})
+    again = SweepLog.load(log.path)
+    assert again.rows == log.rows
+    assert [path.name for path in log.path.parent.iterdir()] == [CSV_NAME], "no part of a file is left"
+    assert pending([done, failed, new], again, *key) == {new.shape: [new.setting]}
+    other = replace(done, shape=replace(done.shape, moe=replace(MOE, ffn_size=64)))
+    assert pending([other], again, *key) == {other.shape: [done.setting]}, "the same name, another layer"
+    assert pending([done], again, key[0], "another device") == {done.shape: [done.setting]}
+    assert SweepLog.load(tmp_path / "none.csv").rows == {}
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path):
+    path = tmp_path / CSV_NAME
+    header = ",".join(COLUMNS)
+    for text, message in [
+        ("", "must start with the columns model,"),
+        ("a,b\n", "must start with the columns model,"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 16 columns, not 2"),
+        (f"{header}\n" + "x," * 14 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 10 + "8,2,2,128,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            SweepLog.load(path)
+
+
+def test_table_lines_and_picture(tmp_path):
+    slow, fast, broken, alone = point(16), point(8), point(8, 2), point(8, tokens=99)
+    results = {
+        slow: measured(slow, 2.0), fast: measured(fast, 1.0), broken: measured(broken, None, "RuntimeError: no"),
+        alone: measured(alone, None, "ValueError: never"),
+    }  # fmt: skip
+    assert best_points(results) == {fast.shape: fast}
+    lines = sweep_table(results).splitlines()
+    assert [line.split()[-1] for line in lines] == ["ms", "2.0000", "*", "no", "never"]
+    assert (
+        len({line.index(word) + len(word) for line, word in zip(lines, ["ms", "2.0000", "1.0000"], strict=False)}) == 1
+    )
+    assert sweep_lines(results) == {(4, 2): [(8, 1.0), (16, 2.0)]}
+    plot_sweep(results, tmp_path / PLOT_NAME)
+    assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
+
+
+def test_a_failing_point_is_recorded_and_the_others_are_measured(monkeypatch):
+    def path_but_not_at_13(name, moe, group, overlap):
+        if overlap.comm_blocks == 13:
+            raise RuntimeError("no resources\nfor 13 blocks")
+        return make_path(name, moe, group, overlap)
+
+    monkeypatch.setattr("comet.tuner.measure.make_path", path_but_not_at_13)
+    job = job_of("sweep.rounds=1")
+    shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=8)
+    group = make_expert_group(MOE, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
+    settings = [OverlapConfig(comm_blocks=8), OverlapConfig(comm_blocks=13), OverlapConfig(comm_blocks=16)]
+    first, failed, last = measure_shape(job, shape, settings, group, Alone())
+    assert first.ms
+    assert last.ms
+    assert failed.ms is None
+    assert failed.failure == "RuntimeError: no resources for 13 blocks"
+    too_many = measure_shape(job, replace(shape, tokens=1000), settings, group, Alone())
+    assert [item.ms for item in too_many] == [None] * 3, "all fail, none is an error"
+    assert "1000" in too_many[0].failure
+    group.close()
+
+
+def test_a_second_sweep_measures_only_what_is_new(tmp_path, capsys):
+    words = ("sweep.tokens=[16]", "sweep.num_panels=[2,4]", "sweep.rounds=1", "sweep.layouts=[[1,1],[2,1]]")
+    job = job_of(*words, "sweep.comm_blocks=[8]", f"output_dir={tmp_path}")
+    facts = sweep_job(job, Alone())
+    assert (facts["points"], facts["measured_now"], facts["failed"]) == (4, 4, 2)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == facts
+    before = (tmp_path / CSV_NAME).read_text()
+    assert "world_size=1 must be divisible by ep x tp = 2 x 1" in before
+
+    more = job_of(*words, "sweep.comm_blocks=[8,16]", f"resume={tmp_path}", "output_dir=unused")
+    facts = sweep_job(more, Alone())
+    assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 4, str(tmp_path))
+    assert (tmp_path / CSV_NAME).read_text().startswith(before), "old rows are kept as they were"
+    with pytest.raises(ValueError, match=r"resume='.*/none' must be a folder with sweep\.csv"):
+        run_sweep(job_of(f"resume={tmp_path}/none"), Alone(), load_models)
+
+
+def test_shapes_measured_before_a_crash_are_kept(tmp_path, monkeypatch):
+    def crash_at_32(job, shape, settings, group, context):
+        if shape.tokens == 32:
+            raise KeyError("a bug")
+        return measure_shape(job, shape, settings, group, context)
+
+    words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
+    monkeypatch.setattr("comet.tuner.sweep_job.measure_shape", crash_at_32)
+    with pytest.raises(KeyError):
+        sweep_job(job_of(*words), Alone())
+    monkeypatch.undo()
+    facts = sweep_job(job_of(*words), Alone())
+    assert (facts["points"], facts["measured_now"], facts["failed"]) == (2, 1, 0)
+
+
+def test_an_error_of_the_first_rank_reaches_the_user():
+    def fail():
+        raise OSError("disk full")
+
+    with pytest.raises(ValueError, match="disk full"):
+        from_first_rank(fail, Alone())
+
+
+def comet(*words: str) -> tuple[int, list[str], str]:
+    command = [sys.executable, "-P", "-m", "comet.launch", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_on_two_ranks(tmp_path: Path) -> None:
+    words = ("sweep", "nproc=2", "sweep.comm_blocks=[8,16]", "sweep.num_phases=[2,9]", "sweep.rounds=2")
+    words += ("sweep.tokens=[16]", "sweep.layouts=[[2,1],[1,2],[4,1]]", f"output_dir={tmp_path}")
+    status, lines, errors = comet(*words)
+    assert status == 0, errors
+    facts = json.loads(lines[-1])
+    assert (facts["task"], facts["points"], facts["measured_now"], facts["failed"]) == ("sweep", 12, 12, 8)
+    assert [(best["ep"], best["tp"]) for best in facts["best"]] == [(2, 1), (1, 2)]
+    assert sum(line.endswith("*") for line in lines) == 2
+    rows = list(csv.DictReader((tmp_path / CSV_NAME).read_text().splitlines()))
+    assert len(rows) == 12
+    assert {row["failure"].split("=")[0] for row in rows if not row["ms"]} == {
+        "ValueError: num_phases",
+        "ValueError: world_size",
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {CSV_NAME, PLOT_NAME}
+
+    status, lines, errors = comet(*words, f"resume={tmp_path}")
+    assert status == 0, errors
+    assert json.loads(lines[-1])["measured_now"] == 0
+    status, _, errors = comet(*words, "sweep.models=[foo]")
+    assert (status, len(errors.splitlines())) == (2, 1), errors
+    assert "model='foo' must be one of" in errors

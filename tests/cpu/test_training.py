@@ -1,0 +1,340 @@
+"""The training loop: schedule, gradients over EP, TP and DP, and whole jobs with their files and messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model, make_text
+
+from comet.config import ParallelConfig
+from comet.models.gpt import next_token_loss
+from comet.training.config import CommConfig, JobConfig, TrainConfig
+from comet.training.data import sample_batch
+from comet.training.evaluate import generate, heldout_loss
+from comet.training.history import History, Window
+from comet.training.loop import Trainer
+from comet.training.optimizer import clip_gradients, learning_rate, make_optimizer, synchronize_gradients
+from comet.training.report import printable
+from comet.training.run import train
+
+TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
+# Without the load-balancing loss, which is not a mean over tokens, the global objective does not depend on the split.
+LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
+LAYOUTS = [(2, 1), (1, 2), (1, 1)]
+
+
+def test_learning_rate_example_of_the_docstring():
+    config = TrainConfig(steps=5, batch_size=1, lr=1.0, min_lr_ratio=0.5, warmup_steps=2)
+    assert [learning_rate(step, config) for step in range(5)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_learning_rate_of_one_step_and_beyond_the_end():
+    config = TrainConfig(steps=1, batch_size=1, lr=2.0)
+    assert learning_rate(0, config) == 2.0
+    assert learning_rate(50, replace(config, steps=10)) == pytest.approx(0.2)
+
+
+def test_only_matrices_decay():
+    model, _ = make_model()
+    decayed, kept = make_optimizer(model, TRAIN).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (TRAIN.weight_decay, 0.0)
+    assert all(parameter.dim() > 1 for parameter in decayed["params"])
+    assert all(parameter.dim() == 1 for parameter in kept["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def local_norm(rank, world_size, ep, tp, max_norm):
+    """The norm before clipping, and the dense and expert gradients afterwards."""
+    model, group = make_model(LINEAR, ep=ep, tp=tp)
+    with torch.no_grad():
+        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
+    batches = [sample_batch(TEXT, batch_size=4, context=32, seed=0, step=0, rank=other) for other in range(2)]
+    batch = batches[rank] if world_size == 2 else torch.cat(batches)
+    output = model(batch[:, :-1])
+    (next_token_loss(output.logits, batch[:, 1:]) + output.router_loss).backward()
+    synchronize_gradients(model, group)
+    norm = clip_gradients(model, group, max_norm).item()
+    dense = [parameter.grad.tolist() for parameter in model.dense_parameters()]
+    experts = [parameter.grad.tolist() for parameter in model.expert_parameters()]
+    group.close()
+    return norm, dense, experts
+
+
+@pytest.mark.parametrize(("ep", "tp"), LAYOUTS)
+def test_clipped_gradients_are_those_of_one_process(ep, tp):
+    max_norm = 0.1
+    norm, dense, experts = local_norm(0, 1, 1, 1, max_norm)
+    assert norm > max_norm
+    ranks = run_ranks(local_norm, 2, ep, tp, max_norm)
+    assert ranks[0][0] == ranks[1][0]
+    assert ranks[0][1] == ranks[1][1]
+    for rank, (rank_norm, rank_dense, rank_experts) in enumerate(ranks):
+        assert rank_norm == pytest.approx(norm, rel=1e-5)
+        for found, expected in zip(rank_dense, dense, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-6)
+        place = rank % (ep * tp)
+        for found, whole in zip(rank_experts, experts, strict=True):
+            expected = torch.tensor(whole).chunk(ep, dim=0)[place // tp].chunk(tp, dim=2)[place % tp]
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_small_gradients_are_not_scaled_and_silent_parameters_get_zeros():
+    model, group = make_model(replace(MODEL, moe=replace(MOE, num_experts=4, top_k=1)))
+    batch = TEXT[None, :2].long()  # one token per expert at most: most experts see none
+    next_token_loss(model(batch[:, :1]).logits, batch[:, 1:]).backward()
+    synchronize_gradients(model, group)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    norm = clip_gradients(model, group, 1e6)
+    total = torch.stack([gradient.double().square().sum() for gradient in before]).sum().sqrt()
+    assert norm.item() == pytest.approx(total.item(), rel=1e-5)
+    assert all(torch.equal(a, b.grad) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def loss_curve(rank, world_size, ep, tp, steps, config):
+    model, group = make_model(config, ep=ep, tp=tp)
+    trainer = Trainer(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN)
+    metrics = [trainer.step(step) for step in range(steps)]
+    dense = [parameter.tolist() for parameter in model.dense_parameters()]
+    text = TEXT[:400]
+    held_out = heldout_loss(model, group, text, num_batches=3, batch_size=2)
+    sample = generate(model, group, b"a", num_bytes=40, seed=0)
+    group.close()
+    curve = [(metric.loss.item(), metric.grad_norm.item()) for metric in metrics]
+    return curve, metrics[-1].expert_load.tolist(), dense, held_out, sample
+
+
+def test_every_layout_of_two_ranks_learns_the_same():
+    config = replace(MODEL, dense_layers=1)
+    outcomes = {layout: run_ranks(loss_curve, 2, *layout, 6, config) for layout in LAYOUTS}
+    for first, second in outcomes.values():
+        assert first == second  # losses, loads, replicated weights, held-out loss and sample, bit for bit
+    data_parallel = outcomes[1, 1][0]
+    losses = [loss for loss, _ in data_parallel[0]]
+    assert losses[0] == pytest.approx(math.log(256), abs=1e-4)
+    assert losses[-1] < losses[0] - 0.3
+    for layout in LAYOUTS:
+        curve, load, _, held_out, _ = outcomes[layout][0]
+        torch.testing.assert_close(torch.tensor(curve), torch.tensor(data_parallel[0]), rtol=2e-3, atol=2e-3)
+        assert sum(map(sum, load)) == 2 * TRAIN.batch_size * 32 * 2
+        assert held_out == pytest.approx(data_parallel[3], rel=2e-3)
+
+
+def test_two_ranks_learn_what_one_process_with_both_batches_learns():
+    curve = run_ranks(loss_curve, 2, 2, 1, 4, LINEAR)[0][0]
+    model, _ = make_model(LINEAR, max_tokens=512)
+    optimizer = make_optimizer(model, TRAIN)
+    for step, (loss, norm) in enumerate(curve):
+        batch = torch.cat([sample_batch(TEXT, batch_size=4, context=32, seed=0, step=step, rank=r) for r in range(2)])
+        output = model(batch[:, :-1])
+        expected = next_token_loss(output.logits, batch[:, 1:])
+        (expected + output.router_loss).backward()
+        expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), TRAIN.grad_clip)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate(step, TRAIN)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss == pytest.approx(expected.item(), rel=1e-3)
+        assert norm == pytest.approx(expected_norm.item(), rel=2e-3)
+
+
+def four_ranks(rank, world_size, ep):
+    return loss_curve(rank, world_size, ep, 1, 3, MODEL)[:3]
+
+
+def test_data_parallel_groups_beside_ep():
+    nested, flat = (run_ranks(four_ranks, 4, ep) for ep in (2, 1))
+    assert all(outcome == nested[0] for outcome in nested)
+    torch.testing.assert_close(torch.tensor(nested[0][0]), torch.tensor(flat[0][0]), rtol=2e-3, atol=2e-3)
+
+
+def test_selection_bias_moves_with_the_load_of_all_ranks():
+    model, group = make_model(replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.25)))
+    load = Trainer(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN).step(0).expert_load
+    for layer, layer_load in zip(model.moe_layers(), load, strict=True):
+        assert torch.equal(layer.router.selection_bias, 0.25 * torch.sign(layer_load.mean() - layer_load))
+
+
+def test_heldout_loss_is_the_mean_of_the_windows_whatever_the_batches():
+    model, group = make_model()
+    with torch.no_grad():
+        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
+    text = TEXT[: 32 * 6 + 1]
+    windows = torch.stack([text[first : first + 33] for first in range(0, 32 * 6, 32)]).long()
+    expected = next_token_loss(model(windows[:, :-1]).logits, windows[:, 1:]).item()
+    for num_batches, batch_size in ((6, 1), (3, 2), (2, 4), (1, 6)):
+        found = heldout_loss(model, group, text, num_batches=num_batches, batch_size=batch_size)
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_sample_is_reproducible_and_crops_to_the_context():
+    model, group = make_model()
+    first, second = (generate(model, group, b"x" * 40, num_bytes=10, seed=4) for _ in range(2))
+    assert first == second
+    assert len(first) == 10
+    assert generate(model, group, b"x", num_bytes=0, seed=0) == b""
+
+
+def run_job(rank, world_size, job: JobConfig):
+    return train(job, Rank(rank, world_size))
+
+
+def test_job_writes_its_files_and_prints_the_result_last(tmp_path, capsys):
+    result = train(make_job(tmp_path, eval_every=3, checkpoint_every=3), Rank())
+    captured = capsys.readouterr()
+    line = json.loads(captured.out.splitlines()[-1])
+    assert line == json.loads((tmp_path / "out" / "result.json").read_text()) == result
+    wanted = {"task", "world_size", "ep", "tp", "device", "steps", "heldout_nats_per_byte", "tokens_per_second"}
+    assert wanted | {"peak_memory_bytes", "output_dir", "checkpoint"} <= line.keys()
+    assert (line["task"], line["device"], line["steps"], line["world_size"]) == ("train", "cpu", 6, 1)
+    assert 0 < line["heldout_nats_per_byte"] < 5.5
+    assert line["tokens_per_second"] > 0
+    assert 10**8 < line["peak_memory_bytes"] < 4 * 2**30
+    assert Path(line["checkpoint"]).name == "step-000006"
+    for name in ("loss.png", "expert_load.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "out" / "sample.txt").read_bytes()) == 32 + TRAIN.sample_bytes
+    assert "step 3: held-out loss" in captured.err
+    assert "busiest expert" in captured.err
+    assert "tokens/s" in captured.err
+
+
+def test_resumed_job_ends_where_the_uninterrupted_one_does(tmp_path):
+    whole = train(make_job(tmp_path, steps=8, checkpoint_every=4, output_dir=str(tmp_path / "whole")), Rank())
+    resumed = train(make_job(tmp_path, steps=8, resume=str(tmp_path / "whole" / "step-000004")), Rank())
+    assert resumed["heldout_nats_per_byte"] == whole["heldout_nats_per_byte"]
+    histories = [History(None), History(None)]
+    for history, name in zip(histories, ("whole", "out"), strict=True):
+        history.start(tmp_path / name, 8)
+    assert [window.step for window in histories[1].windows] == [4, 8]
+    assert histories[0].heldout == histories[1].heldout
+    assert [w.losses for w in histories[0].windows] == [w.losses for w in histories[1].windows]
+
+
+def test_resume_on_another_layout_judges_the_same(tmp_path):
+    alone = train(make_job(tmp_path, model=replace(MODEL, dense_layers=1)), Rank())
+    for ep, tp in ((2, 1), (1, 2)):
+        job = make_job(tmp_path, model=replace(MODEL, dense_layers=1), ep=ep, tp=tp, resume="auto")
+        first, second = run_ranks(run_job, 2, job)
+        assert first == second
+        assert first["steps"] == 6
+        assert first["tokens_per_second"] == 0.0
+        assert first["heldout_nats_per_byte"] == pytest.approx(alone["heldout_nats_per_byte"], rel=1e-5)
+
+
+def test_two_rank_job(tmp_path):
+    job = make_job(tmp_path, ep=2, steps=8, checkpoint_every=4)
+    first, second = run_ranks(run_job, 2, job)
+    assert first == second
+    assert (first["world_size"], first["ep"], first["tp"], first["data_parallel"]) == (2, 2, 1, 1)
+    assert first["heldout_nats_per_byte"] < 5.0
+    history = History(None)
+    history.start(tmp_path / "out", 8)
+    assert [window.step for window in history.windows] == [4, 8]
+
+
+def run_job_with_other_text(rank, world_size, folder):
+    job = make_job(folder, ep=2)
+    if rank == 1:
+        other = folder / "other"
+        other.mkdir()
+        make_text(other).write_bytes(b"something else " * 500)
+        job = replace(job, data=replace(job.data, path=str(other / "text.txt")))
+    with pytest.raises(ValueError, match=r"must be the same on all ranks, but differs between rank 0 and \[1\]"):
+        train(job, Rank(rank, world_size))
+
+
+def test_ranks_with_different_text_refuse_to_start(tmp_path):
+    run_ranks(run_job_with_other_text, 2, tmp_path)
+
+
+def test_divergence_names_step_and_setting(tmp_path):
+    with pytest.raises(ValueError, match=r"diverged|finite"):
+        train(make_job(tmp_path, lr=1e30, weight_decay=0.0), Rank())
+
+
+def test_broken_newest_checkpoint_is_reported_and_passed_over(tmp_path, capsys):
+    train(make_job(tmp_path, checkpoint_every=3), Rank())
+    newest = tmp_path / "out" / "step-000006"
+    data = next(path for path in newest.iterdir() if path.suffix == ".distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    assert train(make_job(tmp_path, resume="auto"), Rank())["steps"] == 6
+    error = capsys.readouterr().err
+    assert "skipped: checkpoint" in error
+    assert "is truncated" in error
+    assert "from step 3" in error
+
+
+def test_resume_of_another_model_stops_before_anything_is_written(tmp_path):
+    train(make_job(tmp_path), Rank())
+    other = replace(MODEL, num_layers=3)
+    job = make_job(tmp_path, model=other, resume=str(tmp_path / "out"), output_dir=str(tmp_path / "new"))
+    with pytest.raises(ValueError, match="num_layers=2 there but 3 here"):
+        train(job, Rank())
+    assert not (tmp_path / "new").exists()
+
+
+def test_imbalance_example_of_the_docstring():
+    window = Window(
+        step=1, losses=[1.0], grad_norms=[1.0], learning_rate=1.0, expert_load=[[6, 2], [4, 4]], tokens_per_second=1.0
+    )
+    assert window.imbalance == 1.25
+    assert replace(window, expert_load=[]).imbalance == 1.0
+
+
+def test_history_of_a_killed_job_is_read_up_to_the_unfinished_line(tmp_path):
+    history = History(tmp_path)
+    history.start(None, 0)
+    history.add_heldout(1, 5.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "held')
+    again = History(tmp_path)
+    again.start(tmp_path, 9)
+    assert again.heldout == [(1, 5.0)]
+
+
+def test_terminal_is_safe_from_the_sample():
+    assert printable(b"a\x1b\n\xc3") == "a\\x1b\n\\xc3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"warmup_steps": 6}, "warmup_steps=6 must be at least 0 and below steps=6"),
+        ({"lr": 0.0}, r"lr=0\.0 must be positive"),
+        ({"lr": float("nan")}, "lr=nan must be positive"),
+        ({"min_lr_ratio": 1.5}, r"min_lr_ratio=1\.5 must be between 0 and 1"),
+        ({"grad_clip": -1.0}, r"grad_clip=-1\.0 must be positive"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
+        ({"eval_batches": 0}, "eval_batches=0 must be at least 1"),
+        ({"checkpoint_every": -1}, "checkpoint_every=-1 must be at least 0"),
+        ({"dtype": "float16"}, "dtype='float16' must be one of auto, float32, bfloat16"),
+    ],
+)
+def test_train_config_rules(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TRAIN, **changes)
+
+
+def test_job_config_rules():
+    job = {"model": MODEL, "parallel": ParallelConfig(), "train": TRAIN, "output_dir": "out"}
+    assert JobConfig(**job).moe_path == "auto"
+    for changes, message in (
+        ({"moe_path": "fast"}, "moe_path='fast' must be one of auto, fused, twin, plain, reference"),
+        ({"output_dir": ""}, "output_dir='' must not be empty"),
+        ({"parallel": ParallelConfig(ep=3)}, "num_experts=4 must be divisible by ep=3"),
+        ({"resume": ""}, "resume='' must not be empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            JobConfig(**{**job, **changes})
+    with pytest.raises(ValueError, match="timeout_s=0 must be positive"):
+        CommConfig(timeout_s=0)
+    with pytest.raises(ValueError, match="backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm"):
+        CommConfig(backend="tcp")

@@ -1,0 +1,154 @@
+"""From predictions and measurements to a choice: resolution, tuning, explanation, and the measurement itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.group import make_expert_group
+from comet.tuner import H200, Problem, explain, predict, resolve, tune
+from comet.tuner.choice import Resolved, Resolver, check_setting
+from comet.tuner.explain import model_regret
+from comet.tuner.measure import measure_layer
+from comet.tuner.model import candidate_name
+from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
+
+QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
+
+
+def problem_of(moe: MoEConfig = QWEN3, num_tokens: int = 8192, ep: int = 4) -> Problem:
+    return Problem.create(moe, ParallelConfig(ep=ep), num_tokens, torch.bfloat16)
+
+
+def entry_of(problem: Problem, *times: tuple[OverlapConfig | None, float | None]) -> ProfileEntry:
+    measured = tuple(Measured(setting=setting, ms=ms, failure="" if ms else "died") for setting, ms in times)
+    return ProfileEntry(key=ProfileKey.create(problem, H200.name), measured=measured, commit="abc", date="2026-11-20")
+
+
+def test_resolution_order(tmp_path) -> None:
+    problem, best = problem_of(), OverlapConfig(comm_blocks=24)
+    store = ProfileStore.load(tmp_path / "p.json", H200.name)
+    assert resolve(problem, store, H200).source == "model"
+    store.put(entry_of(problem, (OverlapConfig(), 2.0), (best, 1.5), (None, 3.0)))
+    assert resolve(problem, store, H200) == Resolved(setting=best, source="profile")
+    assert resolve(problem_of(num_tokens=6000), store, H200).source == "profile"
+    assert resolve(problem_of(num_tokens=1500), store, H200) == Resolved(setting=best, source="nearest")
+    assert resolve(problem_of(num_tokens=100), store, H200).source == "model"
+    assert resolve(problem_of(ep=2), store, H200).source == "model"
+    forced = OverlapConfig(comm_blocks=3)
+    assert resolve(problem, store, H200, forced=forced) == Resolved(setting=forced, source="user")
+    small = replace(H200, num_sms=20)
+    assert resolve(problem, store, small).source == "model", "a measured setting that is impossible here"
+
+
+def test_impossible_forced_settings_name_their_rule() -> None:
+    problem = problem_of()
+    with pytest.raises(ValueError, match=r"comm_blocks=132 must be below the 132 SMs of NVIDIA H200: at least one"):
+        resolve(problem, None, H200, forced=OverlapConfig(comm_blocks=132))
+    with pytest.raises(ValueError, match=r"num_phases=5 must be between 2 and 4 for world_size=4"):
+        resolve(problem, None, H200, forced=OverlapConfig(num_phases=5))
+    with pytest.raises(ValueError, match=r"num_panels=9 must be at most 16 and at most the 8 column blocks of hidden"):
+        resolve(problem, None, H200, forced=OverlapConfig(num_panels=9))
+    tiny = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
+    check_setting(OverlapConfig(), problem_of(tiny, ep=1), H200)  # the defaults always pass
+
+
+def test_resolver_follows_tokens_and_logs_each_shape_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "comet.tuner")
+    resolver = Resolver(None, H200)
+    choices = [resolver(problem_of(num_tokens=num)) for num in (8192, 8000, 8192, 64, 64)]
+    assert choices[0] is choices[2] is choices[1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert re.search(r"E=128 K=8 D=2048 F=768 bfloat16, EP4 TP1, about 8192 tokens: .* \(model\)", messages[0])
+    with pytest.raises(ValueError, match="comm_blocks=500"):
+        resolver(problem_of(), forced=OverlapConfig(comm_blocks=500))
+
+
+def test_tune_records_failures_and_picks_the_fastest() -> None:
+    times = {OverlapConfig(comm_blocks=8): 1.2, OverlapConfig(): 1.1, None: 4.0}
+
+    def measure(setting: OverlapConfig | None) -> float:
+        if setting not in times:
+            raise RuntimeError("out of shared memory\nlong story")
+        return times[setting]
+
+    broken = OverlapConfig(comm_blocks=64)
+    labels = dict(device=H200.name, commit="abc", date="2026-11-20")
+    entry = tune(problem_of(), [broken, *times], measure, **labels)
+    assert entry.winner == Measured(setting=OverlapConfig(), ms=1.1)
+    assert entry.measured[0] == Measured(setting=broken, ms=None, failure="RuntimeError: out of shared memory")
+    with pytest.raises(ValueError, match=r"settings: none of 1 ran: RuntimeError: out of shared memory"):
+        tune(problem_of(), [broken], measure, **labels)
+    with pytest.raises(ValueError, match="settings must be distinct"):
+        tune(problem_of(), [None, None], measure, **labels)
+    with pytest.raises(ValueError, match="at least one candidate"):
+        tune(problem_of(), [], measure, **labels)
+    with pytest.raises(ValueError, match="none of 1 ran"):
+        tune(problem_of(), [None], lambda _: math.nan, **labels)
+
+
+def test_explanation_is_aligned_and_ends_in_json() -> None:
+    problem, broken = problem_of(), OverlapConfig(comm_blocks=64)
+    settings = [OverlapConfig(), OverlapConfig(comm_blocks=8), broken, None]
+    predictions = [predict(problem, setting, H200) for setting in settings]
+    entry = entry_of(problem, (OverlapConfig(), 2.0), (OverlapConfig(comm_blocks=8), 1.5), (broken, None), (None, 9.0))
+    resolved = Resolved(setting=entry.winner.setting, source="profile")
+    title, header, *rows, chosen, last = explain(problem, predictions, resolved, entry).splitlines()
+    assert title.startswith("num_experts=128, top_k=8, hidden_size=2048, ffn_size=768, ep=4, tp=1, tokens=8192")
+    assert header.split("  ")[0] == "candidate"
+    assert rows[0].startswith("8 comm blocks, 2 phases, 4 panels, 128 rows <- chosen")
+    end = header.index("measured ms") + len("measured ms")
+    assert [row[:end].split()[-1] for row in rows] == ["1.500", "2.000", "9.000", "-"]
+    assert {row[end : end + 2] for row in rows} == {"  "}, "aligned"
+    assert header[end + 2 :] == "why"
+    assert rows[0][end + 2 :].startswith("plan 0.0")
+    assert rows[3][end + 2 :] == "failed: died"
+    assert chosen == (
+        "chosen: 8 comm blocks, 2 phases, 4 panels, 128 rows (source: profile); "
+        "measured at 8192 tokens, 2026-11-20, version abc"
+    )
+    content = json.loads(last)
+    assert content["chosen"] == dict(comm_blocks=8, num_phases=2, num_panels=4, block_rows=128)
+    assert content["candidates"][2]["setting"] == "plain"
+    assert content["candidates"][3]["measured_ms"] is None
+    favourite = min(predictions, key=lambda item: item.ms).setting
+    expected = {OverlapConfig(): 2.0, OverlapConfig(comm_blocks=8): 1.5, None: 9.0}.get(favourite)
+    assert content["regret"] == (expected / 1.5 if expected else None)
+    unmeasured = explain(problem, predictions, Resolved(setting=None, source="model")).splitlines()
+    assert json.loads(unmeasured[-1])["regret"] is None
+    assert candidate_name(None) == "plain"
+
+
+def test_regret_example() -> None:
+    problem = problem_of()
+    first, second = (replace(predict(problem, None, H200), ms=ms) for ms in (1.0, 1.1))
+    second = replace(second, setting=OverlapConfig())
+    assert model_regret([first, second], entry_of(problem, (None, 1.05), (OverlapConfig(), 1.0))) == 1.05
+
+
+def measure_on_rank(rank: int, world_size: int) -> list[tuple[str, float | None, str]]:
+    moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
+    parallel = ParallelConfig(ep=world_size)
+    group = make_expert_group(moe, parallel, max_tokens=40, dtype=torch.float32, device="cpu")
+    problem = Problem.create(moe, parallel, 40, torch.float32)
+    settings = [None, OverlapConfig(block_rows=16), OverlapConfig(block_rows=128)]
+    entry = tune(
+        problem, settings, measure_layer(problem, settings, group, rounds=3), device="cpu", commit="c", date="d"
+    )
+    group.close()
+    return [(candidate_name(item.setting), item.ms, item.failure) for item in entry.measured]
+
+
+def test_layer_is_measured_on_two_ranks_with_one_result() -> None:
+    first, second = run_ranks(measure_on_rank, 2)
+    assert first == second, "the slowest rank counts everywhere, so all ranks choose alike"
+    assert all(ms is not None and ms > 0 and not failure for _, ms, failure in first), first

@@ -1,0 +1,276 @@
+"""The profile store: what is written is read, what is damaged is ignored with one warning, no writer loses entries."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.tuner import H200, Problem, ProfileEntry, ProfileKey, ProfileStore, profile_path, resolve
+from comet.tuner.profile import VERSION, Measured, token_bucket
+
+DEVICE = H200.name
+MOE = MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336)
+
+
+def problem_of(num_tokens: int, **changes) -> Problem:
+    return replace(Problem.create(MOE, ParallelConfig(ep=4), num_tokens, torch.bfloat16), **changes)
+
+
+def entry_of(num_tokens: int, comm_blocks: int | None = 8, device: str = DEVICE) -> ProfileEntry:
+    setting = None if comm_blocks is None else OverlapConfig(comm_blocks=comm_blocks)
+    measured = (
+        Measured(setting=setting, ms=1.25),
+        Measured(setting=OverlapConfig(comm_blocks=63), ms=None, failure="RuntimeError: no"),
+        Measured(setting=OverlapConfig(comm_blocks=62), ms=2.5),
+    )
+    key = ProfileKey.create(problem_of(num_tokens), device)
+    return ProfileEntry(key=key, measured=measured, commit="abc1234", date="2026-11-20")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def filled(path: Path) -> ProfileStore:
+    store = ProfileStore.load(path, DEVICE)
+    store.put(entry_of(2048))
+    store.put(entry_of(8192, comm_blocks=None))
+    return store
+
+
+def test_round_trip(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = profile_path(tmp_path / "not there yet", DEVICE, 4)
+    assert path.name == "nvidia_h200_x4.json"
+    store = filled(path)
+    again = ProfileStore.load(path, DEVICE)
+    assert (
+        again.entries == store.entries == {entry_of(2048).key: entry_of(2048), entry_of(8192).key: entry_of(8192, None)}
+    )
+    assert again.entries[entry_of(8192).key].winner.setting is None
+    before = path.read_text()
+    again.put(entry_of(2048))
+    assert path.read_text() == before, "stable text"
+    assert {item.name for item in path.parent.iterdir()} == {path.name, path.name + ".lock"}
+    assert not warnings_of(caplog)
+
+
+def test_shipped_entries_serve_where_the_users_file_has_none(tmp_path: Path) -> None:
+    shipped, own = tmp_path / "shipped.json", tmp_path / "own.json"
+    filled(shipped)
+    store = ProfileStore.load(own, DEVICE)
+    store.put(entry_of(2048, comm_blocks=48))
+    both = ProfileStore.load(own, DEVICE, shipped)
+    assert resolve(problem_of(2048), both, H200).setting == OverlapConfig(comm_blocks=48)
+    assert resolve(problem_of(8192), both, H200).setting is None
+    both.put(entry_of(512))
+    assert len(ProfileStore.load(own, DEVICE).entries) == 2, "shipped entries are not copied"
+
+
+@pytest.mark.parametrize(
+    ("stored", "tokens", "expected"),
+    [
+        ((512, 8192), 8192, (8192, True)),
+        ((512, 8192), 1024, (512, False)),
+        ((512, 8192), 2048, (8192, False)),  # equally near: the larger
+        ((512, 8192), 2047, (8192, False)),
+        ((512, 8192), 64, (512, False)),
+        ((512, 8192), 32, None),
+        ((512, 8192), 65536, (8192, False)),
+        ((512, 8192), 10**6, None),
+        ((512,), 0, None),
+        ((), 512, None),
+    ],
+)
+def test_nearest(tmp_path: Path, stored: tuple[int, ...], tokens: int, expected: tuple[int, bool] | None) -> None:
+    store = ProfileStore.load(tmp_path / "p.json", DEVICE)
+    for num in stored:
+        store.put(entry_of(num))
+    found = store.lookup(problem_of(tokens))
+    assert (found and (found[0].key.tokens, found[1])) == expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(moe=replace(MOE, top_k=3)),
+        dict(moe=replace(MOE, ffn_size=1024)),
+        dict(moe=replace(MOE, num_experts=16)),
+        dict(moe=replace(MOE, hidden_size=2048)),
+        dict(parallel=ParallelConfig(ep=2, tp=2)),
+        dict(parallel=ParallelConfig(ep=2)),
+        dict(dtype=torch.float16),
+    ],
+)
+def test_another_shape_is_never_near(tmp_path: Path, other: dict[str, object]) -> None:
+    store = filled(tmp_path / "p.json")
+    assert store.lookup(problem_of(2048)) is not None
+    assert store.lookup(problem_of(2048, **other)) is None
+
+
+def test_token_buckets() -> None:
+    assert [token_bucket(num) for num in (0, 1, 2, 3, 2896, 2897, 8192)] == [1, 1, 2, 4, 2048, 4096, 8192]
+
+
+def damaged(path: Path, how: str) -> None:
+    content = json.loads(path.read_text())
+    raw = content["entries"][0]
+    if how == "other version":
+        content["version"] = VERSION - 1
+    elif how == "newer version":
+        content["version"] = VERSION + 1
+    elif how == "other device":
+        content["device"] = "NVIDIA H100"
+    elif how == "entry of another device":
+        raw["key"]["device"] = "NVIDIA H100"
+    elif how == "setting breaks a rule":
+        raw["measured"][0]["setting"]["block_rows"] = 100
+    elif how == "setting of a wrong type":
+        raw["measured"][0]["setting"]["comm_blocks"] = "8"
+    elif how == "boolean":
+        raw["measured"][0]["setting"]["comm_blocks"] = True
+    elif how == "unknown knob":
+        raw["measured"][0]["setting"]["transport"] = 1
+    elif how == "missing knob":
+        del raw["measured"][0]["setting"]["num_panels"]
+    elif how == "negative time":
+        raw["measured"][0]["ms"] = -1.0
+    elif how == "time as text":
+        raw["measured"][0]["ms"] = "1.0"
+    elif how == "no candidate ran":
+        raw["measured"] = []
+    elif how == "tokens are no bucket":
+        raw["key"]["tokens"] = 0
+    elif how == "entry is a list":
+        content["entries"][0] = []
+    elif how == "entries is a mapping":
+        content["entries"] = {}
+    elif how == "a list":
+        content = [content]
+    text = json.dumps(content)
+    if how == "not a number":
+        text = text.replace("1.25", "NaN", 1)
+    if how == "half-written":
+        text = text[: len(text) // 2]
+    if how == "deep":
+        text = "[" * 100_000
+    data = b"\xff\xfe\x00 binary" if how == "binary" else b"" if how == "empty" else text.encode()
+    path.write_bytes(data)
+
+
+WHOLE_FILE = (
+    "other version",
+    "newer version",
+    "other device",
+    "entries is a mapping",
+    "a list",
+    "half-written",
+    "deep",
+)
+WHOLE_FILE += ("binary", "empty")
+ONE_ENTRY = ("entry of another device", "setting breaks a rule", "setting of a wrong type", "boolean", "unknown knob")
+ONE_ENTRY += ("missing knob", "negative time", "time as text", "no candidate ran", "tokens are no bucket")
+ONE_ENTRY += ("entry is a list", "not a number")
+
+
+@pytest.mark.parametrize("how", WHOLE_FILE + ONE_ENTRY)
+def test_damage_is_ignored_with_one_warning_and_rebuilt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    path = tmp_path / "p.json"
+    filled(path)
+    damaged(path, how)
+    store = ProfileStore.load(path, DEVICE)
+    store.put(entry_of(512))
+    warnings = warnings_of(caplog)
+    assert len(warnings) == 1, warnings
+    assert str(path) in warnings[0]
+    wanted = {512} if how in WHOLE_FILE else {512, 8192}
+    assert {key.tokens for key in store.entries} == wanted
+    caplog.clear()
+    rebuilt = ProfileStore.load(path, DEVICE)
+    assert rebuilt.entries == store.entries
+    assert not warnings_of(caplog)
+    assert path.with_name("p.json.ignored").exists(), "what was ignored is kept"
+
+
+def test_cut_anywhere_never_raises_and_never_invents(tmp_path: Path) -> None:
+    rng = random.Random(seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    path = tmp_path / "p.json"
+    entries = filled(path).entries
+    data = path.read_bytes()
+    for _ in range(60):
+        damage = bytearray(data[: rng.randrange(len(data))])
+        if rng.random() < 0.5:
+            damage = bytearray(data)
+            damage[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(damage)
+        for key, entry in ProfileStore.load(path, DEVICE).entries.items():
+            for item in entry.measured:
+                assert item.setting is None or OverlapConfig(**asdict(item.setting)) == item.setting
+            assert key.tokens == token_bucket(key.tokens)
+            assert key.device == DEVICE
+    assert entries
+
+
+def test_unreadable_path_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert ProfileStore.load(tmp_path, DEVICE).entries == {}
+    assert "IsADirectoryError" in warnings_of(caplog)[0]
+
+
+def test_entry_of_another_device_is_refused(tmp_path: Path) -> None:
+    store = ProfileStore.load(tmp_path / "p.json", DEVICE)
+    with pytest.raises(ValueError, match=r"device='NVIDIA H100' must be the store's device 'NVIDIA H200'"):
+        store.put(entry_of(512, device="NVIDIA H100"))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_tuner_profile as cases
+store = cases.ProfileStore.load(Path(sys.argv[2]), cases.DEVICE)
+for step in range(12):
+    store.put(cases.entry_of(2 ** (2 * step + int(sys.argv[3]))))
+"""
+
+
+def test_two_writing_processes_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    command = [sys.executable, "-c", WRITER, str(Path(__file__).parent), str(path)]
+    writers = [subprocess.Popen([*command, str(number)], stderr=subprocess.PIPE, text=True) for number in (0, 1)]
+    reads = 0
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            assert json.loads(path.read_text())["version"] == VERSION, "a reader never sees a part"
+            reads += 1
+    for writer in writers:
+        _, errors = writer.communicate()
+        assert writer.returncode == 0, errors
+    assert {key.tokens for key in ProfileStore.load(path, DEVICE).entries} == {2**power for power in range(24)}
+    assert reads > 0
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_killed_writer_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.json"
+    store = filled(path)
+    before = path.read_text()
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", dies)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(entry_of(512))
+    assert path.read_text() == before
+    assert not list(tmp_path.glob("*.tmp"))

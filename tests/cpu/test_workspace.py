@@ -1,0 +1,162 @@
+"""The pool of symmetric memory: its size to the byte, its regions, and errors a user can cause or must understand."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from comet import twin
+from comet.comm import LocalCommunicator, emulated_group
+from comet.comm.base import ALIGNMENT
+from comet.config import MoEConfig
+from comet.errors import CapacityError, CommTimeoutError
+from comet.kernels import primitives
+from comet.layout import round_up
+from comet.workspace import PLACES, Workspace, WorkspaceShape, workspace_bytes
+
+CPU = torch.device("cpu")
+
+
+def make_shape(**changes) -> WorkspaceShape:
+    fields = {"world_size": 1, "max_tokens": 100, "hidden_size": 64, "top_k": 2, "dtype": torch.float32}
+    return WorkspaceShape(**(fields | changes))
+
+
+def make_workspace(timeout_s: float = 30.0, **changes) -> Workspace:
+    return Workspace(LocalCommunicator(CPU, timeout_s), make_shape(**changes))
+
+
+def test_worked_example_of_workspace_bytes() -> None:
+    shape = make_shape(world_size=2)
+    assert shape.padded_tokens == 128
+    sizes = {
+        name: round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT) for name, (dims, dtype) in shape.regions().items()
+    }
+    assert (sizes.pop("ids"), sizes.pop("weights")) == (4096, 4096)
+    assert (sizes.pop("recv_rows"), sizes.pop("combine_rows")) == (65536, 65536)
+    assert sizes.pop("combine_grads") == 2048
+    assert list(sizes.values()) == [256] * 4
+    assert workspace_bytes(shape) == 142336
+
+
+def test_shape_of_a_layer() -> None:
+    moe = MoEConfig(hidden_size=64, ffn_size=16, num_experts=4, top_k=2)
+    assert WorkspaceShape.create(moe, 2, 100, torch.float32) == make_shape(world_size=2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_regions_fill_the_pool_without_overlap(seed: int) -> None:
+    draw = random.Random(seed)
+    world_size = draw.randint(1, 4)
+    shape = make_shape(
+        world_size=world_size,
+        max_tokens=draw.randint(1, 400),
+        hidden_size=16 * draw.randint(1, 9),
+        top_k=draw.randint(1, 32),
+        dtype=draw.choice([torch.float32, torch.float16, torch.bfloat16]),
+    )
+    print(f"seed {seed}: {shape}")
+    workspaces = [Workspace(comm, shape) for comm in emulated_group(world_size, CPU)]
+    for rank, workspace in enumerate(workspaces):
+        ends = []
+        for name, (dims, dtype) in shape.regions().items():
+            region = getattr(workspace, name)
+            assert (region.local.shape, region.local.dtype) == (dims, dtype)
+            assert region.local.data_ptr() == int(region.pointers[rank])
+            assert all(
+                region.peers[peer].data_ptr() == getattr(workspaces[peer], name).local.data_ptr()
+                for peer in range(world_size)
+            )
+            ends.append((region.local.data_ptr(), region.local.data_ptr() + region.local.nbytes))
+        assert ends == sorted(ends)
+        assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+        assert ends[-1][1] - ends[0][0] <= workspace.num_bytes == workspace_bytes(shape)
+    workspaces[0].recv_rows.local.fill_(3)
+    assert all(not getattr(workspaces[0], name).local.any() for name in shape.regions() if name != "recv_rows")
+
+
+def test_epoch_and_deadline() -> None:
+    workspace = make_workspace(timeout_s=1.5)
+    assert workspace.max_tokens == 128
+    assert workspace.timeout_ns == 1_500_000_000
+    twin.barrier(workspace)
+    twin.barrier(workspace)
+    assert workspace.epoch.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 0}, r"max_tokens=0 must be at least 1"),
+        ({"max_tokens": -5}, r"max_tokens=-5 must be at least 1"),
+        ({"dtype": torch.float64}, r"dtype=torch\.float64 must be one of \(torch\.float32, "),
+    ],
+)
+def test_bad_shapes_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_shape(**changes)
+
+
+def test_another_world_size_is_named() -> None:
+    with pytest.raises(ValueError, match="world_size=3 of the workspace must equal the communicator's 2"):
+        Workspace(emulated_group(2, CPU)[0], make_shape(world_size=3))
+
+
+def test_a_pool_that_does_not_fit_says_how_much_it_needs_and_what_to_lower() -> None:
+    shape = make_shape(max_tokens=2**38, hidden_size=4096)
+    needed = workspace_bytes(shape)
+    message = (
+        rf"^max_tokens=274877906944 with hidden_size=4096, top_k=2 and world_size=1 needs {needed} bytes of symmetric "
+        rf"memory per rank: num_bytes={needed} must fit cpu: 1 x {needed} bytes needed, .*; lower max_tokens$"
+    )
+    with pytest.raises(ValueError, match=message):
+        Workspace(LocalCommunicator(CPU), shape)
+
+
+def test_ranks_that_ask_for_different_pools_are_named() -> None:
+    first, second = emulated_group(2, CPU)
+    Workspace(first, make_shape(world_size=2))
+    with pytest.raises(
+        ValueError, match=r"^max_tokens=129 .* of rank 1 must equal the 142336 bytes of the other ranks"
+    ):
+        Workspace(second, make_shape(world_size=2, max_tokens=129))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (0, "barrier"),
+        (1, "exchange of top-k ids"),
+        (2, "layer 0 dispatch"),
+        (3, "layer 1 panel"),
+        (4, "layer 1 combine"),
+    ],
+)
+def test_a_fault_record_becomes_a_sentence(place: int, words: str) -> None:
+    workspace = make_workspace(timeout_s=2.5)
+    workspace.check()
+    workspace.fault.copy_(torch.tensor([1, place, 3, 17, 41, 40, 1, 0]))
+    message = rf"^rank 0 waited 2\.5 s for rank 3 \({words}, chunk 17, epoch 41, saw 40\)$"
+    with pytest.raises(CommTimeoutError, match=message):
+        workspace.check()
+
+
+def test_places_of_the_record_are_those_of_the_kernels() -> None:
+    names = ("BARRIER", "EXCHANGE", "LAYER0", "PANEL", "LAYER1")
+    assert [getattr(primitives, f"PLACE_{name}").value for name in names] == list(range(len(PLACES)))
+
+
+def test_rows_beyond_the_reserved_ones_are_reported_after_a_timeout() -> None:
+    workspace = make_workspace()
+    workspace.fault.copy_(torch.tensor([0, 0, 0, 0, 0, 0, 0, 4321]))
+    with pytest.raises(
+        CapacityError, match=r"rank 0 needs 4321 routed rows, .*; raise max_imbalance or leave it unset"
+    ):
+        workspace.check()
+    workspace.fault[0] = 1
+    with pytest.raises(CommTimeoutError):
+        workspace.check()

@@ -1,0 +1,177 @@
+"""Inputs and checks for the grouped GEMM kernels and SwiGLU's backward, shared by the interpreter and the GPU tests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comet.kernels.activation import swiglu_backward, swiglu_backward_torch
+from comet.kernels.arguments import TileTable
+from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
+from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Routed rows of one rank: the tile table, slots, segments and how many received rows there are."""
+
+    table: TileTable
+    slots: Tensor
+    segment_starts: Tensor
+    segment_counts: Tensor
+    num_received: int
+    top_k: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.row_ids.numel()
+
+
+def make_table(tiles: Tensor, num_tiles: Tensor, row_ids: Tensor, block_rows: int) -> TileTable:
+    """A tile table whose counters must not be touched."""
+    counters = torch.empty(0, dtype=torch.int32, device=tiles.device)
+    return TileTable(tiles=tiles, num_tiles=num_tiles, row_ids=row_ids, counters=counters, block_rows=block_rows)
+
+
+def make_rows(counts: list[list[int]], block_rows: int, device: str, seed: int, spare_tiles: int = 2) -> Rows:
+    """Lay out ``counts[phase][expert]`` routed rows as the plan does; each (received row, slot) is used at most once.
+
+    Padding has row id and slot -1; tiles behind the last one hold numbers that must never be followed.
+    """
+    generator = random.Random(seed)
+    total = sum(map(sum, counts))
+    top_k, num_received = 3, max(1, total)
+    pairs = generator.sample([(row, slot) for row in range(num_received) for slot in range(top_k)], total)
+    row_ids: list[int] = []
+    slots: list[int] = []
+    tiles: list[list[int]] = []
+    starts: list[int] = []
+    for phase, of_phase in enumerate(counts):
+        for expert, count in enumerate(of_phase):
+            starts.append(len(row_ids))
+            for first in range(0, count, block_rows):
+                valid = min(block_rows, count - first)
+                tiles.append([expert, len(row_ids), valid, phase])
+                chosen = [pairs.pop() for _ in range(valid)] + [(-1, -1)] * (block_rows - valid)
+                row_ids += [row for row, _ in chosen]
+                slots += [slot for _, slot in chosen]
+    num_tiles = len(tiles)
+    tiles += [[2**30, 2**30, block_rows, 9]] * spare_tiles
+    row_ids += [-1] * block_rows  # capacity beyond the rows used
+    slots += [-1] * block_rows
+
+    def ints(values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    table = make_table(ints(tiles).reshape(-1, 4), ints([num_tiles]), ints(row_ids), block_rows)
+    flat = [count for of_phase in counts for count in of_phase]
+    return Rows(table, ints(slots), ints([*starts, len(row_ids) - block_rows]), ints(flat), num_received, top_k)
+
+
+def random_counts(generator: random.Random, num_phases: int, num_experts: int, most: int) -> list[list[int]]:
+    """Rows per phase and expert; about a third of the segments are empty."""
+    return [
+        [0 if generator.random() < 0.3 else generator.randint(1, most) for _ in range(num_experts)]
+        for _ in range(num_phases)
+    ]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) / 2).to(dtype).to(device)
+
+
+def valid_mask(rows: Rows) -> Tensor:
+    return rows.table.row_ids >= 0
+
+
+def poison_padding(tensor: Tensor, rows: Rows) -> Tensor:
+    """NaN in every row that is padding of a segment or beyond the last one."""
+    tensor[~valid_mask(rows)] = NAN
+    return tensor
+
+
+def assert_as_good(name: str, got: Tensor, twin: Tensor, exact: Tensor) -> None:
+    """``got`` is at most twice as far from the float64 result as the same-dtype torch result, plus one rounding."""
+    assert not torch.isnan(exact).any(), f"{name}: the test itself produced NaN"
+    error = (got.double() - exact).abs()
+    worst = error.nan_to_num(nan=float("inf")).max().item() if error.numel() else 0.0
+    twin_error = (twin.double() - exact).abs().max().item() if error.numel() else 0.0
+    unit = torch.finfo(got.dtype).eps * (exact.abs().max().item() if error.numel() else 0.0)
+    where = torch.nonzero(error == error.max())[:1].tolist() if error.numel() else []
+    assert worst <= 2 * twin_error + unit, (
+        f"{name}: error {worst:.3e} at {where}, torch {twin_error:.3e}, unit {unit:.3e}"
+    )
+
+
+def check_group_gemm(
+    rows: Rows, num_experts: int, shape: tuple[int, int], dtype: torch.dtype, gather: bool, layout: str,
+    config: GemmConfig, seed: int, device: str,
+) -> None:  # fmt: skip
+    """Compare with the twin and with float64; rows that are not valid keep what they held."""
+    n, k = shape
+    if gather:
+        a = values((rows.num_received, k), dtype, device, seed)
+    else:
+        a = poison_padding(values((rows.num_rows, k), dtype, device, seed), rows)
+    b = values((num_experts, n, k) if layout == "nk" else (num_experts, k, n), dtype, device, seed + 1)
+    outs = [torch.full((rows.num_rows, n), 77.0, dtype=kind, device=device) for kind in (dtype, dtype, torch.float64)]
+    group_gemm(a, b, outs[0], rows.table, gather=gather, layout=layout, config=config)
+    group_gemm_torch(a, b, outs[1], rows.table, gather=gather, layout=layout, config=config)
+    group_gemm_torch(a.double(), b.double(), outs[2], rows.table, gather=gather, layout=layout, config=config)
+    assert (outs[0][~valid_mask(rows)] == 77).all(), "a row that is not valid was written"
+    assert_as_good(f"group_gemm {layout} gather={gather} N,K={shape} {dtype} seed={seed}", *outs)
+
+
+def check_wgrad(
+    rows: Rows, num_experts: int, shape: tuple[int, int], dtype: torch.dtype, gather: str, config: GemmConfig,
+    seed: int, device: str,
+) -> Tensor:  # fmt: skip
+    """Compare with the twin and with float64, NaN in all padding; returns the kernel's result."""
+    operands = []
+    for name, width in zip("ab", shape, strict=True):
+        if gather == name:
+            operand = values((rows.num_received, width), dtype, device, seed)
+            used = torch.zeros(rows.num_received, dtype=torch.bool, device=device)
+            used[rows.table.row_ids[valid_mask(rows)].long()] = True
+            operand[~used] = NAN
+        else:
+            operand = poison_padding(values((rows.num_rows, width), dtype, device, seed + 1), rows)
+        operands.append(operand)
+    outs = [torch.full((num_experts, *shape), NAN, dtype=kind, device=device) for kind in (dtype, dtype, torch.float64)]
+    segments = (rows.segment_starts, rows.segment_counts)
+    keywords = {"row_ids": None if gather == "none" else rows.table.row_ids, "gather": gather, "config": config}
+    group_gemm_wgrad(*operands, outs[0], *segments, **keywords)
+    group_gemm_wgrad_torch(*operands, outs[1], *segments, **keywords)
+    group_gemm_wgrad_torch(*[o.double() for o in operands], outs[2], *segments, **keywords)
+    assert_as_good(f"wgrad gather={gather} {shape} {dtype} seed={seed}", *outs)
+    idle = rows.segment_counts.reshape(-1, num_experts).sum(0) == 0
+    assert (outs[0][idle] == 0).all(), "an expert without rows must get zeros"
+    return outs[0]
+
+
+def check_swiglu_backward(rows: Rows, ffn: int, dtype: torch.dtype, seed: int, device: str) -> None:
+    """Compare with the twin and with float64; padding and uncovered routing weights keep what they held."""
+    pre = poison_padding(4 * values((rows.num_rows, 2 * ffn), dtype, device, seed), rows)
+    grad_act = poison_padding(values((rows.num_rows, ffn), dtype, device, seed + 1), rows)
+    weights = values((rows.num_received, rows.top_k), torch.float32, device, seed + 2)
+    results = []
+    for fn, kind in ((swiglu_backward, dtype), (swiglu_backward_torch, dtype), (swiglu_backward_torch, torch.float64)):
+        grad_pre = torch.full((rows.num_rows, 2 * ffn), 77.0, dtype=kind, device=device)
+        hidden = torch.full((rows.num_rows, ffn), 77.0, dtype=kind, device=device)
+        wide = torch.float64 if kind == torch.float64 else torch.float32
+        grad_weights = torch.full(weights.shape, 77.0, dtype=wide, device=device)
+        fn(pre.to(kind), grad_act.to(kind), rows.slots, weights, rows.table, grad_pre, hidden, grad_weights)
+        results.append((grad_pre, hidden, grad_weights))
+    covered = torch.zeros(weights.shape, dtype=torch.bool, device=device)
+    valid = valid_mask(rows)
+    covered[rows.table.row_ids[valid].long(), rows.slots[valid].long()] = True
+    for name, got, twin, exact in zip(("grad_pre", "hidden", "grad_weights"), *results, strict=True):
+        untouched = ~covered if name == "grad_weights" else ~valid
+        assert (got[untouched] == 77).all(), f"{name}: an entry that belongs to no routed row was written"
+        assert_as_good(f"swiglu_backward {name} F={ffn} {dtype} seed={seed}", got, twin, exact)

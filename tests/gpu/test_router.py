@@ -1,0 +1,101 @@
+"""Router on a GPU: the CPU's routing, no wait for the GPU, capture in a graph, and the deferred check of the logits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from comet.config import MoEConfig
+from comet.router import Router
+
+pytestmark = pytest.mark.gpu
+
+D = 32
+VARIANTS = [
+    {},
+    {"score": "sigmoid", "renormalize": False},
+    {"score": "sigmoid", "balance": "bias", "num_groups": 4, "top_groups": 2},
+]
+
+NAN_TOKEN = """
+import torch
+from comet.config import MoEConfig
+from comet.router import Router
+router = Router(MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2), device="cuda")
+tokens = torch.randn(5, 16, device="cuda")
+tokens[3, 1] = float("nan")
+router(tokens)
+print("forward returned", flush=True)
+torch.cuda.synchronize()
+print("not reached", flush=True)
+"""
+
+
+@contextmanager
+def no_host_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def make_case(changes: dict, num_tokens: int) -> tuple[Router, torch.Tensor]:
+    """Float64, so that the two devices' rounding never decides between experts."""
+    torch.manual_seed(0)
+    config = MoEConfig(hidden_size=D, ffn_size=16, num_experts=16, top_k=4, **changes)
+    return Router(config, dtype=torch.float64), torch.randn(num_tokens, D, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 500])
+def test_gpu_routes_like_the_cpu_without_waiting(changes: dict, num_tokens: int) -> None:
+    router, tokens = make_case(changes, num_tokens)
+    expected = router(tokens)
+    router, tokens = router.cuda(), tokens.cuda()
+    with no_host_synchronisation():
+        routing = router(tokens)
+        routing.stats.loss.backward()
+    assert torch.equal(routing.top_k_ids.cpu(), expected.top_k_ids)
+    assert torch.equal(routing.stats.expert_load.cpu(), expected.stats.expert_load)
+    torch.testing.assert_close(routing.top_k_weights.cpu(), expected.top_k_weights)
+    torch.testing.assert_close(routing.stats.loss.cpu(), expected.stats.loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ties_are_broken_like_on_the_cpu(dtype: torch.dtype) -> None:
+    router, tokens = make_case({}, 500)
+    with torch.no_grad():
+        router.weight.copy_(torch.randint(-1, 2, router.weight.shape))
+    router, tokens = router.to(dtype), tokens.sign().to(dtype)  # small integers: exact logits, full of ties
+    expected = router(tokens).top_k_ids
+    assert torch.equal(router.cuda()(tokens.cuda()).top_k_ids.cpu(), expected)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_forward_replays_in_a_cuda_graph(changes: dict) -> None:
+    router, tokens = make_case(changes, 64)
+    router, tokens = router.cuda(), tokens.cuda()
+    router(tokens)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        routing = router(tokens)
+    tokens.copy_(tokens.flip(0))
+    graph.replay()
+    expected = router(tokens)
+    assert torch.equal(routing.top_k_ids, expected.top_k_ids)
+    assert torch.equal(routing.top_k_weights, expected.top_k_weights)
+
+
+def test_non_finite_logits_end_the_process_at_its_next_synchronisation() -> None:
+    # In a process of its own: a failed device assertion leaves the CUDA context unusable.
+    child = subprocess.run([sys.executable, "-c", NAN_TOKEN], capture_output=True, text=True, timeout=300, check=False)
+    assert child.returncode != 0
+    assert "not reached" not in child.stdout
+    assert "router logits must be finite: look for NaN or Inf in tokens or router weight" in child.stderr

@@ -1,0 +1,124 @@
+"""A command line with the launcher's real ``main`` and small tasks that end in every way a job can end.
+
+Run as ``python tests/launch_app.py TASK [settings]``; the folder for notes is ``output_dir``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from comet.config import require
+from comet.errors import CommTimeoutError, UnavailableError
+from comet.launch.cli import main
+from comet.launch.distributed import LaunchContext
+from comet.launch.tasks import Task
+from comet.training.config import JobConfig
+
+FAILING_RANK = 1
+
+
+def note(config: JobConfig, context: LaunchContext) -> None:
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"pid.{context.rank}").write_text(str(os.getpid()))
+
+
+def add_ranks(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    total = torch.tensor([context.rank + 1])
+    dist.all_reduce(total)
+    if context.rank == 0:
+        print("a line before")
+        print(
+            json.dumps(
+                {
+                    "total": int(total),
+                    "world_size": context.world_size,
+                    "steps": config.train.steps,
+                    "ep": config.parallel.ep,
+                    "nodes": context.num_nodes,
+                    "threads": torch.get_num_threads(),
+                }
+            )
+        )
+
+
+def report_context(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    everything: list[object] = [None] * context.world_size
+    dist.all_gather_object(everything, (context.rank, context.node, context.local_rank, config.output_dir))
+    if context.rank == 0:
+        print(json.dumps(everything))
+
+
+def crash(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        raise KeyError("a bug of ours")
+    dist.barrier()
+
+
+def kill(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def refuse(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    require(False, f"seed={config.train.seed} must please everyone")
+
+
+def refuse_alone(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        raise UnavailableError("backend=nvshmem needs a package: pip install comet-moe[nvshmem]")
+    dist.barrier()
+
+
+def read_missing(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    Path("no/such/text.txt").read_text()
+
+
+def time_out(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        raise CommTimeoutError("rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)")
+    dist.barrier()
+
+
+def sleep(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    while True:
+        time.sleep(0.1)
+
+
+def deadlock(config: JobConfig, context: LaunchContext) -> None:
+    """Every rank waits for the next one inside C++, where Python sees no signal."""
+    note(config, context)
+    dist.recv(torch.zeros(1), src=(context.rank + 1) % context.world_size)
+
+
+def plain(arguments: list[str]) -> int:
+    print(arguments)
+    return len(arguments)
+
+
+FUNCTIONS = (
+    add_ranks, report_context, crash, kill, refuse, refuse_alone, read_missing, time_out, sleep, deadlock,
+)  # fmt: skip
+TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
+TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False)
+TASKS["gone"] = Task("a test", "launch_app_gone", "gone")
+
+if __name__ == "__main__":
+    raise SystemExit(main(tasks=TASKS, program=(__file__,)))

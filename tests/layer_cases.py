@@ -1,0 +1,160 @@
+"""Cases and the oracle for whole-layer tests: every rank's inputs follow from one seed, so any rank knows them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.layout import ExpertLayout
+from comet.reference import reference_experts
+
+MASKED = -1
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One layer call on all ranks; ``num_tokens`` has one entry per rank."""
+
+    name: str
+    ep: int
+    tp: int
+    num_tokens: tuple[int, ...]
+    num_experts: int = 4
+    top_k: int = 2
+    hidden_size: int = 32
+    ffn_size: int = 32
+    routing: str = "uniform"
+    dtype: torch.dtype = torch.float32
+    num_phases: int = 2
+    num_panels: int = 2
+    block_rows: int = 16
+    seed: int = 0
+    calls: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return self.ep * self.tp
+
+    @property
+    def config(self) -> MoEConfig:
+        """The layer's configuration."""
+        return MoEConfig(
+            hidden_size=self.hidden_size, ffn_size=self.ffn_size, num_experts=self.num_experts, top_k=self.top_k
+        )
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """EP and TP."""
+        return ParallelConfig(ep=self.ep, tp=self.tp)
+
+    @property
+    def overlap(self) -> OverlapConfig:
+        """Small tiles, so that small inputs make several."""
+        return OverlapConfig(
+            comm_blocks=2, num_phases=self.num_phases, num_panels=self.num_panels, block_rows=self.block_rows
+        )
+
+    def with_seed(self, seed: int) -> LayerCase:
+        """The same case with other numbers."""
+        return replace(self, seed=seed)
+
+
+@dataclass(frozen=True)
+class RankInputs:
+    """What one rank passes to the layer, and the gradient that comes back to its output."""
+
+    tokens: Tensor
+    top_k_ids: Tensor
+    top_k_weights: Tensor
+    grad_output: Tensor
+
+
+def rank_inputs(case: LayerCase, rank: int, call: int = 0) -> RankInputs:
+    """The inputs of ``rank`` in the ``call``-th call of ``case``."""
+    generator = torch.Generator().manual_seed(case.seed * 7919 + call * 101 + rank)
+    tokens = case.num_tokens[rank]
+    ids = torch.rand(tokens, case.num_experts, generator=generator).argsort(dim=1)[:, : case.top_k].to(torch.int32)
+    if case.routing == "one":
+        ids = torch.full_like(ids, MASKED)
+        ids[:, 0] = case.num_experts - 1
+    elif case.routing == "masked":
+        ids[torch.rand(ids.shape, generator=generator) < 0.4] = MASKED
+    elif case.routing == "first_half":
+        ids = ids % max(1, case.num_experts // 2)
+    x, grad = (torch.randn(tokens, case.hidden_size, generator=generator) for _ in range(2))
+    weights = torch.rand(tokens, case.top_k, generator=generator)
+    return RankInputs(x.to(case.dtype), ids, weights, grad.to(case.dtype))
+
+
+def full_weights(case: LayerCase) -> tuple[Tensor, Tensor]:
+    """w1 ``(E, 2, F, D)`` and w2 ``(E, D, F)`` of all experts."""
+    generator = torch.Generator().manual_seed(case.seed + 13)
+    w1 = torch.randn(case.num_experts, 2, case.ffn_size, case.hidden_size, generator=generator) / 4
+    w2 = torch.randn(case.num_experts, case.hidden_size, case.ffn_size, generator=generator) / 4
+    return w1.to(case.dtype), w2.to(case.dtype)
+
+
+def shard(case: LayerCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of full weights that ``rank`` owns: ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``."""
+    layout = ExpertLayout.create(case.config, case.parallel, rank)
+    experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    width = case.ffn_size // case.tp
+    columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+    return w1[experts, :, columns].contiguous(), w2[experts, :, columns].contiguous()
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Reference results of one rank: output and gradients of tokens, routing weights, and its weight shards."""
+
+    output: Tensor
+    grad_tokens: Tensor
+    grad_top_k: Tensor
+    grad_w1: Tensor
+    grad_w2: Tensor
+
+
+def oracle(case: LayerCase, rank: int, dtype: torch.dtype, call: int = 0) -> Oracle:
+    """The layer in one process: all ranks' tokens through all experts, in ``dtype``."""
+    w1, w2 = (weight.to(dtype).requires_grad_() for weight in full_weights(case))
+    mine = None
+    for source in range(case.world_size):
+        inputs = rank_inputs(case, source, call)
+        x = inputs.tokens.to(dtype).requires_grad_()
+        weights = inputs.top_k_weights.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        y = reference_experts(x, inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp)
+        y.backward(inputs.grad_output.to(dtype))
+        if source == rank:
+            mine = (y.detach(), x.grad, weights.grad)
+    assert mine is not None, f"rank={rank} is none of the {case.world_size} ranks of the case"
+    assert w1.grad is not None, "no gradient reached w1"
+    assert w2.grad is not None, "no gradient reached w2"
+    return Oracle(*mine, *shard(case, rank, w1.grad, w2.grad))
+
+
+def assert_as_close(actual: Tensor, exact: Tensor, same_dtype: Tensor, dtype: torch.dtype, what: str) -> None:
+    """The error to fp64 is at most twice that of plain torch in the same dtype, plus a rounding of the largest value.
+
+    In float32 four roundings: over a handful of elements plain torch's own error is luck. ``dtype`` is the one the
+    layer computes in: gradients of routing weights are float32 numbers made of products in that type.
+    """
+    error, allowed = (value.double() - exact.double() for value in (actual.cpu(), same_dtype))
+    if exact.numel() == 0:
+        assert actual.shape == exact.shape, what
+        return
+    roundings = 4 if dtype == torch.float32 else 1
+    rounding = roundings * torch.finfo(dtype).eps * float(exact.abs().max())
+    worst = int(error.abs().argmax())
+    limit = 2 * float(allowed.abs().max()) + rounding
+    assert torch.isfinite(actual).all(), f"{what}: not finite"
+    assert float(error.abs().max()) <= limit, (
+        f"{what}: error {float(error.abs().max()):.3e} > {limit:.3e} "
+        f"at element {worst} of shape {tuple(actual.shape)}: "
+        f"{float(actual.flatten()[worst])} instead of {float(exact.flatten()[worst])}"
+    )
+    rms, allowed_rms = (float(value.square().mean().sqrt()) for value in (error, allowed))
+    assert rms <= 2 * allowed_rms + rounding, f"{what}: RMS error {rms:.3e}, plain torch {allowed_rms:.3e}"

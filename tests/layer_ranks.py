@@ -1,0 +1,74 @@
+"""What each rank does in a whole-layer test."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+from layer_cases import LayerCase, assert_as_close, full_weights, oracle, rank_inputs, shard
+
+from comet.group import make_expert_group
+from comet.moe import MoE, make_moe
+
+
+def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
+    """The layer of ``case`` with its known weights."""
+    group = make_expert_group(
+        case.config,
+        case.parallel,
+        max_tokens=max(1, *case.num_tokens),
+        dtype=case.dtype,
+        device=device,
+        backend=backend,
+        timeout_s=60.0,
+    )
+    moe = make_moe(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
+    with torch.no_grad():
+        for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):
+            parameter.copy_(weight)
+    return moe
+
+
+def run_case(
+    rank: int, world_size: int, case: LayerCase, path: str, device: str = "cpu", delays: bool = False
+) -> list[torch.Tensor]:
+    """Forward and backward of every call against the oracle; returns the outputs."""
+    torch.use_deterministic_algorithms(device == "cpu")
+    moe = build_layer(case, rank, path, device)
+    sleeper, outputs = random.Random(rank + case.seed), []
+    for call in range(case.calls):
+        inputs = rank_inputs(case, rank, call)
+        if delays:
+            time.sleep(sleeper.random() * 0.05)
+        x = inputs.tokens.to(device).requires_grad_()
+        weights = inputs.top_k_weights.to(device).requires_grad_()
+        for parameter in moe.expert_parameters():
+            parameter.grad = None
+        y = moe.routed_experts(x, inputs.top_k_ids.to(device), weights)
+        if delays:
+            time.sleep(sleeper.random() * 0.05)
+        y.backward(inputs.grad_output.to(device))
+        moe.group.workspace.check()
+        outputs.append(y.detach().cpu())
+        _compare(moe, case, rank, call, y.detach(), x, weights)
+    moe.group.close()
+    return outputs
+
+
+def _compare(
+    moe: MoE, case: LayerCase, rank: int, call: int, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor
+) -> None:
+    exact, same = (oracle(case, rank, dtype, call) for dtype in (torch.float64, case.dtype))
+    for leaf in (x, weights, moe.w1, moe.w2):
+        assert leaf.grad is not None, f"{case.name}: an input of shape {tuple(leaf.shape)} has no gradient"
+    found = {
+        "output": (y, exact.output, same.output),
+        "grad_tokens": (x.grad, exact.grad_tokens, same.grad_tokens),
+        "grad_top_k_weights": (weights.grad, exact.grad_top_k, same.grad_top_k),
+        "grad_w1": (moe.w1.grad, exact.grad_w1, same.grad_w1),
+        "grad_w2": (moe.w2.grad, exact.grad_w2, same.grad_w2),
+    }
+    for what, (actual, truth, plain) in found.items():
+        where = f"{case.name}, seed {case.seed}, call {call}, rank {rank}: {what}"
+        assert_as_close(actual, truth, plain, case.dtype, where)

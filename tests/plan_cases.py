@@ -1,0 +1,280 @@
+"""Random routings with all the awkward cases, and a plan written as plain loops: the oracle of the torch twin."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comet.comm import Communicator, emulated_group
+from comet.config import OverlapConfig
+from comet.errors import CapacityError
+from comet.layout import ExpertLayout
+from comet.plan import Plan, begin_plan, plan_from_ids, routed_row_capacity
+from comet.workspace import Workspace, WorkspaceShape
+
+MAX_TOKENS = (128, 256, 384)
+ROUTINGS = ("uniform", "one expert", "few experts", "masked", "repeated")
+FIELDS = (
+    "send_token_ids", "send_counts", "send_rows", "recv_counts", "row_slots", "row_weights", "routed_row_ids",
+    "routed_slots", "segment_starts", "segment_counts", "tiles", "tile_starts", "status", "counters",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One geometry with the routing of every rank; ``ids`` and ``weights`` hold one (T_r, K) tensor per rank."""
+
+    num_experts: int
+    ep: int
+    tp: int
+    max_tokens: int
+    num_phases: int
+    block_rows: int
+    expert_capacity: int | None
+    max_routed_rows: int
+    ids: list[Tensor]
+    weights: list[Tensor]
+
+    @property
+    def top_k(self) -> int:
+        return self.ids[0].shape[1]
+
+    @property
+    def world_size(self) -> int:
+        return self.ep * self.tp
+
+    def layout(self, rank: int) -> ExpertLayout:
+        return ExpertLayout(num_experts=self.num_experts, top_k=self.top_k, ep=self.ep, tp=self.tp, rank=rank)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "overlap": OverlapConfig(num_phases=self.num_phases, block_rows=self.block_rows),
+            "expert_capacity": self.expert_capacity,
+            "max_routed_rows": self.max_routed_rows,
+        }
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """Ids and weights of all ranks, (W, M, K), padded with -1 and 0."""
+        ids = torch.full((self.world_size, self.max_tokens, self.top_k), -1, dtype=torch.int32)
+        weights = torch.zeros(ids.shape)
+        for rank, (own, weight) in enumerate(zip(self.ids, self.weights, strict=True)):
+            ids[rank, : len(own)] = own
+            weights[rank, : len(own)] = weight
+        return ids, weights
+
+
+def random_case(
+    seed: int,
+    ep: int,
+    tp: int,
+    *,
+    num_experts: int | None = None,
+    top_k: int | None = None,
+    max_tokens: int | None = None,
+) -> Case:
+    """A case drawn from ``seed``; what is not given is drawn too, with extremes more often than chance has them."""
+    draw = random.Random(seed)
+    world_size = ep * tp
+    num_experts = num_experts or ep * draw.choice((1, 2, 3, 8, 20))
+    top_k = top_k or draw.choice((1, min(2, num_experts), min(6, num_experts), min(num_experts, 32)))
+    max_tokens = max_tokens or draw.choice(MAX_TOKENS)
+    counts = [draw.choice((0, 1, 127, 128, draw.randint(0, max_tokens), max_tokens)) for _ in range(world_size)]
+    ids = [_ids(draw, min(count, max_tokens), num_experts, top_k) for count in counts]
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.rand(len(own), top_k, generator=generator) for own in ids]
+    num_phases = draw.randint(2, world_size) if world_size > 1 else 1
+    block_rows = draw.choice((16, 32, 64, 128))
+    layout = ExpertLayout(num_experts=num_experts, top_k=top_k, ep=ep, tp=tp, rank=0)
+    # A repeated expert needs up to K rows per token; e = K makes room for them.
+    enough = routed_row_capacity(layout, max_tokens, block_rows, None)
+    repeated = block_rows * -(-world_size * max_tokens * top_k // block_rows)
+    mean = sum(len(own) for own in ids) * top_k // num_experts
+    return Case(
+        num_experts=num_experts,
+        ep=ep,
+        tp=tp,
+        max_tokens=max_tokens,
+        num_phases=num_phases,
+        block_rows=block_rows,
+        expert_capacity=draw.choice((None, None, 1, 7, mean + 1)),
+        max_routed_rows=draw.choice((enough + repeated, enough + repeated, block_rows, 5 * block_rows)),
+        ids=ids,
+        weights=weights,
+    )
+
+
+def _ids(draw: random.Random, num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    kind = draw.choice(ROUTINGS)
+    generator = torch.Generator().manual_seed(draw.getrandbits(40))
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k].int()
+    if kind == "one expert":
+        ids[:] = -1
+        ids[:, draw.randrange(top_k)] = draw.randrange(num_experts)
+    elif kind == "few experts":
+        ids[ids >= max(1, num_experts // 3)] = -1
+    elif kind == "masked":
+        ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    elif kind == "repeated":
+        ids[:, -1] = ids[:, 0]
+    return ids
+
+
+def oracle(case: Case, rank: int) -> dict[str, Any]:
+    """The plan of one rank as lists and loops, straight from the words of ``comet.plan``."""
+    layout, num_ranks, size = case.layout(rank), case.world_size, case.max_tokens
+    ids, weights = (tensor.tolist() for tensor in case.gathered())
+    mine = range(layout.first_expert, layout.first_expert + layout.experts_local)
+    goes = [[{r for i in slots if i >= 0 for r in layout.ranks_of_expert(i)} for slots in tokens] for tokens in ids]
+
+    sends = [[token for token in range(size) if target in goes[rank][token]] for target in range(num_ranks)]
+    send_rows = [[-1] * num_ranks for _ in range(size)]
+    send_token_ids = [[-1] * size for _ in range(num_ranks)]
+    for target, tokens in enumerate(sends):
+        for i, token in enumerate(tokens):
+            place = token if target == rank else i
+            send_rows[token][target] = place
+            send_token_ids[target][place] = token
+
+    received = [[token for token in range(size) if rank in goes[source][token]] for source in range(num_ranks)]
+    phases = [_phase(source, rank, num_ranks, case.num_phases) for source in range(num_ranks)]
+    segments: list[list[tuple[int, int, int, float]]] = [[] for _ in range(layout.experts_local)]
+    taken, dropped = dict.fromkeys(mine, 0), 0
+    for source in range(num_ranks):
+        for i, token in enumerate(received[source]):
+            row = source * size + (token if source == rank else i)
+            for slot, expert in enumerate(ids[source][token]):
+                if expert not in mine:
+                    continue
+                if taken[expert] == case.expert_capacity:
+                    dropped += 1
+                    continue
+                taken[expert] += 1
+                routed = (phases[source], row, slot, weights[source][token][slot])
+                segments[expert - layout.first_expert].append(routed)
+    tables = _tables(case, [sorted(rows, key=lambda routed: routed[0]) for rows in segments])
+    tables["status"] = [tables["status"][0], dropped, *tables["status"][1:]]
+    return tables | {
+        "send_token_ids": send_token_ids,
+        "send_rows": send_rows,
+        "send_counts": [len(tokens) for tokens in sends],
+        "recv_counts": [len(tokens) for tokens in received],
+        "counters": [0] * 128,
+    }
+
+
+def _phase(source: int, rank: int, num_ranks: int, num_phases: int) -> int:
+    ring = [(rank + hop) % num_ranks for hop in range(1, num_ranks)]
+    parts: list[list[int]] = [[rank]]
+    for part in range(num_phases - 1):
+        width = len(ring) // (num_phases - 1 - part) + (len(ring) % (num_phases - 1 - part) > 0)
+        parts.append(ring[:width])
+        ring = ring[width:]
+    return next(phase for phase, sources in enumerate(parts) if source in sources)
+
+
+def _tables(case: Case, segments: list[list[tuple[int, int, int, float]]]) -> dict[str, Any]:
+    limit, block = case.max_routed_rows, case.block_rows
+    routed_row_ids, routed_slots = [-1] * limit, [-1] * limit
+    row_slots = [[-1] * case.top_k for _ in range(case.world_size * case.max_tokens)]
+    row_weights = [[0.0] * case.top_k for _ in row_slots]
+    starts, counts, start = [], [], 0
+    tiles: list[list[list[int]]] = [[] for _ in range(case.num_phases)]
+    for expert, rows in enumerate(segments):
+        starts.append(min(start, limit))
+        counts.append(max(0, min(len(rows), limit - start)))
+        for position, (_, row, slot, weight) in enumerate(rows[: counts[-1]]):
+            routed = start + position
+            routed_row_ids[routed], routed_slots[routed] = row, slot
+            row_slots[row][slot], row_weights[row][slot] = routed, weight
+        for first in range(0, counts[-1], block):
+            valid = min(block, counts[-1] - first)
+            phase = rows[first + valid - 1][0]
+            tiles[phase].append([expert, start + first, valid, phase])
+        start += -(-len(rows) // block) * block
+    table = [tile for part in tiles for tile in part]
+    tile_starts = [sum(len(part) for part in tiles[:phase]) for phase in range(case.num_phases + 1)]
+    return {
+        "row_slots": row_slots,
+        "row_weights": row_weights,
+        "routed_row_ids": routed_row_ids,
+        "routed_slots": routed_slots,
+        "segment_starts": [*starts, min(start, limit)],
+        "segment_counts": counts,
+        "tiles": table + [[0, 0, 0, 0]] * (limit // block - len(table)),
+        "tile_starts": tile_starts,
+        "status": [start, int(start > limit), 0],
+    }
+
+
+def used_part(plan: Plan, field: str) -> Tensor:
+    """What is specified of a field: kernels leave routed rows and tiles past the used ones as they were."""
+    tensor = getattr(plan, field)
+    if field in ("routed_row_ids", "routed_slots"):
+        return tensor[: plan.segment_starts[-1]]
+    return tensor[: plan.tile_starts[-1]] if field == "tiles" else tensor
+
+
+def assert_same_plan(plan: Plan, expected: Plan, hint: str) -> None:
+    """Every specified element of every field is equal, bit for bit."""
+    for field in FIELDS:
+        ours, theirs = getattr(plan, field), getattr(expected, field)
+        assert ours.dtype == theirs.dtype, f"{hint}: dtype of {field}"
+        assert ours.shape == theirs.shape, f"{hint}: shape of {field}"
+        ours, theirs = used_part(plan, field).cpu(), used_part(expected, field)
+        assert torch.equal(ours, theirs), f"{hint}: {field} differs first at {(ours != theirs).nonzero()[0].tolist()}"
+
+
+def twin_plan(case: Case, rank: int) -> Plan:
+    """The torch twin's plan of one rank."""
+    ids, weights = case.gathered()
+    return plan_from_ids(ids, weights, case.layout(rank), num_tokens=len(case.ids[rank]), **case.arguments)
+
+
+def workspace(case: Case, comm: Communicator, *, extra_top_k: int = 0) -> Workspace:
+    """A pool for the case, made for layers of up to ``extra_top_k`` more experts per token."""
+    shape = WorkspaceShape(
+        world_size=case.world_size,
+        max_tokens=case.max_tokens,
+        hidden_size=16,
+        top_k=case.top_k + extra_top_k,
+        dtype=torch.float32,
+    )
+    return Workspace(comm, shape)
+
+
+def plan_all_ranks(case: Case, device: str, *, epochs: int, use_kernels: bool = True) -> list[list[Plan]]:
+    """Plans of all ranks, played by this process: all begin before the first finishes; the same routing every epoch."""
+    pools = [workspace(case, comm, extra_top_k=case.top_k % 3) for comm in emulated_group(case.world_size, device)]
+    plans = []
+    for epoch in range(1, epochs + 1):
+        finishes = [
+            begin_plan(
+                case.ids[rank].to(device),
+                case.weights[rank].to(device),
+                case.layout(rank),
+                pool,
+                use_kernels=use_kernels,
+                **case.arguments,
+            )
+            for rank, pool in enumerate(pools)
+        ]
+        plans.append([finish() for finish in finishes])
+        assert [int(pool.epoch) for pool in pools] == [epoch] * case.world_size
+        for pool, plan in zip(pools, plans[-1], strict=True):
+            check_pool(pool, plan, use_kernels)
+    return plans
+
+
+def check_pool(pool: Workspace, plan: Plan, use_kernels: bool) -> None:
+    """No spin was late, and the kernels told the pool if Q was too small."""
+    if use_kernels and plan.status[2]:
+        with pytest.raises(CapacityError, match=f"needs {int(plan.status[0])} routed rows"):
+            pool.check()
+        pool.fault.zero_()
+    pool.check()

@@ -1,0 +1,55 @@
+"""Small training jobs for the tests of model, loop and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.group import ExpertGroup, make_expert_group
+from comet.models.config import ModelConfig
+from comet.models.gpt import GPT
+from comet.training.config import DataConfig, JobConfig, TrainConfig
+
+CPU = torch.device("cpu")
+MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+MODEL = ModelConfig(
+    name="test", context=32, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, dense_layers=0, moe=MOE
+)
+TRAIN = TrainConfig(steps=6, batch_size=4, lr=1e-2, warmup_steps=2, eval_batches=3, sample_bytes=5)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the launcher would say about this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+
+
+def make_text(folder: Path) -> Path:
+    """A text with enough structure to be learned at once."""
+    path = folder / "text.txt"
+    path.write_bytes(b"".join(b"%d times %d is %d\n" % (a, b, a * b) for a in range(40) for b in range(40)))
+    return path
+
+
+def make_job(folder: Path, *, model: ModelConfig = MODEL, ep: int = 1, tp: int = 1, **changes: object) -> JobConfig:
+    """A job on ``make_text``; ``changes`` are fields of ``TrainConfig`` or of ``JobConfig``."""
+    of_train = {name: value for name, value in changes.items() if hasattr(TRAIN, name)}
+    of_job = {name: value for name, value in changes.items() if name not in of_train}
+    settings: dict = {"output_dir": str(folder / "out"), "data": DataConfig(path=str(make_text(folder))), **of_job}
+    return JobConfig(model=model, parallel=ParallelConfig(ep=ep, tp=tp), train=replace(TRAIN, **of_train), **settings)
+
+
+def make_model(
+    model: ModelConfig = MODEL, *, ep: int = 1, tp: int = 1, max_tokens: int = 256, seed: int = 0, path: str = "auto"
+) -> tuple[GPT, ExpertGroup]:
+    """A model on this process's ranks, with its group."""
+    group = make_expert_group(
+        model.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=max_tokens, dtype=torch.float32, device="cpu"
+    )
+    return GPT(model, group, path=path, seed=seed), group
