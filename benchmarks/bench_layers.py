@@ -35,7 +35,7 @@ from timing import max_over_ranks, time_interleaved
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
-from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
 GRID = {"comm_blocks": (8, 16, 32, 64), "num_panels": (2, 4, 8), "num_phases": (2, 4)}
@@ -164,3 +164,4 @@ def main(command_line: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    leave(0)

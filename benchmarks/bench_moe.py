@@ -44,7 +44,7 @@ from timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_
 from torch import Tensor
 
 from comet.config import OverlapConfig, ParallelConfig, require
-from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 
 # Largest deviation from the plain path, relative to its root mean square, that rounding can explain.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
@@ -240,3 +240,4 @@ def main(command_line: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    leave(0)

@@ -28,7 +28,14 @@ from tqdm import tqdm
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.config import Path as MoEPath
 from comet.group import ExpertGroup, make_expert_group
-from comet.launch.distributed import LaunchContext, current_context, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import (
+    LaunchContext,
+    current_context,
+    leave,
+    open_store,
+    process_group,
+    started_by_torchrun,
+)
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.training.config import DataConfig, TrainConfig, TrainDtype
@@ -189,4 +196,4 @@ def _now(device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -109,7 +109,7 @@ def _run_with_ranks(task: Task, words: Sequence[str], options: argparse.Namespac
     if started_by_torchrun() and not options.dry_run:
         from comet.launch.rank import run_rank
 
-        return run_rank(task, options.overrides, options.traceback)
+        run_rank(task, options.overrides, options.traceback)
     container = compose(options.overrides)
     num_gpus = torch.cuda.device_count()
     num_ranks = default_ranks(container, num_gpus)

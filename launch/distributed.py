@@ -149,7 +149,11 @@ def process_group(context: LaunchContext, store: dist.Store) -> Iterator[None]:
 
 
 def leave(status: int) -> NoReturn:
-    """End a failed rank now: no background thread of a half-broken process group may keep it alive."""
+    """End this rank now, without the shutdown of the interpreter.
+
+    Background threads of a half-broken process group would keep a failed rank alive, and those of a sound one may still
+    be dropping a finished collective: one that needs the interpreter while it shuts down aborts the process.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

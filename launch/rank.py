@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -25,16 +25,13 @@ from comet.training.config import JobConfig
 SETTINGS_KEY = "comet/settings"
 
 
-def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> int:
-    """Run a task as the rank this process was started as.
+def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoReturn:
+    """Run a task as the rank this process was started as, and end the process with the status of its outcome.
 
     Args:
         task: What to run; returning normally means success.
         overrides: Hydra overrides; read by rank 0 only.
         with_traceback: Print the traceback of errors of the user as well.
-
-    Returns:
-        0. A rank that failed does not return: the process ends with the status of its failure.
     """
     end_with_supervisor()
     context = current_context()
@@ -45,9 +42,7 @@ def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> int:
             leave(STATUS_USER)
         with process_group(context, store):
             task.load()(config, context)
-    if outcome.status:
-        leave(outcome.status)
-    return 0
+    leave(outcome.status)
 
 
 def share_config(context: LaunchContext, store: dist.Store, overrides: Sequence[str]) -> JobConfig | None:

@@ -5,6 +5,7 @@ Run as ``python tests/launch_app.py TASK [settings]``; the folder for notes is `
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -48,6 +49,12 @@ def add_ranks(config: JobConfig, context: LaunchContext) -> None:
                 }
             )
         )
+
+
+def shut_down_badly(config: JobConfig, context: LaunchContext) -> None:
+    """Leaves what aborts an interpreter that shuts down, as a thread of a process group now and then does."""
+    atexit.register(os.abort)
+    add_ranks(config, context)
 
 
 def report_context(config: JobConfig, context: LaunchContext) -> None:
@@ -114,7 +121,8 @@ def plain(arguments: list[str]) -> int:
 
 
 FUNCTIONS = (
-    add_ranks, report_context, crash, kill, refuse, refuse_alone, read_missing, time_out, sleep, deadlock,
+    add_ranks, shut_down_badly, report_context, crash, kill, refuse, refuse_alone, read_missing, time_out, sleep,
+    deadlock,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
 TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False)

@@ -109,6 +109,12 @@ def test_ranks_run_and_the_last_line_is_rank_0s(tmp_path):
     assert all_gone(rank_pids(tmp_path, 2))
 
 
+def test_a_rank_that_is_done_skips_the_shutdown_of_the_interpreter(tmp_path):
+    status, out, err = run("shut_down_badly", f"output_dir={tmp_path}")
+    assert (status, err) == (0, [])
+    assert json.loads(out[-1])["total"] == 3
+
+
 TINY = (
     "model.hidden_size=32", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
     "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0",
