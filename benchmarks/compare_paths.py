@@ -21,7 +21,7 @@ from typing import get_args
 
 import torch
 import torch.distributed as dist
-from curves import Curve, Verdict, as_record, draw, early_tolerance, format_table, judge, write_csv
+from curves import Curve, Verdict, as_record, draw, early_tolerance, format_table, judge, pairwise, write_csv
 from torch import Tensor
 from tqdm import tqdm
 
@@ -115,6 +115,7 @@ def report(
         "steps": arguments.steps,
         "command": " ".join(sys.argv),
         "early_tolerance": early_tolerance(dtype),
+        "early_differences": pairwise(curves, dtype),
         "paths": {path: as_record(curve, verdicts[path]) for path, curve in curves.items()},
         "within_tolerance": all(verdict.within_tolerance for verdict in verdicts.values()),
     }

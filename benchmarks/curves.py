@@ -2,9 +2,11 @@
 
 **Tolerance.** Paths round in different places, and training amplifies a difference from step to step, so the rule has
 two parts, both relative to the loss of the first path. In each of the first ``EARLY_STEPS`` steps a loss may differ by
-a quarter of the epsilon of the dtype, or by 256 epsilons of float32, in which the loss is computed, if that is more:
-2.0e-3 for bfloat16, 3.1e-5 for float32. Over the whole run, means of ``WINDOW_STEPS`` steps may differ by 1 %. The
-first loss says nothing (the head starts at zero: ln 256 for every path and seed), the second one is the first to tell.
+a quarter of the epsilon of the dtype (2.0e-3 for bfloat16), or, if that is more, by 9.0e-5: twice what the plain path
+and the reference, both plain torch, differ by in float32 (4.5e-5 on two H200, default model). Over the whole run, means
+of ``WINDOW_STEPS`` steps may differ by 1 %. The first loss says nothing (the head starts at zero: ln 256 for every path
+and seed), the second one is the first to tell. ``pairwise`` lists the early difference of every two paths, so that
+each run shows how far apart those two are.
 
 For scale, early steps on two CPU ranks. Default model of ``compare_paths.py``, 2 sequences per rank: bfloat16 paths
 differ by up to 3e-4, another seed by 2e-1. Two layers of hidden size 64: bfloat16 paths by 2e-4, float32 paths by 1e-7;
@@ -18,12 +20,13 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 
-EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32_EPSILONS = 20, 0.25, 256
+EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32 = 20, 0.25, 2 * 4.5e-5
 WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.01
 HEADER = ("path", "first loss", "last loss", "max |diff|", "mean |diff|", "tokens/s", "within tolerance")
 
@@ -62,7 +65,7 @@ class Verdict:
 
 def early_tolerance(dtype: torch.dtype) -> float:
     """Part of the loss by which one of the first ``EARLY_STEPS`` steps may differ; bfloat16: 0.25 * 2**-7 = 2.0e-3."""
-    return max(EARLY_EPSILONS * torch.finfo(dtype).eps, EARLY_FLOAT32_EPSILONS * torch.finfo(torch.float32).eps)
+    return max(EARLY_EPSILONS * torch.finfo(dtype).eps, EARLY_FLOAT32)
 
 
 def judge(losses: Sequence[float], wanted: Sequence[float], dtype: torch.dtype) -> Verdict:
@@ -91,6 +94,18 @@ def judge(losses: Sequence[float], wanted: Sequence[float], dtype: torch.dtype) 
         window_difference=window,
         within_tolerance=early <= early_tolerance(dtype) and window <= WINDOW_TOLERANCE,
     )
+
+
+def pairwise(curves: Mapping[str, Curve], dtype: torch.dtype) -> dict[str, float | None]:
+    """Early difference of every two paths, relative to the earlier one's loss; ``None`` where it is not finite.
+
+    Example: paths a, b, c with one loss each, 2.0, 1.0 and 3.0: ``{"a-b": 0.5, "a-c": 0.5, "b-c": 2.0}``.
+    """
+    pairs = {
+        f"{first}-{second}": judge(curves[second].losses, curves[first].losses, dtype).early_difference
+        for first, second in combinations(curves, 2)
+    }
+    return {name: number if math.isfinite(number) else None for name, number in pairs.items()}
 
 
 def as_record(curve: Curve, verdict: Verdict) -> dict[str, Any]:

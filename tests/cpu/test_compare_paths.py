@@ -25,6 +25,7 @@ from curves import (
     early_tolerance,
     format_table,
     judge,
+    pairwise,
     write_csv,
 )
 from training_cases import make_text
@@ -44,7 +45,14 @@ def test_example_of_the_docstring() -> None:
 
 def test_tolerances_of_the_docstring() -> None:
     assert early_tolerance(torch.bfloat16) == 0.25 * 2**-7 == pytest.approx(2.0e-3, rel=0.03)
-    assert early_tolerance(torch.float32) == 2**-15 == pytest.approx(3.1e-5, rel=0.03)
+    assert early_tolerance(torch.float32) == 9.0e-5
+
+
+def test_pairs_of_the_docstring() -> None:
+    curves = {"a": Curve([2.0], 1.0), "b": Curve([1.0], 1.0), "c": Curve([3.0], 1.0)}
+    assert pairwise(curves, torch.float32) == {"a-b": 0.5, "a-c": 0.5, "b-c": 2.0}
+    curves["c"] = Curve([math.nan], 1.0)
+    assert pairwise(curves, torch.float32) == {"a-b": 0.5, "a-c": None, "b-c": None}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,6 +183,7 @@ def test_paths_agree_over_two_ranks(tmp_path: Path) -> None:
     about = [result[name] for name in ("task", "world_size", "ep", "tp", "device", "dtype", "steps")]
     assert about == ["compare_paths", 2, 2, 1, "cpu", "float32", 6]
     assert result["within_tolerance"]
+    assert result["early_differences"].keys() == {"twin-plain", "twin-reference", "plain-reference"}
     for path in result["paths"].values():
         assert path["first_loss"] == pytest.approx(math.log(256))
         assert path["last_loss"] < path["first_loss"] - 1e-3
