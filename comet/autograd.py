@@ -8,8 +8,9 @@ with the gradient that reaches it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from comet.settings import LayerSettings
 from comet.workspace import Workspace
 
 
-class Pieces(Protocol):
-    """What ``routed_experts`` runs on: a module of pieces (``comet.fused`` or ``comet.twin``) and its settings."""
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What ``routed_experts`` runs on: a module of pieces (``comet.fused`` or ``comet.twin``), pool and settings."""
 
     ops: ModuleType
     workspace: Workspace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
+from comet.tuner.choice import Resolver
+from comet.tuner.shared import shared_resolver
 from comet.workspace import Workspace, WorkspaceShape
 
 
@@ -27,6 +30,7 @@ class ExpertGroup:
         expert_data_group: The ranks that hold the same expert shard, one of each MoE group; ``None`` when alone.
         comm: Communicator over the MoE group.
         workspace: The pool all MoE layers share.
+        resolver: What a layer without a setting of its own asks for one.
     """
 
     parallel: ParallelConfig
@@ -36,6 +40,7 @@ class ExpertGroup:
     expert_data_group: ProcessGroup | None
     comm: Communicator
     workspace: Workspace
+    resolver: Resolver
 
     @property
     def rank(self) -> int:
@@ -70,6 +75,7 @@ def make_expert_group(
     device: torch.device | str,
     backend: Backend = "auto",
     timeout_s: float = 60.0,
+    profiles: Path | str | None = None,
 ) -> ExpertGroup:
     """Join the MoE group of this rank (collective over the world).
 
@@ -81,6 +87,8 @@ def make_expert_group(
         device: This rank's device.
         backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``.
         timeout_s: Deadline of every wait for another rank, in seconds.
+        profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
+            shipped with Comet only.
 
     Returns:
         The group, with symmetric memory allocated.
@@ -107,6 +115,7 @@ def make_expert_group(
         expert_data_group=expert_data_group,
         comm=comm,
         workspace=workspace,
+        resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
     )
 
 

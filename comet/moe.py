@@ -26,8 +26,9 @@ class MoE(nn.Module):
         config: Shape and routing.
         group: The ranks that share the experts, and their memory.
         path: ``fused`` (Triton kernels), ``twin`` (the same plan in plain torch, for CPUs), ``plain`` (all-to-all and
-            grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU, twin on a CPU.
-        overlap: Split and order of the fused kernels' work.
+            grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU, twin on a CPU,
+            plain where that was measured to be faster.
+        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
         seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model.
         param_dtype: Element type of the parameters; they are cast to the tokens' type in the forward pass.
 
@@ -49,7 +50,7 @@ class MoE(nn.Module):
         self.config = config
         self.group = group
         self.layout = group.layout(config)
-        self.experts: ExpertPath = make_path(path, config, group, overlap or OverlapConfig())
+        self.experts: ExpertPath = make_path(path, config, group, overlap)
         shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
         experts, width = self.layout.experts_local, config.ffn_size // self.layout.tp
         self.router = Router(config, device=group.device)

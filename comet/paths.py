@@ -9,7 +9,7 @@ from typing import Protocol, get_args
 
 from torch import Tensor
 
-from comet.autograd import routed_experts
+from comet.autograd import Pieces, routed_experts
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
@@ -17,6 +17,8 @@ from comet.plain import gather_reference_experts, plain_experts
 from comet.plan import Plan, make_plan, routed_row_capacity
 from comet.schedule import check_phases
 from comet.settings import LayerSettings
+from comet.tuner.choice import Resolved
+from comet.tuner.problem import Problem
 
 
 class ExpertPath(Protocol):
@@ -28,9 +30,23 @@ class ExpertPath(Protocol):
 
 
 class SymmetricPath:
-    """plan -> layer 0 -> layer 1 over symmetric memory, by Triton kernels or by their torch twins."""
+    """plan -> layer 0 -> layer 1 over symmetric memory, by Triton kernels or by their torch twins.
 
-    def __init__(self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig, *, use_kernels: bool) -> None:
+    Args:
+        config: Shape of the layer.
+        group: The ranks, and the pool.
+        overlap: Split and order of the work; ``None`` takes what was measured for the group's maximum of tokens, and
+            for each call as many comm blocks as were measured best for about its tokens. All else has to be equal on
+            all ranks, whose numbers of tokens may differ.
+        use_kernels: Triton kernels rather than their twins.
+    """
+
+    def __init__(
+        self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
+    ) -> None:
+        self.measured = group_problem(config, group) if overlap is None else None
+        self.resolver = group.resolver
+        overlap = layer_choice(config, group, overlap).setting or OverlapConfig()
         # A rank alone has no remote rows to wait for, whatever the setting.
         self.overlap = overlap if group.parallel.world_size > 1 else replace(overlap, num_phases=1)
         check_phases(self.overlap.num_phases, group.parallel.world_size)
@@ -46,7 +62,15 @@ class SymmetricPath:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """Plan, then layer 0 and layer 1; see ``ExpertPath``."""
-        return routed_experts(tokens, w1, w2, top_k_weights, self.plan(top_k_ids, top_k_weights), self)
+        pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
+        return routed_experts(tokens, w1, w2, top_k_weights, self.plan(top_k_ids, top_k_weights), pieces)
+
+    def settings_for(self, num_tokens: int) -> LayerSettings:
+        """The layer's settings, with the comm blocks measured for about so many tokens of this rank."""
+        if self.measured is None or self.resolver.store is None or not self.resolver.store.entries:
+            return self.settings
+        choice = self.resolver(replace(self.measured, num_tokens=num_tokens)).setting
+        return self.settings if choice is None else replace(self.settings, comm_blocks=choice.comm_blocks)
 
     def plan(self, top_k_ids: Tensor, top_k_weights: Tensor) -> Plan:
         """Who goes where, for ids and weights ``(T, K)`` (collective).
@@ -108,14 +132,35 @@ def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:
     return math.ceil(config.capacity_factor * routed / config.num_experts)
 
 
-def make_path(name: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig) -> ExpertPath:
-    """The path called ``name``; ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU.
+def group_problem(config: MoEConfig, group: ExpertGroup) -> Problem:
+    """The layer call all ranks of a group agree on: its configured maximum of tokens."""
+    shape = group.workspace.shape
+    return Problem.create(config, group.parallel, shape.max_tokens, shape.dtype)
+
+
+def layer_choice(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Resolved:
+    """The setting of a layer, equal on all ranks: the user's, else measured, else the default.
 
     Raises:
-        ValueError: If there is no such path, or it cannot honour the configuration.
+        ValueError: If the user's setting is impossible here; the message names the rule.
+    """
+    return group.resolver(group_problem(config, group), forced=overlap)
+
+
+def make_path(
+    name: Path | str, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None = None
+) -> ExpertPath:
+    """The path called ``name``.
+
+    ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU, or ``plain`` where that was measured to be faster.
+
+    Raises:
+        ValueError: If there is no such path, or it cannot honour the configuration or the setting.
     """
     if name == "auto":
         name = "fused" if group.device.type == "cuda" else "twin"
+        if config.capacity_factor is None and layer_choice(config, group, overlap).setting is None:
+            name = "plain"
     known = get_args(Path)
     require(name in known, f"path={name!r} must be 'auto' or one of {known}")
     if name in ("fused", "twin"):

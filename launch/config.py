@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from comet.config import ParallelConfig, require
+from comet.config import OverlapConfig, ParallelConfig, require
 from comet.launch.schema import build, schema_of
 from comet.training.config import JobConfig
 
@@ -35,9 +35,19 @@ class OpenParallel:
     tp: int = 1
 
 
+@dataclass
+class OpenOverlap:
+    """``overlap`` as the user writes it: open, a layer takes what was measured; what is given wins."""
+
+    comm_blocks: int | None = None
+    num_phases: int | None = None
+    num_panels: int | None = None
+    block_rows: int | None = None
+
+
 def job_schema() -> type:
-    """The schema of the whole command: ``JobConfig`` with an open ``ep``, and ``nproc``."""
-    job = schema_of(JobConfig, {ParallelConfig: OpenParallel})
+    """The schema of the whole command: ``JobConfig`` with open ``ep`` and ``overlap``, and ``nproc``."""
+    job = schema_of(JobConfig, {ParallelConfig: OpenParallel, OverlapConfig: OpenOverlap})
     return make_dataclass("CommandSchema", [("nproc", int | None, field(default=None))], bases=(job,), kw_only=True)
 
 
@@ -131,7 +141,7 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         world_size: Ranks in all; more than ep * tp of them train as data-parallel copies.
 
     Returns:
-        The configuration with ``ep`` filled in.
+        The configuration with ``ep`` filled in; ``overlap`` is ``None`` if none of its settings is given.
 
     Raises:
         ValueError: If a setting breaks a rule, or the ranks cannot be divided into groups of ep * tp.
@@ -142,7 +152,8 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
     if ep is None:
         require(world_size % tp == 0, f"world_size={world_size} must be a multiple of parallel.tp={tp}")
         ep = world_size // tp
-    job = build(JobConfig, {**values, "parallel": {"ep": ep, "tp": tp}})
+    overlap = {name: value for name, value in values["overlap"].items() if value is not None}
+    job = build(JobConfig, {**values, "parallel": {"ep": ep, "tp": tp}, "overlap": overlap or None})
     job.parallel.check(job.model.moe)
     group = job.parallel.world_size
     require(

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
-from comet.launch.config import compose, config_folder, default_ranks, make_job
+from comet.config import OverlapConfig
+from comet.launch.config import compose, default_ranks, make_job
 from comet.tuner import explain_facts, explain_text, propose, resolve
-from comet.tuner.job import job_problems, local_machine, open_store
+from comet.tuner.job import job_problems
+from comet.tuner.machine import Machine
 from comet.tuner.model import predict
+from comet.tuner.profile import ProfileStore
 
 
 def explain_job(arguments: Sequence[str]) -> int:
@@ -30,8 +33,8 @@ def explain_job(arguments: Sequence[str]) -> int:
     container = compose(arguments)
     job = make_job(container, default_ranks(container, torch.cuda.device_count()))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = local_machine(device)
-    store = open_store(job, machine, Path(config_folder()) / "profiles")
+    machine = Machine.of(device)
+    store = ProfileStore.open(Path(job.tune.profiles), machine.name, job.parallel.world_size)
     facts = []
     for problem in job_problems(job, device):
         found = store.lookup(problem)
@@ -40,7 +43,7 @@ def explain_job(arguments: Sequence[str]) -> int:
         known = {item.setting for item in predictions}
         measured = [item.setting for item in entry.measured if item.setting not in known] if entry else []
         predictions += [predict(problem, setting, machine) for setting in measured]
-        resolved = resolve(problem, store, machine)
+        resolved = resolve(problem, store, machine, forced=job.overlap, default=OverlapConfig())
         sys.stdout.write(explain_text(problem, predictions, resolved, entry) + "\n\n")
         facts.append(explain_facts(problem, predictions, resolved, entry))
     sys.stdout.write(json.dumps({"task": "explain", "profile": str(store.path), "points": facts}) + "\n")

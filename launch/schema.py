@@ -77,6 +77,8 @@ def _plain(hint: Any, replaced: Mapping[type, type]) -> Any:
     if origin is Literal:
         return str
     if origin in (Union, types.UnionType):
+        if opened := [replaced[argument] for argument in arguments if argument in replaced]:
+            return opened[0]  # a setting that may be left out as a whole: each of its fields may be left open
         return Union[tuple(_plain(argument, replaced) for argument in arguments)]  # noqa: UP007
     if origin is tuple:
         return list[_plain(arguments[0], replaced)]  # type: ignore[misc]

@@ -115,7 +115,8 @@ class JobConfig:
         output_dir: Folder of checkpoints, pictures and the metrics; made if missing.
         comm: Communicator.
         moe_path: How the MoE layers run (see ``comet.moe.MoE``).
-        overlap: Split and order of the fused kernels' work.
+        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
+            the default.
         data: The text.
         resume: ``None`` starts anew; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if there
             is one; otherwise a checkpoint, or the output folder of another run.
@@ -129,7 +130,7 @@ class JobConfig:
     output_dir: str
     comm: CommConfig = field(default_factory=CommConfig)
     moe_path: MoEPath = "auto"
-    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    overlap: OverlapConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)
     resume: str | None = None
     tune: TuneConfig = field(default_factory=TuneConfig)

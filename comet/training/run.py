@@ -74,6 +74,7 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
         device=context.device,
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
+        profiles=config.tune.profiles,
     )
     _check_same_text(corpus, group)
     with deterministic(context.device):

@@ -16,7 +16,7 @@ from comet.tuner.profile import ProfileKey, ProfileStore
 
 logger = logging.getLogger(__name__)
 
-Source = Literal["user", "profile", "nearest", "model"]
+Source = Literal["user", "profile", "nearest", "default", "model"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class Resolved:
     Args:
         setting: How the fused kernels share the work; ``None`` means that the plain path is faster.
         source: ``user`` (given explicitly), ``profile`` (measured for this key), ``nearest`` (measured for another
-            number of tokens) or ``model``.
+            number of tokens), ``default`` or ``model``.
     """
 
     setting: OverlapConfig | None
@@ -34,7 +34,12 @@ class Resolved:
 
 
 def resolve(
-    problem: Problem, store: ProfileStore | None, machine: Machine, *, forced: OverlapConfig | None = None
+    problem: Problem,
+    store: ProfileStore | None,
+    machine: Machine,
+    *,
+    forced: OverlapConfig | None = None,
+    default: OverlapConfig | None = None,
 ) -> Resolved:
     """Choose a setting; pure: it neither logs nor remembers (see ``Resolver``).
 
@@ -43,6 +48,7 @@ def resolve(
         store: Measurements; ``None`` if there are none.
         machine: For the model, and for what is possible.
         forced: A setting the user gave; it always wins.
+        default: What to take where nothing was measured; ``None`` asks the model.
 
     Returns:
         The choice.
@@ -60,6 +66,8 @@ def resolve(
         setting = entry.winner.setting
         if setting is None or _is_possible(setting, problem, machine):
             return Resolved(setting=setting, source="profile" if exact else "nearest")
+    if default is not None:
+        return Resolved(setting=default, source="default")
     return Resolved(setting=propose(problem, machine)[0].setting, source="model")
 
 
@@ -92,18 +100,21 @@ class Resolver:
     Args:
         store: Measurements, or ``None``.
         machine: This machine.
+        default: What to take where nothing was measured; ``None`` asks the model.
     """
 
-    def __init__(self, store: ProfileStore | None, machine: Machine) -> None:
+    def __init__(self, store: ProfileStore | None, machine: Machine, *, default: OverlapConfig | None = None) -> None:
         self.store = store
         self.machine = machine
+        self.default = default
         self._choices: dict[tuple[ProfileKey, OverlapConfig | None], Resolved] = {}
 
     def __call__(self, problem: Problem, *, forced: OverlapConfig | None = None) -> Resolved:
         """The choice for ``problem``; raises as ``resolve`` does."""
         key = ProfileKey.create(problem, self.machine.name)
         if (key, forced) not in self._choices:
-            choice = resolve(replace(problem, num_tokens=key.tokens), self.store, self.machine, forced=forced)
+            bucket = replace(problem, num_tokens=key.tokens)
+            choice = resolve(bucket, self.store, self.machine, forced=forced, default=self.default)
             self._choices[key, forced] = choice
             logger.info(
                 "E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",

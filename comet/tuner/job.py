@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,11 +17,11 @@ from comet.training.config import JobConfig
 from comet.training.run import RankContext, activation_dtype
 from comet.tuner.choice import resolve
 from comet.tuner.explain import explain_facts, explain_text
-from comet.tuner.machine import H200, Machine
+from comet.tuner.machine import Machine
 from comet.tuner.measure import measure_layer
 from comet.tuner.model import propose
 from comet.tuner.problem import Problem
-from comet.tuner.profile import ProfileStore, profile_path
+from comet.tuner.profile import ProfileStore
 from comet.tuner.tune import tune
 
 
@@ -40,7 +39,7 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         ValueError: If no candidate of a point runs, or a setting breaks its rule.
     """
     points = job_problems(config, context.device)
-    machine = local_machine(context.device)
+    machine = Machine.of(context.device)
     group = make_expert_group(
         config.model.moe,
         config.parallel,
@@ -50,7 +49,7 @@ def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
     )
-    store = open_store(config, machine)
+    store = ProfileStore.open(Path(config.tune.profiles), machine.name, config.parallel.world_size)
     facts = [_tune_point(point, machine, store, group, config.tune.rounds) for point in points]
     group.close()
     regrets = [point["regret"] for point in facts if point["regret"] is not None]
@@ -66,21 +65,6 @@ def job_problems(config: JobConfig, device: torch.device) -> list[Problem]:
     dtype = activation_dtype(config.train.dtype, device)
     tokens = config.tune.tokens or (config.train.batch_size * config.model.context,)
     return [Problem.create(config.model.moe, config.parallel, num, dtype) for num in dict.fromkeys(tokens)]
-
-
-def local_machine(device: torch.device) -> Machine:
-    """The H200's rates under this device's name and number of SMs; measurements correct what does not fit."""
-    if device.type != "cuda":
-        return replace(H200, name=device.type)
-    properties = torch.cuda.get_device_properties(device)
-    return replace(H200, name=properties.name, num_sms=properties.multi_processor_count)
-
-
-def open_store(config: JobConfig, machine: Machine, shipped: Path | None = None) -> ProfileStore:
-    """The profile store of this machine and number of ranks; ``shipped`` is the package's folder of profiles."""
-    name = profile_path(Path(), machine.name, config.parallel.world_size)
-    path = Path(config.tune.profiles) / name
-    return ProfileStore.load(path, machine.name, None if shipped is None else shipped / name)
 
 
 def _tune_point(

@@ -83,6 +83,14 @@ class Machine:
         ascending = all(list(column) == sorted(set(column)) and column[0] > 0 for column in (blocks, rates))
         require(ascending, f"push_gbs={self.push_gbs} must ascend in comm blocks and in rate, from above 0")
 
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        """The H200's rates under a device's name and number of SMs; measurements correct what does not fit."""
+        if device.type != "cuda":
+            return cls(name=device.type)
+        properties = torch.cuda.get_device_properties(device)
+        return cls(name=properties.name, num_sms=properties.multi_processor_count)
+
     def push_rate(self, comm_blocks: int) -> float:
         """GB/s that ``comm_blocks`` push beside a GEMM: linear between the measured points, flat past the last.
 

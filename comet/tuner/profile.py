@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,18 @@ class ProfileStore:
                 if trouble:
                     logger.warning("profile %s: %s; ignored, to be measured again", source, trouble)
         return cls(path, device, entries)
+
+    @classmethod
+    def open(cls, folder: Path | None, device: str, world_size: int) -> ProfileStore:
+        """The store of a machine: its file in ``folder``, and under it the one shipped with Comet, if any.
+
+        Without a folder there is nothing but the shipped file, and ``put`` must not be called.
+        """
+        shipped = Path(str(files("comet.configs"))) / "profiles"
+        name = profile_path(Path(), device, world_size)
+        if folder is None:
+            return cls.load(shipped / name, device)
+        return cls.load(folder / name, device, shipped / name)
 
     def lookup(self, problem: Problem) -> tuple[ProfileEntry, bool] | None:
         """The entry for a problem and whether it is exact.

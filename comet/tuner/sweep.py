@@ -66,7 +66,7 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
     Returns:
         Distinct points; 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phases: 24.
     """
-    sweep, overlap = job.sweep, job.overlap
+    sweep, overlap = job.sweep, job.overlap or OverlapConfig()
     layers = models or {job.model.name: job.model.moe}
     layouts = [ParallelConfig(ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)

@@ -19,7 +19,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
 from comet.training.run import RankContext, activation_dtype
-from comet.tuner.job import local_machine
+from comet.tuner.machine import Machine
 from comet.tuner.measure import measure_layer
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured
@@ -48,7 +48,7 @@ def run_sweep(
     Raises:
         ValueError: If a setting breaks its rule or the CSV file cannot be read. A point that fails is no error.
     """
-    dtype, device = str(activation_dtype(job.train.dtype, context.device)), local_machine(context.device).name
+    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
     folder = Path(job.output_dir if job.resume in (None, "auto") else str(job.resume))
     log = SweepLog(folder / CSV_NAME)
 

@@ -62,7 +62,7 @@ def test_every_choice_of_every_group_is_valid():
 
 
 def test_settings_left_out_of_yaml_come_from_the_dataclasses():
-    assert job_of().overlap == OverlapConfig()
+    assert job_of().overlap is None
     assert job_of("overlap.num_panels=2").overlap == OverlapConfig(num_panels=2)
 
 

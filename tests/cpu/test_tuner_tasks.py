@@ -24,7 +24,7 @@ def test_tune_then_explain(tmp_path: Path) -> None:
     status, lines, errors = comet("explain", *settings)
     assert status == 0, errors
     before = json.loads(lines[-1])
-    assert [point["source"] for point in before["points"]] == ["model", "model"]
+    assert [point["source"] for point in before["points"]] == ["default", "default"]
 
     status, lines, errors = comet("tune", "tune.rounds=2", *settings)
     assert status == 0, errors
@@ -44,7 +44,7 @@ def test_tune_then_explain(tmp_path: Path) -> None:
     status, lines, errors = comet("explain", *settings[:1], "tune.tokens=[48,9,100000]", "parallel.ep=2")
     assert status == 0, errors
     after = json.loads(lines[-1])["points"]
-    assert [point["source"] for point in after] == ["profile", "profile", "model"]
+    assert [point["source"] for point in after] == ["profile", "profile", "default"]
     assert [point["chosen"] for point in after[:2]] == [point["chosen"] for point in tuned["points"]]
 
 
