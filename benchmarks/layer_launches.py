@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from bench_moe import TOLERANCE
+from comm_only import combine_alone
 from layer_points import Point, Split, prepare, try_launch
 from points import Ranks, attempt, relative_error
 from timing import Variant
@@ -148,17 +149,10 @@ def piece_launches(point: Point, split: Split, pre: Tensor, y: Tensor) -> dict[s
     config = replace(GemmConfig.select(y.dtype), flatten=y.dtype != torch.float32)
     gemm = partial(group_gemm if path.use_kernels else group_gemm_torch, table=table, layout="nk", config=config)
     rows = workspace.recv_rows.local
-    without_tiles = replace(plan, tile_starts=torch.zeros_like(plan.tile_starts))
-
-    def combine() -> object:
-        if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
-            return path.ops.layer1(hidden, layer.w2, without_tiles, workspace, settings)
-        return path.ops.combine(y, plan, workspace, weighted=True, row_grads=None)
-
     return {
         "plan": partial(path.plan, point.ids, point.weights),
         "dispatch": partial(path.ops.dispatch, point.tokens, plan, workspace, settings),
         "gemm0": partial(gemm, rows, layer.w1, pre, gather=True),
         "gemm1": partial(gemm, hidden, layer.w2, y, gather=False),
-        "combine": combine,
+        "combine": combine_alone(path, plan, hidden, layer.w2),
     }

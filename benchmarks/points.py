@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accounting import balanced_rows
 from baselines import all_gather_experts, pipelined_experts
+from comm_only import exchange_alone
 from gemms import gemm_variants, split_evenly
 from report import VARIANTS
 from routing import make_routing
@@ -29,6 +30,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
 from comet.layout import ExpertLayout
 from comet.moe import MoE, make_moe
+from comet.paths import SymmetricPath
 from comet.plain import make_exchange, plain_experts
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
@@ -165,6 +167,10 @@ def layer_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Rank
         variants["comet"] = comet
         if "comet_graph" in settings.variants and ranks.device.type == "cuda":
             variants["comet_graph"] = comet
+        if "comm_comet" in settings.variants and isinstance(layer.moe.experts, SymmetricPath) and not settings.backward:
+            variants["comm_comet"] = exchange_alone(
+                layer.moe.experts, inputs.tokens, inputs.ids, inputs.weights, layer.w2
+            )
     return variants
 
 

@@ -13,9 +13,9 @@ from accounting import geometric_mean
 Row = dict[str, Any]
 
 KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
-VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch")
+VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch", "comm_comet")
 BASELINES = ("plain", "pipelined", "all_gather")
-FIGURES = ("link_ms", "tflops", "link_gbs", "efficiency", "x_plain", "x_best", "error")
+FIGURES = ("link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "setting")
 COLUMNS = (*KEYS, *(f"{name}_ms" for name in VARIANTS), *FIGURES, "failures")
 MEANS = ("efficiency", "x_plain", "x_best")
 
@@ -23,8 +23,9 @@ MEANS = ("efficiency", "x_plain", "x_best")
 def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link_roof: float | None) -> Row:
     """What follows from the times of a point; ``None`` where something was not measured.
 
-    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, 3e9 operations, 1e6 bytes, roof 100 GB/s: link 0.01 ms,
-    1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 3 x plain, 2.5 x the best baseline.
+    Example: comet 2 ms, plain 6, all_gather 5, gemm_comet 1.5, comm_comet 1, 3e9 operations, 1e6 bytes, roof 100 GB/s:
+    link 0.01 ms, 1.5 TFLOP/s, 0.5 GB/s, efficiency 0.75, 0.5 of the communication hidden, 3 x plain, 2.5 x the best
+    baseline.
 
     Args:
         times_ms: Median of each variant that ran.
@@ -33,18 +34,19 @@ def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link
         link_roof: GB/s of a peer copy, or ``None``.
 
     Returns:
-        All of ``FIGURES`` but ``error``.
+        All of ``FIGURES`` but ``error`` and ``setting``.
     """
     layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
     gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
     link_ms = link_num_bytes / (link_roof * 1e6) if link_roof else None
     best = min((times_ms[name] for name in BASELINES if name in times_ms), default=None)
-    plain = times_ms.get("plain")
+    plain, comm = times_ms.get("plain"), times_ms.get("comm_comet")
     return {
         "link_ms": link_ms,
         "tflops": None if layer is None else flops / (layer * 1e9),
         "link_gbs": None if layer is None else link_num_bytes / (layer * 1e6),
         "efficiency": None if layer is None or gemm is None else max(gemm, link_ms or 0.0) / layer,
+        "hidden": None if layer is None or gemm is None or comm is None else 1 - (layer - gemm) / comm,
         "x_plain": None if layer is None or plain is None else plain / layer,
         "x_best": None if layer is None or best is None else best / layer,
     }

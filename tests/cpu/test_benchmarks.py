@@ -197,10 +197,10 @@ def test_gemm_examples() -> None:
 
 
 def test_figures_example() -> None:
-    times = {"comet": 2.0, "plain": 6.0, "all_gather": 5.0, "gemm_comet": 1.5}
+    times = {"comet": 2.0, "plain": 6.0, "all_gather": 5.0, "gemm_comet": 1.5, "comm_comet": 1.0}
     derived = figures(times, 3_000_000_000, 1_000_000, 100.0)
     assert derived == pytest.approx(
-        {"link_ms": 0.01, "tflops": 1.5, "link_gbs": 0.5, "efficiency": 0.75, "x_plain": 3.0, "x_best": 2.5}
+        dict(link_ms=0.01, tflops=1.5, link_gbs=0.5, efficiency=0.75, hidden=0.5, x_plain=3.0, x_best=2.5)
     )
     assert set(figures({}, 1, 1, None).values()) == {None}
 
@@ -289,7 +289,9 @@ def test_forward_end_to_end(tmp_path: Path) -> None:
     for row in report["rows"]:
         assert row["failures"] == ""
         assert row["error"] < 1e-4
-        assert all(row[f"{name}_ms"] > 0 for name in ("comet", "plain", "pipelined", "all_gather", "gemm_torch"))
+        assert all(row[f"{name}_ms"] > 0 for name in ("comet", "plain", "all_gather", "gemm_torch", "comm_comet"))
+        assert row["setting"] == "16/1/2"
+        assert row["hidden"] == pytest.approx(1 - (row["comet_ms"] - row["gemm_torch_ms"]) / row["comm_comet_ms"])
         assert row["x_plain"] == pytest.approx(row["plain_ms"] / row["comet_ms"])
     with (tmp_path / "bench_moe.csv").open() as file:
         assert [row["routing"] for row in csv.DictReader(file)] == ["zipf", "zipf"]

@@ -1,0 +1,54 @@
+"""Comet's communication without its GEMMs: the dispatch alone, and layer 1 on a plan without tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from comet.paths import SymmetricPath
+from comet.plan import Plan
+
+
+def combine_alone(path: SymmetricPath, plan: Plan, hidden: Tensor, w2: Tensor) -> Callable[[], object]:
+    """Reduce, send and final sum of a plan, all blocks at it.
+
+    Args:
+        path: By kernels or twins.
+        plan: Where rows go; its counters are used up as by layer 1.
+        hidden: ``(Q, F/TP)`` whatever it holds.
+        w2: ``(e, D, F/TP)``.
+
+    Returns:
+        The launch.
+    """
+    if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
+        without_tiles = replace(plan, tile_starts=torch.zeros_like(plan.tile_starts))
+        return lambda: path.ops.layer1(hidden, w2, without_tiles, path.workspace, path.settings)
+    y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
+    return lambda: path.ops.combine(y, plan, path.workspace, weighted=True, row_grads=None)
+
+
+def exchange_alone(
+    path: SymmetricPath, tokens: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], w2: Tensor
+) -> Callable[[int], tuple[Tensor, ...]]:
+    """A variant of the whole layer without GEMMs: plan, dispatch and combine of input set ``index``.
+
+    Args:
+        path: By kernels or twins.
+        tokens: ``(T, D)`` of each input set.
+        ids: ``(T, K)`` int32.
+        weights: ``(T, K)`` float32.
+        w2: ``(e, D, F/TP)``.
+    """
+    hidden = tokens[0].new_zeros(path.max_routed_rows, w2.shape[2])
+
+    def run(index: int) -> tuple[Tensor, ...]:
+        plan = path.plan(ids[index], weights[index])
+        path.ops.dispatch(tokens[index], plan, path.workspace, path.settings)
+        combine_alone(path, plan, hidden, w2)()
+        return ()
+
+    return run
