@@ -170,6 +170,7 @@ def _wire(workspace: Workspace, name: str) -> Wire:
         rank=rows.rank,
         max_tokens=workspace.max_tokens,
         timeout_ns=workspace.timeout_ns,
+        recorder=workspace.recorder,
     )
 
 

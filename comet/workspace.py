@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import CapacityError, CommTimeoutError
 from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
+
+if TYPE_CHECKING:
+    from comet.kernels.recorder import Recorder
 
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
 
@@ -111,6 +115,7 @@ class Workspace:
     Attributes:
         epoch: ``(1,)`` int32 on the device; grows by one with every plan and every barrier, equally on all ranks.
         fault: ``(8,)`` int64 record of a spin that met its deadline (see ``comet.kernels.primitives``).
+        recorder: Where the fused kernels note what they do and when (see ``comet.trace``); ``None``: they do not.
     """
 
     ids: SymmTensor
@@ -137,6 +142,7 @@ class Workspace:
             offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+        self.recorder: Recorder | None = None
 
     def _alloc(self) -> SymmTensor:
         shape = self.shape

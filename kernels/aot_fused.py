@@ -11,23 +11,27 @@ TOP_KS = (2, 4, 8)
 TYPES = {"bf16": (128, 256, 64, 4), "fp16": (128, 256, 64, 4), "fp32": (16, 64, 16, 2)}
 INT32 = (
     "flag_ptr send_token_ids send_counts recv_counts tiles_ptr num_tiles_ptr row_ids_ptr counters epoch_ptr row_slots "
-    "send_rows"
+    "send_rows events_ptr"
 ).split()
 INT64 = "recv_addresses flag_addresses combine_addresses combine_grad_addresses fault_ptr".split()
 ROWS = "x_ptr y_ptr out_ptr combine_ptr".split()
+RECORDED = 4096  # events per block, where a configuration records
 FLOATS = "grads_out row_weights row_grads combine_grads".split()
 
 
 def aot_cases() -> list[KernelCase]:
-    """Layer 0 and layer 1 in every type, with and without what training adds."""
+    """Layer 0 and layer 1 in every type, with and without what training adds; in bf16 also recording."""
     cases = []
     for dtype in TYPES:
         cases += [_layer0(dtype, save_pre=False), _layer0(dtype, save_pre=True), _dispatch(dtype)]
         cases += [_layer1(dtype, top_k, backward=backward) for top_k in TOP_KS for backward in (False, True)]
+    cases += [_layer0("bf16", save_pre=save_pre, events=RECORDED) for save_pre in (False, True)]
+    cases += [_layer1("bf16", top_k, backward=False, events=RECORDED) for top_k in TOP_KS]
+    cases += [_layer1("bf16", TOP_KS[-1], backward=True, events=RECORDED), _dispatch("bf16", events=RECORDED)]
     return cases
 
 
-def _layer0(dtype: str, *, save_pre: bool) -> KernelCase:
+def _layer0(dtype: str, *, save_pre: bool, events: int = 0) -> KernelCase:
     block_f, _, block_k, num_stages = TYPES[dtype]
     descriptors = {
         "w1_desc": f"tensordesc<{dtype}[1, 2, {block_f}, {block_k}]>",
@@ -37,10 +41,10 @@ def _layer0(dtype: str, *, save_pre: bool) -> KernelCase:
     constants = dict(
         BLOCK_M=128, BLOCK_F=block_f, BLOCK_K=block_k, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024),
         CHUNK=CHUNK_ROWS, EVEN_K=True, SAVE_PRE=save_pre, FLATTEN=dtype != "fp32", PRECISION=_precision(dtype),
-        INTERPRET=False,
+        INTERPRET=False, **_recording(events),
     )  # fmt: skip
     return KernelCase(
-        name=f"{dtype}, {'training' if save_pre else 'inference'}",
+        name=f"{dtype}, {'training' if save_pre else 'inference'}{_suffix(events)}",
         fn=dispatch_gemm_kernel,
         signature=_signature(dispatch_gemm_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
@@ -50,10 +54,11 @@ def _layer0(dtype: str, *, save_pre: bool) -> KernelCase:
     )
 
 
-def _dispatch(dtype: str) -> KernelCase:
+def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
     constants = dict(PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024), CHUNK=CHUNK_ROWS, INTERPRET=False)
+    constants |= _recording(events)
     return KernelCase(
-        name=dtype,
+        name=f"{dtype}{_suffix(events)}",
         fn=dispatch_kernel,
         signature=_signature(dispatch_kernel.arg_names, constants, {}, dtype),
         constexprs=constants,
@@ -62,7 +67,7 @@ def _dispatch(dtype: str) -> KernelCase:
     )
 
 
-def _layer1(dtype: str, top_k: int, *, backward: bool) -> KernelCase:
+def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> KernelCase:
     _, block_n, block_k, num_stages = TYPES[dtype]
     b_block = (block_k, block_n) if backward else (block_n, block_k)
     descriptors = {
@@ -73,10 +78,10 @@ def _layer1(dtype: str, top_k: int, *, backward: bool) -> KernelCase:
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=top_k,
         WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=64, ROWS=16,
         COLS=_most_cols(dtype, 512), CHUNK=CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
-        PRECISION=_precision(dtype), INTERPRET=False,
+        PRECISION=_precision(dtype), INTERPRET=False, **_recording(events),
     )  # fmt: skip
     return KernelCase(
-        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}",
+        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{_suffix(events)}",
         fn=gemm_combine_kernel,
         signature=_signature(gemm_combine_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
@@ -90,6 +95,15 @@ def _signature(names: list[str], constants: dict, descriptors: dict[str, str], d
     kinds = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64") | dict.fromkeys(FLOATS, "*fp32")
     kinds |= dict.fromkeys(ROWS, f"*{dtype}") | descriptors | {"timeout_ns": "i64", "recv_offset": "i64"}
     return {name: kinds.get(name, "i32") for name in names if name not in constants}
+
+
+def _recording(events: int) -> dict[str, int | None]:
+    """Constants of a kernel that records up to ``events`` events per block; one that does not has no buffer."""
+    return {"EVENTS": events} if events else {"EVENTS": 0, "events_ptr": None}
+
+
+def _suffix(events: int) -> str:
+    return ", recording" if events else ""
 
 
 def _most_cols(dtype: str, most: int) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .recorder import Recorder
+
 # Rows that share an arrival flag, and flags per chunk of the combine; comet.layout holds the same values.
 CHUNK_ROWS = 128
 MAX_PANELS = 16
@@ -28,6 +30,7 @@ class Wire:
         rank: This rank.
         max_tokens: M.
         timeout_ns: Deadline of every spin.
+        recorder: Where the launch writes what its blocks do and when, or ``None``.
     """
 
     rows: Tensor
@@ -39,6 +42,7 @@ class Wire:
     rank: int
     max_tokens: int
     timeout_ns: int
+    recorder: Recorder | None = None
 
     @property
     def world_size(self) -> int:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .primitives import PLACE_LAYER1, PLACE_PANEL, signal, wait_flag, wait_flags
+from .recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
 from .tiles import part_span
 
 
@@ -67,7 +68,6 @@ def reduce_rows(
         next_slots = tl.load(
             row_slots + (first_slot_row + ahead)[:, None] * K + ks, mask=(ahead < end)[:, None] & (ks < K), other=-1
         )
-        some = tl.max(slots, axis=1) >= 0
         for col in range(0, num_cols, COLS):
             in_panel = col + tl.arange(0, COLS)
             cols = first_col + in_panel
@@ -76,7 +76,8 @@ def reduce_rows(
                 y_ptr, row_weights, slots, (first_slot_row + rows) * K, cols, inside, D, K, WEIGHTED, ROWS, COLS
             )
             target = target_ptr + rows[:, None].to(tl.int64) * D + cols[None, :]
-            tl.store(target, total.to(y_ptr.dtype.element_ty), mask=some[:, None] & inside[None, :])
+            # Rows without a slot here, too: where a capacity dropped them, their rank still adds them up.
+            tl.store(target, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & inside[None, :])
         slots = next_slots
 
 
@@ -96,8 +97,9 @@ def send_grads(
 def reduce_and_send(
     y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses, grad_addresses, flag_addresses, counters,
     panel_counters, fault_ptr, timeout_ns, epoch, rank, world_size, num_tiles, num_cols, num_panels, M, D,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr, INTERPRET: tl.constexpr,
+    events_ptr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Draw (panel, source, chunk) tickets, panel-major; sources go round the ring."""
     num_chunks = M // CHUNK
@@ -112,9 +114,11 @@ def reduce_and_send(
         count = tl.where(source == rank, M, tl.load(recv_counts + source))
         if first_row < count:
             first_block, width = part_span(panel, num_cols, num_panels)
+            begin = now(EVENTS, INTERPRET)
             wait_flag(
                 panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET
             )
+            ready = now(EVENTS, INTERPRET)
             rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
             rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
             reduce_rows(
@@ -127,6 +131,7 @@ def reduce_and_send(
                     send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
             flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
             signal(flags + (rank * num_chunks + chunk) * PANELS + panel, epoch)
+            record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
 
 
 @triton.jit
@@ -147,10 +152,10 @@ def wait_tokens(
 @triton.jit
 def sum_partials(
     out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, counters, fault_ptr, timeout_ns, epoch,
-    num_cols, num_panels, T, M, D,
+    num_cols, num_panels, T, M, D, events_ptr,
     W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Draw (panel, tokens) tickets and add up the partial sums of each token in rank order."""
     num_chunks = M // CHUNK
@@ -162,10 +167,12 @@ def sum_partials(
         first_token = ticket % per_panel * TOKENS
         ticket = tl.atomic_add(counters, 1)
         waited = first_token + tl.arange(0, TOKENS)
+        begin = now(EVENTS, INTERPRET)
         wait_tokens(
             send_rows, waited, waited < T, panel, flag_ptr, fault_ptr, timeout_ns, epoch, num_chunks, W, CHUNK, PANELS,
             INTERPRET,
         )  # fmt: skip
+        ready = now(EVENTS, INTERPRET)
         first_block, width = part_span(panel, num_cols, num_panels)
         for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
             tokens = start + tl.arange(0, ROWS)
@@ -192,3 +199,4 @@ def sum_partials(
                         grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
                     target = grads_out + tokens[:, None] * K + ks[None, :]
                     tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])
+        record(events_ptr, KIND_FINAL_SUM, epoch, first_token, TOKENS, panel, begin, ready, EVENTS, INTERPRET)

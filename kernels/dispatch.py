@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .arguments import CHUNK_ROWS, Wire
 from .primitives import PLACE_LAYER0, signal, wait_flags
+from .recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,8 @@ def push_chunk(
 @triton.jit
 def push_rows(
     x_ptr, send_token_ids, send_counts, row_addresses, flag_addresses, ticket_ptr, epoch, rank, world_size, M, D,
-    INCLUDE_SELF: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    events_ptr, INCLUDE_SELF: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Draw (destination, chunk) tickets until none is left.
 
@@ -76,25 +78,30 @@ def push_rows(
             # Rows that stay are not compacted: token t is row t.
             count = tl.where(target == rank, M, count)
         if first < count:
+            begin = now(EVENTS, INTERPRET)
             rows = tl.load(row_addresses + target).to(tl.pointer_type(x_ptr.dtype.element_ty))
             rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
             push_chunk(x_ptr, send_token_ids + target * M, rows, first, count, D, PUSH_ROWS, PUSH_COLS, CHUNK)
             flags = tl.load(flag_addresses + target).to(tl.pointer_type(tl.int32))
             signal(flags + rank * num_chunks + first // CHUNK, epoch)
+            record(
+                events_ptr, KIND_DISPATCH, epoch, target, first // CHUNK, 0, begin, begin, EVENTS, INTERPRET
+            )  # fmt: skip
         ticket = tl.atomic_add(ticket_ptr, 1)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns"])
 def dispatch_kernel(
     x_ptr, recv_addresses, flag_ptr, flag_addresses, send_token_ids, send_counts, recv_counts, counters, epoch_ptr,
-    fault_ptr, rank, world_size, timeout_ns, M, D,
-    PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, INTERPRET: tl.constexpr,
+    fault_ptr, rank, world_size, timeout_ns, M, D, events_ptr,
+    PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, EVENTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Dispatch alone, own rows included: push all, then wait for all; ``counters[0]`` and ``[1]`` hold tickets."""
     epoch = tl.load(epoch_ptr)
     push_rows(
         x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
-        True, PUSH_ROWS, PUSH_COLS, CHUNK,
+        events_ptr, True, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
     )  # fmt: skip
     # The block that draws the last ticket is not the last to finish: every block draws chunks to wait for.
     num_chunks = M // CHUNK
@@ -104,10 +111,17 @@ def dispatch_kernel(
         first = ticket % num_chunks * CHUNK
         count = tl.where(source == rank, M, tl.load(recv_counts + source))
         late = tl.arange(0, 1)
+        begin = now(EVENTS, INTERPRET)
         wait_flags(
             flag_ptr + ticket + late, first + late < count, epoch, fault_ptr, timeout_ns, PLACE_LAYER0,
             source + late, first // CHUNK + late, INTERPRET,
         )  # fmt: skip
+        if EVENTS:
+            if first < count:
+                ready = now(EVENTS, INTERPRET)
+                record(
+                    events_ptr, KIND_RECEIVE, epoch, source, first // CHUNK, 0, begin, ready, EVENTS, INTERPRET
+                )  # fmt: skip
         ticket = tl.atomic_add(counters + 1, 1)
 
 
@@ -136,5 +150,5 @@ def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: Disp
         x, wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts, sends.recv_counts,
         counters, wire.epoch, wire.fault, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens, x.shape[1],
         PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret,
-        num_warps=config.num_warps,
+        **recording(wire.recorder, num_blocks), num_warps=config.num_warps,
     )  # fmt: skip

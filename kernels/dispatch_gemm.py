@@ -23,6 +23,7 @@ from .activation import swiglu
 from .arguments import CHUNK_ROWS, TileTable, Wire
 from .dispatch import Sends, push_rows
 from .primitives import PLACE_LAYER0, zero_after_arrival
+from .recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from .tiles import decode_tokens
 
 # Share of the work items the compute blocks walk by stride; the rest are tickets.
@@ -72,10 +73,10 @@ def zero_after_rows(
 @triton.jit
 def hidden_tiles(
     items, stride, end, x_ptr, recv_offset, w1_desc, hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr,
-    flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F,
+    flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     CHUNK: tl.constexpr, EVEN_K: tl.constexpr, SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Compute the work items ``items, items + stride, ..`` below ``end``: wait, multiply, SwiGLU, store.
 
@@ -92,8 +93,12 @@ def hidden_tiles(
         # Rows past the end of a tile read its first row: cheaper than masking every load, and no one reads the result.
         row_ids = tl.load(row_ids_ptr + first_row + tl.where(valid, in_tile, 0))
         zero = 0
-        if tl.load(tiles_ptr + tile * 4 + 3) > 0:
+        phase = tl.load(tiles_ptr + tile * 4 + 3)
+        begin = now(EVENTS, INTERPRET)
+        ready = begin
+        if phase > 0:
             zero = zero_after_rows(row_ids, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, CHUNK, INTERPRET)
+            ready = now(EVENTS, INTERPRET)
         # Own rows never travel: they are read from x, received rows at their distance from x in the address space.
         is_own = row_ids // M == rank
         offsets = tl.where(is_own, (row_ids - rank * M).to(tl.int64) * D, row_ids.to(tl.int64) * D + recv_offset + zero)
@@ -115,16 +120,18 @@ def hidden_tiles(
             pre_desc.store([first_row, 1, col * BLOCK_F], up.reshape(BLOCK_M, 1, BLOCK_F))
         hidden = swiglu(gate.to(tl.float32), up.to(tl.float32)).to(rounded.dtype)
         hidden_desc.store([first_row, col * BLOCK_F], hidden)
+        record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns", "recv_offset"])
 def dispatch_gemm_kernel(
     x_ptr, recv_offset, w1_desc, hidden_desc, pre_desc, recv_addresses, flag_ptr, flag_addresses,
     send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
-    rank, world_size, comm_blocks, timeout_ns, M, D, F,
+    rank, world_size, comm_blocks, timeout_ns, M, D, F, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr,
-    SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, EVENTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; ``counters[0]`` holds push tickets, ``counters[1]`` tickets of the tail, both start at 0."""
     epoch = tl.load(epoch_ptr)
@@ -136,20 +143,23 @@ def dispatch_gemm_kernel(
     if tl.program_id(0) < comm_blocks:
         push_rows(
             x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
-            False, PUSH_ROWS, PUSH_COLS, CHUNK,
+            events_ptr, False, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
         )  # fmt: skip
+        converted = now(EVENTS, INTERPRET)
+        record(events_ptr, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, EVENTS, INTERPRET)
     else:
         hidden_tiles(
             tl.program_id(0) - comm_blocks, num_blocks - comm_blocks, walked, x_ptr, recv_offset, w1_desc, hidden_desc,
             pre_desc, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F,
-            BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, FLATTEN, PRECISION, INTERPRET,
+            events_ptr, BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, FLATTEN, PRECISION, EVENTS,
+            INTERPRET,
         )  # fmt: skip
     item = walked + tl.atomic_add(counters + 1, 1)
     while item < num_items:
         hidden_tiles(
             item, 1, item + 1, x_ptr, recv_offset, w1_desc, hidden_desc, pre_desc, tiles_ptr, num_tiles, row_ids_ptr,
-            flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F,
-            BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, False, PRECISION, INTERPRET,
+            flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, D, F, events_ptr,
+            BLOCK_M, BLOCK_F, BLOCK_K, GROUP_TILES, CHUNK, EVEN_K, SAVE_PRE, False, PRECISION, EVENTS, INTERPRET,
         )  # fmt: skip
         item = walked + tl.atomic_add(counters + 1, 1)
 
@@ -193,6 +203,7 @@ def dispatch_gemm(
         PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS,
         EVEN_K=hidden_size % config.block_k == 0, SAVE_PRE=pre is not None, FLATTEN=config.flatten,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", INTERPRET=interpret,
+        **recording(wire.recorder, num_blocks),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .arguments import CHUNK_ROWS, MAX_PANELS, TileTable, Wire
 from .combine import reduce_and_send, sum_partials
 from .primitives import after_block
+from .recorder import KIND_CONVERT, KIND_LAYER1_TILE, now, record, recording
 from .tiles import decode_columns
 
 PANEL_COUNTERS = 16
@@ -59,14 +60,16 @@ class GemmCombineConfig:
 
 @triton.jit
 def gemm_panels(
-    a_desc, b_desc, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride, panel_counters, D,
-    CONTRACTION, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
-    B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    a_desc, b_desc, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride, panel_counters, epoch, D,
+    CONTRACTION, events_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_TILES: tl.constexpr, B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Every ``stride``-th (panel, tile, column block) from ``first_item`` on; each adds 1 to its panel's counter."""
     rows = tl.arange(0, BLOCK_M)
     for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=FLATTEN):
         tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES)
+        begin = now(EVENTS, INTERPRET)
         expert = tl.load(tiles_ptr + tile * 4)
         first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)
         valid = rows < tl.load(tiles_ptr + tile * 4 + 2)
@@ -83,6 +86,7 @@ def gemm_panels(
         target = y_ptr + first_row.to(tl.int64) * D + rows[:, None] * D + cols[None, :]
         tl.store(target, accumulator.to(y_ptr.dtype.element_ty), mask=valid[:, None] & (cols < D)[None, :])
         tl.atomic_add(panel_counters + panel, after_block(1, INTERPRET), sem="release", scope="gpu")
+        record(events_ptr, KIND_LAYER1_TILE, epoch, tile, col, panel, begin, begin, EVENTS, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "timeout_ns", "T"])
@@ -90,12 +94,12 @@ def gemm_combine_kernel(
     a_desc, b_desc, y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts,
     combine_ptr, combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses,
     tiles_ptr, num_tiles_ptr, counters, epoch_ptr, fault_ptr,
-    rank, comm_blocks, num_panels, timeout_ns, T, M, D, CONTRACTION,
+    rank, comm_blocks, num_panels, timeout_ns, T, M, D, CONTRACTION, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
     B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     CHUNK: tl.constexpr, PANELS: tl.constexpr, PANEL_COUNTERS: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; counters 0 and 1 hold reduce and sum tickets, panel counters follow at PANEL_COUNTERS."""
     epoch = tl.load(epoch_ptr)
@@ -106,17 +110,21 @@ def gemm_combine_kernel(
     if tl.program_id(0) < compute_blocks:
         gemm_panels(
             a_desc, b_desc, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, tl.program_id(0), compute_blocks,
-            panel_counters, D, CONTRACTION, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN, FLATTEN, PRECISION,
-            INTERPRET,
+            panel_counters, epoch, D, CONTRACTION, events_ptr, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN,
+            FLATTEN, PRECISION, EVENTS, INTERPRET,
         )  # fmt: skip
+        converted = now(EVENTS, INTERPRET)
+        record(events_ptr, KIND_CONVERT, epoch, 1, 0, 0, converted, converted, EVENTS, INTERPRET)
     reduce_and_send(
         y_ptr, row_slots, row_weights, row_grads, recv_counts, combine_addresses, combine_grad_addresses,
         flag_addresses, counters, panel_counters, fault_ptr, timeout_ns, epoch, rank, W, num_tiles,
-        num_cols, num_panels, M, D, K, K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, ROWS, COLS, CHUNK, PANELS, INTERPRET,
+        num_cols, num_panels, M, D, events_ptr, K, K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, ROWS, COLS, CHUNK, PANELS,
+        EVENTS, INTERPRET,
     )  # fmt: skip
     sum_partials(
         out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, counters + 1, fault_ptr, timeout_ns, epoch,
-        num_cols, num_panels, T, M, D, W, K, K_BLOCK, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, PANELS, INTERPRET,
+        num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, PANELS,
+        EVENTS, INTERPRET,
     )  # fmt: skip
 
 
@@ -204,5 +212,6 @@ def gemm_combine(
         ROWS=config.move_rows, COLS=config.move_cols, CHUNK=CHUNK_ROWS,
         PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
         PRECISION="ieee" if a.dtype == torch.float32 else "tf32", INTERPRET=interpret,
+        **recording(wire.recorder, num_blocks),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

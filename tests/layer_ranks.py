@@ -10,6 +10,7 @@ from layer_cases import LayerCase, assert_as_close, full_weights, oracle, rank_i
 
 from comet.group import make_expert_group
 from comet.moe import MoE, make_moe
+from comet.workspace import Workspace
 
 
 def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
@@ -23,11 +24,19 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
         backend=backend,
         timeout_s=60.0,
     )
+    poison(group.workspace)
     moe = make_moe(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):
             parameter.copy_(weight)
     return moe
+
+
+def poison(workspace: Workspace) -> None:
+    """NaN in all rows and gradients of the pool: what is read without having been written shows in the result."""
+    for region in (workspace.recv_rows, workspace.combine_rows, workspace.combine_grads):
+        region.local.fill_(float("nan"))
+    workspace.comm.barrier()
 
 
 def run_case(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer, run_case
+from layer_ranks import build_layer, poison, run_case
 from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -197,6 +197,34 @@ def test_capacity_drops_the_later_rows_and_counts_them() -> None:
     y = moe.routed_experts(x, ids, torch.ones(8, 1))
     assert (y[:2].abs().sum(1) > 0).all()
     assert (y[2:] == 0).all()
+
+
+def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
+    """Output and gradients of two calls that drop most rows, on a pool full of NaN."""
+    config = MoEConfig(hidden_size=32, ffn_size=16, num_experts=4, top_k=2, capacity_factor=0.25)
+    group = make_expert_group(
+        config, ParallelConfig(ep=world_size), max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=60.0
+    )
+    poison(group.workspace)
+    moe, found = make_moe(config, group, path=path, overlap=OverlapConfig(block_rows=16)), []
+    for call, num_tokens in enumerate((64, 40)):
+        generator = torch.Generator().manual_seed(7 * call + rank)
+        x = torch.randn(num_tokens, 32, generator=generator).requires_grad_()
+        ids = torch.rand(num_tokens, 4, generator=generator).topk(2).indices.int()
+        y = moe.routed_experts(x, ids, torch.ones(num_tokens, 2))
+        y.sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+    group.close()
+    return found
+
+
+def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there() -> None:
+    fused = run_ranks(drop_on_rank, 2, "fused", interpret=True, timeout=300)
+    for found, wanted in zip(fused, run_ranks(drop_on_rank, 2, "twin"), strict=True):
+        for actual, expected in zip(found, wanted, strict=True):
+            assert (expected == 0).all(dim=1).any(), "some token lost all its rows"
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,237 @@
+"""Timelines: what every block of the fused kernels did and when, on all ranks, as a trace and a picture.
+
+    from comet.trace import record
+
+    with record(group) as timeline:
+        moe(x)
+    if group.rank == 0:
+        timeline.write(Path("outputs/timeline"))
+
+Only launches inside the ``with`` record, and only those of the ``fused`` path. The first recorded call of a shape
+compiles its kernels once more, while other ranks wait: call the layer inside a ``record`` once before the one that
+counts. Clocks of the ranks are compared before and after (``comet.trace_events.compare_clocks``); between GPUs of one
+host the error is about the time a signal takes from one to the other, and is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.config import require
+from comet.group import ExpertGroup
+from comet.kernels.recorder import DEFAULT_CAPACITY, MAX_CAPACITY, Recorder, align
+from comet.trace_chrome import chrome_trace
+from comet.trace_events import (
+    WAITS,
+    WORKS,
+    Clock,
+    Event,
+    Launch,
+    Span,
+    compare_clocks,
+    decode_events,
+    find_launches,
+    find_spans,
+)
+from comet.trace_plot import draw_timeline
+from comet.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one rank recorded.
+
+    Args:
+        rows: ``(n, 10)`` int64 on the CPU: block, then the fields of each event (``comet.kernels.recorder``).
+        lost: Events that found the buffer full.
+        stamps: ``(barriers, 2)`` int64 arrival and departure at the barriers that compare the clocks.
+    """
+
+    rows: Tensor
+    lost: int
+    stamps: Tensor
+
+
+@dataclass
+class Timeline:
+    """The recording of all ranks of a group, complete when the ``with`` of ``record`` ends, on every rank.
+
+    Args:
+        records: One per rank.
+    """
+
+    records: list[RankRecord] = field(default_factory=list)
+
+    @cached_property
+    def clocks(self) -> list[Clock]:
+        """How the clock of each rank differs from rank 0's."""
+        return compare_clocks([record.stamps for record in self.records])
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """All events on rank 0's clock, by rank, block and order of recording."""
+        pairs = enumerate(zip(self.records, self.clocks, strict=True))
+        return [event for rank, (record, clock) in pairs for event in decode_events(rank, record.rows, clock)]
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What each block did when (``comet.trace_events.find_spans``)."""
+        return find_spans(self.events)
+
+    @cached_property
+    def launches(self) -> list[Launch]:
+        """The launches of all ranks, by rank and begin."""
+        return find_launches(self.events)
+
+    def summary(self) -> dict[str, Any]:
+        """The recording in numbers, ready for JSON.
+
+        Returns:
+            ``ranks``, ``launches`` (of one rank), ``events``, ``lost_events``, ``span_ms`` (first begin to last end),
+            ``clock_error_us`` (largest of all ranks), ``clock_step_ns`` (smallest difference between two times),
+            ``wait_share`` (of all block time) and ``per_rank``: ``rank``, ``block_ms`` (blocks x time, summed over the
+            launches), ``work_ms``, ``wait_ms`` (by name), ``wait_share``, ``idle_share`` and ``lost_events``.
+        """
+        ranks = [self._rank_summary(rank) for rank in range(len(self.records))]
+        block_ms = sum(rank["block_ms"] for rank in ranks)
+        wait_ms = sum(sum(rank["wait_ms"].values()) for rank in ranks)
+        return {
+            "ranks": len(ranks),
+            "launches": sum(launch.rank == 0 for launch in self.launches),
+            "events": len(self.events),
+            "lost_events": sum(record.lost for record in self.records),
+            "span_ms": self._span_ns() / 1e6,
+            "clock_error_us": max(clock.error_ns for clock in self.clocks) / 1e3,
+            "clock_step_ns": self._clock_step_ns(),
+            "wait_share": wait_ms / block_ms if block_ms else 0.0,
+            "per_rank": ranks,
+        }
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write ``timeline.json`` (open it in ui.perfetto.dev or chrome://tracing), ``timeline.png``, ``summary.json``.
+
+        Args:
+            folder: Where to; made if it is not there. One rank of the group calls this.
+
+        Returns:
+            ``summary()``.
+
+        Raises:
+            ValueError: If nothing was recorded.
+            UnavailableError: If matplotlib is not installed; the trace is written all the same.
+        """
+        require(bool(self.events), "events=0 must be at least 1: only the 'fused' path records, inside the with block")
+        folder.mkdir(parents=True, exist_ok=True)
+        summary = self.summary()
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (folder / "timeline.json").write_text(json.dumps(chrome_trace(self.events, self.spans, summary)) + "\n")
+        draw_timeline(self.spans, self.launches, summary, folder / "timeline.png")
+        return summary
+
+    def _rank_summary(self, rank: int) -> dict[str, Any]:
+        block_ns = sum((one.end - one.begin) * one.blocks for one in self.launches if one.rank == rank)
+        times: Counter[str] = Counter()
+        for span in self._spans_of_rank[rank]:
+            times[span.name] += span.end - span.begin
+        waits = sum(times[name] for name in WAITS)
+        return {
+            "rank": rank,
+            "block_ms": block_ns / 1e6,
+            "work_ms": {name: times[name] / 1e6 for name in WORKS if times[name]},
+            "wait_ms": {name: times[name] / 1e6 for name in WAITS if times[name]},
+            "wait_share": waits / block_ns if block_ns else 0.0,
+            "idle_share": 1 - sum(times.values()) / block_ns if block_ns else 0.0,
+            "lost_events": self.records[rank].lost,
+        }
+
+    @cached_property
+    def _spans_of_rank(self) -> dict[int, list[Span]]:
+        found = defaultdict(list)
+        for span in self.spans:
+            found[span.event.rank].append(span)
+        return found
+
+    def _span_ns(self) -> int:
+        ends = [launch.end for launch in self.launches]
+        return max(ends) - min(launch.begin for launch in self.launches) if ends else 0
+
+    def _clock_step_ns(self) -> int:
+        times = torch.cat([record.rows[:, 7:].flatten().sort().values.diff() for record in self.records])
+        return int(times[times > 0].min()) if (times > 0).any() else 0
+
+
+@contextmanager
+def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[Timeline]:
+    """Record the launches of all MoE layers of a group (collective: every rank of the group enters and leaves).
+
+    Args:
+        group: The ranks and their memory.
+        capacity: Events each block can keep, 48 bytes each; what comes after is counted as lost.
+
+    Yields:
+        The timeline, still empty; complete on every rank when the block ends. When it ends by an exception the
+        timeline stays empty, and no rank waits for another.
+
+    Raises:
+        ValueError: If ``capacity`` is not between 1 and a million.
+        CommTimeoutError: If another rank does not come.
+    """
+    require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")
+    recorder = Recorder.allocate(group.device, capacity)
+    timeline = Timeline()
+    before = compare(group.workspace)
+    with recording_to(group.workspace, recorder):
+        yield timeline
+    after = compare(group.workspace)
+    group.workspace.check()
+    stamps = torch.cat([before, after]).cpu()
+    timeline.records.extend(_gather(group, _read(recorder, stamps)))
+
+
+@contextmanager
+def recording_to(workspace: Workspace, recorder: Recorder) -> Iterator[None]:
+    """Let the launches over a workspace write into ``recorder``; for those that manage it themselves."""
+    workspace.recorder = recorder
+    try:
+        yield
+    finally:
+        workspace.recorder = None
+
+
+def compare(workspace: Workspace) -> Tensor:
+    """Barriers that note their times (collective, in stream order); ``(barriers, 2)`` int64 of this rank's clock."""
+    flags = workspace.barrier_flags
+    return align(flags.pointers, workspace.epoch, workspace.fault, flags.rank, workspace.timeout_ns)
+
+
+def _read(recorder: Recorder, stamps: Tensor) -> RankRecord:
+    """The events that were kept, with the block in front of each."""
+    events = recorder.events.cpu()
+    counts = events[:, 0, 0].long()
+    kept = counts.clamp(max=recorder.capacity)
+    is_kept = torch.arange(recorder.capacity) < kept[:, None]
+    blocks = torch.arange(len(events))[:, None].expand_as(is_kept)[is_kept]
+    words = events[:, 1:][is_kept]
+    rows = torch.cat([blocks[:, None], words[:, :6], words[:, 6:].contiguous().view(torch.int64)], dim=1)
+    return RankRecord(rows, int((counts - kept).sum()), stamps)
+
+
+def _gather(group: ExpertGroup, mine: RankRecord) -> Sequence[RankRecord]:
+    """The records of all ranks of the MoE group (collective)."""
+    world_size = group.parallel.world_size
+    if world_size == 1:
+        return [mine]
+    records: list[RankRecord] = [mine] * world_size
+    dist.all_gather_object(records, mine, group=group.process_group)
+    return records

@@ -1,0 +1,303 @@
+"""Timelines: what the kernels record with real ranks, how it becomes spans of one clock, and what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_cases import LayerCase, rank_inputs
+from layer_ranks import build_layer
+from ranks import run_ranks
+
+from comet.kernels import recorder
+from comet.kernels.recorder import recording
+from comet.paths import SymmetricPath
+from comet.plan import Plan
+from comet.trace import RankRecord, Timeline, record
+from comet.trace_chrome import chrome_trace
+from comet.trace_events import KINDS, WAITS, WORKS, Clock, Event, Span
+from comet.workspace import Workspace
+
+ROOT = Path(__file__).parents[2]
+CHUNK = 128
+CASES = (
+    LayerCase("ep2", 2, 1, (30, 130), num_experts=4, hidden_size=128),
+    LayerCase("tp2", 1, 2, (31, 29)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What one rank recorded of one case, and what it should have."""
+
+    records: list[RankRecord]
+    lossy: list[RankRecord] | None
+    plan: Plan
+    num_cols: tuple[int, int]
+    panels: list[int]
+    is_unchanged: bool
+
+
+def record_cases(rank: int, world_size: int) -> list[Found]:
+    return [record_case(rank, case) for case in CASES]
+
+
+def record_case(rank: int, case: LayerCase) -> Found:
+    """Forward and a dispatch alone, recorded, with rank 1 late; under TP with room for two events; then unrecorded."""
+    moe = build_layer(case, rank, "fused")
+    pieces, workspace = moe.experts, moe.group.workspace
+    assert isinstance(pieces, SymmetricPath)
+    inputs = rank_inputs(case, rank)
+    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    with record(moe.group) as timeline:
+        plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
+        arguments = (plan, workspace, pieces.settings)
+        dist.barrier()
+        if rank == 1:
+            come_late(plan, workspace)
+        hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
+        y = pieces.ops.layer1(hidden, w2, *arguments)
+        pieces.ops.barrier(workspace)
+        plan.counters.zero_()
+        pieces.ops.dispatch(inputs.tokens, *arguments)
+    routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    lossy, again = None, y
+    with torch.no_grad():
+        if case.tp > 1:
+            with record(moe.group, capacity=2) as lossy:
+                again = moe.routed_experts(*routed)
+        off = moe.routed_experts(*routed)
+    layer1 = pieces.settings.layer1
+    moe.group.close()
+    return Found(
+        records=timeline.records,
+        lossy=lossy and lossy.records,
+        plan=plan,
+        num_cols=(pieces.settings.layer0.num_cols, layer1.num_cols),
+        panels=[layer1.panel_of_column(column) for column in range(layer1.num_cols)],
+        is_unchanged=torch.equal(y, off) and torch.equal(again, off),
+    )
+
+
+def come_late(plan: Plan, workspace: Workspace) -> None:
+    """Return when rank 0 is done with its dispatch and had time to begin the tile after it, which waits for rank 1."""
+    last = chunks(int(plan.recv_counts[0])) - 1
+    while int(workspace.recv_flags.local[0, last]) < int(workspace.epoch):
+        time.sleep(0.02)
+    time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, list[Found]]:
+    """Case name -> what each rank found; one run for all tests."""
+    ranks = run_ranks(record_cases, 2, interpret=True, timeout=300)
+    return {case.name: [found[index] for found in ranks] for index, case in enumerate(CASES)}
+
+
+@pytest.fixture(params=[case.name for case in CASES])
+def found(request: pytest.FixtureRequest, recorded: dict[str, list[Found]]) -> list[Found]:
+    return recorded[request.param]
+
+
+def of_kind(timeline: Timeline, work: str, rank: int, *, alone: bool = False) -> list[Event]:
+    """Events of one work on one rank, of the forward pass or of the dispatch ``alone`` after it."""
+    first = min(event.epoch for event in timeline.events)
+    return [e for e in timeline.events if (e.work, e.rank) == (work, rank) and (e.epoch > first) == alone]
+
+
+def chunks(count: int) -> int:
+    return -(-count // CHUNK)
+
+
+def test_every_rank_has_the_same_complete_timeline_and_outputs_do_not_change(found: list[Found]) -> None:
+    timelines = [Timeline(one.records) for one in found]
+    assert timelines[0].events == timelines[1].events
+    assert {event.work for event in timelines[0].events} == {kind.work for kind in KINDS}
+    assert [one.is_unchanged for one in found] == [True, True]
+    assert timelines[0].summary()["lost_events"] == 0
+
+
+def test_every_tile_is_recorded_once(found: list[Found]) -> None:
+    timeline = Timeline(found[0].records)
+    for rank, one in enumerate(found):
+        tiles = range(int(one.plan.tile_starts[-1]))
+        phases = one.plan.tiles[:, 3].tolist()
+        layer0 = Counter(event.numbers for event in of_kind(timeline, "layer 0 GEMM", rank))
+        assert layer0 == Counter((tile, col, phases[tile]) for tile, col in product(tiles, range(one.num_cols[0])))
+        layer1 = Counter(event.numbers for event in of_kind(timeline, "layer 1 GEMM", rank))
+        assert layer1 == Counter((tile, col, one.panels[col]) for tile, col in product(tiles, range(one.num_cols[1])))
+
+
+def test_every_chunk_and_every_token_is_recorded_once(found: list[Found]) -> None:
+    timeline = Timeline(found[0].records)
+    for rank, one in enumerate(found):
+        plan, panels = one.plan, sorted(set(one.panels))
+        sends, receives = plan.send_counts.tolist(), plan.recv_counts.tolist()
+        whole = chunks(plan.max_tokens)
+        sent = [(d, c, 0) for d in range(2) if d != rank for c in range(chunks(sends[d]))]
+        own = [(rank, c, 0) for c in range(whole)]
+        received = [(s, c, 0) for s in range(2) if s != rank for c in range(chunks(receives[s]))]
+        returned = [(s, c) for s in range(2) for c in range(whole if s == rank else chunks(receives[s]))]
+        summed = [(token, 64) for token in range(0, plan.num_tokens, 64)]
+        for work, alone, expected in [
+            ("dispatch", False, sent),
+            ("dispatch", True, sent + own),
+            ("receive", True, received + own),
+            ("reduce and send", False, [(*item, panel) for item in returned for panel in panels]),
+            ("final sum", False, [(*item, panel) for item in summed for panel in panels]),
+        ]:
+            names = Counter(event.numbers for event in of_kind(timeline, work, rank, alone=alone))
+            assert names == Counter(expected), f"rank {rank}: {work}"
+
+
+def test_a_block_does_one_thing_after_the_other(found: list[Found]) -> None:
+    timeline = Timeline(found[0].records)
+    lanes: dict[tuple[int, int], list[Event]] = {}
+    for event in timeline.events:
+        assert event.begin <= event.ready <= event.end
+        assert event.sm == 0
+        lanes.setdefault((event.rank, event.block), []).append(event)
+    assert len(lanes) > 2
+    for lane in lanes.values():
+        assert all(before.end <= after.begin for before, after in pairwise(lane))
+    spans: dict[tuple[int, int], list[Span]] = {}
+    for span in timeline.spans:
+        spans.setdefault((span.event.rank, span.event.block), []).append(span)
+    for lane in spans.values():
+        assert all(before.end <= after.begin for before, after in pairwise(lane))
+    assert {span.name for span in timeline.spans} == {*WORKS, *WAITS}
+
+
+def test_a_wait_ends_after_what_it_waited_for_began(found: list[Found]) -> None:
+    """The clocks of two processes of one host are the same, so the times as recorded compare exactly."""
+    timeline = Timeline(found[0].records)
+    shown = [clock.offset_ns for clock in timeline.clocks]
+    sent, returned = {}, {}
+    for rank in range(2):
+        for event in of_kind(timeline, "dispatch", rank):
+            sent[rank, *event.numbers[:2]] = event.begin + shown[rank]
+        for event in of_kind(timeline, "reduce and send", rank):
+            returned[rank, *event.numbers] = event.begin + shown[rank]
+    for rank, one in enumerate(found):
+        plan = one.plan
+        for event in of_kind(timeline, "layer 0 GEMM", rank):
+            _, first, valid, _ = plan.tiles[event.numbers[0]].tolist()
+            for row in plan.routed_row_ids[first : first + valid].tolist():
+                source, index = divmod(row, plan.max_tokens)
+                assert source == rank or event.ready + shown[rank] > sent[source, rank, index // CHUNK]
+        for event in of_kind(timeline, "final sum", rank):
+            token, count, panel = event.numbers
+            for row in plan.send_rows[token : min(token + count, plan.num_tokens)].tolist():
+                for source, index in enumerate(row):
+                    assert index < 0 or event.ready + shown[rank] > returned[source, rank, index // CHUNK, panel]
+        done = dict.fromkeys(one.panels, 0)
+        for event in of_kind(timeline, "layer 1 GEMM", rank):
+            done[event.numbers[2]] = max(done[event.numbers[2]], event.end)
+        assert all(e.ready >= done[e.numbers[2]] for e in of_kind(timeline, "reduce and send", rank))
+    late = min(begin for (source, *_), begin in sent.items() if source == 1) - shown[0]
+    waits = [e for e in of_kind(timeline, "layer 0 GEMM", 0) if e.begin < late < e.ready]
+    # With several columns the first tile after the dispatch may be one of local rows, which keeps rank 0 busy.
+    assert waits or found[0].num_cols[0] > 1, "rank 0 waits for rank 1, which begins its dispatch late"
+
+
+def test_clocks_of_one_host_agree_within_the_error(found: list[Found]) -> None:
+    """Both processes read the same clock, so the true offset is 0."""
+    clocks = Timeline(found[0].records).clocks
+    assert clocks[0] == Clock(0, 0)
+    assert abs(clocks[1].offset_ns) <= clocks[1].error_ns
+
+
+def test_a_full_buffer_counts_what_is_lost(recorded: dict[str, list[Found]]) -> None:
+    found = recorded["tp2"][0]
+    assert found.lossy is not None
+    whole, lossy = Timeline(found.records), Timeline(found.lossy)
+    first = min(event.epoch for event in whole.events)
+    wanted = Counter((e.rank, e.work) for e in whole.events if e.epoch == first)
+    kept = Counter(event.rank for event in lossy.events)
+    for rank in range(2):
+        total = sum(count for (owner, _), count in wanted.items() if owner == rank)
+        assert lossy.records[rank].lost == total - kept[rank] > 0
+    assert max(Counter((event.rank, event.block) for event in lossy.events).values()) == 2
+    assert lossy.summary()["lost_events"] == sum(record.lost for record in lossy.records)
+
+
+def test_chrome_trace(found: list[Found]) -> None:
+    timeline = Timeline(found[0].records)
+    trace = json.loads(json.dumps(chrome_trace(timeline.events, timeline.spans, timeline.summary())))
+    entries = trace["traceEvents"]
+    assert all({"ph", "name", "pid", "tid", "args"} <= entry.keys() for entry in entries)
+    timed = [entry for entry in entries if entry["ph"] != "M"]
+    assert entries[: len(entries) - len(timed)] == [entry for entry in entries if entry["ph"] == "M"]
+    assert {entry["ph"] for entry in timed} == {"X", "i"}
+    assert all(before["ts"] <= after["ts"] for before, after in pairwise(timed))
+    assert timed[0]["ts"] >= 0
+    assert all(entry["dur"] >= 0 for entry in timed if entry["ph"] == "X")
+    assert {entry["args"]["name"] for entry in entries if entry["name"] == "process_name"} == {"rank 0", "rank 1"}
+    named = {(e["pid"], e["tid"]) for e in entries if e["name"] == "thread_name"}
+    assert {(entry["pid"], entry["tid"]) for entry in timed} <= named
+    assert {entry["name"] for entry in timed if entry["ph"] == "i"} == {"joins the GEMM", "joins reduce and send"}
+    tile = next(entry for entry in timed if entry["name"] == "layer 0 GEMM")
+    assert tile["args"].keys() == {"tile", "column", "phase", "sm", "epoch"}
+
+
+def test_files_and_summary(recorded: dict[str, list[Found]], tmp_path: Path) -> None:
+    timeline = Timeline(recorded["ep2"][0].records)
+    summary = timeline.write(tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
+    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (summary["ranks"], summary["launches"], summary["events"]) == (2, 3, len(timeline.events))
+    for rank in summary["per_rank"]:
+        shares = [ms / rank["block_ms"] for ms in (rank["work_ms"] | rank["wait_ms"]).values()]
+        assert sum(shares) + rank["idle_share"] == pytest.approx(1)
+        assert set(rank["work_ms"]) == set(WORKS)
+        assert 0 < rank["wait_share"] < 1
+
+
+def test_kinds_are_in_the_order_of_the_kernels() -> None:
+    names = ("DISPATCH", "RECEIVE", "LAYER0_TILE", "LAYER1_TILE", "REDUCE", "FINAL_SUM", "CONVERT")
+    assert [getattr(recorder, f"KIND_{name}").value for name in names] == list(range(len(KINDS)))
+    works = ("dispatch", "receive", "layer 0 GEMM", "layer 1 GEMM", "reduce and send", "final sum", "conversion")
+    assert tuple(kind.work for kind in KINDS) == works
+
+
+def test_off_means_no_buffer_and_nothing_recorded_is_an_error(tmp_path: Path) -> None:
+    assert recording(None, 132) == {"events_ptr": None, "EVENTS": 0}
+    empty = RankRecord(torch.zeros(0, 10, dtype=torch.int64), 0, torch.zeros(1, 2, dtype=torch.int64))
+    timeline = Timeline([empty])
+    assert timeline.summary()["wait_share"] == 0
+    with pytest.raises(ValueError, match="events=0 must be at least 1: only the 'fused' path records"):
+        timeline.write(tmp_path)
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1_000_001])
+def test_capacity_has_bounds(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"capacity={capacity} must be at least 1 and at most 1000000"):
+        record(None, capacity=capacity).__enter__()  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_benchmark_end_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "benchmarks" / "record_timeline.py"), "--device", "cpu", "--model", "tiny", "--ep", "2"]
+    options = ["--tokens", "20", "--split", "comm_blocks=2,num_panels=2", "--out", str(tmp_path / "out")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *script, *options], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["output_unchanged"] is True
+    assert (result["ranks"], result["launches"], result["lost_events"], result["recording"]) == (2, 2, 0, None)
+    for file in result["files"]:
+        assert Path(file).stat().st_size > 0
