@@ -147,7 +147,7 @@ def combine(
         home = slice(rank * max_tokens, rank * max_tokens + counts[source])
         workspace.combine_rows.peers[source][home] = _partial_sums(y, plan, window, weighted)
         if row_grads is not None:
-            workspace.combine_grads.peers[source][home] = row_grads[window]
+            workspace.combine_grads.peers[source][home, : row_grads.shape[1]] = row_grads[window]
         flags = workspace.combine_flags.peers[source]
         for chunk in range(-(-counts[source] // CHUNK_ROWS)):
             signal(flags, (rank * chunks + chunk) * MAX_PANELS, epoch)
@@ -239,7 +239,7 @@ def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool)
         slots = contributor * max_tokens + rows[hit]
         total.index_add_(0, hit, workspace.combine_rows.local[slots].to(total.dtype))
         if grads is not None:
-            grads.index_add_(0, hit, workspace.combine_grads.local[slots])
+            grads.index_add_(0, hit, workspace.combine_grads.local[slots, : grads.shape[1]])
     return total.to(y.dtype), grads
 
 

@@ -1,0 +1,142 @@
+"""The stress tool: what it runs is clean, and what is broken it finds, names and can run again."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import stress
+import torch
+from stress_cases import CASES_PER_POOL, CPU_SIZES, GPU_SIZES, ROUTINGS, Stress, StressCase, stress_inputs
+from stress_ranks import Outcome, begin, run_batch
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
+    out = capsys.readouterr().out
+    print(out)
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("path", "cases"), [("twin", 25), ("fused", 4)])
+def test_random_cases_agree_with_the_reference(path: str, cases: int, capsys: pytest.CaptureFixture[str]) -> None:
+    # From case 3 on: two workspaces in four cases, EP and TP, a rank without tokens, several chunks, a repeated call.
+    status = stress.main(["--path", path, "--seed", "459", "--first", "3", "--cases", str(cases)])
+    summary = last_line(capsys)
+    assert summary["cases"] == cases
+    assert (status, summary["mismatches"], summary["failed_cases"]) == (0, 0, [])
+
+
+def without_waits(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
+    """A batch on a twin that reads rows without waiting for them."""
+    from comet import twin
+
+    twin._wait_flag = lambda *_, **__: None  # type: ignore[assignment]
+    return run_batch(rank, world_size, of, indices, journal)
+
+
+def dies_in_case_3(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
+    """A batch whose rank ends by an error that is no wrong number."""
+    if 3 not in indices:
+        return run_batch(rank, world_size, of, indices, journal)
+    run_batch(rank, world_size, of, range(indices.start, 3), journal)
+    begin(3, rank, journal, of)
+    raise RuntimeError("a rank dies")
+
+
+def hangs(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
+    """A batch that never ends."""
+    begin(indices.start, rank, journal, of)
+    time.sleep(60)
+    return Outcome([], indices.stop)
+
+
+def test_a_missing_wait_is_found_and_the_command_finds_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--path", "twin", "--cases", "30", "--max-failures", "1"]
+    assert stress.main(arguments, without_waits) == 1
+    out = capsys.readouterr().out
+    failed = json.loads(out.splitlines()[-1])["failed_cases"]
+    assert re.search(rf"FAILED seed 0, StressCase\(name='case {failed[0]}'", out)
+    assert re.search(r"rank \d, call \d: (output|grad_\w+)", out)
+    again = re.search(r"again: python tests/stress.py (.+)", out)
+    assert again is not None, out
+    assert stress.main(again[1].split(), without_waits) == 1
+    assert last_line(capsys)["failed_cases"][0] <= failed[0]
+
+
+def test_a_rank_that_dies_costs_one_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stress.main(["--path", "twin", "--cases", "6", "--world-size", "1"], dies_in_case_3) == 1
+    out = capsys.readouterr().out
+    assert "RuntimeError: a rank dies" in out
+    assert "again: python tests/stress.py --seed 0 --first 0 --cases 4 --world-size 1 --path twin --device cpu" in out
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["cases"], summary["mismatches"], summary["failed_cases"]) == (6, 1, [3])
+
+
+def test_a_hang_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--path", "twin", "--cases", "1", "--world-size", "1", "--case-limit", "0.5"]
+    assert stress.main(arguments, hangs) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"Timeout .*\n(.*\n)*.*in hangs", out), "the stack of the rank"
+    assert "FAILED seed 0, StressCase(name='case 0'" in out
+    assert json.loads(out.splitlines()[-1])["failed_cases"] == [0]
+
+
+def test_the_worked_example_of_the_command() -> None:
+    of = Stress(3, 2, "fused", "cpu")
+    assert CASES_PER_POOL == 5
+    assert "--seed 3 --first 10 --cases 3 " in stress.command(of, 0, 12)
+    assert "--seed 3 --first 11 --cases 2 " in stress.command(of, 11, 12)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_cases_are_legal_repeatable_and_varied(world_size: int, device: str) -> None:
+    of, sizes = Stress(5, world_size, "fused", device), GPU_SIZES if device == "cuda" else CPU_SIZES
+    cases = [of.case(index) for index in range(400)]
+    assert cases == [Stress(5, world_size, "twin", device).case(index) for index in range(400)]
+    assert cases != [Stress(6, world_size, "fused", device).case(index) for index in range(400)]
+    for index, case in enumerate(cases):
+        case.parallel.check(case.config)
+        pool = of.pool_case(index // CASES_PER_POOL)
+        assert (pool.ep, pool.tp, pool.hidden_size, pool.dtype) == (case.ep, case.tp, case.hidden_size, case.dtype)
+        assert case.world_size == world_size
+        assert max(case.num_tokens) <= case.max_tokens
+        assert case.top_k <= pool.top_k
+        assert case.overlap.comm_blocks == case.comm_blocks
+    for name in ("ep", "top_k", "routing", "num_panels", "block_rows", "inputs", "backward", "strided", "delay_s"):
+        values = {getattr(case, name) for case in cases}
+        assert len(values) > 1 or (name, world_size) == ("ep", 1), name
+    assert {case.dtype for case in cases} == set(sizes.dtypes)
+    assert {field.name for field in fields(StressCase)} >= {"comm_blocks", "inputs"}
+    assert sum(0 in case.num_tokens for case in cases) > 20
+    assert any(max(case.num_tokens) > 128 for case in cases)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(routing: str) -> None:
+    cases = [case for case in map(Stress(1, 2, "fused", "cpu").case, range(300)) if case.routing == routing]
+    ids = [stress_inputs(case, 0, 0).top_k_ids for case in cases]
+    for case, found in zip(cases, ids, strict=True):
+        assert found.shape == (case.num_tokens[0], case.top_k)
+        assert found.dtype == torch.int32
+        assert torch.equal(found, stress_inputs(case, 0, 0).top_k_ids)
+        assert bool(((found >= -1) & (found < case.num_experts)).all())
+        if routing in ("none", "one"):
+            assert bool((found[:, 1:] == -1).all())
+        if routing == "hot":
+            assert len(set(found[:, 0].tolist())) <= 1
+    assert sum(found.numel() for found in ids) > 0
+
+
+@pytest.mark.parametrize(
+    "argument", ["--cases=0", "--world-size=0", "--batch=-1", "--first=-1", "--path=plain", "--device=tpu"]
+)
+def test_bad_arguments_are_named(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        stress.main([argument])
+    assert caught.value.code == 2
+    assert argument.split("=")[0] in capsys.readouterr().err

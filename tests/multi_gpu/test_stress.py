@@ -1,0 +1,21 @@
+"""Random cases of the whole layer over NVLink; ``python tests/stress.py --device cuda`` runs more of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import stress
+import torch
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_cases_agree_with_the_reference(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    status = stress.main(["--cases", "200", "--device", "cuda", "--world-size", str(world_size)])
+    out = capsys.readouterr().out
+    print(out)
+    summary = json.loads(out.splitlines()[-1])
+    assert (status, summary["cases"], summary["mismatches"]) == (0, 200, 0)

@@ -1,0 +1,160 @@
+"""Run random cases of the whole layer on real ranks against the reference: ``python tests/stress.py --help``.
+
+Layouts, shapes, routing, splits, delays and the number of epochs on a workspace are drawn from the seed. Outputs and
+gradients are compared with ``comet.reference`` within twice the error of plain torch, and bit for bit between calls
+with the same inputs. A case that fails is printed with the command that runs it again (with the cases before it on the
+same workspace), the last line is JSON, and the exit status is 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ranks import run_ranks
+from stress_cases import CASES_PER_POOL, Stress
+from stress_ranks import Outcome, run_batch
+from tqdm import tqdm
+
+Batch = Callable[..., Outcome]
+
+START_S = 120.0
+TIMEOUT_HELP = "30 s; under the interpreter, whose clock counts polls as 20 us each, 5 s"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10_000, help="how many cases (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--path", default="fused", choices=("fused", "twin"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--batch", type=int, default=200, help="cases per start of the processes, which also start anew after a failure"
+    )
+    parser.add_argument("--max-failures", type=int, default=10, help="stop after so many failed cases")
+    parser.add_argument("--timeout", type=float, help=f"deadline of a wait between ranks ({TIMEOUT_HELP})")
+    parser.add_argument("--case-limit", type=float, default=1800.0, help="seconds after which a case counts as hung")
+    options = parser.parse_args(argv)
+    if options.timeout is None:
+        options.timeout = 5.0 if is_interpreted(options.path, options.device) else 30.0
+    for name in ("cases", "world_size", "batch", "max_failures"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 1")
+    for name in ("first", "timeout", "case_limit"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must not be negative")
+    return options
+
+
+def is_interpreted(path: str, device: str) -> bool:
+    """Whether kernels run under Triton's interpreter."""
+    return path == "fused" and device == "cpu"
+
+
+def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
+    """Run the cases the command line asks for; ``batch`` is what each rank does with a range of them."""
+    options = parse(argv)
+    stress = Stress(options.seed, options.world_size, options.path, options.device, options.timeout, options.case_limit)
+    reached, end, start = options.first, options.first + options.cases, time.monotonic()
+    failed: list[int] = []
+    with tqdm(total=options.cases, unit="case", mininterval=1.0) as bar:
+        while reached < end and len(failed) < options.max_failures:
+            outcome = run_indices(stress, range(reached, min(end, reached + options.batch)), batch, bar)
+            reached = outcome.stop
+            if outcome.wrong:
+                failed.append(reached - 1)
+                bar.write(report(stress, options.first, reached - 1, outcome.wrong), file=sys.stdout)
+    summary = {
+        "cases": reached - options.first,
+        "mismatches": len(failed),
+        "seconds": round(time.monotonic() - start, 1),
+        "seed": options.seed,
+        "failed_cases": failed,
+    }
+    print(json.dumps(summary))
+    return 1 if failed else 0
+
+
+def run_indices(stress: Stress, indices: range, batch: Batch, bar: tqdm) -> Outcome:
+    """Run a batch in fresh processes, up to the first case that fails: also the one at which a rank dies or hangs."""
+    on_gpu = stress.device == "cuda"
+    with tempfile.TemporaryDirectory(prefix="comet-stress-") as name:
+        journal = Path(name) / "case"
+        with progress(journal.with_suffix(".0"), indices, bar):
+            try:
+                outcomes = run_ranks(
+                    batch,
+                    stress.world_size,
+                    stress,
+                    indices,
+                    journal,
+                    interpret=is_interpreted(stress.path, stress.device),
+                    timeout=START_S + stress.case_limit_s * len(indices),
+                    backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                )
+            except AssertionError as error:
+                last = min(case_at_work(journal.with_suffix(f".{rank}"), indices) for rank in range(stress.world_size))
+                return Outcome([str(error)], last + 1)
+    return Outcome([what for outcome in outcomes for what in outcome.wrong], outcomes[0].stop)
+
+
+def case_at_work(journal: Path, indices: range) -> int:
+    """The case a rank noted last; the first one if it had not come so far."""
+    text = journal.read_text() if journal.exists() else ""
+    return int(text) if text else indices.start
+
+
+@contextmanager
+def progress(journal: Path, indices: range, bar: tqdm) -> Iterator[None]:
+    """Move the bar to the case rank 0 is at, from another thread, and to the end of the batch at last."""
+    done, base = threading.Event(), bar.n
+
+    def catch_up(behind: int) -> None:
+        step = base + case_at_work(journal, indices) - indices.start + behind - bar.n
+        if step > 0:
+            bar.update(step)
+
+    def follow() -> None:
+        while not done.wait(0.5):
+            catch_up(0)
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        done.set()
+        follower.join()
+        catch_up(1)
+
+
+def command(stress: Stress, first: int, index: int) -> str:
+    """What runs case ``index`` again, after the cases that came before it on its workspace.
+
+    Example: case 12 of seed 3, 5 cases per workspace: ``--seed 3 --first 10 --cases 3``.
+    """
+    first = max(first, index - index % CASES_PER_POOL)
+    return (
+        f"python tests/stress.py --seed {stress.seed} --first {first} --cases {index + 1 - first} "
+        f"--world-size {stress.world_size} --path {stress.path} --device {stress.device}"
+    )
+
+
+def report(stress: Stress, first: int, index: int, wrong: list[str]) -> str:
+    """A failed case in words."""
+    lines = [f"FAILED seed {stress.seed}, {stress.case(index)}", *wrong, f"again: {command(stress, first, index)}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
