@@ -1,0 +1,262 @@
+"""Eight-bit weights and activations: e4m3 elements that share a scale, in the two layouts the kernels stream.
+
+* **MXFP8** (OCP Microscaling): one power of two per 32 elements along the contraction, stored as e8m0: the byte c means
+  2^(c - 127), and 255 is its NaN.
+* **FP8**: one float32 scale per 128 x 128 block of a weight, or per 128 elements of a token (``block_rows`` 128 or 1);
+  blocks at the edges may be smaller.
+
+An e4m3 number has 1 sign, 4 exponent and 3 fraction bits, at most 448 and in steps of 2^-9 below 2^-6; there is no
+infinity. Rounding is to the nearest, ties to even, and what would round past 448 becomes 448. Scales are chosen such
+that element times scale is exact in float32, hence quantising a dequantised float32 tensor gives the same bits.
+
+These functions are plain torch, run where their input lives and wait for the device, because bad numbers are errors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from comet.config import MOE_DTYPES, require
+
+ScaleRule = Literal["floor", "fit"]
+
+MX_BLOCK = 32
+FP8_BLOCK = 128
+E4M3_MAX = 448.0
+E4M3_MAX_EXPONENT = 8
+E4M3_SATURATES_ABOVE = 464.0  # half way between 448 and the 480 that e4m3 has no code for; the tie goes to 448
+E8M0_BIAS = 127
+E8M0_NAN = 255
+LARGEST_CODE = E8M0_BIAS + 127 - E4M3_MAX_EXPONENT  # 448 * 2^119 is finite in float32, 256 * 2^120 is not
+FLOAT32_FRACTION_BITS = 23
+SMALLEST_FP8_SCALE = 2.0**-126  # the smallest normal float32; an element times it is a multiple of 2^-135
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MXFP8:
+    """A tensor in MXFP8; its contraction is the last dimension.
+
+    Args:
+        elements: ``(..., K)`` float8_e4m3fn, K a multiple of 32.
+        scales: ``(..., K / 32)`` uint8, e8m0 codes; view float8_e8m0fnu scales as uint8.
+
+    Raises:
+        ValueError: If a dtype, shape or device is wrong, or a scale is NaN.
+    """
+
+    elements: Tensor
+    scales: Tensor
+
+    def __post_init__(self) -> None:
+        _check_elements(self.elements)
+        _check_contraction(self.elements)
+        require(
+            self.scales.dtype == torch.uint8,
+            f"scales.dtype={self.scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)",
+        )
+        expected = (*self.elements.shape[:-1], self.elements.shape[-1] // MX_BLOCK)
+        _check_scales(self.scales, expected, self.elements)
+        _refuse(self.scales == E8M0_NAN, self.scales, "scales", "be at most 254; 255 is the NaN of e8m0")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``.
+
+        Scales above 2^119, which the quantiser never makes, may give infinity.
+        """
+        blocks = self.elements.float().unflatten(-1, (-1, MX_BLOCK))
+        return (blocks * decode_e8m0(self.scales).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FP8:
+    """A tensor in e4m3 with float32 block scales; its contraction is the last dimension.
+
+    Args:
+        elements: ``(..., N, K)`` float8_e4m3fn.
+        scales: ``(..., ceil(N / block_rows), ceil(K / 128))`` float32; element times scale is the value.
+        block_rows: Rows that share a scale: 128 for weights, 1 for tokens.
+
+    Raises:
+        ValueError: If a dtype, shape or device is wrong, or a scale is negative or not finite.
+    """
+
+    elements: Tensor
+    scales: Tensor
+    block_rows: int = FP8_BLOCK
+
+    def __post_init__(self) -> None:
+        require(self.block_rows in (1, FP8_BLOCK), f"block_rows={self.block_rows} must be 1 or {FP8_BLOCK}")
+        _check_elements(self.elements)
+        _check_matrix("elements", self.elements)
+        require(self.scales.dtype == torch.float32, f"scales.dtype={self.scales.dtype} must be torch.float32")
+        *outer, rows, columns = self.elements.shape
+        expected = (*outer, math.ceil(rows / self.block_rows), math.ceil(columns / FP8_BLOCK))
+        _check_scales(self.scales, expected, self.elements)
+        is_bad = ~self.scales.isfinite() | (self.scales < 0)
+        _refuse(is_bad, self.scales, "scales", "be finite and not negative")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``(..., N, K)``: element times scale in float32, rounded once more in another ``dtype``."""
+        return (self.elements.float() * _spread(self.scales, self.elements, self.block_rows)).to(dtype)
+
+
+@torch.no_grad()
+def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
+    """Quantise along the last dimension to MXFP8.
+
+    Args:
+        weight: ``(..., K)`` float32, float16 or bfloat16, finite; K a multiple of 32, the contraction.
+        rule: How a block's scale 2^x follows from its largest magnitude, amax. ``floor`` is the OCP specification's
+            x = floor(log2(amax)) - 8; amax / 2^x may reach 512, and what is past 448 saturates. ``fit`` adds one to x
+            where amax would saturate; its mean square error is the smaller one on normal, uniform and heavy-tailed
+            weights. Both keep x within -127 .. 119; a block of zeros takes x = -127.
+
+    Returns:
+        Elements and scales; the sign of zeros is kept.
+
+    Raises:
+        ValueError: If dtype or K break their rule, or a number is NaN or infinite (the first one is named).
+
+    Example: a block of -5, 1, 0.3 and 29 zeros has amax 5, so x = 2 - 8 = -6 and the scale's code is 121. Times 64 the
+    block is -320, 64, 19.2, 0 ..., which round to -320, 64, 20, 0 ...; dequantised -5, 1, 0.3125, 0 ...
+    """
+    _check_input("weight", weight)
+    require(rule in get_args(ScaleRule), f"rule={rule!r} must be one of {get_args(ScaleRule)}")
+    _check_contraction(weight)
+    blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
+    amax = blocks.abs().amax(-1)
+    _check_finite("weight", weight, amax)
+    scales = _e8m0_scales(amax, rule)
+    return MXFP8(elements=_to_e4m3(blocks / decode_e8m0(scales).unsqueeze(-1)).flatten(-2), scales=scales)
+
+
+def quantize_fp8(weight: Tensor) -> FP8:
+    """Quantise a weight to e4m3 with one float32 scale per block of 128 x 128.
+
+    A scale is amax / 448, at least 2^-126, without its last 4 of 24 bits: those are room for an element's 4, so that
+    dequantising is exact in float32.
+
+    Args:
+        weight: ``(..., N, K)`` float32, float16 or bfloat16, finite.
+
+    Returns:
+        Elements and scales ``(..., ceil(N / 128), ceil(K / 128))``.
+
+    Raises:
+        ValueError: If shape or dtype break their rule, or a number is NaN or infinite (the first one is named).
+
+    Example: the weight ``[[7, -1, 0.3]]`` has the scale 7 / 448 = 2^-6; the elements are 448, -64 and 20 (from 19.2),
+    dequantised 7, -1, 0.3125.
+    """
+    return _quantize_blocks("weight", weight, FP8_BLOCK)
+
+
+def quantize_rows(tokens: Tensor) -> FP8:
+    """Quantise activations to e4m3 with one float32 scale per token and 128 of its elements; see ``quantize_fp8``.
+
+    Args:
+        tokens: ``(..., T, D)`` float32, float16 or bfloat16, finite; T may be 0.
+
+    Returns:
+        Elements and scales ``(..., T, ceil(D / 128))``.
+
+    Raises:
+        ValueError: If shape or dtype break their rule, or a number is NaN or infinite (the first one is named).
+
+    Example: the tokens ``[[7, -1], [14, 0.3]]`` have the scales 2^-6 and 2^-5; the elements are 448, -64 and 448, 10
+    (from 9.6), dequantised 7, -1 and 14, 0.3125.
+    """
+    return _quantize_blocks("tokens", tokens, 1)
+
+
+def decode_e8m0(codes: Tensor) -> Tensor:
+    """2^(code - 127) in float32 for uint8 ``codes``; NaN for 255.
+
+    Example: codes 0, 1, 127, 254, 255 are 2^-127, 2^-126, 1, 2^127, NaN.
+    """
+    bits = codes.int() << FLOAT32_FRACTION_BITS
+    bits = torch.where(codes == 0, 1 << (FLOAT32_FRACTION_BITS - 1), bits)  # 2^-127 is a subnormal number
+    return torch.where(codes == E8M0_NAN, float("nan"), bits.view(torch.float32))
+
+
+def _e8m0_scales(amax: Tensor, rule: ScaleRule) -> Tensor:
+    # The exponent field of a float32 is floor(log2) + 127 where it is not 0, and there the code is 0 in any case.
+    codes = (amax.view(torch.int32) >> FLOAT32_FRACTION_BITS) - E4M3_MAX_EXPONENT
+    codes = codes.clamp(min=0)
+    if rule == "fit":
+        codes = codes + (amax / decode_e8m0(codes.byte()) > E4M3_SATURATES_ABOVE).int()
+    return codes.clamp(max=LARGEST_CODE).byte()
+
+
+@torch.no_grad()
+def _quantize_blocks(name: str, values: Tensor, block_rows: int) -> FP8:
+    _check_input(name, values)
+    _check_matrix(name, values)
+    rows, columns = values.shape[-2:]
+    tiles = values.float()
+    padding = (0, -columns % FP8_BLOCK, 0, -rows % block_rows)
+    tiles = torch.nn.functional.pad(tiles, padding).unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, block_rows))
+    amax = tiles.abs().amax((-3, -1))
+    _check_finite(name, values, amax)
+    scales = _clear_last_bits((amax / E4M3_MAX).clamp(min=SMALLEST_FP8_SCALE))
+    elements = _to_e4m3(values.float() / _spread(scales, values, block_rows))
+    return FP8(elements=elements, scales=scales, block_rows=block_rows)
+
+
+def _clear_last_bits(scales: Tensor) -> Tensor:
+    return (scales.view(torch.int32) & ~0xF).view(torch.float32)
+
+
+def _spread(scales: Tensor, like: Tensor, block_rows: int) -> Tensor:
+    """The scale of every element of ``like (..., N, K)``."""
+    rows, columns = like.shape[-2:]
+    by_column = scales.repeat_interleave(FP8_BLOCK, -1)[..., :columns]
+    return by_column.repeat_interleave(block_rows, -2)[..., :rows, :]
+
+
+def _to_e4m3(values: Tensor) -> Tensor:
+    # Clamped first: a cast that meets a number past 464 may also give NaN.
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _check_elements(elements: Tensor) -> None:
+    require(elements.dtype == torch.float8_e4m3fn, f"elements.dtype={elements.dtype} must be {torch.float8_e4m3fn}")
+
+
+def _check_input(name: str, values: Tensor) -> None:
+    require(values.dtype in MOE_DTYPES, f"{name}.dtype={values.dtype} must be one of {MOE_DTYPES}")
+
+
+def _check_contraction(values: Tensor) -> None:
+    size = values.shape[-1] if values.dim() else 0
+    require(size > 0 and size % MX_BLOCK == 0, f"contraction={size} must be a positive multiple of {MX_BLOCK}")
+
+
+def _check_matrix(name: str, values: Tensor) -> None:
+    shape = tuple(values.shape)
+    require(len(shape) >= 2 and shape[-1] > 0, f"{name}.shape={shape} must be (..., rows, columns), columns at least 1")
+
+
+def _check_scales(scales: Tensor, expected: tuple[int, ...], elements: Tensor) -> None:
+    require(
+        tuple(scales.shape) == expected,
+        f"scales.shape={tuple(scales.shape)} must be {expected} for elements of shape {tuple(elements.shape)}",
+    )
+    require(scales.device == elements.device, f"scales.device={scales.device} must be the elements' {elements.device}")
+
+
+def _check_finite(name: str, values: Tensor, amax: Tensor) -> None:
+    """Look for the number to name only when the largest magnitudes say that there is one."""
+    if not amax.isfinite().all():
+        _refuse(~values.isfinite(), values, name, "be finite")
+
+
+def _refuse(is_bad: Tensor, values: Tensor, name: str, rule: str) -> None:
+    if is_bad.any():
+        where = is_bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}{where}={values[tuple(where)].item()} must {rule}")
