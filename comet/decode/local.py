@@ -1,0 +1,90 @@
+"""One rank's decode step: routed tokens in, their weighted expert outputs out."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from comet.decode.scratch import DecodeScratch
+from comet.decode.twin import warp_decode_torch
+from comet.decode.weights import DecodeWeights, check_inputs, check_kernel_inputs
+from comet.kernels.warp_decode import DecodeConfig, Landing, Step, decode, select
+
+
+def warp_decode(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    weights: DecodeWeights,
+    *,
+    scratch: DecodeScratch | None = None,
+    use_kernels: bool | None = None,
+) -> Tensor:
+    """Run the experts held here on a few tokens, reading every weight row that is needed once.
+
+    The host reads no tensor and, given ``scratch`` and contiguous tensors, allocates only the output, so the step can
+    be captured in a CUDA graph and replayed with other tokens and other routing. Equal inputs give equal bits.
+
+    Args:
+        tokens: ``(T, D)``, 0 <= T <= 64, float32, float16 or bfloat16.
+        top_k_ids: ``(T, K)`` int32 (or int64) in ``[-1, E)``; -1 masks. The kernels take any other id as masked; the
+            twin raises.
+        top_k_weights: ``(T, K)`` float32.
+        weights: The experts held here; same dtype as ``tokens``.
+        scratch: Memory between the two kernels, shared by all layers of one stream; ``None`` allocates it.
+        use_kernels: Triton kernels or the torch twin; ``None``: kernels on a GPU, twin on a CPU.
+
+    Returns:
+        ``(T, D)``, dtype of ``tokens``: for each token the sum over its routed rows held here, in slot order.
+
+    Raises:
+        ValueError: If a shape, dtype or device breaks the rules, T is above 64, or the scratch is too small.
+        NotImplementedError: If the weights are quantised, on the kernels.
+    """
+    if use_kernels is None:
+        use_kernels = tokens.device.type == "cuda"
+    if not use_kernels:
+        return warp_decode_torch(tokens, top_k_ids, top_k_weights, weights)
+    return run_kernels(tokens, top_k_ids, top_k_weights, weights, scratch=scratch)
+
+
+def run_kernels(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    weights: DecodeWeights,
+    *,
+    scratch: DecodeScratch | None = None,
+    config: DecodeConfig | None = None,
+    landing: Landing | None = None,
+) -> Tensor:
+    """``warp_decode`` on kernels, with a choice of blocks and, over ranks, a landing for the sum."""
+    check_inputs(tokens, top_k_ids, top_k_weights, weights)
+    check_kernel_inputs(tokens, weights)
+    num_tokens, top_k = top_k_ids.shape
+    out = tokens.new_empty(tokens.shape)
+    if num_tokens == 0:
+        return out
+    if scratch is None:
+        scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
+    scratch.check(tokens, top_k, weights)
+    step = Step(
+        tokens=_aligned(tokens.contiguous()),
+        ids=top_k_ids.contiguous(),
+        routing_weights=top_k_weights.contiguous(),
+        slots=weights.slots,
+        w1=weights.w1,
+        w2=weights.w2,
+        hidden=scratch.hidden,
+        partials=scratch.partials,
+        tickets=scratch.tickets,
+        out=out,
+    )
+    if config is None:
+        config = select(tokens.dtype, num_tokens, top_k, weights.hidden_size, weights.ffn_size)
+    decode(step, config, landing)
+    return out
+
+
+def _aligned(tokens: Tensor) -> Tensor:
+    """``tokens`` itself, or a copy where it does not start at 16 bytes: its rows are read in pieces of 16 bytes."""
+    return tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()

@@ -1,0 +1,169 @@
+"""Decode over the ranks of an MoE group: every rank computes its experts, or its slice of them, for the same tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from comet.comm.base import Communicator
+from comet.config import require
+from comet.decode.local import run_kernels
+from comet.decode.scratch import DecodeScratch
+from comet.decode.twin import decode_partial_torch
+from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs
+from comet.errors import CommTimeoutError
+from comet.kernels.warp_decode import DecodeConfig, Landing
+from comet.layout import ExpertLayout
+
+LOW_HALF = 0xFFFFFFFF
+
+
+def rank_slots(layout: ExpertLayout, device: torch.device | str) -> Tensor:
+    """The slot table of a rank that holds its EP shard in order; its TP ranks share one table.
+
+    Example: E = 8, EP = 4, TP = 1, rank 1: ``[-1, -1, 0, 1, -1, -1, -1, -1]``.
+
+    Returns:
+        ``(E,)`` int32.
+    """
+    slots = torch.full((layout.num_experts,), -1, dtype=torch.int32)
+    held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    slots[held] = torch.arange(layout.experts_local, dtype=torch.int32)
+    return slots.to(device)
+
+
+def landing_bytes(world_size: int, hidden_size: int, max_tokens: int = MAX_DECODE_TOKENS) -> int:
+    """Symmetric memory one rank needs, in bytes: 2 halves x W ranks x tokens x D words of 8.
+
+    Example: W=4, D=2048, 64 tokens: 8388608.
+    """
+    return 2 * world_size * max_tokens * hidden_size * 8
+
+
+class RankDecode:
+    """``warp_decode`` over W ranks, with the all-reduce inside the down kernel; one for all layers of equal D.
+
+    All ranks pass the same tokens and routing (EP, TP and EP x TP alike: a rank's ``DecodeWeights`` say what it holds)
+    and all get the same bits. Steps run in the order of one stream, without a barrier between them, captured in a CUDA
+    graph or not; why that is safe stands in ``comet.kernels.warp_decode_words``.
+
+    Args:
+        comm: The communicator of the MoE group; not closed here.
+        hidden_size: D.
+        max_tokens: Most tokens of a step, at most 64; equal on all ranks.
+        replicated: Whether all ranks hold the same tokens.
+        use_kernels: Triton kernels or the torch twin; ``None``: kernels on a GPU, twin on a CPU.
+
+    Raises:
+        ValueError: If a size breaks its rule or the symmetric memory does not fit.
+        NotImplementedError: If the tokens are not replicated.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        hidden_size: int,
+        max_tokens: int = MAX_DECODE_TOKENS,
+        replicated: bool = True,
+        use_kernels: bool | None = None,
+    ) -> None:
+        require(
+            1 <= max_tokens <= MAX_DECODE_TOKENS, f"max_tokens={max_tokens} must be between 1 and {MAX_DECODE_TOKENS}"
+        )
+        require(hidden_size > 0 and hidden_size % 16 == 0, f"D={hidden_size} must be a positive multiple of 16")
+        if not replicated:
+            raise NotImplementedError("replicated=False: decode of tokens that differ between ranks is not built")
+        self.comm = comm
+        self.hidden_size = hidden_size
+        self.max_tokens = max_tokens
+        self.use_kernels = comm.device.type == "cuda" if use_kernels is None else use_kernels
+        shape = (2, comm.world_size, max_tokens, hidden_size)
+        self.words = comm.alloc(landing_bytes(comm.world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
+        self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        weights: DecodeWeights,
+        *,
+        scratch: DecodeScratch | None = None,
+        config: DecodeConfig | None = None,
+    ) -> Tensor:
+        """Run one step; collective, with equal tokens, ids and routing weights on all ranks.
+
+        Args:
+            tokens: ``(T, D)``, T at most ``max_tokens``.
+            top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks.
+            top_k_weights: ``(T, K)`` float32.
+            weights: What this rank holds (see ``rank_slots``).
+            scratch: See ``warp_decode``.
+            config: Shapes of blocks; ``None`` selects them.
+
+        Returns:
+            ``(T, D)``, dtype of ``tokens``, the sum over all ranks, added in float32 in the order of the ranks. After
+            ``check`` raised, or would, its contents mean nothing.
+
+        Raises:
+            ValueError: If a tensor breaks the rules of ``warp_decode``, or T or D those of this object.
+            CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` tells.
+        """
+        check_inputs(tokens, top_k_ids, top_k_weights, weights)
+        require(
+            tokens.shape[0] <= self.max_tokens,
+            f"T={tokens.shape[0]} tokens must be at most max_tokens={self.max_tokens}",
+        )
+        require(tokens.shape[1] == self.hidden_size, f"D={tokens.shape[1]} of tokens must be {self.hidden_size}")
+        if tokens.shape[0] == 0:
+            return tokens.new_empty(tokens.shape)
+        if not self.use_kernels:
+            return self._twin(tokens, decode_partial_torch(tokens, top_k_ids, top_k_weights, weights))
+        out = run_kernels(
+            tokens, top_k_ids, top_k_weights, weights, scratch=scratch, config=config, landing=self._landing()
+        )
+        if tokens.device.type == "cpu":
+            self.check()
+        return out
+
+    def check(self) -> None:
+        """Raise ``CommTimeoutError`` naming the rank that did not come since this object was made.
+
+        Synchronises with the device.
+        """
+        aborted, _, peer, item, expected, seen, _, _ = self.fault.tolist()
+        if aborted:
+            raise CommTimeoutError(
+                f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
+                f"(decode all-reduce, block {item}, epoch {expected}, saw {seen})"
+            )
+
+    def _landing(self) -> Landing | None:
+        if self.comm.world_size == 1:
+            return None
+        return Landing(
+            addresses=self.words.pointers,
+            epoch=self.epoch,
+            fault=self.fault,
+            rank=self.comm.rank,
+            max_tokens=self.max_tokens,
+            timeout_ns=int(self.comm.timeout_s * 1e9),
+        )
+
+    def _twin(self, tokens: Tensor, partial: Tensor) -> Tensor:
+        """The exchange in torch: the same words in the same halves, with a barrier where the kernel looks at epochs."""
+        self.epoch += 1
+        epoch, num_tokens = int(self.epoch), tokens.shape[0]
+        low = partial.float().contiguous().view(torch.int32).long() & LOW_HALF
+        words = low | (epoch << 32)
+        for peer in self.words.peers:
+            peer[epoch % 2, self.comm.rank, :num_tokens].copy_(words)
+        self.comm.barrier()
+        landed = self.words.local[epoch % 2, :, :num_tokens]
+        assert bool((landed >> 32 == epoch).all()), "a word of another step is in this step's half"
+        total = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        for source in landed.int().view(torch.float32):
+            total = total + source
+        return total.to(tokens.dtype)

@@ -1,0 +1,213 @@
+"""Experts of a model that runs the same tokens on every rank of a group, as generation does.
+
+Few tokens take warp decode, more take the path of the group. The ranks pass equal arguments and get equal results, bit
+for bit. Nothing here waits for the device, but for the plain path of a rank without a group; hence decode steps can be
+captured in a CUDA graph.
+
+Across ranks the all-reduce of decode is ``RankDecode``'s: it adds in rank order, in float32. Results that differed
+in the last bit from rank to rank might end in different tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from comet.collectives import all_gather_stacked
+from comet.config import MoEConfig, require
+from comet.decode.local import warp_decode
+from comet.decode.ranks import RankDecode, rank_slots
+from comet.decode.scratch import DecodeScratch
+from comet.decode.weights import DecodeWeights
+from comet.group import ExpertGroup
+from comet.layout import ExpertLayout
+from comet.paths import ExpertPath, make_path
+from comet.plain import plain_experts
+
+
+class Runner(Protocol):
+    """Computes the weighted sum of each token's experts from the experts this rank holds."""
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong on the device so far; waits for it."""
+        ...
+
+
+class Decoder:
+    """Warp decode of what this rank holds, with scratch memory that all layers share.
+
+    They run one after the other, on one stream. The memory is made at the first step and kept; none on the CPU.
+
+    Args:
+        top_k: K, the largest of all layers.
+        max_tokens: Most tokens of a step.
+    """
+
+    def __init__(self, top_k: int, max_tokens: int) -> None:
+        self.top_k = top_k
+        self.max_tokens = max_tokens
+        self._scratch: DecodeScratch | None = None
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, experts: DecodeWeights) -> Tensor:
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``: what this rank's experts contribute."""
+        return warp_decode(tokens, top_k_ids, top_k_weights, experts, scratch=self.scratch(tokens, experts))
+
+    def scratch(self, tokens: Tensor, experts: DecodeWeights) -> DecodeScratch | None:
+        """The memory for a step with these tensors."""
+        if tokens.is_cuda and (self._scratch is None or self._scratch.hidden.device != tokens.device):
+            self._scratch = DecodeScratch.create(experts, self.top_k, tokens.dtype, max_tokens=self.max_tokens)
+        return self._scratch
+
+
+class LocalRunner:
+    """All experts on this rank: warp decode, or grouped GEMMs for many tokens and wherever a gradient is needed.
+
+    Args:
+        top_k: K.
+        decode_tokens: Most tokens that take warp decode.
+    """
+
+    def __init__(self, top_k: int, decode_tokens: int) -> None:
+        self.decode = Decoder(top_k, decode_tokens)
+        self._slots: Tensor | None = None
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """See ``Runner``."""
+        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (tokens, top_k_weights, w1, w2))
+        if tokens.shape[0] <= self.decode.max_tokens and not wants_grad:
+            experts = DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1))
+            return self.decode(tokens, top_k_ids, top_k_weights, experts)
+        layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
+        return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None)
+
+    def check(self) -> None:
+        """Nothing to report: a rank alone waits for nobody."""
+
+    def _slots_like(self, w1: Tensor) -> Tensor:
+        if self._slots is None or self._slots.device != w1.device:
+            self._slots = torch.arange(w1.shape[0], dtype=torch.int32, device=w1.device)
+        return self._slots
+
+
+class ReplicatedRunner:
+    """Experts over a group whose ranks all hold the same tokens; collective, for inference.
+
+    Args:
+        moe: Shape of the model's MoE layers.
+        group: The ranks; any number of tokens may come, ``max_tokens`` only bounds how many are computed at once.
+        decode_tokens: Most tokens that take warp decode.
+
+    Raises:
+        ValueError: If the experts do not divide over the group, or its pool is for another shape.
+    """
+
+    def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int) -> None:
+        pool = group.workspace.shape
+        require(
+            pool.hidden_size == moe.hidden_size,
+            f"hidden_size={pool.hidden_size} of the group must be the model's {moe.hidden_size}",
+        )
+        require(pool.top_k >= moe.top_k, f"top_k={pool.top_k} of the group must be at least the model's {moe.top_k}")
+        self.group = group
+        self.decode = Decoder(moe.top_k, decode_tokens)
+        self.slots = rank_slots(group.layout(moe), group.device)
+        self.path: ExpertPath = make_path("auto", moe, group)
+        # Last, because it allocates symmetric memory on all ranks.
+        self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """See ``Runner``.
+
+        Raises:
+            ValueError: If the tokens have another dtype than the group, or require a gradient.
+        """
+        dtype = self.group.workspace.shape.dtype
+        require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
+        require(
+            not (torch.is_grad_enabled() and tokens.requires_grad),
+            "requires_grad=True of the tokens must be False: a converted model over a group is for inference, "
+            "run it under torch.no_grad()",
+        )
+        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
+        if tokens.shape[0] > self.decode.max_tokens:
+            return run_path_on_slices(tokens, top_k_ids, top_k_weights, experts, self.path, self.group)
+        scratch = self.decode.scratch(tokens, experts)
+        return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ReplicatedRunner:
+        """A copied model, such as an assistant that shares the weights, runs on the same ranks and memory."""
+        return self
+
+    def check(self) -> None:
+        """See ``Runner``.
+
+        Raises:
+            CommTimeoutError: If a rank did not come in time.
+            CapacityError: If a plan needed more routed rows than were reserved.
+        """
+        self.group.workspace.check()
+        self.decode_on_ranks.check()
+
+
+def run_path_on_slices(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    experts: DecodeWeights,
+    path: ExpertPath,
+    group: ExpertGroup,
+) -> Tensor:
+    """Each rank brings its slice of the tokens to the group's path, and all ranks gather the results; collective.
+
+    So no token is computed twice. More tokens than the pool holds go through it in several rounds.
+
+    Example: W=2, max_tokens=128: 300 tokens make a round of 256, of which rank 0 brings 0..127 and rank 1 128..255,
+    and a round of 44: 22 and 22. 3 tokens are one round: rank 0 brings 0 and 1, rank 1 brings 2.
+
+    Args:
+        tokens: ``(T, D)``, equal on all ranks, as are ids and weights.
+        top_k_ids: ``(T, K)`` int32.
+        top_k_weights: ``(T, K)`` float32.
+        experts: This rank's.
+        path: Runs the slices.
+        group: The ranks.
+
+    Returns:
+        ``(T, D)``, equal on all ranks.
+    """
+    outputs = []
+    for start, stop in rounds(tokens.shape[0], group.parallel.world_size * group.workspace.max_tokens):
+        mine = rank_slice(start, stop, group.rank, group.parallel.world_size)
+        output = path(tokens[mine], top_k_ids[mine], top_k_weights[mine], experts.w1, experts.w2)
+        # All ranks gather equally many rows; the last ones may bring fewer, and pad.
+        rows = -(-(stop - start) // group.parallel.world_size)
+        padded = output.new_zeros(rows, output.shape[1])
+        padded[: output.shape[0]] = output
+        outputs.append(gather_rows(padded, group)[: stop - start])
+    return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
+
+
+def rounds(num_tokens: int, at_once: int) -> list[tuple[int, int]]:
+    """First and last + 1 token of each round; ``rounds(300, 256) == [(0, 256), (256, 300)]``."""
+    return [(start, min(start + at_once, num_tokens)) for start in range(0, num_tokens, at_once)]
+
+
+def rank_slice(start: int, stop: int, rank: int, world_size: int) -> slice:
+    """The tokens one rank brings to a round; ``rank_slice(0, 3, 1, 2) == slice(2, 3)``, the last ranks may bring none.
+
+    Example: 5 tokens over 4 ranks: 0..1, 2..3, 4, none.
+    """
+    rows = -(-(stop - start) // world_size)
+    first = min(start + rank * rows, stop)
+    return slice(first, min(first + rows, stop))
+
+
+def gather_rows(rows: Tensor, group: ExpertGroup) -> Tensor:
+    """Every rank's ``(N, D)``, one after the other: ``(W * N, D)``; collective."""
+    return rows if group.parallel.world_size == 1 else all_gather_stacked(rows, group.process_group).flatten(0, 1)

@@ -1,0 +1,87 @@
+"""Warp decode in plain torch, rounding where the kernels round: specification, CPU path and oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from comet.config import require
+from comet.decode.weights import DecodeWeights, check_inputs
+from comet.quantize import FP8, MXFP8
+
+
+def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
+    """Torch twin of ``warp_decode``; reads ids and slots on the host, and takes float64 as well.
+
+    Example (T = 1, K = E = 2, one slot; were D = F = 1 legal): token ``[[1]]``, ids ``[[1, 0]]``, weights
+    ``[[0.5, 9]]``, slots ``[-1, 0]``, w1 ``[[[32], [2]]]``, w2 ``[[[0.5]]]``: expert 0 is not held, silu(32) is 32 in
+    float32, so hidden is 64, the output 32 and the sum ``[[16]]``.
+
+    Args:
+        tokens: ``(T, D)``.
+        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks.
+        top_k_weights: ``(T, K)`` float32; float64 with float64 tokens.
+        weights: The experts held here.
+
+    Returns:
+        ``(T, D)``, dtype of ``tokens``.
+
+    Raises:
+        ValueError: If a shape, dtype, id or slot breaks the rules.
+    """
+    return decode_partial_torch(tokens, top_k_ids, top_k_weights, weights).to(tokens.dtype)
+
+
+def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
+    """``warp_decode_torch`` before its last rounding: ``(T, D)`` float32, float64 for float64."""
+    check_inputs(tokens, top_k_ids, top_k_weights, weights)
+    slots = _entry_slots(top_k_ids, weights)
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    outputs = tokens.new_zeros(*top_k_ids.shape, tokens.shape[1], dtype=wide)
+    for slot in slots.unique().tolist():
+        if slot >= 0:
+            rows, ranks = (slots == slot).nonzero(as_tuple=True)
+            w1, w2 = slot_weights(weights, slot, wide)
+            gate, up = (tokens[rows].to(wide) @ w1.T).chunk(2, dim=-1)
+            hidden = (silu(gate) * up).to(tokens.dtype)
+            outputs[rows, ranks] = hidden.to(wide) @ w2.T
+    partial = outputs.new_zeros(tokens.shape)
+    for k in range(top_k_ids.shape[1]):
+        # A NaN weight of a skipped routed row must not reach the sum.
+        weight = top_k_weights[:, k, None].to(wide).where(slots[:, k, None] >= 0, 0.0)
+        partial = partial + weight * outputs[:, k]
+    return partial
+
+
+def slot_weights(weights: DecodeWeights, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """w1 ``(2F, D)`` and w2 ``(D, F)`` of one slot in a floating type; quantised ones by ``comet.quantize``.
+
+    Raises:
+        ValueError: If quantised elements and scales do not fit together.
+    """
+    pairs = ((weights.w1[slot], weights.w1_scales), (weights.w2[slot], weights.w2_scales))
+    w1, w2 = (_floating(elements, None if scales is None else scales[slot], dtype) for elements, scales in pairs)
+    return w1, w2
+
+
+def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scales is None:
+        return elements.to(dtype)
+    kind = MXFP8 if scales.dtype == torch.uint8 else FP8
+    return kind(elements=elements, scales=scales).dequantize(dtype)
+
+
+def _entry_slots(top_k_ids: Tensor, weights: DecodeWeights) -> Tensor:
+    """``(T, K)`` slot of every routed row, -1 where it is masked or its expert is not held."""
+    in_range = (top_k_ids >= -1) & (top_k_ids < weights.num_experts)
+    if not bool(in_range.all()):
+        bad = int(top_k_ids[~in_range][0])
+        raise ValueError(f"top_k_ids contain {bad}; every id must be -1 (masked) or in [0, E={weights.num_experts})")
+    num_slots = weights.w1.shape[0]
+    require(
+        bool(((weights.slots >= -1) & (weights.slots < num_slots)).all()),
+        f"slots={weights.slots.tolist()} must be -1 (not held) or in [0, S={num_slots})",
+    )
+    masked = top_k_ids < 0
+    return weights.slots[top_k_ids.long().clamp(min=0)].masked_fill(masked, -1)

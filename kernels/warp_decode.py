@@ -1,0 +1,245 @@
+"""Warp decode: the routed experts of a few tokens in two launches, bound by reading their weights once.
+
+``warp_decode_gate_up`` and ``warp_decode_down`` hold the kernels, ``warp_decode_routing`` what both do first,
+``warp_decode_words`` the all-reduce over ranks. Here: which shapes of blocks are used when, and the launches.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .group_gemm import dot_precision
+from .warp_decode_down import down_kernel
+from .warp_decode_gate_up import gate_up_kernel
+
+LOAD_BYTES = 16
+WORD_COLS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockShape:
+    """Block of one of the two kernels.
+
+    Args:
+        rows: Output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output.
+        depth: Step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower.
+        num_warps: Warps per block.
+        num_stages: Depth of the load pipeline (matrix form).
+    """
+
+    rows: int
+    depth: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """How a decode step runs; every choice computes the same sums in another order of additions.
+
+    Args:
+        form: ``vector``: rows times contraction in registers, for 1 or 2 tokens; ``matrix``: ``tl.dot``.
+        gate_up: Block of the first kernel; in the vector form its rows divide 16.
+        down: Block of the second kernel; in the vector form its rows divide 16.
+        fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
+        dependent: Start down while gate/up drains (programmatic dependent launch).
+    """
+
+    form: Literal["vector", "matrix"]
+    gate_up: BlockShape
+    down: BlockShape
+    fold: bool = False
+    dependent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in ("vector", "matrix"):
+            raise ValueError(f"form={self.form!r} must be 'vector' or 'matrix'")
+        if self.fold and self.form != "vector":
+            raise ValueError(f"fold={self.fold} must go with form='vector', not {self.form!r}")
+        for name in ("gate_up", "down"):
+            shape = getattr(self, name)
+            least, most = (1, 16) if self.form == "vector" else (16, 128)
+            for field, value, low, high in (("rows", shape.rows, least, most), ("depth", shape.depth, 16, 4096)):
+                if not low <= value <= high or value & (value - 1):
+                    raise ValueError(
+                        f"{name}.{field}={value} must be a power of two from {low} to {high} for form={self.form!r}"
+                    )
+
+    def fit(self, hidden_size: int, ffn_size: int) -> "DecodeConfig":
+        """The same with no step longer than its contraction."""
+        gate_up = replace(self.gate_up, depth=min(self.gate_up.depth, triton.next_power_of_2(hidden_size)))
+        return replace(
+            self, gate_up=gate_up, down=replace(self.down, depth=min(self.down.depth, triton.next_power_of_2(ffn_size)))
+        )
+
+
+def select(
+    dtype: torch.dtype, num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, *, dependent: bool = False
+) -> DecodeConfig:
+    """The default for a step; not measured yet, chosen from the machine code and the bytes in flight.
+
+    One token: vector and fold. Two: vector, so that an expert both chose is read once. More: matrix.
+
+    Args:
+        dtype: Of tokens and weights.
+        num_tokens: T.
+        top_k: K.
+        hidden_size: D.
+        ffn_size: F.
+        dependent: See ``DecodeConfig``.
+    """
+    if num_tokens <= 2:
+        loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
+        config = DecodeConfig(
+            form="vector",
+            gate_up=_vector_block(dtype, hidden_size, rows=loads // 2),
+            down=_vector_block(dtype, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
+            fold=num_tokens == 1,
+            dependent=dependent,
+        )
+    elif dtype == torch.float32:
+        block = BlockShape(rows=16, depth=32, num_stages=2)
+        config = DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
+    else:
+        rows = 32 if num_tokens <= 32 else 64
+        config = DecodeConfig(
+            form="matrix",
+            gate_up=BlockShape(rows=rows, depth=64, num_stages=4),
+            down=BlockShape(rows=2 * rows, depth=64, num_stages=4),
+            dependent=dependent,
+        )
+    return config.fit(hidden_size, ffn_size)
+
+
+def _vector_block(dtype: torch.dtype, contraction: int, *, rows: int) -> BlockShape:
+    """Every lane of up to 4 warps loads 16 bytes of a row at a time; as many warps as divide the contraction.
+
+    All warps along the contraction: a lane's piece of the tokens serves all rows of the block, and arrives where it is
+    needed without shared memory.
+    """
+    lanes = 32 * LOAD_BYTES // dtype.itemsize
+    num_warps = next(count for count in (4, 2, 1) if count == 1 or contraction % (count * lanes) == 0)
+    return BlockShape(rows=min(rows, 16), depth=num_warps * lanes, num_warps=num_warps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """The tensors of one decode step.
+
+    Args:
+        tokens: ``(T, D)``.
+        ids: ``(T, K)`` int32 or int64.
+        routing_weights: ``(T, K)`` float32.
+        slots: ``(E,)`` int32.
+        w1: ``(S, 2F, D)``.
+        w2: ``(S, D, F)``.
+        hidden: ``(J, F)`` at least T*K rows.
+        partials: ``(J, D)`` float32, likewise.
+        tickets: ``(D,)`` int32 zeros.
+        out: ``(T, D)`` result.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    routing_weights: Tensor
+    slots: Tensor
+    w1: Tensor
+    w2: Tensor
+    hidden: Tensor
+    partials: Tensor
+    tickets: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Landing:
+    """Where the ranks' sums meet, as one rank sees it (see ``warp_decode_words``).
+
+    Args:
+        addresses: ``(W,)`` int64 address of every rank's ``(2, W, max_tokens, D)`` int64 words.
+        epoch: ``(1,)`` int32, one more with every step.
+        fault: ``(8,)`` int64 record of a spin that met its deadline.
+        rank: This rank.
+        max_tokens: Tokens the words are laid out for.
+        timeout_ns: Deadline of every spin.
+    """
+
+    addresses: Tensor
+    epoch: Tensor
+    fault: Tensor
+    rank: int
+    max_tokens: int
+    timeout_ns: int
+
+
+def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> None:
+    """Launch both kernels: ``out[t] = sum over k of routing_weights[t, k] * expert(ids[t, k])(tokens[t])``.
+
+    Args:
+        step: Tensors; contiguous, T between 1 and 64.
+        config: Shapes of blocks.
+        landing: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
+
+    Raises:
+        ValueError: If the vector form meets more than two tokens.
+    """
+    (num_tokens, top_k), num_experts = step.ids.shape, step.slots.shape[0]
+    if config.form == "vector" and num_tokens > 2:
+        raise ValueError(f"T={num_tokens} must be at most 2 for form='vector'")
+    routed_rows = num_tokens * top_k
+    by_expert = routed_rows >= num_experts
+    groups = num_experts if by_expert else routed_rows
+    least = 1 if config.form == "vector" else 16
+    constants = dict(
+        K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
+        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.tokens.element_size(),
+        PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=config.dependent,
+    )  # fmt: skip
+    _gate_up(step, config, landing, groups, constants)
+    _down(step, config, landing, groups, constants)
+
+
+def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: int, constants: dict) -> None:
+    shape = config.gate_up
+    num_slots, hidden_size, ffn_size = step.w2.shape
+    w1 = step.w1
+    if config.form == "matrix":
+        gate_and_up = w1.view(num_slots, 2, ffn_size, hidden_size)
+        w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, shape.depth])
+    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
+        step.tokens, step.ids, step.slots, w1, step.hidden, step.tickets if landing is None else landing.epoch,
+        step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
+        BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants,
+    )  # fmt: skip
+
+
+def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int, constants: dict) -> None:
+    shape = config.down
+    num_slots, hidden_size, ffn_size = step.w2.shape
+    num_tokens = step.ids.shape[0]
+    w2 = step.w2
+    if config.form == "matrix":
+        w2 = TensorDescriptor.from_tensor(w2, [1, shape.rows, shape.depth])
+    if config.fold:
+        groups = num_tokens
+    blocks = groups * triton.cdiv(hidden_size, shape.rows)
+    world_size, network = 1, (step.tickets, step.tickets, step.tickets, 0, 0, 0)
+    if landing is not None:
+        world_size = landing.addresses.numel()
+        network = (
+            landing.addresses, landing.epoch, landing.fault, landing.rank, landing.max_tokens, landing.timeout_ns
+        )  # fmt: skip
+        blocks += num_tokens * triton.cdiv(hidden_size, WORD_COLS)
+    options = {"launch_pdl": True} if config.dependent else {}
+    down_kernel[(blocks,)](
+        step.hidden, step.ids, step.slots, step.routing_weights, w2, step.partials, step.tickets, step.out, *network,
+        num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
+        FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
+        WORD_COLS=WORD_COLS, INTERPRET=triton.knobs.runtime.interpret,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Decode, first kernel: hidden = silu(x gate^T) * (x up^T) of every routed row whose expert is held here.
+
+A block computes BLOCK_F columns of hidden for one group (see ``warp_decode_routing``). *vector* (1 or 2 tokens): gate
+and up rows go from memory to registers in 16-byte pieces, products in float32. *matrix*: gate and up rows are the M
+side of ``tl.dot``, the tokens its N side, and TMA loads run ahead of it.
+What bounds it: reading 2 F D weights of every distinct expert once.
+"""
+
+import triton
+import triton.language as tl
+
+from .activation import swiglu
+from .warp_decode_routing import NO_ROW, allow_next, lane_products, load_columns, row_of, serving, token_of
+
+
+@triton.jit
+def gate_up_vector(
+    x_ptr, w1_ptr, hidden_ptr, slot, rows, first_col, D, F,
+    K: tl.constexpr, T_BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """One or two tokens; BLOCK_F divides F. A token without this expert computes on token 0 and stores nothing."""
+    cols = first_col + tl.arange(0, BLOCK_F)
+    ks = tl.arange(0, BLOCK_K)
+    row, other_row = row_of(rows, 0), row_of(rows, T_BLOCK - 1)
+    x_ptrs = x_ptr + token_of(row, K) * D + ks
+    other_x_ptrs = x_ptr + token_of(other_row, K) * D + ks
+    gate_ptrs = w1_ptr + slot.to(tl.int64) * (2 * F) * D + cols[:, None] * D + ks[None, :]
+    up_ptrs = gate_ptrs + F * D
+    gate = tl.zeros((BLOCK_F, BLOCK_K // LANE), dtype=tl.float32)
+    up, other_gate, other_up = gate, gate, gate
+    for k in range(0, D, BLOCK_K):
+        gate_rows = load_columns(gate_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
+        up_rows = load_columns(up_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
+        x = load_columns(x_ptrs + k, k + ks < D, EVEN_K, "evict_last")
+        gate += lane_products(gate_rows, x, LANE)
+        up += lane_products(up_rows, x, LANE)
+        if T_BLOCK == 2:
+            other_x = load_columns(other_x_ptrs + k, k + ks < D, EVEN_K, "evict_last")
+            other_gate += lane_products(gate_rows, other_x, LANE)
+            other_up += lane_products(up_rows, other_x, LANE)
+    element = hidden_ptr.dtype.element_ty
+    hidden = swiglu(tl.sum(gate, axis=1), tl.sum(up, axis=1)).to(element)
+    tl.store(hidden_ptr + row * F + cols, hidden, mask=(row < NO_ROW) & (cols < F))
+    if T_BLOCK == 2:
+        hidden = swiglu(tl.sum(other_gate, axis=1), tl.sum(other_up, axis=1)).to(element)
+        tl.store(hidden_ptr + other_row * F + cols, hidden, mask=(other_row < NO_ROW) & (cols < F))
+
+
+@triton.jit
+def gate_up_matrix(
+    x_ptr, w1_desc, hidden_ptr, slot, rows, first_col, D, F,
+    K: tl.constexpr, T_BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All tokens at once; those without this expert are zeros that are not read from memory."""
+    cols = first_col + tl.arange(0, BLOCK_F)
+    ks = tl.arange(0, BLOCK_K)
+    valid = rows < NO_ROW
+    x_ptrs = x_ptr + token_of(rows, K)[:, None] * D + ks[None, :]
+    accumulator = tl.zeros((2 * BLOCK_F, T_BLOCK), dtype=tl.float32)
+    for k in range(0, D, BLOCK_K):
+        # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
+        x = tl.load(x_ptrs + k, mask=valid[:, None] & (EVEN_K | (k + ks < D)[None, :]), other=0.0)
+        w = w1_desc.load([slot, 0, first_col, k]).reshape(2 * BLOCK_F, BLOCK_K)
+        accumulator = tl.dot(w, x.T, accumulator, input_precision=PRECISION)
+    gate, up = accumulator.reshape(2, BLOCK_F, T_BLOCK).permute(1, 2, 0).split()
+    hidden = swiglu(gate, up).to(hidden_ptr.dtype.element_ty)
+    targets = hidden_ptr + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
+    tl.store(targets, hidden, mask=valid[None, :] & (cols < F)[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "E", "S"])
+def gate_up_kernel(
+    x_ptr, ids_ptr, slots_ptr, w1, hidden_ptr, epoch_ptr, T, D, F, E, S,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
+    PRECISION: tl.constexpr, ADVANCE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
+
+    With ADVANCE the first block adds one to the epoch, which only the down kernel reads.
+    """
+    allow_next(DEPENDENT)
+    group, block = tl.program_id(0), tl.program_id(1)
+    if ADVANCE:
+        if (group == 0) & (block == 0):
+            tl.store(epoch_ptr, tl.load(epoch_ptr) + 1)
+    slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+    if slot >= 0:
+        if VECTOR:
+            gate_up_vector(
+                x_ptr, w1, hidden_ptr, slot, rows, block * BLOCK_F, D, F, K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, LANE
+            )
+        else:
+            gate_up_matrix(
+                x_ptr, w1, hidden_ptr, slot, rows, block * BLOCK_F, D, F, K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K,
+                PRECISION,
+            )  # fmt: skip

@@ -1,0 +1,261 @@
+"""Warp decode: the twin against the reference, the kernels under the interpreter against the twin, and bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_inputs, random_case
+from ranks import run_ranks
+
+from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode, warp_decode_torch
+from comet.kernels.warp_decode import BlockShape, DecodeConfig, select
+from comet.kernels.warp_decode_routing import NO_ROW, serving
+from comet.quantize import quantize_fp8, quantize_mxfp8
+from comet.reference import reference_experts
+from comet.shared_expert import SharedExpert
+
+CASES = [
+    DecodeCase(name="fold, tail of D and F", T=1, K=2, E=4, D=48, F=48, config=FOLD),
+    DecodeCase(name="fold, not all held", T=1, K=4, E=4, D=16, F=32, config=FOLD, held=2, seed=1),
+    DecodeCase(name="fold, repeated", T=1, K=3, E=5, D=32, F=16, config=FOLD, routing="repeated"),
+    DecodeCase(name="one token, partial sums", T=1, K=3, E=5, D=32, F=16, config=VECTOR, routing="repeated"),
+    DecodeCase(name="two tokens by expert", T=2, K=2, E=3, D=48, F=48, config=VECTOR),
+    DecodeCase(name="two tokens by row", T=2, K=2, E=9, D=32, F=32, config=VECTOR, routing="one", held=7),
+    DecodeCase(name="two tokens, unknown", T=2, K=3, E=7, D=32, F=32, config=VECTOR, routing="unknown"),
+    DecodeCase(name="matrix by row", T=3, K=2, E=30, D=48, F=32, config=MATRIX, routing="one"),
+    DecodeCase(name="matrix by expert", T=17, K=3, E=4, D=48, F=48, config=MATRIX, routing="masked", held=3),
+    DecodeCase(name="matrix, repeated", T=4, K=3, E=6, D=32, F=16, config=MATRIX, routing="repeated"),
+    DecodeCase(name="64 tokens, one expert", T=64, K=1, E=2, D=16, F=16, config=MATRIX, routing="one"),
+    DecodeCase(name="32 experts per token", T=3, K=32, E=32, D=16, F=16, config=MATRIX),
+    DecodeCase(name="all masked", T=5, K=2, E=4, D=16, F=16, config=MATRIX, routing="none"),
+]
+
+
+def interpreted(rank: int, world_size: int) -> None:
+    for index, case in enumerate(CASES):
+        check_decode(case, (torch.float32, torch.float16)[index % 2], "cpu", runs=1 if index % 3 else 2)
+    for seed in range(4):
+        case = random_case(seed, most_tokens=6, largest=48)
+        config = FOLD if case.T == 1 else VECTOR if case.T == 2 else MATRIX
+        check_decode(replace(case, config=config), torch.float32, "cpu", runs=1)
+    steps_that_share_a_scratch()
+    ids_of_64_bits()
+    check_serving_example()
+
+
+def steps_that_share_a_scratch() -> None:
+    """What an earlier, longer step with other routing left behind must not show."""
+    long = make_inputs(DecodeCase(name="long", T=5, K=2, E=4, D=16, F=16, seed=5), torch.float32, "cpu")
+    scratch = DecodeScratch.create(long.weights, 2, torch.float32, max_tokens=5)
+    for first, last in ((0, 5), (1, 4), (4, 5)):
+        step = (long.tokens[first:last], long.ids[first:last], long.routing_weights[first:last], long.weights)
+        shared = warp_decode(*step, scratch=scratch, use_kernels=True)
+        assert torch.equal(shared, warp_decode(*step, use_kernels=True)), f"tokens {first}..{last}"
+
+
+def ids_of_64_bits() -> None:
+    case = DecodeCase(name="int64", T=3, K=2, E=4, D=16, F=16, config=MATRIX)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
+    wide = warp_decode(step[0], step[1].long(), *step[2:], use_kernels=True)
+    assert torch.equal(wide, warp_decode(*step, use_kernels=True))
+
+
+@triton.jit
+def serving_kernel(ids_ptr, slots_ptr, slot_ptr, rows_ptr, T, E, S, K: tl.constexpr, BY_EXPERT: tl.constexpr):
+    slot, rows = serving(ids_ptr, slots_ptr, tl.program_id(0), T, E, S, K, K, 2, BY_EXPERT)
+    tl.store(slot_ptr + tl.program_id(0), slot)
+    tl.store(rows_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), rows)
+
+
+def check_serving_example() -> None:
+    ids = torch.tensor([[3, 1], [1, 0]], dtype=torch.int32)
+    slots = torch.arange(4, dtype=torch.int32)
+    slot, rows = torch.empty(4, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32)
+    none = NO_ROW.value
+    serving_kernel[(4,)](ids, slots, slot, rows, 2, 4, 4, K=2, BY_EXPERT=False)
+    assert slot.tolist() == [3, 1, -1, 0]
+    assert rows.tolist() == [[0, none], [1, 2], [1, 2], [none, 3]]
+    serving_kernel[(4,)](ids, slots, slot, rows, 2, 4, 4, K=2, BY_EXPERT=True)
+    assert slot.tolist() == [0, 1, -1, 3]
+    assert rows.tolist() == [[none, 3], [1, 2], [none, none], [0, none]]
+
+
+def test_kernels_under_the_interpreter() -> None:
+    run_ranks(interpreted, 1, interpret=True, timeout=500)
+
+
+# ---- the twin --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_twin_is_the_reference_in_float64(seed: int) -> None:
+    case = replace(random_case(seed + 100, most_tokens=9, largest=64), held=None)
+    inputs = make_inputs(case, torch.float32, "cpu").double()
+    order = inputs.weights.slots.long()
+    arguments = (inputs.tokens, inputs.legal_ids, inputs.routing_weights)
+    wanted = reference_experts(*arguments, inputs.weights.w1[order], inputs.weights.w2[order])
+    assert (warp_decode_torch(*arguments, inputs.weights) - wanted).abs().max() < 1e-12, f"seed {seed}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_twin_is_no_further_from_float64_than_the_reference(dtype: torch.dtype) -> None:
+    case = DecodeCase(name="accuracy", T=32, K=4, E=8, D=256, F=128)
+    inputs = make_inputs(case, dtype, "cpu")
+    order = inputs.weights.slots.long()
+    arguments = (inputs.tokens, inputs.ids, inputs.routing_weights)
+    plain = reference_experts(*arguments, inputs.weights.w1[order], inputs.weights.w2[order])
+    exact = inputs.double().twin()
+    errors = [(output.double() - exact).square().mean().sqrt().item() for output in (inputs.twin(), plain)]
+    assert errors[0] <= errors[1], errors
+
+
+def test_twin_example() -> None:
+    tokens = torch.zeros(1, 16)
+    tokens[0, 0] = 1
+    w1, w2 = torch.zeros(1, 32, 16), torch.zeros(1, 16, 16)
+    w1[0, 0, 0], w1[0, 16, 0], w2[0, 0, 0] = 32, 2, 0.5
+    weights = DecodeWeights(w1=w1, w2=w2, slots=torch.tensor([-1, 0], dtype=torch.int32))
+    output = warp_decode(tokens, torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([[0.5, 9.0]]), weights)
+    assert output.tolist() == [[16.0] + [0.0] * 15]
+
+
+def test_a_shared_expert_is_one_more_expert_of_every_token() -> None:
+    inputs = make_inputs(DecodeCase(name="shared", T=5, K=2, E=4, D=32, F=48), torch.float32, "cpu")
+    arguments, experts = (inputs.tokens, inputs.ids, inputs.routing_weights), inputs.weights
+    shared = SharedExpert(32, 48)
+    always = torch.full((5, 1), 4, dtype=torch.int32), torch.ones(5, 1)
+    with torch.no_grad():
+        wanted = warp_decode(*arguments, experts) + shared(inputs.tokens)
+        weights = DecodeWeights(
+            w1=torch.cat([experts.w1, shared.w1[None]]),
+            w2=torch.cat([experts.w2, shared.w2[None]]),
+            slots=torch.cat([experts.slots, torch.tensor([experts.w1.shape[0]], dtype=torch.int32)]),
+        )
+        ids, routing_weights = (torch.cat(pair, dim=1) for pair in zip(arguments[1:], always, strict=True))
+        assert torch.allclose(warp_decode(inputs.tokens, ids, routing_weights, weights), wanted, atol=1e-6)
+
+
+def test_no_tokens() -> None:
+    inputs = make_inputs(DecodeCase(name="none", T=0, K=2, E=4, D=32, F=16), torch.float32, "cpu")
+    step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
+    for use_kernels in (False, True):
+        assert warp_decode(*step, use_kernels=use_kernels).shape == (0, 32)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+GOOD = make_inputs(DecodeCase(name="good", T=3, K=2, E=4, D=32, F=16), torch.float32, "cpu")
+
+
+def call(**changes: object) -> torch.Tensor:
+    named = dict(tokens=GOOD.tokens, top_k_ids=GOOD.ids, top_k_weights=GOOD.routing_weights, weights=GOOD.weights)
+    return warp_decode(**(named | changes))
+
+
+def changed(**changes: object) -> DecodeWeights:
+    return replace(GOOD.weights, **changes)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: call(tokens=torch.zeros(65, 32)),
+            f"T=65 tokens must be at most MAX_DECODE_TOKENS={MAX_DECODE_TOKENS}",
+        ),
+        (lambda: call(tokens=torch.zeros(3, 48)), "D=48 of tokens must be the D=32 of w2"),
+        (lambda: call(tokens=torch.zeros(96)), r"tokens of shape \(96,\) must be \(T, D\)"),
+        (lambda: call(tokens=GOOD.tokens.half()), "tokens of dtype torch.float16 must have the weights' torch.float32"),
+        (lambda: call(top_k_ids=GOOD.ids[:2]), r"top_k_ids of shape \(2, 2\) must be \(T, K\) with T=3"),
+        (lambda: call(top_k_ids=GOOD.ids.float()), "top_k_ids of dtype torch.float32 must be torch.int32"),
+        (
+            lambda: call(top_k_ids=GOOD.ids + 4),
+            r"top_k_ids contain \d; every id must be -1 \(masked\) or in \[0, E=4\)",
+        ),
+        (
+            lambda: call(top_k_ids=torch.zeros(3, 33, dtype=torch.int32), top_k_weights=torch.zeros(3, 33)),
+            "K=33 must be between 1 and 32",
+        ),
+        (lambda: call(top_k_weights=GOOD.routing_weights[:, :1]), r"top_k_weights of shape \(3, 1\) must be \(T, K\)"),
+        (lambda: call(top_k_weights=GOOD.routing_weights.half()), "top_k_weights of dtype torch.float16 must be"),
+        (lambda: changed(w1=GOOD.weights.w1[:, :-16]), r"w1 of shape .* must be \(S, 2F, D\) = \(6, 32, 32\)"),
+        (lambda: changed(w2=GOOD.weights.w2.half()), "w1 and w2 of dtype torch.float32 and torch.float16"),
+        (lambda: changed(w1=torch.zeros(6, 16, 32), w2=torch.zeros(6, 32, 8)), "F=8 must be a positive multiple of 16"),
+        (lambda: changed(slots=GOOD.weights.slots.long()), "slots of shape .* must be .* torch.int32"),
+        (lambda: changed(w2=GOOD.weights.w2.mT.contiguous().mT), "w2 of shape .* must be contiguous"),
+        (lambda: changed(w1_scales=torch.ones(1)), "w1_scales and w2_scales must both be given, or neither"),
+        (
+            lambda: call(weights=changed(slots=torch.full((4,), 6, dtype=torch.int32))),
+            r"slots=\[6, 6, 6, 6\] must be -1 \(not held\) or in \[0, S=6\)",
+        ),
+        (lambda: DecodeScratch.create(GOOD.weights, 2, torch.float32, max_tokens=65), "max_tokens=65 must be between"),
+        (
+            lambda: call(scratch=DecodeScratch.create(GOOD.weights, 2, torch.float32, max_tokens=2), use_kernels=True),
+            "must hold 6 rows of F=16",
+        ),
+        (
+            lambda: call(scratch=DecodeScratch.create(GOOD.weights, 2, torch.float16), use_kernels=True),
+            "scratch of torch.float16 on cpu must be torch.float32 on cpu",
+        ),
+    ],
+)
+def test_bad_input_is_named(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("quantize", [quantize_mxfp8, quantize_fp8])
+def test_quantised_weights(quantize) -> None:
+    """The twin runs on exactly the dequantised numbers; the kernels refuse."""
+    inputs = make_inputs(DecodeCase(name="quantised", T=4, K=2, E=4, D=160, F=96), torch.float32, "cpu")
+    w1, w2 = (quantize(weight.nan_to_num()) for weight in (inputs.weights.w1, inputs.weights.w2))
+    slots = inputs.weights.slots
+    packed = DecodeWeights(
+        w1=w1.elements, w2=w2.elements, slots=slots, w1_scales=w1.scales, w2_scales=w2.scales
+    )  # fmt: skip
+    plain = DecodeWeights(w1=w1.dequantize(), w2=w2.dequantize(), slots=slots)
+    step = (inputs.tokens, inputs.ids, inputs.routing_weights)
+    assert torch.equal(warp_decode(*step, packed), warp_decode(*step, plain))
+    assert warp_decode(step[0].bfloat16(), *step[1:], packed).dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match="kernels for quantised weights"):
+        warp_decode(*step, packed, use_kernels=True)
+    with pytest.raises(ValueError, match="scales"):
+        warp_decode(*step, replace(packed, w1_scales=w1.scales[:, :-1]))
+
+
+# ---- shapes of blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"form": "tensor"}, "form='tensor' must be 'vector' or 'matrix'"),
+        ({"fold": True}, "fold=True must go with form='vector'"),
+        ({"gate_up": BlockShape(rows=8, depth=32)}, r"gate_up.rows=8 must be a power of two from 16 to 128"),
+        ({"down": BlockShape(rows=48, depth=32)}, r"down.rows=48 must be a power of two"),
+        ({"form": "vector"}, r"down.rows=32 must be a power of two from 1 to 16"),
+        ({"down": BlockShape(rows=16, depth=8)}, r"down.depth=8 must be a power of two from 16 to 4096"),
+    ],
+)
+def test_impossible_blocks_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(MATRIX, **changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 33, 64])
+@pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048), (16, 16)])
+def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]) -> None:
+    for top_k in (1, 2, 8, 32):
+        config = select(dtype, num_tokens, top_k, *shape)
+        assert isinstance(config, DecodeConfig)
+        assert config.form == ("vector" if num_tokens <= 2 else "matrix")
+        for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
+            lanes = 32 * block.num_warps * 16 // dtype.itemsize
+            if config.form == "vector":
+                assert block.depth == min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"

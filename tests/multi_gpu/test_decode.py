@@ -1,0 +1,104 @@
+"""Decode over NVLink: EP, TP and EP x TP against one process that holds all experts, in graphs and with late ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from decode_cases import DecodeCase
+from decode_ranks import assert_ranks_agree, compare_step, run_steps, shard, step_inputs
+from ranks import run_ranks
+
+from comet.comm import make_communicator
+from comet.decode import DecodeScratch, RankDecode
+from comet.errors import CommTimeoutError
+from comet.layout import ExpertLayout
+
+BACKEND = "cpu:gloo,cuda:nccl"
+CASE = DecodeCase(name="qwen3-like", T=64, K=8, E=32, D=2048, F=768, routing="masked", seed=1)
+REPLAYS = 3000  # even, so that the last one runs on negated tokens
+STEPS = (1, 8, 32, 64, 0, 2, 1, 17, 33, 3) * 6
+
+
+def layouts(rank: int, world_size: int, delay_s: float) -> list[torch.Tensor]:
+    torch.cuda.set_device(rank)
+    outputs = []
+    for tp in (size for size in (1, 2, 4) if world_size % size == 0):
+        outputs += run_steps(rank, world_size, CASE, tp, STEPS, True, torch.bfloat16, f"cuda:{rank}", delay_s)
+    return outputs
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_layouts(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    late, on_time = (run_ranks(layouts, world_size, delay, backend=BACKEND, timeout=400) for delay in (0.005, 0.0))
+    assert_ranks_agree(on_time)
+    assert all(torch.equal(*pair) for pair in zip(late[0], on_time[0], strict=True))
+
+
+def replayed(rank: int, world_size: int, num_tokens: int) -> None:
+    """Replays without a barrier; inputs change on the device, the same way on every rank."""
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    comm = make_communicator("auto", dist.group.WORLD, device)
+    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
+    weights = shard(CASE, layout, torch.bfloat16, device)
+    decode = RankDecode(comm, hidden_size=CASE.D)
+    scratch = DecodeScratch.create(weights, CASE.K, torch.bfloat16)
+    tokens, ids, routing_weights = (tensor.to(device) for tensor in step_inputs(CASE, 0, num_tokens, torch.bfloat16))
+    decode(tokens, ids, routing_weights, weights, scratch=scratch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    total = torch.zeros(num_tokens, CASE.D, dtype=torch.float64, device=device)
+    with torch.cuda.graph(graph):
+        output = decode(tokens, ids, routing_weights, weights, scratch=scratch)
+        total += output.double()
+        ids.copy_((ids + 1) % CASE.E)
+        tokens.neg_()
+    for _ in range(REPLAYS):
+        graph.replay()
+    decode.check()
+    gathered = [torch.empty_like(total) for _ in range(world_size)]
+    dist.all_gather(gathered, total)
+    assert all(torch.equal(other, total) for other in gathered), f"ranks disagree within {REPLAYS} steps"
+    first_tokens, first_ids, _ = step_inputs(CASE, 0, num_tokens, torch.bfloat16)
+    last = (-first_tokens, (first_ids + REPLAYS - 1) % CASE.E, routing_weights.cpu())
+    compare_step(CASE, output, last, torch.bfloat16, "the last replay")
+    comm.barrier()
+    comm.close()
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_replays_without_a_barrier(num_tokens: int) -> None:
+    world_size = min(4, torch.cuda.device_count())
+    run_ranks(replayed, world_size, num_tokens, backend=BACKEND, timeout=300)
+
+
+def one_rank_stops(rank: int, world_size: int) -> str:
+    torch.cuda.set_device(rank)
+    comm = make_communicator("auto", dist.group.WORLD, f"cuda:{rank}", timeout_s=2.0)
+    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=2, tp=1, rank=rank)
+    weights = shard(CASE, layout, torch.bfloat16, f"cuda:{rank}")
+    decode = RankDecode(comm, hidden_size=CASE.D)
+    inputs = [tensor.to(f"cuda:{rank}") for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
+    for _ in range(3 if rank else 4):
+        decode(*inputs, weights)
+    message = ""
+    if rank == 0:
+        with pytest.raises(CommTimeoutError) as caught:
+            decode.check()
+        message = str(caught.value)
+    torch.cuda.synchronize()
+    dist.barrier()
+    return message
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_a_rank_that_stops_is_named() -> None:
+    message = run_ranks(one_rank_stops, 2, backend=BACKEND, timeout=120)[0]
+    assert re.fullmatch(r"rank 0 waited 2.0 s for rank 1 \(decode all-reduce, block \d+, epoch 4, saw 2\)", message)
