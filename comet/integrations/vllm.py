@@ -1,0 +1,341 @@
+"""Comet's modular parts inside vLLM: adapters that subclass vLLM's abstract classes, where vLLM is importable.
+
+    kernel = FusedMoEKernel(adapt_prepare_finalize(AllToAll(config, group)),
+                            adapt_experts(GroupedContiguous(config, group), moe_config, quant_config))
+
+Written for the class names of vLLM 0.17 and later; vLLM has no registry for parts from outside, so a plug-in puts them
+in place. Covered: contiguous rows, SiLU, unquantised weights, and activations in FP8 with a scale per 128 elements.
+Not covered: batched rows, LoRA, router weights on the input, two micro-batches in flight at once (vLLM hands nothing
+from ``prepare`` to ``finalize``, so the adapter keeps it).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet.config import require
+from comet.errors import UnavailableError
+from comet.layout import ExpertLayout
+from comet.modular.composer import cut, problem_of, scratch_bytes
+from comet.modular.interfaces import (
+    ActivationFormat,
+    ContiguousRows,
+    Experts,
+    PrepareFinalize,
+    Problem,
+    Received,
+    RoutedTokens,
+    Scratch,
+    ScratchShapes,
+    TopKReduce,
+)
+from comet.modular.reduce import ContiguousReduce, DelegateReduce, NoOpReduce
+from comet.quantize import FP8, FP8_BLOCK
+
+PACKAGE = "vllm.model_executor.layers.fused_moe"
+BASES = ("FusedMoEPrepareAndFinalizeModular", "FusedMoEExpertsModular", "FusedMoEActivationFormat")
+REDUCTIONS: dict[str, type[TopKReduce]] = {
+    "TopKWeightAndReduceNoOP": NoOpReduce,
+    "TopKWeightAndReduceContiguous": ContiguousReduce,
+    "TopKWeightAndReduceDelegate": DelegateReduce,
+}
+
+Prepared = tuple[Tensor, Tensor | None, None, Tensor, Tensor]
+
+
+def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant_config: Any = None) -> Any:
+    """Wrap a prepare/finalize as a ``FusedMoEPrepareAndFinalizeModular`` of vLLM.
+
+    Args:
+        inner: Hands out contiguous rows.
+        moe_config: vLLM's, kept for it.
+        quant_config: Likewise.
+
+    Returns:
+        An instance of a subclass of vLLM's class.
+
+    Raises:
+        UnavailableError: If vLLM is not importable, or older than these class names.
+        ValueError: If ``inner`` hands out rows in another format.
+    """
+    name = type(inner).__name__
+    _require_contiguous(inner.activation_format is ActivationFormat.CONTIGUOUS, name)
+    kernel = load_vllm()
+    kind = type(f"Comet{name}", (PrepareFinalizeAdapter, kernel.FusedMoEPrepareAndFinalizeModular), {"vllm": kernel})
+    return kind(inner, moe_config, quant_config)
+
+
+def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any) -> Any:
+    """Wrap experts as a ``FusedMoEExpertsModular`` of vLLM.
+
+    Args:
+        inner: Takes contiguous rows.
+        moe_config: vLLM's, for its base class.
+        quant_config: Likewise.
+
+    Returns:
+        An instance of a subclass of vLLM's class.
+
+    Raises:
+        UnavailableError: If vLLM is not importable, or older than these class names.
+        ValueError: If ``inner`` takes rows in another format only.
+    """
+    name = type(inner).__name__
+    _require_contiguous(ActivationFormat.CONTIGUOUS in inner.formats, name)
+    kernel = load_vllm()
+    kind = type(f"Comet{name}", (ExpertsAdapter, kernel.FusedMoEExpertsModular), {"vllm": kernel})
+    return kind(inner, moe_config, quant_config)
+
+
+def load_vllm() -> Any:
+    """vLLM's module of abstract classes; raises ``UnavailableError`` where it is missing or too old."""
+    try:
+        kernel = importlib.import_module(f"{PACKAGE}.modular_kernel")
+    except ImportError as error:
+        raise UnavailableError("comet.integrations.vllm needs vLLM 0.17 or later: pip install vllm") from error
+    missing = [name for name in BASES if not hasattr(kernel, name)]
+    if missing:
+        raise UnavailableError(f"comet.integrations.vllm needs vLLM 0.17 or later: {', '.join(missing)} not found")
+    return kernel
+
+
+class PrepareFinalizeAdapter:
+    """vLLM's calls in terms of ``PrepareFinalize``; mixed into vLLM's abstract class by ``adapt_prepare_finalize``."""
+
+    vllm: Any
+
+    def __init__(self, inner: PrepareFinalize, moe_config: Any, quant_config: Any) -> None:
+        self.inner = inner
+        self.moe_config = moe_config
+        self.quant_config = quant_config
+        self._received: Received | None = None
+
+    @property
+    def activation_format(self) -> Any:
+        """Contiguous rows."""
+        return self.vllm.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        """Ids are int32."""
+        return torch.int32
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """No limit of its own: the memory of the group has one."""
+        return None
+
+    def num_dispatchers(self) -> int:
+        """W."""
+        return self.inner.layout.world_size
+
+    def output_is_reduced(self) -> bool:
+        """``finalize`` adds up the outputs of all ranks."""
+        return True
+
+    def supports_async(self) -> bool:
+        """``prepare_async`` is there."""
+        return True
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
+        """Send the tokens and wait for those of all ranks: rows, scales, nothing, global ids, weights."""
+        return self.prepare_async(*args, **kwargs)()
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool,
+    ) -> Callable[[], Prepared]:
+        """``prepare`` without the waiting, which is left to the receiver it returns."""
+        _require_weights_on_output(apply_router_weight_on_input)
+        layout = self.inner.layout
+        require(num_experts == layout.num_experts, f"num_experts={num_experts} must be {layout.num_experts}")
+        quantize = _wants_fp8(quant_config, defer_input_quant)
+        require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
+        routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
+        receive = self.inner.prepare_no_receive(routed, quantize=quantize)
+
+        def receiver() -> Prepared:
+            self._received = receive()
+            rows = self._received.rows
+            assert isinstance(rows, ContiguousRows)
+            ids, weights = global_routing(rows, layout)
+            if isinstance(rows.tokens, FP8):
+                return rows.tokens.elements, rows.tokens.scales, None, ids, weights
+            return rows.tokens, None, None, ids, weights
+
+        return receiver
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Reduce, send home and add up, into ``output (T, D)``."""
+        _require_weights_on_output(apply_router_weight_on_input)
+        name = type(weight_and_reduce_impl).__name__
+        require(name in REDUCTIONS, f"weight_and_reduce_impl={name} must be one of {', '.join(REDUCTIONS)}")
+        received, self._received = self._received, None
+        require(received is not None, "finalize needs the rows of a prepare that came before it")
+        assert received is not None
+        output.copy_(self.inner.finalize(fused_expert_output, received, REDUCTIONS[name]()))
+
+
+class ExpertsAdapter:
+    """vLLM's calls in terms of ``Experts``; mixed into vLLM's abstract class by ``adapt_experts``."""
+
+    vllm: Any
+
+    def __init__(self, inner: Experts, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config, quant_config)  # type: ignore[call-arg]
+        self.inner = inner
+
+    @staticmethod
+    def activation_format() -> Any:
+        """Contiguous rows."""
+        return load_vllm().FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key is None and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return getattr(activation, "value", activation) == "silu"
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Whether rows must not be quantised before they travel."""
+        return not self.inner.takes_fp8
+
+    def supports_expert_map(self) -> bool:
+        """Ids may be global, with a map to local experts."""
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """vLLM's class for the reduction that is left to do."""
+        reductions = importlib.import_module(f"{PACKAGE}.topk_weight_and_reduce")
+        ours = type(self.inner.reduce)
+        name = next(name for name, kind in REDUCTIONS.items() if kind is ours)
+        return getattr(reductions, name)()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of vLLM's two workspaces and of the output, in the dtype of the activations.
+
+        All scratch is in the second: vLLM lets the output share the memory of the first.
+        """
+        dtype: torch.dtype = self.moe_config.in_dtype  # type: ignore[attr-defined]
+        sizes = dict(num_rows=M, top_k=topk, hidden_size=K, ffn_size=N // 2, num_experts=local_num_experts)
+        shapes = self.inner.scratch_shapes(Problem(**sizes, batch_rows=0, dtype=dtype))
+        elements = scratch_bytes(shapes) // dtype.itemsize
+        per_row = -(-elements // max(M, 1))
+        return (0,), (max(M, 1), per_row), self._output_shape(shapes, M, K, topk)
+
+    def apply(self, *args: Any, **kwargs: Any) -> None:
+        """Compute the outputs into ``output``; arguments as vLLM's class names them."""
+        call = SimpleNamespace(
+            **signature(self.vllm.FusedMoEExpertsModular.apply).bind(self, *args, **kwargs).arguments
+        )
+        _require_weights_on_output(call.apply_router_weight_on_input)
+        require(self._supports_activation(call.activation), f"activation={call.activation} must be silu")
+        tokens, scales = call.hidden_states, call.a1q_scale
+        require(
+            self.inner.takes_fp8 == (scales is not None),
+            f"{type(self.inner).__name__} takes rows {'in FP8' if self.inner.takes_fp8 else 'that are not quantised'}",
+        )
+        rows = ContiguousRows(
+            tokens=tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1),
+            top_k_ids=map_ids(call.topk_ids, call.expert_map),
+            top_k_weights=call.topk_weights.float(),
+        )
+        shapes = self.inner.scratch_shapes(problem_of(rows, call.w2))
+        pool = call.workspace2.flatten().view(torch.uint8)
+        scratch = Scratch(regions=cut(pool, shapes), output=None if shapes.output is None else call.output)
+        outputs = self.inner.apply(rows, call.w1, call.w2, scratch)
+        if outputs is not call.output:
+            call.output.copy_(outputs)
+
+    def _output_shape(self, shapes: ScratchShapes, num_rows: int, hidden_size: int, top_k: int) -> tuple[int, ...]:
+        if shapes.output is not None:
+            return shapes.output
+        reduced = isinstance(self.inner.reduce, NoOpReduce)
+        return (num_rows, hidden_size) if reduced else (num_rows, top_k, hidden_size)
+
+
+def global_routing(rows: ContiguousRows, layout: ExpertLayout) -> tuple[Tensor, Tensor]:
+    """Local ids and their weights as vLLM's experts expect them: global ids, all of them in range.
+
+    A slot that is not computed here names an expert of another rank, which the expert map leaves out, with weight 0;
+    without other shards it stays -1.
+
+    Example: e = 2 on shard 1 of 2: ids ``[[1, -1]]``, weights ``[[0.5, 9]]`` give ``[[3, 0]]`` and ``[[0.5, 0]]``.
+    """
+    elsewhere = rows.top_k_ids < 0
+    other = -1 if layout.ep == 1 else (layout.first_expert + layout.experts_local) % layout.num_experts
+    return (rows.top_k_ids + layout.first_expert).masked_fill(elsewhere, other), rows.top_k_weights.masked_fill(
+        elsewhere, 0.0
+    )
+
+
+def map_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Global ids as local ones: map ``[-1, -1, 0, 1]`` and ids ``[[3, 0], [-1, 2]]`` give ``[[1, -1], [-1, 0]]``."""
+    if expert_map is None:
+        return topk_ids.int()
+    return expert_map[topk_ids.clamp(min=0).long()].masked_fill(topk_ids < 0, -1).int()
+
+
+def _require_contiguous(condition: bool, name: str) -> None:
+    require(condition, f"{name} must work on contiguous rows to be adapted to vLLM")
+
+
+def _require_weights_on_output(apply_router_weight_on_input: bool) -> None:
+    require(not apply_router_weight_on_input, "apply_router_weight_on_input=True must be False: weights go on outputs")
+
+
+def _wants_fp8(quant_config: Any, defer_input_quant: bool) -> bool:
+    dtype = getattr(quant_config, "quant_dtype", None)
+    if dtype is None or defer_input_quant:
+        return False
+    block = getattr(quant_config, "block_shape", None)
+    require(
+        dtype == torch.float8_e4m3fn and block is not None and list(block) == [FP8_BLOCK, FP8_BLOCK],
+        f"quant_dtype={dtype} with block_shape={block} must be {torch.float8_e4m3fn} with [{FP8_BLOCK}, {FP8_BLOCK}]",
+    )
+    return True

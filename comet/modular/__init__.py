@@ -1,0 +1,125 @@
+"""Any dispatch and combine with any expert compute, behind three small interfaces.
+
+``ModularMoE(prepare_finalize, experts)`` refuses a pair that does not fit, with the reason, and is otherwise a path
+like those of ``make_moe``; see ``comet.modular.interfaces`` for what travels. Names here and in vLLM, one to one:
+
+=====================  =====================================================
+here                   vLLM
+=====================  =====================================================
+ActivationFormat       FusedMoEActivationFormat
+PrepareFinalize        FusedMoEPrepareAndFinalizeModular
+Experts                FusedMoEExpertsModular
+TopKReduce             TopKWeightAndReduce
+ModularMoE             FusedMoEKernel
+RoutedTokens           prepare(a1, topk_weights, topk_ids)
+Received               PrepareResultType
+Receiver               ReceiverType
+ContiguousRows         FusedMoEActivationFormat.Standard
+BatchedRows            FusedMoEActivationFormat.BatchedExperts
+FusedHandle            PrepareMonolithicResultType
+Problem                moe_problem_size
+ScratchShapes          workspace_shapes
+Scratch                apply(workspace13, workspace2)
+NoOpReduce             TopKWeightAndReduceNoOP
+ContiguousReduce       TopKWeightAndReduceContiguous
+BatchedReduce          TopKWeightAndReduceNaiveBatched
+DelegateReduce         TopKWeightAndReduceDelegate
+SingleRank             MoEPrepareAndFinalizeNoDPEPModular
+AllToAll               MoEPrepareAndFinalizeNaiveDPEPModular
+SymmetricContiguous    DeepEPHTPrepareAndFinalize
+SymmetricBatched       DeepEPLLPrepareAndFinalize
+FusedPrepareFinalize   FusedMoEPrepareAndFinalizeMonolithic
+FusedExperts           FusedMoEExpertsMonolithic
+ReferenceExperts       NaiveBatchedExperts
+GroupedContiguous      TritonExperts
+GroupedBatched         BatchedTritonExperts
+WarpDecodeExperts      (no counterpart)
+DequantizingExperts    FusedMoEQuantConfig
+=====================  =====================================================
+
+=====================  =====================================================
+method here            method in vLLM
+=====================  =====================================================
+prepare                prepare
+prepare_no_receive     prepare_async
+finalize               finalize
+activation_format      activation_format
+scratch_shapes         workspace_shapes
+apply                  apply
+reduce                 finalize_weight_and_reduce_impl
+takes_fp8              expects_unquantized_inputs, negated
+=====================  =====================================================
+
+Not built: a backward pass (train with ``make_moe``), FP8 over symmetric memory, quantised weights.
+"""
+
+from comet.modular.all_to_all import AllToAll
+from comet.modular.composer import ModularMoE
+from comet.modular.experts import DequantizingExperts, ReferenceExperts, WarpDecodeExperts
+from comet.modular.fused import FusedExperts, FusedPrepareFinalize
+from comet.modular.grouped import GroupedBatched, GroupedContiguous
+from comet.modular.interfaces import (
+    ActivationFormat,
+    BatchedRows,
+    ContiguousRows,
+    Experts,
+    FusedHandle,
+    PrepareFinalize,
+    Problem,
+    Received,
+    Receiver,
+    RoutedTokens,
+    Scratch,
+    ScratchShapes,
+    TopKReduce,
+)
+from comet.modular.reduce import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
+from comet.modular.single_rank import SingleRank
+from comet.modular.symmetric import SymmetricBatched, SymmetricContiguous
+
+# All there are, each made by (config, group), the experts with reduce= as well; the tests run every combination.
+PREPARE_FINALIZE = (SingleRank, AllToAll, SymmetricContiguous, SymmetricBatched, FusedPrepareFinalize)
+EXPERTS = (
+    ReferenceExperts,
+    GroupedContiguous,
+    GroupedBatched,
+    WarpDecodeExperts,
+    DequantizingExperts,
+    FusedExperts,
+)
+REDUCTIONS = (NoOpReduce, ContiguousReduce, BatchedReduce, DelegateReduce)
+
+__all__ = [
+    "EXPERTS",
+    "PREPARE_FINALIZE",
+    "REDUCTIONS",
+    "ActivationFormat",
+    "AllToAll",
+    "BatchedReduce",
+    "BatchedRows",
+    "ContiguousReduce",
+    "ContiguousRows",
+    "DelegateReduce",
+    "DequantizingExperts",
+    "Experts",
+    "FusedExperts",
+    "FusedHandle",
+    "FusedPrepareFinalize",
+    "GroupedBatched",
+    "GroupedContiguous",
+    "ModularMoE",
+    "NoOpReduce",
+    "PrepareFinalize",
+    "Problem",
+    "Received",
+    "Receiver",
+    "ReferenceExperts",
+    "RoutedTokens",
+    "Scratch",
+    "ScratchShapes",
+    "SingleRank",
+    "SymmetricBatched",
+    "SymmetricContiguous",
+    "TopKReduce",
+    "WarpDecodeExperts",
+]

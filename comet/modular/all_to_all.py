@@ -1,0 +1,188 @@
+"""Dispatch and combine by all-to-all of ``torch.distributed`` (NCCL or gloo): runs wherever that does.
+
+A token goes once to every rank that computes at least one of its slots, with its ids and weights, all packed into one
+message per pair of ranks. Partial sums come back the same way and are added up in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.collectives import accumulator_dtype, all_to_all_rows
+from comet.config import MoEConfig
+from comet.group import ExpertGroup
+from comet.layout import ExpertLayout
+from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
+from comet.modular.reduce import resolve
+from comet.modular.single_rank import require_dropless
+from comet.quantize import FP8, quantize_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """Which tokens travel where.
+
+    Args:
+        num_tokens: T.
+        token_ids: ``(S,)`` int64 tokens sent, by destination, then token.
+        send_counts: W numbers of tokens sent to each rank.
+        recv_counts: W numbers of rows received from each rank.
+    """
+
+    num_tokens: int
+    token_ids: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+
+
+class AllToAll:
+    """Sends rows by all-to-all. Any EP x TP; unequal and zero tokens per rank; masked slots; quantises before sending.
+
+    Every call waits for the device once, because the ranks have to know each other's numbers of rows.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks.
+
+    Raises:
+        ValueError: If experts may drop rows.
+    """
+
+    activation_format = ActivationFormat.CONTIGUOUS
+    carries_fp8 = True
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+        require_dropless(config, "AllToAll")
+        self.layout = group.layout(config)
+        self.process_group = group.process_group
+
+    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+        """Send, and wait for the rows of all ranks.
+
+        Raises:
+            ValueError: On every rank, if an id of any rank is out of range.
+        """
+        return self.prepare_no_receive(routed, quantize=quantize)()
+
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """Wait for the numbers of rows only; the rows travel until the receiver is called."""
+        route = self._route(routed.top_k_ids)
+        tokens = quantize_rows(routed.tokens) if quantize else routed.tokens
+        parts = [tokens.elements, tokens.scales] if isinstance(tokens, FP8) else [tokens]
+        parts += [routed.top_k_weights, routed.top_k_ids]
+        arrive = self._send(pack(parts).index_select(0, route.token_ids), route)
+
+        def receive() -> Received:
+            *columns, weights, ids = unpack(arrive(), parts)
+            rows = ContiguousRows(
+                tokens=FP8(elements=columns[0], scales=columns[1], block_rows=1) if quantize else columns[0],
+                top_k_ids=local_ids(ids, self.layout),
+                top_k_weights=weights,
+            )
+            return Received(rows=rows, route=route)
+
+        return receive
+
+    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
+        """Reduce, send the partial sums back and add them up in rank order, in float32."""
+        route: Route = received.route
+        partial = resolve(reduce, received.rows).apply(outputs, received.rows)
+        if self.layout.world_size > 1:
+            partial = all_to_all_rows(partial, route.recv_counts, route.send_counts, self.process_group)
+        total = partial.new_zeros(route.num_tokens, partial.shape[1], dtype=accumulator_dtype(partial.dtype))
+        splits = list(route.send_counts)
+        # One rank at a time, whose tokens are distinct: the order of the sum is fixed.
+        for token_ids, rows in zip(route.token_ids.split(splits), partial.split(splits), strict=True):
+            total.index_add_(0, token_ids, rows.to(total.dtype))
+        return total.to(partial.dtype)
+
+    def _route(self, top_k_ids: Tensor) -> Route:
+        layout = self.layout
+        bad = (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
+        going = destinations(top_k_ids.masked_fill(bad, -1), layout)
+        # The second column tells all ranks of bad ids, so that all raise and none waits.
+        sent = torch.stack([going.sum(1), bad.sum().expand(layout.world_size)], dim=1)
+        received = sent
+        if layout.world_size > 1:
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.process_group)
+        sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
+        for rank, (_, num_bad) in enumerate(received_host):
+            if num_bad:
+                raise ValueError(
+                    f"top_k_ids of rank {rank} contain {num_bad} bad ids; every id must be -1 (masked) or in "
+                    f"[0, num_experts={layout.num_experts})"
+                )
+        return Route(
+            num_tokens=top_k_ids.shape[0],
+            token_ids=going.nonzero()[:, 1],
+            send_counts=tuple(count for count, _ in sent_host),
+            recv_counts=tuple(count for count, _ in received_host),
+        )
+
+    def _send(self, message: Tensor, route: Route) -> Callable[[], Tensor]:
+        """Start the exchange; the result waits for it."""
+        if self.layout.world_size == 1:
+            return lambda: message
+        landing = message.new_empty(sum(route.recv_counts), message.shape[1])
+        splits = (list(route.recv_counts), list(route.send_counts))
+        work = dist.all_to_all_single(landing, message, *splits, group=self.process_group, async_op=True)
+
+        def arrive() -> Tensor:
+            work.wait()
+            return landing
+
+        return arrive
+
+
+def destinations(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
+    """Which ranks compute a slot of which token.
+
+    Example: E = 4, EP = 2, TP = 1, ids ``[[0, 1], [2, 0], [-1, -1]]``: ``[[True, True, False], [False, True, False]]``.
+
+    Args:
+        top_k_ids: ``(T, K)`` global experts or -1.
+        layout: The experts over the ranks.
+
+    Returns:
+        ``(W, T)`` bool.
+    """
+    shards = torch.div(top_k_ids, layout.experts_local, rounding_mode="floor")
+    wanted = torch.arange(layout.ep, device=top_k_ids.device).repeat_interleave(layout.tp)
+    return (shards == wanted[:, None, None]).any(dim=2)
+
+
+def local_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
+    """Global experts as local ones, -1 where another rank computes them.
+
+    Example: E = 4, EP = 2, on rank 1: ids ``[[3, 0], [-1, 2]]`` become ``[[1, -1], [-1, 0]]``.
+    """
+    local = top_k_ids - layout.first_expert
+    return local.masked_fill((local < 0) | (local >= layout.experts_local), -1)
+
+
+def pack(parts: list[Tensor]) -> Tensor:
+    """The rows of several ``(T, ...)`` matrices as bytes, side by side: ``(T, bytes)`` uint8."""
+    # Flattened first: a matrix of one column may have any stride along it.
+    flat = (part.contiguous().flatten().view(torch.uint8) for part in parts)
+    return torch.cat([part.view(rows.shape[0], row_bytes(rows)) for part, rows in zip(flat, parts, strict=True)], dim=1)
+
+
+def unpack(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """Undo ``pack``: matrices of the widths and dtypes of ``parts``, with as many rows as the message."""
+    columns = message.split([row_bytes(part) for part in parts], dim=1)
+    # Copied into one piece each, so that every matrix starts at an aligned address.
+    flat = (column.clone(memory_format=torch.contiguous_format).flatten() for column in columns)
+    return [
+        column.view(part.dtype).view(message.shape[0], part.shape[1]) for column, part in zip(flat, parts, strict=True)
+    ]
+
+
+def row_bytes(part: Tensor) -> int:
+    """Bytes of one row of a matrix."""
+    return part.shape[1] * part.dtype.itemsize

@@ -1,0 +1,159 @@
+"""One MoE layer from a prepare/finalize and experts that fit each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from comet.config import require
+from comet.layout import round_up
+from comet.modular.interfaces import (
+    ActivationFormat,
+    BatchedRows,
+    Experts,
+    FusedHandle,
+    PrepareFinalize,
+    Problem,
+    RoutedTokens,
+    Rows,
+    Scratch,
+    ScratchShapes,
+)
+from comet.plain import check_inputs
+
+ALIGNMENT = 256
+
+
+class ModularMoE:
+    """Routed experts, put together at run time: an ``ExpertPath``, usable as ``MoE.experts``. For inference.
+
+    Args:
+        prepare_finalize: Dispatch and combine.
+        experts: What is computed in between.
+        shared: ``(T, D) -> (T, D)`` for experts every token goes through; runs on this rank's own tokens while others
+            travel, and is added. Leave it out where the layer around has its own.
+
+    Raises:
+        ValueError: If the two do not fit; the message names both and the reason.
+    """
+
+    def __init__(
+        self, prepare_finalize: PrepareFinalize, experts: Experts, shared: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        reason = incompatibility(prepare_finalize, experts)
+        names = f"{type(prepare_finalize).__name__} and {type(experts).__name__}"
+        require(reason is None, f"{names} do not go together: {reason}")
+        self.prepare_finalize = prepare_finalize
+        self.experts = experts
+        self.shared = shared
+        self._pool = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """Compute the weighted sum of each token's experts (collective).
+
+        Args:
+            tokens: ``(T, D)``; T may be 0 and differ between ranks.
+            top_k_ids: ``(T, K)`` int32 in ``[-1, E)``; -1 masks a slot.
+            top_k_weights: ``(T, K)`` float32.
+            w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; dtype of ``tokens``.
+            w2: ``(e, D, F/TP)``.
+
+        Returns:
+            ``(T, D)``, plus the shared experts' output if there are any.
+
+        Raises:
+            ValueError: If a shape or dtype breaks these rules, or a gradient would be required.
+        """
+        check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, self.prepare_finalize.layout)
+        require(top_k_ids.dtype == torch.int32, f"dtype={top_k_ids.dtype} of top_k_ids must be torch.int32")
+        _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=w1, w2=w2)
+        routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
+        receive = self.prepare_finalize.prepare_no_receive(routed, quantize=self.experts.takes_fp8)
+        shared = None if self.shared is None else self.shared(tokens)
+        received = receive()
+        scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2)), w2)
+        outputs = self.experts.apply(received.rows, w1, w2, scratch)
+        combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
+        return combined if shared is None else combined + shared
+
+    def _scratch(self, shapes: ScratchShapes, like: Tensor) -> Scratch:
+        """Regions from a pool that only grows; the output is new every time, for it may be what the caller gets."""
+        needed = scratch_bytes(shapes)
+        if needed > self._pool.numel() or self._pool.device != like.device:
+            self._pool = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        output = None if shapes.output is None else like.new_empty(shapes.output)
+        return Scratch(regions=cut(self._pool, shapes), output=output)
+
+
+def scratch_bytes(shapes: ScratchShapes) -> int:
+    """Bytes that the regions take when ``cut`` from one pool.
+
+    Example: regions of ``(3, 5)`` float32 and ``(200,)`` bfloat16 take 256 + 512 = 768 bytes.
+    """
+    sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shapes.regions.values())
+    return sum(round_up(size, ALIGNMENT) for size in sizes)
+
+
+def cut(pool: Tensor, shapes: ScratchShapes) -> dict[str, Tensor]:
+    """Typed views of a byte pool, one region after the other, each at a multiple of 256 bytes."""
+    regions, offset = {}, 0
+    for name, (dims, dtype) in shapes.regions.items():
+        num_bytes = math.prod(dims) * dtype.itemsize
+        regions[name] = pool[offset : offset + num_bytes].view(dtype).view(dims)
+        offset += round_up(num_bytes, ALIGNMENT)
+    return regions
+
+
+def problem_of(rows: Rows, w2: Tensor) -> Problem:
+    """The sizes of one call: from its rows, and from w2 ``(e, D, F)``."""
+    batch_rows = 0
+    if isinstance(rows, FusedHandle):
+        num_rows, top_k = rows.plan.num_tokens, rows.plan.layout.top_k
+    elif isinstance(rows, BatchedRows):
+        (num_rows, top_k), batch_rows = rows.row_slots.shape, rows.tokens.shape[1]
+    else:
+        num_rows, top_k = rows.top_k_ids.shape
+    num_experts, hidden_size, ffn_size = w2.shape
+    return Problem(
+        num_rows=num_rows,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        ffn_size=ffn_size,
+        num_experts=num_experts,
+        batch_rows=batch_rows,
+        dtype=w2.dtype,
+    )
+
+
+def incompatibility(prepare_finalize: PrepareFinalize, experts: Experts) -> str | None:
+    """Why these two cannot make a layer, or ``None`` if they can."""
+    ours, theirs = type(prepare_finalize).__name__, type(experts).__name__
+    given, formats, reduce = prepare_finalize.activation_format, experts.formats, experts.reduce
+    if given not in formats:
+        if ActivationFormat.HANDLE in {given, *formats}:
+            fused = ours if given is ActivationFormat.HANDLE else theirs
+            return f"{fused} is one half of the fused layer, which moves rows while it computes, and needs the other"
+        wanted = " or ".join(sorted(entry.value for entry in formats))
+        return f"{ours} hands out {given.value} rows, {theirs} takes {wanted} rows"
+    if not isinstance(reduce, experts.reductions):
+        can = ", ".join(kind.__name__ for kind in experts.reductions)
+        return f"{theirs} cannot leave its reduction to {type(reduce).__name__}, only to {can}"
+    if given not in reduce.formats:
+        return f"{type(reduce).__name__} of {theirs} cannot reduce the {given.value} rows of {ours}"
+    if experts.takes_fp8 and not prepare_finalize.carries_fp8:
+        return f"{theirs} wants its rows in FP8, and {ours} sends them in the dtype of the tokens"
+    if prepare_finalize.layout != experts.layout:
+        return f"{ours} is made for {prepare_finalize.layout}, {theirs} for {experts.layout}"
+    return None
+
+
+def _require_inference(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        require(
+            not (torch.is_grad_enabled() and tensor.requires_grad),
+            f"{name}.requires_grad=True must be False: ModularMoE has no backward pass; call it under "
+            "torch.no_grad(), or train with make_moe(path=...)",
+        )

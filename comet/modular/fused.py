@@ -1,0 +1,98 @@
+"""The fused layer as a pair: its GEMMs run while rows travel, so its two halves only go together.
+
+``prepare`` makes the plan and hands out a light handle; ``apply`` runs layer 0 (dispatch || GEMM || SwiGLU) and layer 1
+(GEMM || reduce || combine), whose result is finished; ``finalize`` has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from comet.config import MoEConfig, OverlapConfig
+from comet.group import ExpertGroup
+from comet.modular.interfaces import (
+    ActivationFormat,
+    FusedHandle,
+    Problem,
+    Received,
+    Receiver,
+    RoutedTokens,
+    Rows,
+    Scratch,
+    ScratchShapes,
+    TopKReduce,
+)
+from comet.modular.reduce import NoOpReduce
+from comet.paths import SymmetricPath
+
+
+class FusedPrepareFinalize:
+    """The plan of the fused layer. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks and the pool.
+        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
+        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
+    """
+
+    activation_format = ActivationFormat.HANDLE
+    carries_fp8 = False
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: ExpertGroup,
+        *,
+        overlap: OverlapConfig | None = None,
+        use_kernels: bool | None = None,
+    ) -> None:
+        kernels = group.device.type == "cuda" if use_kernels is None else use_kernels
+        self.path = SymmetricPath(config, group, overlap, use_kernels=kernels)
+        self.layout = self.path.layout
+
+    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+        """Exchange ids and plan; no row travels yet."""
+        assert not quantize, "the composer refuses FP8 in the fused layer"
+        plan = self.path.plan(routed.top_k_ids, routed.top_k_weights)
+        return Received(rows=FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, path=self.path), route=None)
+
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """``prepare`` itself, since rows travel inside ``apply``, which waits for them tile by tile."""
+        received = self.prepare(routed, quantize=quantize)
+        return lambda: received
+
+    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
+        """The outputs: layer 1 has combined them."""
+        return outputs
+
+
+class FusedExperts:
+    """Layer 0 and layer 1 of the handle's plan. Goes only with ``FusedPrepareFinalize``.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks.
+        reduce: ``None`` or a ``NoOpReduce``: layer 1 reduces and combines.
+    """
+
+    formats = frozenset({ActivationFormat.HANDLE})
+    reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
+    takes_fp8 = False
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
+        self.layout = group.layout(config)
+        self.reduce = reduce or NoOpReduce()
+
+    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
+        """None: how many rows there are is known on the device only, where the plan reserves them."""
+        return ScratchShapes(regions={}, output=None)
+
+    def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+        """Run both fused pipelines: ``(T, D)``, finished (collective)."""
+        assert isinstance(rows, FusedHandle)
+        path, plan = rows.path, rows.plan
+        settings = path.settings_for(plan.num_tokens)
+        hidden, _ = path.ops.layer0(rows.tokens, w1, plan, path.workspace, settings, save_pre=False)
+        outputs: Tensor = path.ops.layer1(hidden, w2, plan, path.workspace, settings)
+        return outputs

@@ -1,0 +1,234 @@
+"""The three interfaces of a modular MoE layer, and what travels between them.
+
+    routed tokens -> PrepareFinalize.prepare -> received rows -> Experts.apply -> outputs
+                  -> PrepareFinalize.finalize, which applies the TopKReduce the experts ask for -> tokens
+
+Letters: T tokens of this rank, K experts per token, D, e experts of this rank, F this rank's slice of their width, W
+ranks; N received rows of this rank, B rows reserved per expert in the batched format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from comet.layout import ExpertLayout
+from comet.paths import SymmetricPath
+from comet.plan import Plan
+from comet.quantize import FP8
+
+
+class ActivationFormat(Enum):
+    """How ``prepare`` hands rows to the experts: as ``ContiguousRows``, ``BatchedRows`` or a ``FusedHandle``."""
+
+    CONTIGUOUS = "contiguous"
+    BATCHED = "batched"
+    HANDLE = "handle"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedTokens:
+    """What a rank passes to ``prepare``.
+
+    Args:
+        tokens: ``(T, D)``.
+        top_k_ids: ``(T, K)`` int32 global experts; -1 masks a slot.
+        top_k_weights: ``(T, K)`` float32.
+    """
+
+    tokens: Tensor
+    top_k_ids: Tensor
+    top_k_weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContiguousRows:
+    """Received rows one after the other, each with the slots that this rank computes.
+
+    Args:
+        tokens: ``(N, D)``, or in FP8 with a scale per 128 elements of a row. A row all of whose slots are -1 may hold
+            anything, NaN included.
+        top_k_ids: ``(N, K)`` int32 **local** experts, 0 .. e-1; -1 where the slot is masked or computed elsewhere.
+        top_k_weights: ``(N, K)`` float32; anything where the id is -1.
+    """
+
+    tokens: Tensor | FP8
+    top_k_ids: Tensor
+    top_k_weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchedRows:
+    """Received rows copied to each of their local experts.
+
+    Args:
+        tokens: ``(e, B, D)``; row j of expert i is valid below ``counts[i]`` and may hold anything past it.
+        counts: ``(e,)`` int32.
+        row_slots: ``(N, K)`` int32: where slot k of received row n is, as ``expert * B + row``; -1 where nowhere.
+        top_k_weights: ``(N, K)`` float32; anything where ``row_slots`` is -1.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    row_slots: Tensor
+    top_k_weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedHandle:
+    """A promise of rows: the fused layer moves them while it computes.
+
+    Args:
+        tokens: ``(T, D)`` this rank's tokens, not sent yet.
+        plan: Where they go.
+        path: The pieces of the fused layer, and the pool.
+    """
+
+    tokens: Tensor
+    plan: Plan
+    path: SymmetricPath
+
+
+Rows = ContiguousRows | BatchedRows | FusedHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """What ``prepare`` returns.
+
+    Args:
+        rows: For the experts.
+        route: For ``finalize`` of the same object: how the rows came, in a type of its own.
+    """
+
+    rows: Rows
+    route: Any
+
+
+Receiver = Callable[[], Received]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Sizes of one call of the experts.
+
+    Args:
+        num_rows: N.
+        top_k: K.
+        hidden_size: D.
+        ffn_size: F, this rank's slice.
+        num_experts: e.
+        batch_rows: B; 0 in the contiguous format.
+        dtype: Element type of weights and outputs.
+    """
+
+    num_rows: int
+    top_k: int
+    hidden_size: int
+    ffn_size: int
+    num_experts: int
+    batch_rows: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScratchShapes:
+    """The memory experts ask for.
+
+    Args:
+        regions: Shape and dtype by name; contents are lost between calls.
+        output: Shape of the outputs, in the dtype of the problem; ``None`` when the experts bring their own.
+    """
+
+    regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    output: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scratch:
+    """The memory experts get, uninitialised: ``regions`` and ``output`` as asked for."""
+
+    regions: Mapping[str, Tensor]
+    output: Tensor | None
+
+
+class TopKReduce(Protocol):
+    """Turns the experts' outputs into one row per received row: the weighted sum over its slots.
+
+    Attributes:
+        formats: Formats of rows it can reduce.
+    """
+
+    formats: frozenset[ActivationFormat]
+
+    def apply(self, outputs: Tensor, rows: Rows) -> Tensor:
+        """Outputs in the layout the class names, to ``(N, D)`` in their dtype, zero where a row has no slot here."""
+        ...
+
+
+class PrepareFinalize(Protocol):
+    """Brings tokens to the ranks of their experts, and outputs back.
+
+    Attributes:
+        layout: The experts over the ranks; the same object's ``rank`` is this rank.
+        activation_format: Format of the rows it hands out.
+        carries_fp8: Whether it can quantise the tokens before they travel.
+    """
+
+    layout: ExpertLayout
+    activation_format: ActivationFormat
+    carries_fp8: bool
+
+    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+        """Send the tokens, quantised first if asked for, and wait for those of all ranks (collective)."""
+        ...
+
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """Like ``prepare``, but the waiting is left to the receiver it returns, to be called once."""
+        ...
+
+    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
+        """Reduce the outputs, send them home and add up those of all ranks: ``(T, D)`` (collective)."""
+        ...
+
+
+class Experts(Protocol):
+    """Runs received rows through the local experts.
+
+    Attributes:
+        layout: The experts over the ranks.
+        formats: Formats of rows it takes.
+        reductions: Kinds of reduction it can leave to ``finalize``, the default first.
+        reduce: The one it leaves.
+        takes_fp8: Whether it wants its rows in FP8.
+    """
+
+    layout: ExpertLayout
+    formats: frozenset[ActivationFormat]
+    reductions: tuple[type[TopKReduce], ...]
+    reduce: TopKReduce
+    takes_fp8: bool
+
+    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
+        """The memory ``apply`` needs for a problem of these sizes."""
+        ...
+
+    def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+        """Compute the outputs that ``reduce`` expects.
+
+        Args:
+            rows: In one of ``formats``.
+            w1: ``(e, 2F, D)`` gate rows, then up rows.
+            w2: ``(e, D, F)``.
+            scratch: As declared.
+
+        Returns:
+            Unweighted outputs of every slot, ``(N, K, D)`` or batched ``(e, B, D)``, undefined where nothing was to
+            compute; or, when the reduction is a no-op, finished ``(N, D)``.
+        """
+        ...

@@ -1,0 +1,72 @@
+"""No dispatch and no combine: one rank owns all experts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from comet.config import MoEConfig, require
+from comet.group import ExpertGroup
+from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
+from comet.modular.reduce import resolve
+from comet.quantize import quantize_rows
+
+
+class SingleRank:
+    """Hands the tokens on as they are. EP = TP = 1 only; any number of tokens; masked slots.
+
+    Args:
+        config: Shape of the layer.
+        group: The rank alone.
+
+    Raises:
+        ValueError: If there are other ranks, or experts may drop rows.
+    """
+
+    activation_format = ActivationFormat.CONTIGUOUS
+    carries_fp8 = True
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+        self.layout = group.layout(config)
+        size = self.layout.world_size
+        require(size == 1, f"ep x tp = {size} of the group must be 1: SingleRank sends nothing to other ranks")
+        require_dropless(config, "SingleRank")
+
+    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+        """The tokens as contiguous rows.
+
+        Raises:
+            ValueError: On a CPU, if an id is out of range; on a GPU, where looking would wait for the device, ids are
+                trusted, as a router made them.
+        """
+        if routed.tokens.device.type == "cpu":
+            check_ids(routed, self.layout.num_experts)
+        tokens = quantize_rows(routed.tokens) if quantize else routed.tokens.contiguous()
+        ids, weights = routed.top_k_ids.contiguous(), routed.top_k_weights.contiguous()
+        return Received(rows=ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights), route=None)
+
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """Nothing travels: all is done when it returns."""
+        received = self.prepare(routed, quantize=quantize)
+        return lambda: received
+
+    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
+        """Reduce; nothing is sent."""
+        return resolve(reduce, received.rows).apply(outputs, received.rows)
+
+
+def require_dropless(config: MoEConfig, name: str) -> None:
+    """Raise ``ValueError`` if the configuration lets experts drop rows."""
+    require(
+        config.capacity_factor is None,
+        f"capacity_factor={config.capacity_factor} must be None: {name} is dropless",
+    )
+
+
+def check_ids(routed: RoutedTokens, num_experts: int) -> None:
+    """Raise ``ValueError`` naming the first id that is neither -1 nor an expert; waits for the device."""
+    ids = routed.top_k_ids
+    bad = (ids < -1) | (ids >= num_experts)
+    if bool(bad.any()):
+        raise ValueError(
+            f"top_k_ids contain {int(ids[bad][0])}; every id must be -1 (masked) or in [0, num_experts={num_experts})"
+        )

@@ -1,0 +1,192 @@
+"""Dispatch and combine over symmetric memory: Comet's plan, its dispatch, and its combine, without its fused GEMMs.
+
+Nothing waits for the device: received rows have static shapes, N = W * M row slots (M the group's maximum of tokens,
+rounded up), of which the plan says on the device which are in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comet.config import MoEConfig, OverlapConfig
+from comet.errors import CapacityError
+from comet.group import ExpertGroup
+from comet.modular.interfaces import (
+    ActivationFormat,
+    BatchedRows,
+    ContiguousRows,
+    Received,
+    Receiver,
+    RoutedTokens,
+    TopKReduce,
+)
+from comet.modular.reduce import DelegateReduce, slot_rows
+from comet.modular.transport import SymmetricTransport
+from comet.plan import Plan
+
+ROWS_NEEDED = 7  # the entry of the fault record that says how many rows a plan had no room for
+
+
+class SymmetricContiguous:
+    """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
+    per rank; masked slots; a capacity factor. No FP8: the pool's rows have the tokens' dtype.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks and the pool.
+        overlap: ``comm_blocks`` and ``block_rows`` are used.
+        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
+    """
+
+    activation_format = ActivationFormat.CONTIGUOUS
+    carries_fp8 = False
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: ExpertGroup,
+        *,
+        overlap: OverlapConfig | None = None,
+        use_kernels: bool | None = None,
+    ) -> None:
+        self.transport = SymmetricTransport(config, group, overlap, use_kernels)
+        self.layout = self.transport.layout
+
+    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+        """Dispatch; the rows are a view of the pool, valid until the next dispatch."""
+        return self.prepare_no_receive(routed, quantize=quantize)()
+
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver."""
+        assert not quantize, "the composer refuses FP8 over symmetric memory"
+        arrive = self.transport.start(routed)
+
+        def receive() -> Received:
+            plan, tokens = arrive()
+            rows = ContiguousRows(tokens=tokens, top_k_ids=local_experts(plan), top_k_weights=plan.row_weights)
+            return Received(rows=rows, route=plan)
+
+        return receive
+
+    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
+        """Reduce, combine; a delegated reduction is part of the combine."""
+        plan: Plan = received.route
+        rows = received.rows
+        assert isinstance(rows, ContiguousRows)
+        if isinstance(reduce, DelegateReduce):
+            return self.transport.combine(outputs.flatten(0, 1), plan, slot_rows(rows.top_k_ids), weighted=True)
+        return self.transport.combine_partials(reduce.apply(outputs, rows), plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchTable:
+    """Where each local expert's rows are.
+
+    Args:
+        row_ids: ``(e, B)`` int64 received row of each batched row; 0 past the counts.
+        row_slots: ``(N, K)`` int32; see ``BatchedRows``.
+    """
+
+    row_ids: Tensor
+    row_slots: Tensor
+
+
+class SymmetricBatched:
+    """Received rows copied into one batch per local expert, with room for every row of every rank: B = W * M. Meant for
+    few tokens. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor; K distinct experts per
+    token. No FP8: the pool's rows have the tokens' dtype.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks and the pool.
+        overlap: ``comm_blocks`` and ``block_rows`` are used.
+        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
+    """
+
+    activation_format = ActivationFormat.BATCHED
+    carries_fp8 = False
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: ExpertGroup,
+        *,
+        overlap: OverlapConfig | None = None,
+        use_kernels: bool | None = None,
+    ) -> None:
+        self.transport = SymmetricTransport(config, group, overlap, use_kernels)
+        self.layout = self.transport.layout
+
+    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
+        """Dispatch, and copy the rows into their batches.
+
+        Raises:
+            CapacityError: On a CPU, if an expert gets more than B rows, which only tokens that name it twice can cause;
+                on a GPU ``workspace.check`` tells.
+        """
+        return self.prepare_no_receive(routed, quantize=quantize)()
+
+    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
+        """Send ids, on a GPU also rows, beside what the caller does next; wait and copy in the receiver."""
+        assert not quantize, "the composer refuses FP8 over symmetric memory"
+        arrive = self.transport.start(routed)
+
+        def receive() -> Received:
+            plan, tokens = arrive()
+            batch_rows = tokens.shape[0]
+            self._check(plan, batch_rows)
+            table = batch_table(plan, batch_rows)
+            batches = tokens.index_select(0, table.row_ids.flatten()).view(*table.row_ids.shape, tokens.shape[1])
+            rows = BatchedRows(
+                tokens=batches,
+                counts=plan.segment_counts,
+                row_slots=table.row_slots,
+                top_k_weights=plan.row_weights,
+            )
+            return Received(rows=rows, route=plan)
+
+        return receive
+
+    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
+        """Reduce, combine; a delegated reduction is part of the combine."""
+        plan: Plan = received.route
+        rows = received.rows
+        assert isinstance(rows, BatchedRows)
+        if isinstance(reduce, DelegateReduce):
+            return self.transport.combine(outputs.flatten(0, 1), plan, rows.row_slots, weighted=True)
+        return self.transport.combine_partials(reduce.apply(outputs, rows), plan)
+
+    def _check(self, plan: Plan, batch_rows: int) -> None:
+        most = plan.segment_counts.max()
+        fault = self.transport.workspace.fault[ROWS_NEEDED]
+        fault.copy_(most.where(most > batch_rows, fault))  # no waiting: the host reads it in workspace.check
+        if most.device.type == "cpu" and int(most) > batch_rows:
+            raise CapacityError(
+                f"rank {self.layout.rank} got {int(most)} rows for one expert, more than the {batch_rows} of all "
+                "ranks' tokens: a token names the same expert twice"
+            )
+
+
+def local_experts(plan: Plan) -> Tensor:
+    """``(R, K)`` int32 local expert of each slot of a received row; -1 where it is not computed here."""
+    experts = torch.searchsorted(plan.segment_starts, plan.row_slots.clamp(min=0), right=True, out_int32=True) - 1
+    return experts.masked_fill(plan.row_slots < 0, -1)
+
+
+def batch_table(plan: Plan, batch_rows: int) -> BatchTable:
+    """Lay the plan's segments out in batches of ``batch_rows``.
+
+    Example: the plan of ``make_plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4 and
+    5, so row_ids is ``[[0, 0, 0, 0], [0, 1, 0, 0]]`` and row_slots ``[[4, 0], [5, -1], ...]``.
+    """
+    starts = plan.segment_starts[:-1].long()
+    in_batch = torch.arange(batch_rows, device=starts.device)
+    valid = in_batch < plan.segment_counts[:, None]
+    routed = (starts[:, None] + in_batch).clamp(max=plan.routed_row_ids.numel() - 1)
+    row_ids = plan.routed_row_ids[routed].long().where(valid, 0)
+    experts = local_experts(plan)
+    places = plan.row_slots - starts[experts.clamp(min=0).long()] + experts * batch_rows
+    return BatchTable(row_ids=row_ids, row_slots=places.int().masked_fill(experts < 0, -1))

@@ -1,0 +1,315 @@
+"""Modular layers: every combination on real ranks against the reference, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from dataclasses import replace
+from typing import Any
+
+import modular_cases
+import pytest
+import torch
+import torch.distributed as dist
+from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, shard
+from modular_cases import (
+    Combination,
+    attacks,
+    check_layer,
+    combinations,
+    compose,
+    expected,
+    make_group,
+    poison,
+    run_combinations,
+)
+from ranks import run_ranks
+
+import comet.modular
+from comet.config import MoEConfig
+from comet.errors import CapacityError
+from comet.group import ExpertGroup
+from comet.modular import (
+    AllToAll,
+    DelegateReduce,
+    DequantizingExperts,
+    FusedExperts,
+    FusedPrepareFinalize,
+    GroupedBatched,
+    GroupedContiguous,
+    ModularMoE,
+    NoOpReduce,
+    Received,
+    ReferenceExperts,
+    RoutedTokens,
+    SingleRank,
+    SymmetricBatched,
+    SymmetricContiguous,
+    WarpDecodeExperts,
+)
+from comet.modular.composer import problem_of
+from comet.moe import make_moe
+from comet.quantize import FP8
+from comet.reference import reference_experts
+
+SMALL = LayerCase("small", 1, 1, (9,), num_phases=1)
+
+
+def test_every_combination_on_one_rank() -> None:
+    cases = [*attacks(1, seed=11), replace(SMALL, name="bfloat16", dtype=torch.bfloat16, seed=4)]
+    outcome = run_combinations(0, 1, cases, {})
+    assert len(outcome) == len(combinations())
+    assert all(name in outcome[str(pair)] for pair in combinations() if outcome[str(pair)] for name in names(pair))
+
+
+def names(pair: Combination) -> list[str]:
+    return [pair.prepare_finalize.__name__, pair.experts.__name__]
+
+
+def test_two_ranks_all_combinations_no_waiting_and_kernels() -> None:
+    """One pair of processes for all three, because starting them costs more than running them."""
+    cases = [*attacks(2, seed=12), LayerCase("tp2", 1, 2, (31, 0), seed=13, calls=2)]
+    run_ranks(on_two_ranks, 2, cases, LayerCase("kernels", 2, 1, (21, 5), seed=15), interpret=True, timeout=300)
+
+
+def on_two_ranks(rank: int, world_size: int, cases: list[LayerCase], kernel_case: LayerCase) -> None:
+    run_combinations(rank, world_size, cases, {})
+    one_rank_first(rank)
+    run_kernels(rank, kernel_case)
+
+
+def test_every_combination_on_ep_x_tp() -> None:
+    run_ranks(run_combinations, 4, [LayerCase("ep2 x tp2", 2, 2, (14, 0, 5, 9), ffn_size=64, seed=14)], {})
+
+
+def run_kernels(rank: int, case: LayerCase) -> None:
+    """Triton kernels under the interpreter: dispatch, both ways to combine, both grouped GEMMs, warp decode."""
+    group = make_group(case)
+    poison(group)
+    pairs = [
+        Combination(SymmetricContiguous, GroupedContiguous, DelegateReduce),
+        Combination(SymmetricBatched, GroupedBatched, NoOpReduce),
+        Combination(AllToAll, WarpDecodeExperts, NoOpReduce),
+    ]
+    for pair in pairs:
+        layer = compose(pair, case, group, use_kernels=True, overlap=case.overlap)
+        check_layer(layer, case, rank, f"kernels, {pair}")
+    group.workspace.check()
+    group.close()
+
+
+def test_registries_hold_every_part() -> None:
+    found: dict[str, set[type]] = {"finalize": set(), "scratch_shapes": set()}
+    for info in pkgutil.iter_modules(comet.modular.__path__, "comet.modular."):
+        for _, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            for method, kinds in found.items():
+                if kind.__module__.startswith("comet.modular") and hasattr(kind, method):
+                    kinds.add(kind)
+    assert found["finalize"] == {*comet.modular.PREPARE_FINALIZE, comet.modular.PrepareFinalize}
+    assert found["scratch_shapes"] == {*comet.modular.EXPERTS, comet.modular.Experts}
+    reductions = {kind for name, kind in vars(comet.modular).items() if name.endswith("Reduce")}
+    assert reductions == {*comet.modular.REDUCTIONS, comet.modular.TopKReduce}
+
+
+def test_table_maps_every_public_name_to_one_of_vllm() -> None:
+    _, _, classes, _, _, methods, _ = re.split(r"^=+  =+$", comet.modular.__doc__ or "", flags=re.MULTILINE)
+    rows, methods = (dict(re.findall(r"^(\w+) +(\S.*)$", body, re.MULTILINE)) for body in (classes, methods))
+    registries = {"PREPARE_FINALIZE", "EXPERTS", "REDUCTIONS"}
+    assert rows.keys() == set(comet.modular.__all__) - registries
+    assert len(set(rows.values())) == len(rows), "one to one"
+    known = {*dir(comet.modular.PrepareFinalize), *dir(comet.modular.Experts)}
+    known |= {*comet.modular.PrepareFinalize.__annotations__, *comet.modular.Experts.__annotations__}
+    assert methods.keys() <= known
+    public = {name for name in known if not name.startswith("_")}
+    assert public - methods.keys() == {"layout", "formats", "reductions", "carries_fp8"}, "ours alone"
+
+
+def test_all_names_the_public_classes() -> None:
+    for name in comet.modular.__all__:
+        assert hasattr(comet.modular, name)
+    assert sorted(comet.modular.__all__) == sorted(set(comet.modular.__all__))
+
+
+@pytest.fixture
+def group() -> ExpertGroup:
+    return make_group(SMALL)
+
+
+def call(layer: Any, case: LayerCase = SMALL, rank: int = 0) -> torch.Tensor:
+    inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
+    return layer(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
+
+
+def test_is_a_path_of_the_layer(group: ExpertGroup) -> None:
+    config = replace(SMALL.config, shared_ffn_size=16)
+    torch.manual_seed(0)
+    moe = make_moe(config, group, path="reference", seed=2)
+    x = torch.randn(3, 7, 32)
+    with torch.no_grad():
+        wanted, _ = moe(x)
+        for pair in ((SingleRank, GroupedContiguous), (FusedPrepareFinalize, FusedExperts)):
+            moe.experts = ModularMoE(*(kind(config, group) for kind in pair))
+            torch.testing.assert_close(moe(x)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_refused_and_no_grad_is_not(group: ExpertGroup) -> None:
+    layer = ModularMoE(SingleRank(SMALL.config, group), ReferenceExperts(SMALL.config, group))
+    inputs, (w1, w2) = rank_inputs(SMALL, 0), shard(SMALL, 0, *full_weights(SMALL))
+    arguments = [inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2.requires_grad_()]
+    with pytest.raises(ValueError, match=r"w2.requires_grad=True must be False: ModularMoE has no backward pass"):
+        layer(*arguments)
+    with torch.no_grad():
+        assert layer(*arguments).shape == (9, 32)
+
+
+def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
+    events: list[str] = []
+
+    class Recording(SingleRank):
+        def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Any:
+            events.append("sent")
+            receive = super().prepare_no_receive(routed, quantize=quantize)
+
+            def receiver() -> Received:
+                events.append("received")
+                return receive()
+
+            return receiver
+
+    def shared(tokens: torch.Tensor) -> torch.Tensor:
+        events.append("shared")
+        return 3 * tokens
+
+    parts = (Recording(SMALL.config, group), ReferenceExperts(SMALL.config, group))
+    with_shared, without = call(ModularMoE(*parts, shared=shared)), call(ModularMoE(*parts))
+    assert events == ["sent", "shared", "received", "sent", "received"]
+    torch.testing.assert_close(with_shared, without + 3 * rank_inputs(SMALL, 0).tokens)
+
+
+def one_rank_first(rank: int) -> None:
+    """Over symmetric memory rank 0 gets past ``prepare_no_receive`` before rank 1 enters it."""
+    case = LayerCase("early", 2, 1, (8, 8), seed=5)
+    group = make_group(case)
+    parts = SymmetricContiguous(case.config, group), GroupedContiguous(case.config, group)
+    inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
+    routed = RoutedTokens(tokens=inputs.tokens, top_k_ids=inputs.top_k_ids, top_k_weights=inputs.top_k_weights)
+    if rank == 1:
+        dist.barrier()
+    receive = parts[0].prepare_no_receive(routed, quantize=False)
+    if rank == 0:
+        dist.barrier()
+    layer = ModularMoE(*parts)
+    received = receive()
+    scratch = layer._scratch(parts[1].scratch_shapes(problem_of(received.rows, w2)), w2)
+    y = parts[0].finalize(parts[1].apply(received.rows, w1.flatten(1, 2), w2, scratch), received, parts[1].reduce)
+    exact, same = (expected(case, rank, dtype, 0, quantized=False) for dtype in (torch.float64, case.dtype))
+    assert_as_close(y, exact, same, case.dtype, f"rank {rank}")
+    group.close()
+
+
+def test_scratch_is_kept_and_outputs_are_not(group: ExpertGroup) -> None:
+    layer = ModularMoE(SingleRank(SMALL.config, group), GroupedContiguous(SMALL.config, group, reduce=NoOpReduce()))
+    first = call(layer)
+    pool, kept = layer._pool.data_ptr(), first.clone()
+    second = call(layer, SMALL.with_seed(1))
+    assert layer._pool.data_ptr() == pool
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, second)
+
+
+def test_fp8_is_made_before_rows_travel(group: ExpertGroup) -> None:
+    inputs = rank_inputs(SMALL, 0)
+    routed = RoutedTokens(tokens=inputs.tokens, top_k_ids=inputs.top_k_ids, top_k_weights=inputs.top_k_weights)
+    for kind in (SingleRank, AllToAll):
+        rows = kind(SMALL.config, group).prepare(routed, quantize=True).rows
+        assert isinstance(rows.tokens, FP8)
+        assert rows.tokens.elements.dtype == torch.float8_e4m3fn
+    plain = call(ModularMoE(AllToAll(SMALL.config, group), GroupedContiguous(SMALL.config, group)))
+    rounded = call(ModularMoE(AllToAll(SMALL.config, group), DequantizingExperts(SMALL.config, group)))
+    assert 1e-4 < float((plain - rounded).abs().max() / plain.abs().max()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("transport", "experts"), [(SymmetricContiguous, GroupedContiguous), (SymmetricBatched, GroupedBatched)]
+)
+def test_capacity_drops_as_the_reference_does(transport: type, experts: type) -> None:
+    case = replace(SMALL, num_tokens=(40,))
+    config = replace(case.config, capacity_factor=0.5)
+    group = make_group(case)
+    poison(group)
+    inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
+    exact, same = (
+        reference_experts(
+            inputs.tokens.to(dtype),
+            inputs.top_k_ids,
+            inputs.top_k_weights.to(dtype),
+            w1.flatten(1, 2).to(dtype),
+            w2.to(dtype),
+            expert_capacity=10,
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    y = call(ModularMoE(transport(config, group), experts(config, group)), case)
+    assert_as_close(y, exact, same, torch.float32, "capacity")
+    for kind in (SingleRank, AllToAll):
+        with pytest.raises(ValueError, match=rf"capacity_factor=0.5 must be None: {kind.__name__} is dropless"):
+            kind(config, group)
+
+
+def test_a_batch_that_overflows_is_an_error_not_a_loss() -> None:
+    case = replace(SMALL, num_tokens=(100,))
+    group = make_group(case)
+    layer = ModularMoE(SymmetricBatched(case.config, group), GroupedBatched(case.config, group))
+    inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
+    with pytest.raises(CapacityError, match=r"rank 0 got 200 rows for one expert, more than the 128"):
+        layer(inputs.tokens, torch.zeros_like(inputs.top_k_ids), inputs.top_k_weights, w1.flatten(1, 2), w2)
+    assert group.workspace.fault.tolist() == [0, 0, 0, 0, 0, 0, 0, 200], "as a GPU reports it"
+
+
+def test_layouts_must_agree(group: ExpertGroup) -> None:
+    other = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2)
+    with pytest.raises(ValueError, match=r"SingleRank and ReferenceExperts do not go together: SingleRank is made for"):
+        ModularMoE(SingleRank(SMALL.config, group), ReferenceExperts(other, group))
+
+
+@pytest.mark.parametrize("kind", [SingleRank, AllToAll])
+@pytest.mark.parametrize("bad", [4, -2])
+def test_bad_ids_are_named(group: ExpertGroup, kind: type, bad: int) -> None:
+    inputs = rank_inputs(SMALL, 0)
+    ids = inputs.top_k_ids.clone()
+    ids[3, 1] = bad
+    routed = RoutedTokens(tokens=inputs.tokens, top_k_ids=ids, top_k_weights=inputs.top_k_weights)
+    with pytest.raises(ValueError, match=rf"contain (1 bad ids|{bad}); every id must be -1 .masked. or in "):
+        kind(SMALL.config, group).prepare(routed, quantize=False)
+
+
+def test_wrong_dtypes_are_named(group: ExpertGroup) -> None:
+    inputs = rank_inputs(SMALL, 0)
+    w1, w2 = full_weights(SMALL)
+    symmetric = ModularMoE(SymmetricContiguous(SMALL.config, group), ReferenceExperts(SMALL.config, group))
+    half = [tensor.half() for tensor in (inputs.tokens, w1.flatten(1, 2), w2)]
+    with pytest.raises(ValueError, match=r"dtype=torch.float16 of tokens must be the pool's torch.float32"):
+        symmetric(half[0], inputs.top_k_ids, inputs.top_k_weights, half[1], half[2])
+    with pytest.raises(ValueError, match=r"dtype=torch.int64 of top_k_ids must be torch.int32"):
+        symmetric(inputs.tokens, inputs.top_k_ids.long(), inputs.top_k_weights, w1.flatten(1, 2), w2)
+
+
+def test_delegate_never_reduces_itself() -> None:
+    with pytest.raises(NotImplementedError, match="leaves the reduction to finalize"):
+        DelegateReduce().apply(torch.zeros(1), None)  # type: ignore[arg-type]
+
+
+def test_poisoned_scratch_is_seen(monkeypatch: pytest.MonkeyPatch, group: ExpertGroup) -> None:
+    """The cases notice experts that leave a part of their output unwritten."""
+
+    class Forgetful(GroupedContiguous):
+        def apply(self, rows: Any, w1: Any, w2: Any, scratch: Any) -> torch.Tensor:
+            scratch.output[:-1] = super().apply(rows, w1, w2, scratch)[:-1]
+            scratch.output[-1] = scratch.regions["hidden"].flatten()[-1]
+            return scratch.output
+
+    layer = ModularMoE(SingleRank(SMALL.config, group), Forgetful(SMALL.config, group))
+    with pytest.raises(AssertionError, match="forgetful"):
+        modular_cases.check_layer(layer, replace(SMALL, calls=2), 0, "forgetful")

@@ -1,0 +1,156 @@
+"""The worked examples of ``comet.modular``, verbatim, and its index arithmetic on random routings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from comet.config import OverlapConfig
+from comet.layout import ExpertLayout
+from comet.modular.all_to_all import destinations, local_ids, pack, unpack
+from comet.modular.composer import cut, scratch_bytes
+from comet.modular.grouped import routed_capacity, tiles_of_batches, tiles_of_ids
+from comet.modular.interfaces import Problem, ScratchShapes
+from comet.modular.reduce import slot_rows, weighted_sum
+from comet.modular.symmetric import batch_table, local_experts
+from comet.modular.transport import power_of_2
+from comet.plan import Plan, plan_from_ids, routed_row_capacity
+
+NAN = float("nan")
+
+
+def ids_of(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def problem(num_rows: int, top_k: int, num_experts: int) -> Problem:
+    return Problem(
+        num_rows=num_rows,
+        top_k=top_k,
+        hidden_size=16,
+        ffn_size=16,
+        num_experts=num_experts,
+        batch_rows=0,
+        dtype=torch.float32,
+    )
+
+
+def test_weighted_sum_example() -> None:
+    outputs, weights = torch.tensor([[1.0], [10.0], [NAN]]), torch.tensor([[0.5, 2.0], [NAN, 3.0]])
+    assert weighted_sum(outputs, ids_of([[1, 0], [-1, 0]]), weights).tolist() == [[7.0], [3.0]]
+
+
+def test_slot_rows_example() -> None:
+    assert slot_rows(ids_of([[0, 2], [-1, 1]])).tolist() == [[0, 1], [-1, 3]]
+
+
+def test_routed_capacity_example() -> None:
+    assert routed_capacity(problem(10, 2, 3), 16) == 80
+
+
+def test_scratch_bytes_example() -> None:
+    regions = {"a": ((3, 5), torch.float32), "b": ((200,), torch.bfloat16)}
+    shapes = ScratchShapes(regions=regions, output=None)
+    assert scratch_bytes(shapes) == 768
+    views = cut(torch.zeros(768, dtype=torch.uint8), shapes)
+    assert {name: (tuple(view.shape), view.dtype) for name, view in views.items()} == regions
+    assert views["b"].data_ptr() - views["a"].data_ptr() == 256
+
+
+def test_power_of_2_example() -> None:
+    assert power_of_2(48) == 64
+
+
+def test_destinations_and_local_ids_examples() -> None:
+    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=1)
+    going = destinations(ids_of([[0, 1], [2, 0], [-1, -1]]), layout)
+    assert going.tolist() == [[True, True, False], [False, True, False]]
+    assert local_ids(ids_of([[3, 0], [-1, 2]]), layout).tolist() == [[1, -1], [-1, 0]]
+
+
+def test_a_token_goes_to_all_tp_ranks_of_a_shard() -> None:
+    layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=2, rank=0)
+    assert destinations(ids_of([[3]]), layout).flatten().tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_packed_rows_come_back(num_rows: int) -> None:
+    odd = torch.randn(3, num_rows, dtype=torch.float16).T  # non-contiguous; any stride when there is one row
+    column = torch.arange(4 * num_rows, dtype=torch.int32).view(num_rows, 4)[:, 1:2]
+    parts = [odd, torch.randn(num_rows, 16).to(torch.float8_e4m3fn), torch.randn(num_rows, 2).double(), column]
+    for wanted, found in zip(parts, unpack(pack(parts), parts), strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found.double(), wanted.double())
+
+
+def test_tiles_of_ids_example() -> None:
+    table, row_slots = tiles_of_ids(ids_of([[1, 0], [1, -1]]), 2, 48, 16)
+    assert row_slots.tolist() == [[16, 0], [17, -1]]
+    assert table.row_ids[[0, 16, 17]].tolist() == [0, 0, 1]
+    assert table.tiles[: int(table.num_tiles)].tolist() == [[0, 0, 1, 0], [1, 16, 2, 0]]
+
+
+def test_tiles_of_batches_example() -> None:
+    table = tiles_of_batches(torch.tensor([1, 0, 20], dtype=torch.int32), 32, 16)
+    assert table.tiles[: int(table.num_tiles)].tolist() == [[0, 0, 1, 0], [2, 64, 16, 0], [2, 80, 4, 0]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tiles_of_random_ids_hold_every_slot_once(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, top_k, experts = (int(torch.randint(low, 9, (), generator=generator)) for low in (0, 1, 1))
+    ids = torch.randint(-1, experts, (num_rows, top_k), generator=generator, dtype=torch.int32)
+    print(f"seed={seed} N={num_rows} K={top_k} e={experts}")
+    table, row_slots = tiles_of_ids(ids, experts, routed_capacity(problem(num_rows, top_k, experts), 4), 4)
+    tiles = table.tiles[: int(table.num_tiles)].tolist()
+    found = sorted((expert, int(table.row_ids[first + i])) for expert, first, n, _ in tiles for i in range(n))
+    wanted = sorted((int(ids[n, k]), n) for n in range(num_rows) for k in range(top_k) if ids[n, k] >= 0)
+    assert found == wanted
+    expert_of = {first + i: expert for expert, first, n, _ in tiles for i in range(n)}
+    for n in range(num_rows):
+        for k in range(top_k):
+            routed = int(row_slots[n, k])
+            assert (routed == -1) == (ids[n, k] == -1)
+            assert routed == -1 or (expert_of[routed], int(table.row_ids[routed])) == (int(ids[n, k]), n)
+
+
+def make_plan(ids: torch.Tensor, layout: ExpertLayout, num_tokens: int) -> Plan:
+    return plan_from_ids(
+        ids,
+        torch.rand(ids.shape),
+        layout,
+        num_tokens=num_tokens,
+        overlap=OverlapConfig(num_phases=layout.world_size, block_rows=16),
+        expert_capacity=None,
+        max_routed_rows=routed_row_capacity(layout, ids.shape[1], 16, None),
+    )
+
+
+def test_batch_table_example() -> None:
+    ids = torch.full((1, 128, 2), -1, dtype=torch.int32)
+    ids[0, 0], ids[0, 1, 0] = torch.tensor([1, 0]), 1
+    plan = make_plan(ids, ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0), 2)
+    table = batch_table(plan, 4)
+    assert table.row_ids.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0]]
+    assert table.row_slots[:2].tolist() == [[4, 0], [5, -1]]
+    assert table.row_slots[2:].max() == -1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_of_a_random_plan_hold_what_the_plan_does(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layout = ExpertLayout(num_experts=6, top_k=3, ep=2, tp=1, rank=seed % 2)
+    ids = torch.rand(2, 128, 6, generator=generator).argsort(2)[:, :, :3].int()
+    ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    ids[:, :, :][ids == layout.first_expert + 1] = -1  # an expert without rows between two with some
+    plan = make_plan(ids, layout, 128)
+    batch_rows = 256
+    table, experts = batch_table(plan, batch_rows), local_experts(plan)
+    for row, slot in (plan.row_slots >= 0).nonzero().tolist():
+        place, expert = int(table.row_slots[row, slot]), int(experts[row, slot])
+        start = int(plan.segment_starts[expert])
+        assert 0 <= int(plan.row_slots[row, slot]) - start < int(plan.segment_counts[expert])
+        assert place == expert * batch_rows + int(plan.row_slots[row, slot]) - start
+        assert int(table.row_ids.flatten()[place]) == row
+    assert ((table.row_slots >= 0) == (plan.row_slots >= 0)).all()
+    assert ((experts >= 0) == (plan.row_slots >= 0)).all()
