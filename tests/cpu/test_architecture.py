@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("comet", "kernels", "launch", "benchmarks", "tests")
 LIBRARY = ("comet", "kernels", "launch")
 
-OPTIONAL = ("hydra", "omegaconf", "nvshmem", "megatron", "transformers", "matplotlib")
+OPTIONAL = ("hydra", "omegaconf", "nvshmem", "megatron", "transformers", "vllm", "matplotlib")
 FORBIDDEN = {
     "kernels": ("comet", "benchmarks", "tests"),  # but its own package, comet.kernels
     "comet": ("comet.launch", "comet.configs", "benchmarks", "tests"),

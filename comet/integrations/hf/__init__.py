@@ -1,0 +1,12 @@
+"""Hugging Face transformers with Comet as its experts: Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 models.
+
+``register`` makes Comet an experts implementation to choose by name, ``convert`` replaces the experts of a model in
+place, on one rank or a group, and ``load_pretrained`` loads a checkpoint folder with each rank's part only.
+"""
+
+from comet.integrations.hf.convert import check, convert, register
+from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.families import FAMILIES, moe_config
+from comet.integrations.hf.loading import load_pretrained
+
+__all__ = ["FAMILIES", "CometExperts", "check", "convert", "load_pretrained", "moe_config", "register"]

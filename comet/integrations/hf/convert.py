@@ -1,0 +1,148 @@
+"""Comet as the experts of a transformers model: by name through its registry, or by replacing modules in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import ParallelConfig, require
+from comet.decode import MAX_DECODE_TOKENS
+from comet.decode.runners import LocalRunner, ReplicatedRunner, Runner
+from comet.group import ExpertGroup
+from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.families import check_experts, moe_config, require_transformers, stock_experts
+from comet.layout import ExpertLayout
+from comet.reference import shard_experts
+
+IMPLEMENTATION = "comet"
+
+
+def register() -> None:
+    """Make ``experts_implementation="comet"`` known to transformers; calling it again changes nothing.
+
+    Then ``from_pretrained(..., experts_implementation="comet")`` and ``model.set_experts_implementation("comet")``
+    run the stock modules' weights through Comet, on one GPU or under transformers' own expert parallelism.
+
+    Raises:
+        UnavailableError: If transformers is missing or too old.
+    """
+    require_transformers()
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(IMPLEMENTATION, comet_experts_forward)
+
+
+@torch.compiler.disable
+def comet_experts_forward(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward pass of a stock experts module by Comet.
+
+    Args:
+        experts: The module, with ``gate_up_proj (E, 2F, D)`` and ``down_proj (E, D, F)``.
+        hidden_states: ``(T, D)``.
+        top_k_index: ``(T, K)`` integer; ids from E on (experts of other ranks) contribute nothing.
+        top_k_weights: ``(T, K)`` of any floating dtype.
+
+    Returns:
+        ``(T, D)``: the weighted sum of each token's experts.
+
+    Raises:
+        ValueError: If Comet cannot compute experts of this kind.
+    """
+    check_experts(experts, "the model's experts")
+    module: Any = experts
+    num_experts, ids = module.gate_up_proj.shape[0], top_k_index.to(torch.int32)
+    if module._is_expert_parallel:
+        ids = ids.masked_fill(ids >= num_experts, -1)
+    run = LocalRunner(ids.shape[1], MAX_DECODE_TOKENS)
+    return run(hidden_states, ids, top_k_weights.float(), module.gate_up_proj, module.down_proj)
+
+
+def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = MAX_DECODE_TOKENS) -> nn.Module:
+    """Replace the experts of every MoE layer in place; router, shared experts and all else stay the model's own.
+
+    On a group (collective) every rank holds the same model and passes it the same input; each keeps only its part of
+    the experts. Sampling needs the same seed on all ranks.
+
+    Args:
+        model: A transformers model of a supported family: Mixtral, Qwen2-MoE, Qwen3-MoE or DeepSeek-V3.
+        group: The ranks that share the experts, made for ``moe_config(model.config)`` and the model's dtype and
+            device; ``None``: this rank alone.
+        decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If something is not supported or does not divide; then the model is unchanged.
+        UnavailableError: If transformers is missing.
+    """
+    require_transformers()
+    stock = stock_experts(model)
+    for name, experts in stock.items():
+        _check_weights(experts.gate_up_proj, name, group)  # type: ignore[arg-type]
+    place = Place.create(model.config, group, decode_tokens)
+    for name, experts in stock.items():
+        model.set_submodule(name, place.take(experts))
+    return model
+
+
+def check(model: nn.Module) -> None:
+    """Report what went wrong on the device in a converted model since it was converted; waits for the device.
+
+    Raises:
+        CommTimeoutError: If a rank did not come in time; what the model answered since then means nothing.
+        CapacityError: If a prefill needed more routed rows than were reserved.
+    """
+    for runner in {module.runner for module in model.modules() if isinstance(module, CometExperts)}:
+        runner.check()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank stands among a model's experts.
+
+    Args:
+        layout: Its part of them.
+        runner: Computes them, for all layers.
+    """
+
+    layout: ExpertLayout
+    runner: Runner
+
+    @classmethod
+    def create(cls, config: Any, group: ExpertGroup | None, decode_tokens: int = MAX_DECODE_TOKENS) -> Place:
+        """This rank's place among the experts of a model with this configuration; raises ``ValueError`` as above."""
+        require(
+            0 <= decode_tokens <= MAX_DECODE_TOKENS,
+            f"decode_tokens={decode_tokens} must be between 0 and {MAX_DECODE_TOKENS}",
+        )
+        moe = moe_config(config)
+        if group is None:
+            return cls(
+                layout=ExpertLayout.create(moe, ParallelConfig(), 0), runner=LocalRunner(moe.top_k, decode_tokens)
+            )
+        return cls(layout=group.layout(moe), runner=ReplicatedRunner(moe, group, decode_tokens))
+
+    def take(self, stock: nn.Module) -> CometExperts:
+        """This rank's part of a stock experts module, copied unless it is all of it."""
+        module: Any = stock
+        if self.layout.world_size == 1:
+            return CometExperts(module.gate_up_proj, module.down_proj, self.layout, self.runner)
+        parts = shard_experts(module.gate_up_proj.detach(), module.down_proj.detach(), self.layout)
+        gate_up_proj, down_proj = (
+            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False) for part in parts
+        )
+        return CometExperts(gate_up_proj, down_proj, self.layout, self.runner)
+
+
+def _check_weights(weight: Tensor, name: str, group: ExpertGroup | None) -> None:
+    if group is None:
+        return
+    dtype, device = group.workspace.shape.dtype, group.device
+    require(weight.dtype == dtype, f"dtype={weight.dtype} of {name} must be the group's {dtype}")
+    require(weight.device == device, f"device={weight.device} of {name} must be the group's {device}")

@@ -1,0 +1,113 @@
+"""The Hugging Face model families Comet runs, and the checks that a model, module or configuration is one of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from comet.config import MOE_DTYPES, MoEConfig, require
+from comet.errors import UnavailableError
+
+# model_type -> the configuration fields that hold E and F.
+FAMILIES = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "qwen2_moe": ("num_experts", "moe_intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+}
+ACTIVATIONS = ("silu", "swish")
+# What transformers' decorator records on every experts module, and the only values Comet computes.
+EXPERT_FLAGS = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
+
+
+def require_transformers() -> None:
+    """Raise ``UnavailableError`` unless a transformers with replaceable experts can be imported."""
+    try:
+        importlib.import_module("transformers.integrations.moe")
+    except ImportError as error:
+        raise UnavailableError(
+            f"comet.integrations.hf needs transformers 5 or newer: pip install 'comet-moe[hf]' ({error})"
+        ) from error
+
+
+def check_family(config: Any) -> None:
+    """Raise ``ValueError`` unless Comet runs models of a configuration's family and activation."""
+    family, activation = config.model_type, getattr(config, "hidden_act", None)
+    require(family in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
+    require(activation in ACTIVATIONS, f"hidden_act={activation!r} of the {family} model must be one of {ACTIVATIONS}")
+
+
+def moe_config(config: Any) -> MoEConfig:
+    """The shape of a model's MoE layers, for ``make_expert_group``; routing stays the model's own and is left out.
+
+    Args:
+        config: Configuration of a supported model, or the folder that holds its ``config.json``.
+
+    Returns:
+        D, F, E and K of its routed experts.
+
+    Raises:
+        ValueError: If the family or activation is not supported, or a size breaks a rule of ``MoEConfig``.
+        UnavailableError: If transformers is missing.
+    """
+    require_transformers()
+    if not hasattr(config, "model_type"):
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(config, local_files_only=True)
+    check_family(config)
+    experts_field, ffn_field = FAMILIES[config.model_type]
+    return MoEConfig(
+        hidden_size=config.hidden_size,
+        ffn_size=getattr(config, ffn_field),
+        num_experts=getattr(config, experts_field),
+        top_k=config.num_experts_per_tok,
+        balance="none",
+    )
+
+
+def check_experts(experts: nn.Module, name: str) -> None:
+    """Raise ``ValueError`` unless a module called ``name`` is stock experts that Comet can compute."""
+    kind = type(experts).__name__
+    for flag, value in EXPERT_FLAGS.items():
+        found = getattr(experts, flag, None)
+        require(found == value, f"{flag}={found} of {name} ({kind}) must be {value}")
+    activation: Any = getattr(experts, "act_fn", None)
+    require(
+        isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation",
+        f"act_fn={activation} of {name} ({kind}) must be SiLU",
+    )
+    dtype: Any = getattr(experts, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
+    require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
+
+
+def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The experts modules of a supported transformers model by name, each of them checked.
+
+    Raises:
+        ValueError: If the family, activation or a module is not supported, or there is nothing to convert.
+    """
+    config: Any = getattr(model, "config", None)
+    require(hasattr(config, "model_type"), f"model={type(model).__name__} must be a transformers model with a config")
+    check_family(config)
+    found = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    require(
+        bool(found),
+        f"model={type(model).__name__} holds no experts of transformers: it has no MoE layer or is converted already",
+    )
+    for name, module in found.items():
+        check_experts(module, name)
+        require(
+            not module._is_expert_parallel,
+            f"experts of {name} must be whole; they are already split by transformers' own expert parallelism",
+        )
+    return found

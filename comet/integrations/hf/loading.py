@@ -1,0 +1,172 @@
+"""Load a checkpoint folder as a model whose experts Comet runs, each rank reading only its part of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from comet.config import MOE_DTYPES, require
+from comet.decode import MAX_DECODE_TOKENS
+from comet.group import ExpertGroup
+from comet.integrations.hf.checkpoint import LazyShard, StoredTensor, open_checkpoint, shard_checkpoint
+from comet.integrations.hf.convert import Place
+from comet.integrations.hf.families import check_family, moe_config, require_transformers, stock_experts
+
+logger = logging.getLogger(__name__)
+
+
+def load_pretrained(
+    folder: str | Path,
+    group: ExpertGroup | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    decode_tokens: int = MAX_DECODE_TOKENS,
+    **options: Any,
+) -> Any:
+    """Build a causal language model from a local folder, with its experts converted and sharded over a group.
+
+    The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
+    checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
+
+    Args:
+        folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
+        group: The ranks that share the experts, all of which load; ``None``: this rank alone. They wait for each other
+            only before they open the checkpoint.
+        dtype: Of the model; ``None``: the group's, or without a group the checkpoint's.
+        device: Where the model goes; ``None``: the group's, or without a group the CPU.
+        decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
+        **options: Passed on to ``from_pretrained``, such as ``attn_implementation``.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ValueError: If the family, activation, a quantisation or the group does not fit, or tensors are missing,
+            superfluous or of a wrong shape; everything about experts is known before anything is read.
+        UnavailableError: If transformers is missing.
+    """
+    require_transformers()
+    folder = Path(folder)
+    config, dtype, device = _settings(folder, group, dtype, device)
+    place = Place.create(config, group, decode_tokens)
+    stock_class, modules = _blueprint(config)
+    with ExitStack() as files:
+        tensors = _wanted(open_checkpoint(folder, files), stock_class)
+        state = shard_checkpoint(tensors, modules, moe_config(config), place.layout)
+        _log_bytes(state, tensors, place)
+        model, report = _sharded_class(stock_class, place).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # reported below, in our words
+            output_loading_info=True,
+            **options,
+        )
+    _check_report(report, folder)
+    return _finish(model, stock_class, folder, place).to(device)
+
+
+def _settings(
+    folder: Path, group: ExpertGroup | None, dtype: torch.dtype | None, device: torch.device | str | None
+) -> tuple[Any, torch.dtype, torch.device]:
+    """The checked configuration of a folder, and the dtype and device its model gets."""
+    from transformers import AutoConfig
+
+    require((folder / "config.json").is_file(), f"folder={str(folder)!r} must hold a config.json")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_family(config)
+    quantization = getattr(config, "quantization_config", None)
+    require(
+        quantization is None,
+        f"quantization_config={quantization} of {folder} must be absent: only float32, float16 and bfloat16 "
+        "checkpoints are supported, dequantise it first",
+    )
+    if group is None:
+        dtype, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")
+        require(dtype in MOE_DTYPES, f"dtype={dtype} must be one of {MOE_DTYPES}")
+        return config, dtype, device
+    for name, value, of_group in (("dtype", dtype, group.workspace.shape.dtype), ("device", device, group.device)):
+        same = value is None or str(value) in (str(of_group), str(of_group).split(":")[0])
+        require(same, f"{name}={value} must be the group's {of_group}, or None")
+    return config, group.workspace.shape.dtype, group.device
+
+
+def _blueprint(config: Any) -> tuple[type[nn.Module], dict[int, str]]:
+    """The model's class, and by layer the names of its experts modules; allocates nothing."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    modules = {}
+    for name in stock_experts(model):
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        assert layer is not None, f"the experts module {name} is in no layer"
+        modules[int(layer[1])] = name
+    return type(model), modules
+
+
+def _wanted(tensors: dict[str, StoredTensor], model_class: Any) -> dict[str, StoredTensor]:
+    """Without the tensors that published checkpoints hold beyond the model (DeepSeek-V3's prediction layer)."""
+    patterns = model_class._keys_to_ignore_on_load_unexpected or ()
+    return {
+        name: tensor for name, tensor in tensors.items() if not any(re.search(pattern, name) for pattern in patterns)
+    }
+
+
+def _sharded_class(stock_class: Any, place: Place) -> Any:
+    """The model's class, but born with this rank's shards, so that the full experts never exist."""
+
+    class Sharded(stock_class):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            for name, experts in stock_experts(self).items():
+                self.set_submodule(name, place.take(experts))
+
+    # transformers looks up by name how a class renames the tensors of its checkpoints.
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        setattr(Sharded, attribute, getattr(stock_class, attribute))
+    return Sharded
+
+
+def _log_bytes(state: dict[str, Any], tensors: dict[str, StoredTensor], place: Place) -> None:
+    mine = sum(shard.num_bytes for shard in state.values() if isinstance(shard, LazyShard))
+    logger.info(
+        "rank %d reads %.3f GB of %.3f GB of experts, and %d other tensors",
+        place.layout.rank,
+        mine / 1e9,
+        mine * place.layout.world_size / 1e9,
+        sum(".experts." not in name for name in tensors),
+    )
+
+
+def _check_report(report: dict[str, Any], folder: Path) -> None:
+    """Raise ``ValueError`` naming every tensor that transformers could not place."""
+    problems = [
+        f"{kind.removesuffix('_keys')}: {', '.join(sorted(map(str, report[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        if report.get(kind)
+    ]
+    require(not problems, f"checkpoint {folder} must hold the tensors of its model: {'; '.join(problems)}")
+
+
+def _finish(model: Any, stock_class: type[nn.Module], folder: Path, place: Place) -> Any:
+    """What ``from_pretrained`` does with a folder's name: remember it, and read the generation defaults."""
+    from transformers import GenerationConfig
+
+    model.__class__ = stock_class
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if place.layout.world_size > 1:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.requires_grad_(False)
+    return model

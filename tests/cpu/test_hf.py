@@ -1,0 +1,245 @@
+"""Hugging Face models in one process: the registry, conversion in place, and everything that is refused."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+import hf_cases
+from hf_cases import DECODE_TOKENS, FAMILIES, Expected, greedy, make_group, prompt, routed, tiny_config, tiny_model
+from layer_cases import assert_as_close
+
+from comet import CapacityError, ExpertGroup, ParallelConfig, UnavailableError
+from comet.decode import runners
+from comet.decode.runners import rank_slice, rounds
+from comet.integrations import hf
+from comet.integrations.hf.experts import CometExperts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_answer_as_stock(family: str) -> None:
+    model = tiny_model(family)
+    expected = Expected.of(model)
+    hf.register()
+    hf.register()
+    model.set_experts_implementation("comet")
+    expected.check(model, f"{family}, registered")
+    in_group, alone = copy.deepcopy(model), model
+    hf.convert(alone, decode_tokens=DECODE_TOKENS)
+    expected.check(alone, f"{family}, converted")
+    group = make_group(in_group)
+    hf.convert(in_group, group, decode_tokens=DECODE_TOKENS)
+    logits = expected.check(in_group, f"{family}, converted in a group of one")
+    copied = hf_cases.logits_with_cache(copy.deepcopy(in_group), expected.ids, hf_cases.PROMPT[1])
+    assert torch.equal(copied, logits), f"{family}, copied"
+    group.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cases_notice_their_experts(family: str) -> None:
+    # Were the experts' share of the logits a rounding error, every comparison here would pass without them.
+    model = tiny_model(family)
+    logits = hf_cases.logits_with_cache(model, prompt(2, 4), 2)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.data.zero_()
+    assert (hf_cases.logits_with_cache(model, prompt(2, 4), 2) - logits).abs().max() > 0.1
+
+
+def test_from_pretrained_takes_comet_by_name(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf.register()
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    named = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="comet")
+    called = []
+    named.model.layers[0].mlp.experts.act_fn.register_forward_hook(lambda *_: called.append("stock"))
+    ids = prompt(1, 80)  # more tokens than warp decode takes
+    assert torch.equal(greedy(named, ids), greedy(model, ids))
+    assert not called, "the stock experts ran"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 64, 65])
+def test_experts_in_every_dtype(dtype: torch.dtype, num_tokens: int) -> None:
+    model = tiny_model("qwen2_moe", dtype)
+    stock = copy.deepcopy(model.model.layers[1].mlp.experts)
+    exact = copy.deepcopy(stock).double()
+    tokens, ids, weights = routed(num_tokens, seed=num_tokens)
+    tokens, weights = tokens.to(dtype), weights.to(dtype)  # Qwen's router rounds its weights to the model's dtype
+    with torch.no_grad():
+        truth, same = exact(tokens.double(), ids, weights.double()), stock(tokens, ids, weights)
+        group = make_group(model, dtype=dtype)
+        for label, place in (("alone", None), ("group", group)):
+            converted = hf.convert(copy.deepcopy(model), place).model.layers[1].mlp.experts
+            actual = converted(tokens, ids, weights)
+            assert actual.dtype == dtype
+            assert_as_close(actual, truth, same, dtype, f"{num_tokens} tokens in {dtype}, {label}")
+    group.close()
+
+
+def test_registered_experts_skip_those_of_other_ranks() -> None:
+    hf.register()
+    stock = tiny_model("mixtral").model.layers[0].mlp.experts
+    tokens, ids, weights = routed(7, seed=3, num_experts=4)
+    ids[2, 0], ids[5] = 4, 4  # how transformers' expert parallelism marks experts of other ranks
+    weights[2, 0], weights[5] = torch.nan, 0.0
+    stock._is_expert_parallel = True
+    stock.config._experts_implementation = "comet"
+    with torch.no_grad():
+        actual = stock(tokens, ids, weights)
+        stock.config._experts_implementation = "eager"
+        alone = stock(tokens[2:3], ids[2:3, 1:], weights[2:3, 1:])
+    assert torch.equal(actual[5], torch.zeros(32))
+    torch.testing.assert_close(actual[2:3], alone)
+
+
+def test_gradients_equal_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The decode kernels have no backward pass; their twin on the CPU would hide that they were taken.
+    monkeypatch.setattr(runners, "warp_decode", lambda *_, **__: pytest.fail("warp decode has no gradient"))
+    hf.register()
+    stock = tiny_model("mixtral").model.layers[0].mlp.experts
+    found = {}
+    for implementation in ("eager", "comet"):
+        stock.config._experts_implementation = implementation
+        tokens, ids, weights = routed(5, seed=1, num_experts=4)
+        leaves = (tokens.requires_grad_(), weights.requires_grad_(), stock.gate_up_proj, stock.down_proj)
+        found[implementation] = torch.autograd.grad(stock(tokens, ids, weights).square().sum(), leaves)
+    for eager, comet in zip(*found.values(), strict=True):
+        torch.testing.assert_close(comet, eager)
+
+
+def test_decode_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Meta tensors have no values: whatever reads one on the host raises. Only the decode op itself (whose twin reads
+    # ids, and whose kernels' test is their own) is passed over.
+    def decode(tokens: Tensor, ids: Tensor, weights: Tensor, experts: Any, **_: Any) -> Tensor:
+        assert ids.dtype == torch.int32
+        assert weights.dtype == torch.float32
+        assert experts.slots.device == tokens.device
+        steps.append(tokens.shape[0])
+        return torch.empty_like(tokens)
+
+    steps: list[int] = []
+    monkeypatch.setattr(runners, "warp_decode", decode)
+    for family in FAMILIES:
+        model = hf.convert(tiny_model(family)).to("meta")
+        group = make_group(model)
+        block = next(layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts"))
+        replicated = runners.ReplicatedRunner(hf.moe_config(model.config), group, 64)
+        replicated.slots, replicated.decode_on_ranks = replicated.slots.to("meta"), decode
+        for runner in (block.experts.runner, replicated):
+            block.experts.runner = runner
+            with torch.no_grad():
+                assert block(torch.empty(3, 1, 32, device="meta")).shape == (3, 1, 32)
+        group.close()
+    assert steps == [3] * 2 * len(FAMILIES)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.empty(1, device="meta").tolist()
+
+
+def test_docstring_examples() -> None:
+    assert rounds(300, 256) == [(0, 256), (256, 300)]
+    assert rounds(0, 256) == []
+    assert [rank_slice(0, 256, rank, 2) for rank in range(2)] == [slice(0, 128), slice(128, 256)]
+    assert [rank_slice(256, 300, rank, 2) for rank in range(2)] == [slice(256, 278), slice(278, 300)]
+    assert rank_slice(0, 3, 1, 2) == slice(2, 3)
+    assert [rank_slice(0, 5, rank, 4) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 5)]
+
+
+def test_every_token_is_brought_once() -> None:
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        num_tokens, world_size, at_once = (
+            int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 400), (1, 9), (1, 130))
+        )
+        brought = [
+            token
+            for start, stop in rounds(num_tokens, at_once * world_size)
+            for rank in range(world_size)
+            for token in range(*rank_slice(start, stop, rank, world_size).indices(num_tokens))
+        ]
+        assert brought == list(range(num_tokens)), f"seed {seed}: {num_tokens} tokens, {world_size} ranks"
+
+
+def group_for(model: Any, **changes: Any) -> ExpertGroup:
+    group = make_group(model)
+    return replace(group, **changes)
+
+
+def refuse(model: Any, message: str, group: ExpertGroup | None = None, **settings: Any) -> None:
+    """Conversion fails with the message and leaves the model as it was."""
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message):
+        hf.convert(model, group, **settings)
+    assert dict(model.named_modules()) == before, "half converted"
+
+
+def test_refused_models() -> None:
+    refuse(torch.nn.Linear(2, 2), "model=Linear must be a transformers model")
+    mixtral = tiny_model("mixtral")
+    mixtral.config.model_type = "olmoe"
+    refuse(mixtral, "model_type='olmoe' must be one of mixtral, qwen2_moe, qwen3_moe, deepseek_v3")
+    refuse(tiny_model("qwen3_moe", hidden_act="gelu"), "hidden_act='gelu' of the qwen3_moe model must be one of")
+    refuse(tiny_model("mixtral", intermediate_size=40), "ffn_size=40 must be a positive multiple of 16")
+    refuse(tiny_model("mixtral", torch.float64), "dtype=torch.float64 of model.layers.0.mlp.experts must be")
+    refuse(tiny_model("mixtral"), "decode_tokens=65 must be between 0 and 64", decode_tokens=65)
+
+    late = tiny_model("mixtral")  # the second module is the bad one: the first must stay as well
+    late.model.layers[1].mlp.experts.is_transposed = True
+    refuse(late, r"is_transposed=True of model.layers.1.mlp.experts \(MixtralExperts\) must be False")
+    late.model.layers[1].mlp.experts.is_transposed = False
+    late.model.layers[1].mlp.experts.act_fn = torch.nn.GELU()
+    refuse(late, "act_fn=GELU.* of model.layers.1.mlp.experts .* must be SiLU")
+    split = tiny_model("mixtral")
+    split.model.layers[1].mlp.experts._is_expert_parallel = True
+    refuse(split, "experts of model.layers.1.mlp.experts must be whole")
+    refuse(hf.convert(tiny_model("mixtral")), "holds no experts of transformers")
+
+
+def test_refused_groups() -> None:
+    model = tiny_model("mixtral")
+    refuse(model, "num_experts=4 must be divisible by ep=3", group_for(model, parallel=ParallelConfig(ep=3)))
+    refuse(model, "ffn_size=32 must be divisible by tp=4", group_for(model, parallel=ParallelConfig(tp=4)))
+    refuse(
+        model, "dtype=torch.float32 of .* must be the group's torch.bfloat16", make_group(model, dtype=torch.bfloat16)
+    )
+    narrow, wide = tiny_config("mixtral", num_experts_per_tok=1), tiny_config("mixtral", hidden_size=64)
+    refuse(model, "top_k=1 of the group must be at least the model's 2", make_group(narrow))
+    refuse(model, "hidden_size=64 of the group must be the model's 32", make_group(wide))
+
+
+def test_a_group_infers_only() -> None:
+    model = tiny_model("mixtral")
+    hf.convert(model, make_group(model))
+    with pytest.raises(ValueError, match=r"requires_grad=True of the tokens must be False.*torch.no_grad\(\)"):
+        model(prompt(1, 3))
+    assert isinstance(model.model.layers[0].mlp.experts, CometExperts)
+    hf.check(model)
+    model.model.layers[0].mlp.experts.runner.group.workspace.fault[7] = 9
+    with pytest.raises(CapacityError, match="rank 0 needs 9 routed rows"):
+        hf.check(model)
+    assert "experts 0..3 of 4, slice 0 of 1" in repr(model)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "transformers.integrations.moe"):
+        monkeypatch.setitem(sys.modules, name, None)
+    calls = (
+        hf.register,
+        lambda: hf.convert(torch.nn.Linear(1, 1)),
+        lambda: hf.load_pretrained("somewhere"),
+        lambda: hf.moe_config("somewhere"),
+    )
+    for call in calls:
+        with pytest.raises(UnavailableError, match=r"pip install 'comet-moe\[hf\]'"):
+            call()

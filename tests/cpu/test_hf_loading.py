@@ -1,0 +1,194 @@
+"""Loading checkpoint folders in one process: what is understood, and that nothing broken is ever handed out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import CountedReads, greedy, make_group, prompt, same_state, save_fused, tiny_model
+from safetensors.torch import load_file, save_file
+
+from comet.integrations import hf
+
+State = dict[str, Tensor]
+MIXTRAL = "model.layers.1.block_sparse_moe.experts."
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Mixtral checkpoint as published: one tensor per expert and projection."""
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit(folder: Path, change: Callable[[State], object]) -> None:
+    """Rewrite the tensors of a checkpoint of one file."""
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def refuse(folder: Path, message: str, **settings: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf.load_pretrained(folder, **settings)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("style", ["expert by expert", "fused"])
+def test_a_rank_alone(tmp_path: Path, family: str, style: str) -> None:
+    model = tiny_model(family)
+    if style == "fused":
+        save_fused(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path, max_shard_size="30KB")
+    loaded = hf.load_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    assert same_state(loaded, model)
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(model, prompt(2, 9)))
+
+
+def test_settings_of_the_folder_and_the_caller(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", torch.bfloat16, tie_word_embeddings=True)
+    model.generation_config.repetition_penalty = 1.25
+    model.save_pretrained(tmp_path)
+    loaded = hf.load_pretrained(tmp_path, attn_implementation="eager")
+    assert loaded.dtype == torch.bfloat16, "the checkpoint's"
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.generation_config.repetition_penalty == 1.25
+    assert loaded.config._attn_implementation == "eager"
+    assert loaded.name_or_path == str(tmp_path)
+    wide = hf.load_pretrained(str(tmp_path), dtype=torch.float32)
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.float32}
+    assert torch.equal(wide.model.layers[0].mlp.experts.down_proj, model.model.layers[0].mlp.experts.down_proj.float())
+
+
+def test_fp32_buffers_and_the_prediction_layer_of_deepseek(tmp_path: Path) -> None:
+    model = tiny_model("deepseek_v3", torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    extra = {f"model.layers.61.mlp.experts.{expert}.up_proj.weight": torch.zeros(2, 2) for expert in range(3)}
+    edit(tmp_path, lambda state: state.update(extra))
+    loaded = hf.load_pretrained(tmp_path)
+    assert loaded.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
+    assert loaded.model.layers[1].mlp.experts.down_proj.dtype == torch.bfloat16
+
+
+EXPERT_EDITS: list[tuple[Callable[[State], object], str]] = [
+    (lambda state: state.pop(f"{MIXTRAL}2.w3.weight"), "missing in layer 1: expert 2's up$"),
+    (
+        lambda state: [state.pop(f"{MIXTRAL}{expert}.w2.weight") for expert in range(4)],
+        "missing in layer 1: expert 0's down, expert 1's down, expert 2's down and 1 more$",
+    ),
+    (
+        lambda state: state.update({f"{MIXTRAL}4.w1.weight": torch.zeros(32, 32)}),
+        f"surplus {MIXTRAL}4.w1.weight$",
+    ),
+    (
+        lambda state: state.update({"model.layers.2.block_sparse_moe.experts.0.w1.weight": torch.zeros(32, 32)}),
+        "surplus model.layers.2.block_sparse_moe.experts.0.w1.weight$",
+    ),
+    (lambda state: state.update({f"{MIXTRAL}0.w4.weight": torch.zeros(1)}), f"surplus {MIXTRAL}0.w4.weight$"),
+    (lambda state: state.update({f"{MIXTRAL}0.w1.bias": torch.zeros(1)}), f"surplus {MIXTRAL}0.w1.bias$"),
+    (
+        lambda state: state.update({"model.layers.1.mlp.experts.0.w1.weight": torch.zeros(32, 32)}),
+        r"surplus model.layers.1.\w+.experts.0.w1.weight$",  # named twice: under the old and the new name
+    ),
+    (
+        lambda state: state.update({f"{MIXTRAL}gate_up_proj": torch.zeros(4, 64, 32)}),
+        "missing in layer 1: down_proj; surplus .* and 9 more$",
+    ),
+    (
+        lambda state: state.update({f"{MIXTRAL}3.w2.weight": torch.zeros(32, 31)}),
+        rf"{MIXTRAL}3.w2.weight of shape \(32, 31\) must be \(32, 32\)$",
+    ),
+    (
+        lambda state: state.update({f"{MIXTRAL}3.w2.weight": torch.zeros(32, 32).to(torch.float8_e4m3fn)}),
+        f"{MIXTRAL}3.w2.weight of dtype F8_E4M3 must be one of F32, F16, BF16$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), EXPERT_EDITS)
+def test_expert_tensors_are_checked_before_any_is_read(
+    folder: Path, change: Callable[[State], object], message: str
+) -> None:
+    edit(folder, change)
+    with CountedReads() as counted:
+        refuse(folder, f"expert tensors of the checkpoint must be complete and no more: .*{message}")
+    assert counted.reads == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("model.norm.weight"), "missing: model.norm.weight$"),
+        (lambda state: state.update({"model.other.weight": torch.zeros(1)}), "unexpected: model.other.weight$"),
+        (
+            lambda state: state.update({"model.norm.weight": torch.zeros(3)}),
+            r"mismatched: .*model.norm.weight.*\[3\].*\[32\]",
+        ),
+        (
+            lambda state: state.pop("model.layers.0.block_sparse_moe.gate.weight"),
+            "missing: model.layers.0.mlp.gate.weight$",
+        ),
+    ],
+)
+def test_other_tensors_are_checked(folder: Path, change: Callable[[State], object], message: str) -> None:
+    edit(folder, change)
+    refuse(folder, f"must hold the tensors of its model: {message}")
+
+
+def test_fused_tensors_are_checked(tmp_path: Path) -> None:
+    save_fused(tiny_model("qwen2_moe"), tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    edit(tmp_path, lambda state: state.update({name: state[name][:7].contiguous()}))
+    refuse(tmp_path, rf"{name} of shape \(7, 64, 32\) must be \(8, 64, 32\)$")
+    edit(tmp_path, lambda state: state.pop(name))
+    refuse(tmp_path, "missing in layer 0: gate_up_proj$")
+
+
+def test_broken_folders(tmp_path: Path, folder: Path) -> None:
+    refuse(tmp_path / "nothing", "nothing' must hold a config.json")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-100])
+    refuse(folder, "is damaged: model.safetensors cannot be read")
+    (folder / "model.safetensors").unlink()
+    refuse(folder, "must hold model.safetensors or model.safetensors.index.json$")
+
+    index = {"model.norm.weight": "one.safetensors", "model.lost.weight": "two.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    refuse(folder, "must hold one.safetensors: it is gone")
+    for name in ("one", "two"):
+        save_file({"model.norm.weight": torch.zeros(32)}, folder / f"{name}.safetensors")
+    refuse(folder, "model.safetensors.index.json promises model.lost.weight, the files lack them$")
+    (folder / "model.safetensors.index.json").write_text("{")
+    refuse(folder, "is damaged: model.safetensors.index.json cannot be read")
+
+
+def test_refused_configurations(folder: Path) -> None:
+    group = make_group(tiny_model("mixtral"))
+    other = "must be the group's torch.float32, or None"
+    refuse(folder, f"dtype=torch.bfloat16 {other}", group=group, dtype=torch.bfloat16)
+    refuse(folder, "device=cuda must be the group's cpu, or None", group=group, device="cuda")
+    group.close()
+    refuse(folder, "dtype=torch.float64 must be one of", dtype=torch.float64)
+    edit_config(folder, hidden_act="gelu")
+    refuse(folder, "hidden_act='gelu' of the mixtral model must be one of")
+    edit_config(folder, hidden_act="silu", quantization_config={"quant_method": "fp8"})
+    refuse(folder, "quantization_config=.*fp8.* must be absent.*dequantise it first")
+    edit_config(folder, quantization_config=None, model_type="llama")
+    refuse(folder, "model_type='llama' must be one of mixtral, qwen2_moe, qwen3_moe, deepseek_v3$")

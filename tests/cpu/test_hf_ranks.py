@@ -1,0 +1,51 @@
+"""Hugging Face models over several processes: EP, TP and both, against the stock model, and sharded loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import FAMILIES, run_group, save_fused, tiny_model
+from ranks import run_ranks
+
+
+def checkpoints(root: Path) -> dict[str, Path]:
+    """A folder per naming of experts as transformers saves it (one by one, in several files), and a fused one."""
+    folders = {}
+    for family in ("mixtral", "deepseek_v3"):
+        model = tiny_model(family)
+        folders[family] = root / family
+        model.save_pretrained(folders[family], max_shard_size="40KB")
+        assert len(list(folders[family].glob("*.safetensors"))) > 1, "the index is not tested"
+    save_fused(model, root / "fused")
+    return folders | {f"{family} fused": root / "fused"}
+
+
+def expert_bytes(family: str) -> int:
+    model = tiny_model(family)
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
+    )
+
+
+LAYOUTS = {(2, 1): FAMILIES, (1, 2): FAMILIES, (2, 2): ("qwen3_moe",)}
+
+
+def test_groups(tmp_path: Path) -> None:
+    # Four processes: two groups of two side by side, then one of four. Starting a process costs more than its checks.
+    found = run_ranks(run_group, 4, LAYOUTS, checkpoints(tmp_path), timeout=300)
+    for (ep, tp), families in LAYOUTS.items():
+        for rank in range(4):
+            logits, read = found[rank][ep, tp]
+            for family, mine, first in zip(families, logits, found[0][ep, tp][0], strict=True):
+                assert torch.equal(mine, first), f"{family}, ep {ep}, tp {tp}: ranks 0 and {rank} differ"
+            assert len(read) == 3
+            for label, num_bytes in read.items():
+                total = expert_bytes(label.split(" ")[0])
+                assert num_bytes * ep * tp == total, f"{label}, rank {rank} read {num_bytes} of {total} bytes"

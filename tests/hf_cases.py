@@ -1,0 +1,297 @@
+"""Tiny transformers models of every family, the oracle for them, and what each rank of a group checks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from layer_cases import assert_as_close
+from torch import Tensor, nn
+
+from comet.config import ParallelConfig
+from comet.group import ExpertGroup, make_expert_group
+from comet.integrations import hf
+
+VOCABULARY = 64
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+PROMPT, NEW_TOKENS = (2, 9), 6  # 18 prompt tokens: more than DECODE_TOKENS, and 4 ranks do not divide them
+DECODE_TOKENS = 6
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """A configuration of two or three small layers whose experts matter: wide initial weights."""
+    from transformers import AutoConfig
+
+    fields = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4 if family == "deepseek_v3" else 2,
+        max_position_embeddings=128,
+        initializer_range=0.25,
+        num_experts_per_tok=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    fields |= {
+        "mixtral": dict(intermediate_size=32, num_local_experts=4),
+        "qwen2_moe": dict(
+            intermediate_size=48, moe_intermediate_size=32, num_experts=8, shared_expert_intermediate_size=48
+        ),
+        "qwen3_moe": dict(
+            num_experts_per_tok=4,
+            num_hidden_layers=3,
+            mlp_only_layers=[1],
+            intermediate_size=48,
+            moe_intermediate_size=32,
+            num_experts=8,
+            head_dim=8,
+            norm_topk_prob=True,
+        ),
+        "deepseek_v3": dict(
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            intermediate_size=48,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        ),
+    }[family]
+    return AutoConfig.for_model(family, **(fields | changes))
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """The same random model in every process, with the stock experts."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(20)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), experts_implementation="eager").eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape) * 0.1)
+    return model.to(dtype)
+
+
+def prompt(batch: int, length: int) -> Tensor:
+    """Random token ids ``(batch, length)``."""
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(batch * 100 + length))
+
+
+@torch.no_grad()
+def logits_with_cache(model: Any, ids: Tensor, prefill: int) -> Tensor:
+    """Logits ``(batch, length, V)``: the first ``prefill`` tokens at once, then one by one through the cache."""
+    step = model(ids[:, :prefill], use_cache=True)
+    logits = [step.logits]
+    for position in range(prefill, ids.shape[1]):
+        step = model(ids[:, position : position + 1], past_key_values=step.past_key_values, use_cache=True)
+        logits.append(step.logits)
+    return torch.cat(logits, dim=1)
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: Tensor) -> Tensor:
+    """What the model continues ``ids`` with, including ``ids``."""
+    generated: Tensor = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    return generated
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the stock model answers, in its own dtype and in float64."""
+
+    ids: Tensor
+    logits: Tensor
+    exact: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, model: Any) -> Expected:
+        """Ask the stock model."""
+        batch, length = PROMPT
+        ids = prompt(batch, length + 4)
+        double = copy.deepcopy(model).double()
+        return cls(
+            ids=ids,
+            logits=logits_with_cache(model, ids, length),
+            exact=logits_with_cache(double, ids, length),
+            tokens=greedy(model, ids[:, :length]),
+        )
+
+    def check(self, model: Any, what: str) -> Tensor:
+        """Logits of prefill and of decode steps, and the generated tokens; returns the logits."""
+        logits = logits_with_cache(model, self.ids, PROMPT[1])
+        assert_as_close(logits, self.exact, self.logits, self.logits.dtype, what)
+        tokens = greedy(model, self.ids[:, : PROMPT[1]])
+        assert torch.equal(tokens, self.tokens), f"{what}: generated {tokens.tolist()}, not {self.tokens.tolist()}"
+        return logits
+
+
+def make_group(model_or_config: Any, ep: int = 1, tp: int = 1, max_tokens: int = 64, **settings: Any) -> ExpertGroup:
+    """A group on the CPU for a model."""
+    config = getattr(model_or_config, "config", model_or_config)
+    arguments = dict(max_tokens=max_tokens, dtype=torch.float32, device="cpu", timeout_s=60.0) | settings
+    return make_expert_group(hf.moe_config(config), ParallelConfig(ep=ep, tp=tp), **arguments)
+
+
+def save_fused(model: Any, folder: Path) -> None:
+    """A checkpoint whose experts are one tensor per layer, under the names the model itself uses."""
+    folder.mkdir(exist_ok=True)
+    model.config.save_pretrained(folder)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class CountedSlice:
+    """A lazy tensor that notes how many bytes of it were read."""
+
+    def __init__(self, lazy: Any, name: str, reads: list[tuple[str, int]]) -> None:
+        self.lazy, self.name, self.reads = lazy, name, reads
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part: Tensor = self.lazy[index]
+        self.reads.append((self.name, part.numel() * part.element_size()))
+        return part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lazy, name)
+
+
+class CountedReads:
+    """Stands in for ``safetensors.safe_open`` while a model loads, and notes every read."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[str, int]] = []
+        self.open = safetensors.safe_open
+
+    def __enter__(self) -> CountedReads:
+        outer = self
+
+        class Handle:
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.handle = outer.open(*args, **kwargs)
+
+            def __enter__(self) -> Any:
+                self.handle.__enter__()
+                return self
+
+            def __exit__(self, *error: Any) -> None:
+                self.handle.__exit__(*error)
+
+            def keys(self) -> Any:
+                return self.handle.keys()
+
+            def get_slice(self, name: str) -> CountedSlice:
+                return CountedSlice(self.handle.get_slice(name), name, outer.reads)
+
+        safetensors.safe_open = Handle
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        safetensors.safe_open = self.open
+
+    def expert_bytes(self) -> int:
+        """Bytes read of tensors that belong to routed experts."""
+        return sum(num_bytes for name, num_bytes in self.reads if ".experts." in name)
+
+
+def check_families(rank: int, ep: int, tp: int, families: tuple[str, ...]) -> list[Tensor]:
+    """Every family converted over the group, against the stock model; returns the logits."""
+    answers = []
+    for family in families:
+        model = tiny_model(family)
+        expected = Expected.of(model)
+        group = make_group(model, ep, tp)
+        hf.convert(model, group, decode_tokens=DECODE_TOKENS)
+        answers.append(expected.check(model, f"{family}, ep {ep}, tp {tp}, rank {rank}"))
+        hf.check(model)
+        group.close()
+    return answers
+
+
+def check_token_counts(rank: int, ep: int, tp: int) -> None:
+    """The path with counts that W does not divide, fewer than W, none, and more than the pool holds at once."""
+    model = tiny_model("qwen2_moe")
+    stock = copy.deepcopy(model.model.layers[0].mlp.experts)
+    exact = copy.deepcopy(stock).double()
+    group = make_group(model, ep, tp, max_tokens=100)  # rounded up to 128
+    hf.convert(model, group, decode_tokens=0)
+    experts = model.model.layers[0].mlp.experts
+    path, brought = experts.runner.path, []
+
+    def counted_path(tokens: Tensor, *others: Tensor) -> Tensor:
+        brought.append(tokens.shape[0])
+        return path(tokens, *others)
+
+    experts.runner.path = counted_path
+    for num_tokens in (0, 1, ep * tp - 1, ep * tp + 1, 2 * ep * tp, 128 * ep * tp + 3):
+        tokens, ids, weights = routed(num_tokens, seed=num_tokens)
+        with torch.no_grad():
+            actual = experts(tokens, ids, weights)
+            same, truth = stock(tokens, ids, weights), exact(tokens.double(), ids, weights.double())
+        assert_as_close(actual, truth, same, torch.float32, f"{num_tokens} tokens, ep {ep}, tp {tp}, rank {rank}")
+        assert sum(brought) <= -(-num_tokens // (ep * tp)) + 1, f"{num_tokens} tokens, rank {rank} computed {brought}"
+        brought.clear()
+    group.close()
+
+
+def routed(num_tokens: int, seed: int, num_experts: int = 8, top_k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Random tokens ``(T, 32)``, ids and weights ``(T, K)`` as a stock router gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
+    return (
+        torch.randn(num_tokens, 32, generator=generator),
+        ids,
+        torch.rand(num_tokens, top_k, generator=generator),
+    )
+
+
+def check_loading(rank: int, ep: int, tp: int, folders: dict[str, Any]) -> dict[str, int]:
+    """Every folder loaded as shards equals the whole model converted, bit for bit; returns the expert bytes read."""
+    read = {}
+    for label, folder in folders.items():
+        family = label.split(" ")[0]
+        model = tiny_model(family)
+        group = make_group(model, ep, tp)
+        with CountedReads() as counted:
+            loaded = hf.load_pretrained(folder, group, decode_tokens=DECODE_TOKENS)
+        read[label] = counted.expert_bytes()
+        hf.convert(model, group, decode_tokens=DECODE_TOKENS)
+        assert same_state(loaded, model), f"{label}, ep {ep}, tp {tp}, rank {rank}: other weights"
+        ids = prompt(*PROMPT)
+        assert torch.equal(logits_with_cache(loaded, ids, 7), logits_with_cache(model, ids, 7)), label
+        group.close()
+    return read
+
+
+def same_state(model: nn.Module, other: nn.Module) -> bool:
+    """Whether two models hold the same tensors under the same names."""
+    state, expected = model.state_dict(), other.state_dict()
+    return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def run_group(
+    rank: int, world_size: int, layouts: dict[tuple[int, int], tuple[str, ...]], folders: dict[str, Any]
+) -> dict[tuple[int, int], tuple[list[Tensor], dict[str, int]]]:
+    """All checks of a process, for each layout ``(ep, tp)`` and its families: their logits, and the bytes read."""
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for (ep, tp), families in layouts.items():
+        logits = check_families(rank, ep, tp, families)
+        check_token_counts(rank, ep, tp)
+        found[ep, tp] = (logits, check_loading(rank, ep, tp, folders))
+    return found
