@@ -22,6 +22,8 @@ EXAMPLES = """settings are Hydra overrides, name=value; a group picks a file:
   comet train data.path=book.txt output_dir=outputs/book train.checkpoint_every=100
   comet train resume=outputs/book               continue from the newest checkpoint there
   comet train nproc=4 parallel=ep2              two data-parallel copies of two ranks
+  comet generate generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200
+  comet generate generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4
   comet sweep sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep
   comet train --dry-run model=mixtral_8x7b      print the settings and the memory they need
 on several nodes, run on each:
@@ -115,9 +117,7 @@ def _run_with_ranks(task: Task, words: Sequence[str], options: argparse.Namespac
     num_ranks = default_ranks(container, num_gpus)
     job = make_job(container, num_ranks)
     if options.dry_run:
-        from comet.launch.dry_run import describe
-
-        sys.stdout.write(describe(container, job, num_ranks, on_gpu=num_gpus > 0))
+        sys.stdout.write(task.load_dry_run()(container, job, num_ranks, on_gpu=num_gpus > 0))
         return 0
     from comet.launch.local import run_local_ranks
 

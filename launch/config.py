@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from importlib.resources import files
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -21,10 +22,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from comet.config import OverlapConfig, ParallelConfig, require
+from comet.generation.source import find_source, model_of
 from comet.launch.schema import build, schema_of
 from comet.training.config import JobConfig
 
 CPU_RANKS = 2
+# Text of any kind, taken as it is typed: Hydra would strip its spaces and read commas, brackets and quotes.
+VERBATIM = ("generate.prompt", "generate.stop")
 
 
 @dataclass
@@ -71,14 +75,18 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     """Compose the configuration of a job.
 
     Args:
-        overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``.
+        overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``; what follows ``generate.prompt=``
+            and ``generate.stop=`` is taken as it is.
 
     Returns:
-        A plain container with all interpolations resolved.
+        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``.
 
     Raises:
-        ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type.
+        ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, or if
+            ``generate.source`` holds no usable model.
+        UnavailableError: If it holds a Hugging Face model and transformers is missing.
     """
+    overrides, texts = split_verbatim(overrides)
     ConfigStore.instance().store(name="command_schema", node=job_schema())
     try:
         with initialize_config_dir(config_folder(), version_base="1.3", job_name="comet"):
@@ -89,7 +97,36 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, overrides)) from error
     assert isinstance(container, dict), "the root of the configuration is a mapping"
-    return {str(key): value for key, value in container.items()}
+    job = {str(key): value for key, value in container.items()}
+    for name, text in texts.items():
+        job["generate"][name] = text
+    return with_source_model(job, overrides)
+
+
+def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take out the settings that are not Hydra's to parse.
+
+    Example: ``["model=tiny", "generate.prompt=a, b "]`` gives ``["model=tiny"]`` and ``{"prompt": "a, b "}``.
+
+    Args:
+        overrides: As the user typed them.
+
+    Returns:
+        The overrides for Hydra, and the texts by the name they have in ``generate``; the last of a name counts.
+    """
+    parts = [word.partition("=") for word in overrides]
+    texts = {name.split(".")[1]: text for name, equals, text in parts if equals and name in VERBATIM}
+    return ["".join(part) for part in parts if not (part[1] and part[0] in VERBATIM)], texts
+
+
+def with_source_model(job: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The container, with the model of ``generate.source`` if one is given; raises as ``compose`` does."""
+    source = job["generate"]["source"]
+    if source is None:
+        return job
+    chosen = [word for word in overrides if word.lstrip("+").partition("=")[0].split(".")[0] == "model"]
+    require(not chosen, f"generate.source={source!r} decides the model: {', '.join(chosen)} must be left out")
+    return {**job, "model": asdict(model_of(find_source(source)))}
 
 
 def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
@@ -164,8 +201,8 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
 
 
 def to_yaml(container: Mapping[str, Any]) -> str:
-    """The resolved configuration as YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(container)))
+    """The resolved configuration as YAML text; not by OmegaConf, which would read a prompt's ``${``."""
+    return yaml.safe_dump(dict(container), sort_keys=False, allow_unicode=True)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

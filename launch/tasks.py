@@ -19,21 +19,34 @@ class Task:
             ``comet.training.config.JobConfig`` and a ``comet.launch.distributed.LaunchContext``. Without: called as
             ``function(arguments)`` once, with the words after the task's name; returns the exit status.
         ranks: Whether the task runs on several ranks and takes Hydra overrides.
+        dry_run: With ``ranks``: module whose ``describe`` makes the text of ``--dry-run``.
     """
 
     summary: str
     module: str
     function: str
     ranks: bool = True
+    dry_run: str = "comet.launch.dry_run"
 
     def load(self) -> Callable[..., Any]:
         """Import the task's module and return its function."""
         function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
         return function
 
+    def load_dry_run(self) -> Callable[..., str]:
+        """Import the module of the dry run and return its ``describe``."""
+        describe: Callable[..., str] = importlib.import_module(self.dry_run).describe
+        return describe
+
 
 TASKS: Mapping[str, Task] = {
     "train": Task("train a small MoE language model end to end", "comet.training.run", "train"),
+    "generate": Task(
+        "continue texts with a trained or a Hugging Face model",
+        "comet.generation.job",
+        "generate_job",
+        dry_run="comet.launch.dry_run_generate",
+    ),
     "tune": Task("measure how fused kernels best share the GPU, keep the winners", "comet.tuner.job", "tune_job"),
     "sweep": Task("measure a grid of overlap settings, models and layouts, draw it", "comet.launch.sweep", "sweep_job"),
     "explain": Task("predicted and measured time of each split", "comet.launch.explain", "explain_job", ranks=False),

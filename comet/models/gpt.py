@@ -9,20 +9,26 @@ Letters: B sequences, S positions, D hidden size, V vocabulary, E experts, L MoE
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, rms_norm
 
 from comet.config import OverlapConfig, Path, require
 from comet.group import ExpertGroup
+from comet.models.cache import KeyValueCache, attend_causally
 from comet.models.config import ModelConfig
 from comet.moe import MoE, make_moe
 from comet.router import RouterStats
 from comet.shared_expert import SharedExpert
 
 EMBEDDING_STD = 0.5
+
+# Query (B, heads, S, width), key and value (B, kv_heads, S, width) -> what the queries gather, shaped like them.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class GPT(nn.Module):
         config: Its shape.
         group: The ranks that share the experts; its workspace sets the dtype of the products.
         path: How the MoE layers run (see ``comet.moe.MoE``).
-        overlap: Split and order of the fused kernels' work.
+        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
         seed: Of the weights.
     """
 
@@ -113,20 +119,37 @@ class GPT(nn.Module):
             ids.shape[1] <= self.config.context,
             f"sequence length {ids.shape[1]} must be at most context={self.config.context}",
         )
-        stats: list[RouterStats] = []
-        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            x = self.embedding(ids)
-            for block in self._blocks():
-                x, layer_stats = block(x, self.rotary[:, : ids.shape[1]])
-                if layer_stats is not None:
-                    stats.append(layer_stats)
-            logits = self.head(self.norm(x))
-        loads = [layer.expert_load for layer in stats]
-        return GPTOutput(
-            logits=logits.float(),
-            router_loss=sum((layer.loss for layer in stats), start=x.new_zeros(())),
-            expert_load=torch.stack(loads) if loads else x.new_zeros(0, self.config.moe.num_experts),
-        )
+        return self._predict(ids, self.rotary[:, : ids.shape[1]], [attend_causally] * len(self.blocks))
+
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: KeyValueCache) -> GPTOutput:
+        """Read the prompts into an empty cache and predict each one's next token.
+
+        Args:
+            ids: ``(B, S)`` int64; what lies behind a shorter prompt's last token is ignored.
+            lengths: ``(B,)`` int64, tokens of each prompt, 1 to S.
+            cache: For B sequences of at least S tokens; overwritten.
+
+        Returns:
+            Logits ``(B, 1, V)`` of the next tokens, router loss and expert load, ignored positions included.
+        """
+        cache.lengths.copy_(lengths)
+        attends = [partial(cache.fill, layer) for layer in range(len(self.blocks))]
+        return self._predict(ids, self.rotary[:, : ids.shape[1]], attends, lengths - 1)
+
+    def decode(self, ids: Tensor, cache: KeyValueCache) -> GPTOutput:
+        """Append one token to every sequence and predict the next; static shapes, and the host never waits.
+
+        Args:
+            ids: ``(B,)`` int64.
+            cache: From ``prefill`` or an earlier step; the tokens are added to it.
+
+        Returns:
+            Logits ``(B, 1, V)``, router loss and expert load of this step.
+        """
+        attends = [partial(cache.extend, layer) for layer in range(len(self.blocks))]
+        output = self._predict(ids[:, None], self.rotary[:, cache.next_positions()][:, :, None, None], attends)
+        cache.advance()
+        return output
 
     def moe_layers(self) -> list[MoE]:
         """The MoE layers, first block first."""
@@ -146,6 +169,25 @@ class GPT(nn.Module):
         ranks = next((layer.layout.world_size for layer in self.moe_layers()), 1)
         sharded = sum(parameter.numel() for parameter in self.expert_parameters())
         return ranks * sharded + sum(parameter.numel() for parameter in self.dense_parameters())
+
+    def _predict(self, ids: Tensor, rotary: Tensor, attends: Sequence[Attend], last: Tensor | None = None) -> GPTOutput:
+        """Run all blocks; with ``last (B,)`` only that position of each sequence is predicted from."""
+        stats: list[RouterStats] = []
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            x = self.embedding(ids)
+            for block, attend in zip(self._blocks(), attends, strict=True):
+                x, layer_stats = block(x, rotary, attend)
+                if layer_stats is not None:
+                    stats.append(layer_stats)
+            if last is not None:
+                x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
+            logits = self.head(self.norm(x))
+        loads = [layer.expert_load for layer in stats]
+        return GPTOutput(
+            logits=logits.float(),
+            router_loss=sum((layer.loss for layer in stats), start=x.new_zeros(())),
+            expert_load=torch.stack(loads) if loads else x.new_zeros(0, self.config.moe.num_experts),
+        )
 
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
@@ -172,9 +214,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.hidden_size, device=device)
         self.ffn = ffn
 
-    def forward(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, RouterStats | None]:
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> tuple[Tensor, RouterStats | None]:
         """``(B, S, D)`` float32 -> the same, and the router's statistics unless the block is dense."""
-        x = x + self.attention(self.attention_norm(x), rotary)
+        x = x + self.attention(self.attention_norm(x), rotary, attend)
         tokens = self.ffn_norm(x).to(self.dtype).flatten(0, 1)
         if isinstance(self.ffn, MoE):
             output, stats = self.ffn(tokens)
@@ -198,14 +240,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, projected, bias=False, device=device)
         self.out = nn.Linear(self.num_heads * self.width, config.hidden_size, bias=False, device=device)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """``(B, S, D)`` and the ``(2, S, width / 2)`` table -> ``(B, S, D)``."""
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
+        """``(B, S, D)`` and the ``(2, S, width / 2)`` table, or one for every sequence and head -> ``(B, S, D)``."""
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, -1, self.width).transpose(1, 2)
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         query, key = (rotate(rms_norm(part, (self.width,)), rotary).to(value.dtype) for part in (query, key))
-        grouped = self.num_heads != self.num_kv_heads
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        mixed = attend(query, key, value)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -223,7 +264,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
     Args:
         x: ``(..., S, width)``.
-        rotary: ``(2, S, width / 2)``, cosines then sines.
+        rotary: ``(2, S, width / 2)``, cosines then sines; or more dimensions after the first, broadcast against x.
 
     Returns:
         ``(..., S, width)`` in float32.

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from comet.comm import Backend
 from comet.config import OverlapConfig, ParallelConfig, require
+from comet.generation.config import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.tuner.config import SweepConfig, TuneConfig
 
@@ -122,6 +123,7 @@ class JobConfig:
             is one; otherwise a checkpoint, or the output folder of another run.
         tune: What the tasks ``tune`` and ``explain`` look at.
         sweep: What the task ``sweep`` measures.
+        generate: What the task ``generate`` continues, and how.
     """
 
     model: ModelConfig
@@ -135,6 +137,7 @@ class JobConfig:
     resume: str | None = None
     tune: TuneConfig = field(default_factory=TuneConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
 
     def __post_init__(self) -> None:
         _require_choice("moe_path", self.moe_path, get_args(MoEPath))

@@ -1,0 +1,58 @@
+"""Settings of the ``generate`` task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from comet.config import require
+
+GenerateDtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateConfig:
+    """What is continued, how, and for how long.
+
+    Args:
+        source: A checkpoint of a training job, its output folder (the newest complete checkpoint is taken), or a folder
+            of a Hugging Face model; it also decides ``model``.
+        prompt: Text to continue.
+        prompts: More texts, continued at the same time.
+        max_new_tokens: Most tokens made per sequence; a full context or the stop text ends a sequence earlier.
+        temperature: Logits are divided by it before a token is drawn; 0 always takes the most probable token.
+        top_k: Draw among so many of the most probable tokens; ``None``: among all.
+        top_p: Draw among the fewest most probable tokens that have this share of the probability, above 0 up to 1.
+        seed: Of the draws; sequence i's draws depend on (seed, i) only.
+        stop: Text that ends a sequence; it is not part of the result.
+        dtype: Of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+    """
+
+    source: str | None = None
+    prompt: str = ""
+    prompts: tuple[str, ...] = ()
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    stop: str | None = None
+    dtype: GenerateDtype = "auto"
+
+    def __post_init__(self) -> None:
+        require(self.source is None or bool(self.source), f"source={self.source!r} must name a folder")
+        require(all(self.prompts), f"prompts={list(self.prompts)} must each have a character")
+        require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        finite = 0 <= self.temperature < float("inf")
+        require(finite, f"temperature={self.temperature} must be finite and at least 0 (0: the most probable token)")
+        require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1, or None for all tokens")
+        require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
+        require(self.seed >= 0, f"seed={self.seed} must be at least 0")
+        require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
+        dtypes = get_args(GenerateDtype)
+        require(self.dtype in dtypes, f"dtype={self.dtype!r} must be one of {', '.join(dtypes)}")
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts to continue; ``prompt``, if given, comes first."""
+        return (self.prompt, *self.prompts) if self.prompt else self.prompts

@@ -1,0 +1,153 @@
+"""A model as generation sees it: prompts in, then one token of every sequence per step.
+
+All ranks of a group hold the same tokens. Few of them (decode steps and short prompts) take warp decode: each rank
+computes what its experts contribute and the contributions are added up. More take the layer's own path, each rank with
+its share of the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from comet.decode import MAX_DECODE_TOKENS
+from comet.decode.runners import ReplicatedRunner
+from comet.group import ExpertGroup
+from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT
+from comet.moe import MoE
+from comet.shared_expert import SharedExpert
+
+
+class Engine(Protocol):
+    """A model with the attention memory of the sequences it is generating."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
+        """Forget everything and read the prompts.
+
+        Args:
+            ids: ``(B, S)`` int64; what lies behind a shorter prompt's last token is ignored.
+            lengths: ``(B,)`` int64, tokens of each prompt.
+            max_length: Positions a sequence may grow to.
+
+        Returns:
+            ``(B, V)`` float32 logits of each sequence's next token.
+        """
+        ...
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
+        ...
+
+    def weight_bytes_per_step(self) -> float:
+        """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong on the device so far; waits for it."""
+        ...
+
+
+class FrozenExperts:
+    """Routed experts of layers whose tokens all ranks hold; an ``ExpertPath``, for inference.
+
+    Args:
+        runner: Serves all layers.
+    """
+
+    def __init__(self, runner: ReplicatedRunner) -> None:
+        self.runner = runner
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """See ``ExpertPath``; equal on all ranks."""
+        with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2)
+
+
+class GPTEngine:
+    """A GPT that generates; the model is frozen and can no longer be trained.
+
+    Args:
+        model: With its final weights.
+        group: The model's ranks; all of them call the engine equally.
+        decode_tokens: Most tokens that take warp decode.
+    """
+
+    def __init__(self, model: GPT, group: ExpertGroup, *, decode_tokens: int = MAX_DECODE_TOKENS) -> None:
+        freeze(model)
+        self.model = model
+        self.runner = ReplicatedRunner(model.config.moe, group, decode_tokens)
+        for layer in model.moe_layers():
+            layer.experts = FrozenExperts(self.runner)
+        layout = group.layout(model.config.moe)
+        self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+        self._group = group
+        self._cache: KeyValueCache | None = None
+        self._steps = 0
+        self._touched = torch.zeros((), dtype=torch.int64, device=group.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._group.device
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
+        """See ``Engine``."""
+        self._cache = KeyValueCache(
+            self.model.config,
+            num_sequences=ids.shape[0],
+            length=max_length,
+            dtype=self.model.dtype,
+            device=self.device,
+        )
+        self._steps = 0
+        self._touched.zero_()
+        return self.model.prefill(ids, lengths, self._cache).logits[:, 0]
+
+    @torch.no_grad()
+    def decode(self, ids: Tensor) -> Tensor:
+        """See ``Engine``."""
+        assert self._cache is not None, "prompts are read before tokens are appended"
+        output = self.model.decode(ids, self._cache)
+        self._touched += (output.expert_load[:, self._held] > 0).sum()
+        self._steps += 1
+        return output.logits[:, 0]
+
+    def check(self) -> None:
+        """See ``Engine``."""
+        self.runner.check()
+
+    def weight_bytes_per_step(self) -> float:
+        """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.
+
+        ``(touched experts of this rank, summed over layers and steps) / steps * bytes of one expert's part
+        + bytes of all replicated weights but the embedding + bytes of B rows of the embedding``.
+        """
+        if not self._steps or self._cache is None:
+            return 0.0
+        embedding = self.model.embedding.weight
+        rows = len(self._cache.lengths) * embedding[0].nbytes
+        dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
+        expert = sum(weight[0].nbytes for weight in self.model.expert_parameters()[:2])
+        return int(self._touched) / self._steps * expert + dense + rows
+
+
+def freeze(model: GPT) -> None:
+    """Keep the matrices in the dtype their products run in, where a forward pass would otherwise cast them every time.
+
+    Router, norms and embedding stay float32, as in training, so the results stay the same bit for bit.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, MoE, SharedExpert)):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(model.dtype)

@@ -1,0 +1,150 @@
+"""The loop that makes tokens, and what it measures.
+
+Letters: B sequences, S positions of the longest prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.config import require
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import Engine
+from comet.generation.sampling import Sampler
+from comet.generation.text import Codec, Continuation
+
+Show = Callable[[int, Continuation, str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """What was made, and how fast.
+
+    Args:
+        texts: Continuation of each prompt.
+        prompt_tokens: Of all prompts.
+        new_tokens: Of all continuations.
+        first_token_s: From the start of reading the prompts until every sequence's first token was known, in seconds.
+        decode_s: From then until the last token was known.
+        weight_bytes_per_step: Weights this rank read per decode step, on average.
+        steps: Decode steps.
+    """
+
+    texts: tuple[str, ...]
+    prompt_tokens: int
+    new_tokens: int
+    first_token_s: float
+    decode_s: float
+    weight_bytes_per_step: float
+    steps: int
+
+
+def encode_prompts(config: GenerateConfig, codec: Codec, context: int) -> list[list[int]]:
+    """The tokens of every prompt.
+
+    Raises:
+        ValueError: If there is no prompt, or one has no token or leaves no room in the context.
+    """
+    require(bool(config.texts), "generate.prompt='' must have a character (or give generate.prompts)")
+    prompts = [codec.encode(text) for text in config.texts]
+    for text, prompt in zip(config.texts, prompts, strict=True):
+        require(bool(prompt), f"generate.prompt={text!r} must encode to at least one token")
+        require(
+            len(prompt) < context,
+            f"generate.prompt of {len(prompt)} tokens must be shorter than the model's context of {context}",
+        )
+    return prompts
+
+
+def generate(
+    engine: Engine,
+    codec: Codec,
+    prompts: Sequence[Sequence[int]],
+    config: GenerateConfig,
+    *,
+    context: int,
+    show: Show | None = None,
+) -> Generated:
+    """Continue all prompts at once (collective over the engine's ranks).
+
+    Args:
+        engine: The model.
+        codec: Its vocabulary.
+        prompts: From ``encode_prompts``.
+        config: How to choose tokens and when to end.
+        context: Most tokens of a sequence, prompt included.
+        show: Called with (index, continuation, text) whenever text of a sequence became certain or it ended.
+
+    Returns:
+        The texts, equal on all ranks, and this rank's measurements.
+    """
+    limits = [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
+    sequences = [
+        Continuation(codec.stream(prompt), limit=limit, stop=config.stop, end_ids=codec.end_ids)
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    ids, lengths = pad(prompts, engine.device)
+    max_length = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    sampler = Sampler(config, len(prompts), engine.device)
+    started = time.perf_counter()
+    logits = engine.prefill(ids, lengths, max_length)
+    first_token_s, step = 0.0, 0
+    while True:
+        chosen = agree(sampler(logits[:, : codec.num_tokens], step))
+        for index, (sequence, token) in enumerate(zip(sequences, chosen.tolist(), strict=True)):
+            if not sequence.done:
+                text = sequence.push(token)
+                if show is not None and (text or sequence.done):
+                    show(index, sequence, text)
+        if step == 0:
+            first_token_s = time.perf_counter() - started
+        if all(sequence.done for sequence in sequences):
+            break
+        logits = engine.decode(chosen)
+        step += 1
+    return Generated(
+        texts=tuple(sequence.text for sequence in sequences),
+        prompt_tokens=sum(map(len, prompts)),
+        new_tokens=sum(sequence.num_tokens for sequence in sequences),
+        first_token_s=first_token_s,
+        decode_s=time.perf_counter() - started - first_token_s,
+        weight_bytes_per_step=engine.weight_bytes_per_step(),
+        steps=step,
+    )
+
+
+def warm_up(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Read the prompts and take one step, so that what is compiled or allocated once is not part of a measurement."""
+    ids, lengths = pad(prompts, engine.device)
+    engine.prefill(ids, lengths, ids.shape[1] + 1)
+    engine.decode(ids[:, 0])
+
+
+def pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts as one tensor.
+
+    Example: prompts ``[7, 8]`` and ``[9]``: ids ``[[7, 8], [9, 0]]``, lengths ``[2, 1]``.
+
+    Args:
+        prompts: B of them, each with at least one token.
+        device: Of the result.
+
+    Returns:
+        ids ``(B, S)`` and lengths ``(B,)``, int64.
+    """
+    longest = max(map(len, prompts))
+    rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+    return torch.tensor(rows, device=device), torch.tensor([len(prompt) for prompt in prompts], device=device)
+
+
+def agree(chosen: Tensor) -> Tensor:
+    """The choice of rank 0, on every rank: ranks that differed in a last bit would otherwise go separate ways."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(chosen, 0)
+    return chosen

@@ -1,0 +1,126 @@
+"""The ``generate`` task: a model from disk continues texts on all ranks, and says how fast."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comet.generation.engine import Engine, GPTEngine
+from comet.generation.generate import Generated, encode_prompts, generate, warm_up
+from comet.generation.report import Printer
+from comet.generation.roof import read_bytes_per_second
+from comet.generation.source import Source, find_source
+from comet.generation.text import ByteCodec, Codec
+from comet.generation.weights import load_weights
+from comet.group import ExpertGroup, make_expert_group
+from comet.models.gpt import GPT
+from comet.training.config import JobConfig
+from comet.training.run import RankContext, activation_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
+    """Load, warm up, measure the memory's read rate, and continue the prompts (collective).
+
+    Args:
+        config: ``generate`` settings, model, layout and communicator.
+        context: This rank.
+
+    Returns:
+        The result, equal on all ranks; rank 0 has streamed the text and printed the result as the last line.
+
+    Raises:
+        ValueError: If there is no source or prompt, the source is broken, or a prompt does not fit the context.
+        UnavailableError: If the source is a Hugging Face model and transformers is missing.
+    """
+    settings = config.generate
+    source = find_source(settings.source)
+    for reason in source.skipped if context.rank == 0 else ():
+        logger.warning("skipped: %s", reason)
+    codec = _open_codec(source)
+    prompts = encode_prompts(settings, codec, config.model.context)
+    most_tokens = len(prompts) * max(map(len, prompts))
+    group = make_expert_group(
+        config.model.moe,
+        config.parallel,
+        max_tokens=-(-most_tokens // config.parallel.world_size),
+        dtype=activation_dtype(settings.dtype, context.device),
+        device=context.device,
+        backend=config.comm.backend,
+        timeout_s=config.comm.timeout_s,
+        profiles=config.tune.profiles,
+    )
+    engine = _open_engine(source, config, group)
+    roof = read_bytes_per_second(context.device)
+    warm_up(engine, prompts)
+    printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None
+    generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
+    engine.check()
+    result = _result(config, source, group, generated, roof)
+    if printer is not None:
+        printer.finish(result)
+    group.close()
+    return result
+
+
+def _open_codec(source: Source) -> Codec:
+    if source.checkpoint is not None:
+        return ByteCodec()
+    from comet.generation.hf import open_codec
+
+    return open_codec(source.path)
+
+
+def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engine:
+    if source.checkpoint is None:
+        from comet.generation.hf import HFEngine
+
+        return HFEngine(source.path, group)
+    model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap)
+    load_weights(model, source.checkpoint, group)
+    return GPTEngine(model, group)
+
+
+def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
+    """The facts of a run; bytes and times are the largest of all ranks, the roof is the lowest."""
+    weight_bytes, first_s, decode_s, negative_roof = _largest(
+        [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roof], group
+    )
+    roof = -negative_roof
+    steps = generated.steps
+    achieved = weight_bytes * steps / decode_s if steps else None
+    decoded = generated.new_tokens - len(generated.texts)
+    return {
+        "task": "generate",
+        "model": config.model.name,
+        "source": str(source.path),
+        "world_size": group.world_size,
+        "ep": group.parallel.ep,
+        "tp": group.parallel.tp,
+        "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
+        "dtype": str(group.workspace.shape.dtype).removeprefix("torch."),
+        "prompt_tokens": generated.prompt_tokens,
+        "new_tokens": generated.new_tokens,
+        "time_to_first_token_s": first_s,
+        "tokens_per_second": decoded / decode_s if steps else None,
+        "weight_bytes_per_step": weight_bytes,
+        "achieved_tb_per_s": None if achieved is None else achieved / 1e12,
+        "roof_tb_per_s": roof / 1e12,
+        "roof_fraction": None if achieved is None else achieved / roof,
+        "text": generated.texts[0],
+        "texts": generated.texts,
+    }
+
+
+def _largest(values: list[float], group: ExpertGroup) -> list[float]:
+    """Each value's maximum over all ranks (collective)."""
+    if group.world_size == 1:
+        return values
+    largest = torch.tensor(values, dtype=torch.float64, device=group.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return [float(value) for value in largest.tolist()]

@@ -1,0 +1,72 @@
+"""What a person sees of a generation: the text as it is made, a short table, and the result line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from comet.generation.text import Continuation, visible
+
+
+class Printer:
+    """Writes the texts one after the other: the first unfinished one as it is made, later ones when their turn comes.
+
+    Args:
+        prompts: What is continued; written in front of each continuation.
+        out: Where to.
+    """
+
+    def __init__(self, prompts: Sequence[str], out: TextIO) -> None:
+        self._prompts = prompts
+        self._out = out
+        self._waiting = [""] * len(prompts)
+        self._done = [False] * len(prompts)
+        self._turn = -1
+        self._next()
+
+    def __call__(self, index: int, sequence: Continuation, text: str) -> None:
+        """Show new text of one sequence; see ``comet.generation.generate.Show``."""
+        self._waiting[index] += text
+        self._done[index] = sequence.done
+        while self._turn < len(self._prompts):
+            self._write(self._waiting[self._turn])
+            self._waiting[self._turn] = ""
+            if not self._done[self._turn]:
+                break
+            self._write("\n")
+            self._next()
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the table and, as the last line, the result as one JSON object."""
+        self._write(f"----\n{table(result)}\n{json.dumps(result)}\n")
+
+    def _next(self) -> None:
+        self._turn += 1
+        if self._turn < len(self._prompts):
+            self._write(("\n" if self._turn else "") + self._prompts[self._turn])
+
+    def _write(self, text: str) -> None:
+        encoding = self._out.encoding or "utf-8"
+        self._out.write(visible(text).encode(encoding, "backslashreplace").decode(encoding))
+        self._out.flush()
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The measurements of a result, one per line; what was not measured is left out."""
+    rows = [
+        ("prompt", f"{result['prompt_tokens']:,} tokens"),
+        ("new", f"{result['new_tokens']:,} tokens"),
+        ("first token", f"{1e3 * result['time_to_first_token_s']:,.1f} ms"),
+    ]
+    if result["tokens_per_second"] is not None:
+        rows += [
+            ("decode", f"{result['tokens_per_second']:,.1f} tokens/s"),
+            ("weights read", f"{result['weight_bytes_per_step'] / 1e6:,.2f} MB per step and rank"),
+            (
+                "memory rate",
+                f"{1e3 * result['achieved_tb_per_s']:,.2f} GB/s, {result['roof_fraction']:.1%} of the "
+                f"{1e3 * result['roof_tb_per_s']:,.1f} GB/s a plain read reaches here",
+            ),
+        ]
+    return "\n".join(f"{name:<14}{value}" for name, value in rows)

@@ -1,0 +1,108 @@
+"""Where a model comes from: a checkpoint of the training job, or a folder of a Hugging Face model.
+
+``model_of`` tells the shape without reading a weight, so the command line knows it before any rank starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from comet.config import MoEConfig, require
+from comet.models.config import NUM_BYTE_VALUES, ModelConfig
+from comet.training.checkpoint_folder import MANIFEST, Checkpoint, list_checkpoints, read_checkpoint
+
+HF_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model on disk.
+
+    Args:
+        path: The checkpoint or the Hugging Face folder.
+        checkpoint: ``None`` for a Hugging Face folder.
+        skipped: Why newer checkpoints were passed over.
+    """
+
+    path: Path
+    checkpoint: Checkpoint | None
+    skipped: tuple[str, ...] = ()
+
+
+def find_source(source: str | None) -> Source:
+    """What ``generate.source`` names.
+
+    Raises:
+        ValueError: If it is missing, not a folder, holds no model, or the checkpoint is half-written or truncated.
+    """
+    require(source is not None, "generate.source must be given: a checkpoint, its output folder or a model folder")
+    root = Path(str(source))
+    kinds = "a checkpoint, an output folder of 'comet train' or a folder of a Hugging Face model"
+    require(root.is_dir(), f"generate.source={source!r} must be an existing folder: {kinds}")
+    if (root / HF_CONFIG).is_file():
+        return Source(root, None)
+    if root.name.startswith("step-") or (root / MANIFEST).exists():
+        return Source(root, _named(root))
+    found, skipped = list_checkpoints(root)
+    require(bool(found), f"generate.source={source!r} must be {kinds}; {'; '.join(skipped) or 'it holds neither'}")
+    newer = tuple(skipped)
+    return Source(found[0].path, found[0], newer)
+
+
+def _named(root: Path) -> Checkpoint:
+    try:
+        return read_checkpoint(root)
+    except ValueError as error:
+        raise ValueError(f"generate.source={str(root)!r}: {error}") from error
+
+
+def model_of(source: Source) -> ModelConfig:
+    """The shape of the model.
+
+    Raises:
+        ValueError: If this version does not know such a model.
+        UnavailableError: If it is a Hugging Face model and transformers is missing.
+    """
+    if source.checkpoint is None:
+        return _hf_model(source.path)
+    fields = nested(source.checkpoint.model)
+    try:
+        return ModelConfig(**{**fields, "moe": MoEConfig(**fields["moe"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {source.path} holds a model this version does not know: {error}") from error
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo the dots: ``{"a": 1, "moe.b": 2}`` becomes ``{"a": 1, "moe": {"b": 2}}``."""
+    tree: dict[str, Any] = {}
+    for name, value in fields.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            tree.setdefault(outer, {})[inner] = value
+        else:
+            tree[outer] = value
+    return tree
+
+
+def _hf_model(folder: Path) -> ModelConfig:
+    """The closest GPT: what the launcher needs to place experts and count bytes."""
+    from comet.integrations.hf.families import moe_config
+
+    moe = moe_config(folder)
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return ModelConfig(
+        name=str(config.model_type),
+        vocab_size=max(config.vocab_size, NUM_BYTE_VALUES),
+        context=config.max_position_embeddings,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None),
+        moe=moe,
+    )

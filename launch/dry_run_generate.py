@@ -1,0 +1,54 @@
+"""What ``comet generate --dry-run`` prints: the resolved settings, with the source's model, and the bytes of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from comet.launch.config import to_yaml
+from comet.launch.dry_run import FLOAT32_BYTES, MIB, rank_parameters
+from comet.training.config import JobConfig
+from comet.training.run import activation_dtype
+from comet.workspace import WorkspaceShape, workspace_bytes
+
+
+def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """The text of a dry run; see ``comet.launch.dry_run.describe``."""
+    kind = "GPUs" if on_gpu else "CPU ranks"
+    dtype = activation_dtype(job.generate.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    needs = memory_needs(job, dtype)
+    lines = [
+        f"# {num_ranks} {kind}: {num_ranks // job.parallel.world_size} equal groups of ep={job.parallel.ep} x "
+        f"tp={job.parallel.tp}, {max(len(job.generate.texts), 1)} sequences",
+        "# memory of one rank, MiB, where every byte of a prompt is a token",
+        *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()),
+    ]
+    resolved = {**container, "nproc": num_ranks, "parallel": {"ep": job.parallel.ep, "tp": job.parallel.tp}}
+    return to_yaml(resolved) + "\n".join(lines) + "\n"
+
+
+def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes one rank needs, by purpose.
+
+    Args:
+        job: The configuration, with the model of the source.
+        dtype: Of products and of the matrices they read.
+
+    Returns:
+        Bytes of weights in float32 while a checkpoint is read, of the weights afterwards (norms, router and embedding
+        counted as if they had the same dtype), of keys and values, and of symmetric memory.
+    """
+    model, ranks = job.model, job.parallel.world_size
+    prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
+    length = min(model.context, max(prompts) + job.generate.max_new_tokens)
+    cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * length * model.head_width
+    shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
+    weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
+    return {
+        "weights while loading": weights * FLOAT32_BYTES,
+        "weights": weights * dtype.itemsize,
+        "keys and values": cached * dtype.itemsize,
+        "symmetric memory": workspace_bytes(shape),
+    }

@@ -1,0 +1,244 @@
+"""Generation with a model: decoding with a cache equals the whole forward pass, and batches equal single sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm, silu
+from training_cases import MODEL, MOE
+
+from comet.config import ParallelConfig
+from comet.decode import MAX_DECODE_TOKENS
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine, freeze
+from comet.generation.generate import encode_prompts, generate, pad, warm_up
+from comet.generation.text import ByteCodec
+from comet.group import make_expert_group
+from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT, rotate
+from comet.router import score_logits, select_experts, weigh_experts
+
+CPU = torch.device("cpu")
+EPSILON = torch.finfo(torch.float32).eps
+MODELS = {
+    "grouped heads": MODEL,
+    "equal heads": replace(MODEL, num_kv_heads=2),
+    "first layer dense": replace(MODEL, dense_layers=1),
+    "all layers dense": replace(MODEL, dense_layers=2),
+    "shared expert": replace(MODEL, moe=replace(MOE, shared_ffn_size=16)),
+    "sigmoid, groups, bias": replace(
+        MODEL,
+        head_dim=24,
+        moe=replace(MOE, score="sigmoid", balance="bias", num_groups=2, top_groups=1, shared_ffn_size=48),
+    ),
+}  # fmt: skip
+
+
+def random_ids(*shape, seed=3):
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def awake_model(config=MODEL, dtype=torch.float32):
+    """A model whose logits depend on everything before them."""
+    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=256, dtype=dtype, device="cpu")
+    model = GPT(config, group, seed=1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=generator) * 0.3)
+    return model, group
+
+
+def exact_logits(model, ids):
+    """The whole model in float64 from its formulas."""
+    config, table = model.config, model.rotary.double()[:, : ids.shape[1]]
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    x = weights["embedding.weight"][ids]
+    for layer in range(config.num_layers):
+        of = {name.split(".", 2)[2]: value for name, value in weights.items() if name.startswith(f"blocks.{layer}.")}
+        normed = rms_norm(x, x.shape[-1:], of["attention_norm.weight"], EPSILON)
+        heads = (normed @ of["attention.qkv.weight"].T).unflatten(-1, (-1, config.head_width)).transpose(1, 2)
+        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
+        query, key = (rotate(rms_norm(part, part.shape[-1:], None, EPSILON), table) for part in (query, key))
+        repeat = config.num_heads // config.num_kv_heads
+        scores = query @ key.repeat_interleave(repeat, 1).mT / math.sqrt(config.head_width)
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -math.inf)
+        mixed = scores.softmax(-1) @ value.repeat_interleave(repeat, 1)
+        x = x + mixed.transpose(1, 2).flatten(2) @ of["attention.out.weight"].T
+        tokens = rms_norm(x, x.shape[-1:], of["ffn_norm.weight"], EPSILON).flatten(0, 1)
+        x = x + exact_ffn(config.moe, of, tokens).view_as(x)
+    return rms_norm(x, x.shape[-1:], weights["norm.weight"], EPSILON) @ weights["head.weight"].T
+
+
+def swiglu(tokens, w1, w2):
+    gate, up = (tokens @ w1.T).chunk(2, -1)
+    return (silu(gate) * up) @ w2.T
+
+
+def exact_ffn(moe, of, tokens):
+    if "ffn.router.weight" not in of:
+        return swiglu(tokens, of["ffn.w1"], of["ffn.w2"])
+    scores = score_logits(tokens @ of["ffn.router.weight"].T, moe.score)
+    ids = select_experts(scores + of.get("ffn.router.selection_bias", 0), moe)
+    routing = torch.zeros_like(scores).scatter(1, ids, weigh_experts(scores, ids, moe))
+    experts = [swiglu(tokens, w1.flatten(0, 1), w2) for w1, w2 in zip(of["ffn.w1"], of["ffn.w2"], strict=True)]
+    output = torch.einsum("te,etd->td", routing, torch.stack(experts))
+    return output + swiglu(tokens, of["ffn.shared.w1"], of["ffn.shared.w2"]) if moe.shared_ffn_size else output
+
+
+def decoded_logits(engine, ids, lengths):
+    """``{(sequence, position): logits}`` by reading each sequence's first tokens at once and the others one by one."""
+    total = ids.shape[1]
+    known = torch.tensor(lengths)
+    logits = engine.prefill(ids[:, : max(lengths)], known, total)
+    found = {}
+    for _ in range(total):
+        found.update({(row, int(known[row]) - 1): logits[row] for row in range(len(ids)) if known[row] <= total})
+        logits = engine.decode(ids.gather(1, known.clamp(max=total - 1)[:, None])[:, 0])
+        known += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "decode_tokens"),
+    [
+        *((name, torch.float32, MAX_DECODE_TOKENS) for name in MODELS),
+        ("sigmoid, groups, bias", torch.float32, 4),  # the prompts take the layer's own path
+        ("shared expert", torch.bfloat16, MAX_DECODE_TOKENS),
+        ("shared expert", torch.bfloat16, 4),
+        ("shared expert", torch.bfloat16, 0),
+    ],
+)
+@torch.no_grad()
+def test_decoding_equals_the_whole_forward_pass_at_every_position(name, dtype, decode_tokens):
+    model, group = awake_model(MODELS[name], dtype)
+    ids = random_ids(3, 16)
+    exact, whole = exact_logits(model, ids), model(ids).logits
+    error = (whole - exact).abs().max()
+    found = decoded_logits(GPTEngine(model, group, decode_tokens=decode_tokens), ids, [6, 1, 15])
+    assert len(found) == (16 - 5) + 16 + 2
+    for (row, position), logits in found.items():
+        difference = (logits - exact[row, position]).abs().max()
+        assert difference <= 2 * error, f"sequence {row}, position {position}: {difference} > 2 x {error}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_freezing_changes_no_bit_and_halves_the_matrices(dtype):
+    model, _ = awake_model(MODELS["shared expert"], dtype)
+    before = model(random_ids(2, 32)).logits
+    freeze(model)
+    assert torch.equal(model(random_ids(2, 32)).logits, before)
+    kept = {name for name, weight in model.named_parameters() if weight.dtype == torch.float32 and weight.dim() > 1}
+    if dtype == torch.bfloat16:
+        assert {name.split(".")[-2] for name in kept} == {"embedding", "router"}
+
+
+@torch.no_grad()
+def test_a_full_sequence_disturbs_no_other():
+    model, group = awake_model()
+    engine = GPTEngine(model, group)
+    ids = random_ids(2, 32)
+    engine.prefill(ids[:, :8], torch.tensor([8, 3]), 9)
+    for position in range(3, 9):
+        logits = engine.decode(ids[:, position])
+    exact = exact_logits(model, torch.cat([ids[1:, :3], ids[1:, 3:9]], 1))[0, -1]
+    torch.testing.assert_close(logits[1].double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_second_prefill_forgets_the_first():
+    model, group = awake_model()
+    engine = GPTEngine(model, group)
+    fresh = engine.prefill(random_ids(1, 5), torch.tensor([5]), 9)
+    engine.prefill(random_ids(2, 9, seed=8), torch.tensor([9, 9]), 20)
+    engine.decode(torch.tensor([1, 2]))
+    assert torch.equal(engine.prefill(random_ids(1, 5), torch.tensor([5]), 9), fresh)
+    assert engine.weight_bytes_per_step() == 0
+
+
+@torch.no_grad()
+def test_weight_bytes_are_those_of_the_touched_experts_and_all_dense_weights():
+    model, group = awake_model(replace(MODELS["shared expert"], dense_layers=1))
+    engine = GPTEngine(model, group)
+    engine.prefill(random_ids(1, 4), torch.tensor([4]), 8)
+    for token in range(3):
+        engine.decode(torch.tensor([token]))
+    expert, width = 3 * 32 * 32, 32
+    moe_layer = 2 * expert + 4 * width + 3 * 16 * width  # one token's two experts, the router, the shared expert
+    dense_layer = 3 * width * (2 * 32 + 16)
+    attention = width * (2 + 2 * 1) * 16 + 2 * 16 * width + 2 * width
+    head, row = 256 * width, width
+    assert engine.weight_bytes_per_step() == 4 * (moe_layer + dense_layer + 2 * attention + width + head + row)
+
+
+@pytest.mark.parametrize(
+    ("length", "message"), [(0, "length=0 must be between"), (33, "length=33 must be between 1 and")]
+)
+def test_cache_rules(length, message):
+    with pytest.raises(ValueError, match=message):
+        KeyValueCache(MODEL, num_sequences=1, length=length, dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match="num_sequences=0 must be at least 1"):
+        KeyValueCache(MODEL, num_sequences=0, length=4, dtype=torch.float32, device=CPU)
+
+
+def run(prompts, **changes):
+    config = GenerateConfig(prompts=tuple(prompts), **{"max_new_tokens": 12, **changes})
+    model, group = awake_model()
+    codec = ByteCodec()
+    tokens = encode_prompts(config, codec, 32)
+    return generate(GPTEngine(model, group), codec, tokens, config, context=32)
+
+
+PROMPTS = ["def f(x):", "a", "the quick brown fox jumps ove"]
+
+
+def test_a_batch_makes_what_each_prompt_makes_alone():
+    batch = run(PROMPTS, temperature=0)
+    assert [run([prompt], temperature=0).texts[0] for prompt in PROMPTS] == list(batch.texts)
+    assert batch.prompt_tokens == sum(map(len, PROMPTS))
+    assert batch.new_tokens == 12 + 12 + 3, "the third ends at a full context"
+    assert batch.steps == 11
+
+
+def test_sampling_depends_on_seed_and_number_of_the_sequence_only():
+    texts = run(PROMPTS).texts
+    assert run(PROMPTS).texts == texts
+    assert run(PROMPTS[:1]).texts == texts[:1], "the batch changes nothing for a sequence"
+    assert run(PROMPTS, seed=1).texts != texts
+    first, second = run(["a", "a"]).texts
+    assert first != second, "equal prompts are continued differently"
+
+
+def test_top_k_of_one_is_greedy():
+    assert run(PROMPTS, top_k=1, temperature=3.0).texts == run(PROMPTS, temperature=0).texts
+    assert run(PROMPTS, top_p=1e-9, temperature=3.0).texts == run(PROMPTS, temperature=0).texts
+
+
+def test_the_stop_text_ends_a_sequence_and_is_left_out():
+    text = run(["a"], temperature=0).texts[0]
+    place = next(size for size in range(2, len(text)) if text.find(text[size : size + 2]) == size)
+    stopped = run(["a"], temperature=0, stop=text[place : place + 2])
+    assert stopped.texts[0] == text[:place]
+    assert stopped.new_tokens < 12
+    assert run(["a"], temperature=0, stop="\0never\0").texts[0] == text
+
+
+def test_one_token_needs_no_decode_step():
+    made = run(["abc"], max_new_tokens=1)
+    assert (made.steps, made.new_tokens, made.weight_bytes_per_step) == (0, 1, 0)
+
+
+def test_warm_up_leaves_no_trace():
+    model, group = awake_model()
+    engine, config, codec = GPTEngine(model, group), GenerateConfig(prompt="abc", max_new_tokens=5), ByteCodec()
+    cold = generate(engine, codec, [[1, 2]], config, context=32)
+    warm_up(engine, [[1, 2], [3]])
+    assert generate(engine, codec, [[1, 2]], config, context=32).texts == cold.texts
+
+
+def test_padding_example_of_the_docstring():
+    ids, lengths = pad([[7, 8], [9]], CPU)
+    assert (ids.tolist(), lengths.tolist()) == ([[7, 8], [9, 0]], [2, 1])

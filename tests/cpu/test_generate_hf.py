@@ -1,0 +1,156 @@
+"""The ``generate`` task on Hugging Face folders: stock models' text, streamed through their tokenizers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import tiny_model
+from training_cases import Rank, make_job
+
+from comet.config import ParallelConfig
+from comet.generation.config import GenerateConfig
+from comet.generation.generate import encode_prompts, generate, warm_up
+from comet.generation.hf import HFEngine, open_codec, touched_experts
+from comet.generation.job import generate_job
+from comet.generation.source import find_source, model_of
+from comet.group import make_expert_group
+
+PROMPTS = ("def f(x):", "a", "the quick brown fox")
+GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=6, temperature=0.0)
+END = 256
+
+
+def save_model(folder: Path, family: str, **changes):
+    """A tiny model whose tokens are the 256 bytes and one end token; returns it with the stock experts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    model = tiny_model(family, vocab_size=257, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder, save_model(folder, "qwen3_moe")
+
+
+def engine_of(folder, ep=1, tp=1):
+    source = find_source(str(folder))
+    assert source.checkpoint is None
+    model = model_of(source)
+    group = make_expert_group(model.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=16, dtype=torch.float32, device="cpu")
+    return HFEngine(source.path, group), group, model.context
+
+
+def continued(rank, world_size, folder, ep, tp):
+    engine, group, context = engine_of(folder, ep, tp)
+    codec = open_codec(Path(folder))
+    made = generate(engine, codec, encode_prompts(GREEDY, codec, context), GREEDY, context=context)
+    group.close()
+    return made.texts, made.weight_bytes_per_step
+
+
+def stock_texts(model, folder) -> tuple[str, ...]:
+    """What transformers itself makes of each prompt alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")
+        made = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=END)
+        texts.append(tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    return tuple(texts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_padded_batch_writes_what_the_stock_model_writes(family, qwen, tmp_path):
+    folder, model = qwen if family == "qwen3_moe" else (tmp_path, save_model(tmp_path, family))
+    assert continued(0, 1, str(folder), 1, 1)[0] == stock_texts(model, folder)
+
+
+def test_two_ranks_write_the_same_and_read_their_own_experts(qwen):
+    folder, _ = qwen
+    alone, alone_bytes = continued(0, 1, str(folder), 1, 1)
+    ranks = run_ranks(continued, 2, str(folder), 2, 1)
+    assert [texts for texts, _ in ranks] == [alone, alone]
+    assert all(0 < size < alone_bytes for _, size in ranks)
+
+
+def test_logits_do_not_depend_on_the_batch(qwen):
+    engine, group, _ = engine_of(qwen[0])
+    ids = torch.tensor([[5, 6, 7, 8], [9, 0, 0, 0]])
+    warm_up(engine, [[1, 2, 3], [4]])
+    first = engine.prefill(ids, torch.tensor([4, 1]), 8)
+    steps = [engine.decode(torch.tensor([token, 50 + token])) for token in range(3)]
+    alone = engine.prefill(torch.tensor([[9]]), torch.tensor([1]), 8)
+    torch.testing.assert_close(first[1], alone[0], rtol=1e-5, atol=1e-5)
+    for token, logits in enumerate(steps):
+        torch.testing.assert_close(logits[1], engine.decode(torch.tensor([50 + token]))[0], rtol=1e-5, atol=1e-5)
+    group.close()
+
+
+def test_the_job_streams_and_reports(qwen, tmp_path, capsys):
+    folder, model = qwen
+    job = make_job(tmp_path, model=model_of(find_source(str(folder))), generate=replace(GREEDY, source=str(folder)))
+    result = generate_job(job, Rank())
+    out = capsys.readouterr().out
+    assert tuple(result["texts"]) == stock_texts(model, folder)
+    assert json.loads(out.splitlines()[-1])["source"] == str(folder)
+    assert (result["model"], result["prompt_tokens"]) == ("qwen3_moe", sum(map(len, PROMPTS)))
+    expert = 3 * 32 * 32 * 4
+    assert (result["weight_bytes_per_step"] - dense_bytes(model)) / expert == pytest.approx(12, abs=4)
+
+
+def dense_bytes(model) -> int:
+    """All weights a step of three sequences reads whatever the routing."""
+    weights = dict(model.named_parameters())
+    experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
+    rows = weights["model.embed_tokens.weight"]
+    return sum(weight.nbytes for weight in weights.values()) - experts - rows.nbytes + 3 * rows[0].nbytes
+
+
+def test_touched_experts_example_of_the_docstring():
+    routing = torch.tensor([[0, 3, 3], [1, 2, 0]])
+    assert touched_experts(routing, 2, 2) == 2
+    assert touched_experts(routing, 0, 4) == 2 + 3
+
+
+def test_tokens_become_text_when_they_form_characters(qwen):
+    codec = open_codec(qwen[0])
+    ids = codec.encode("x \u00e9\u20ac!")
+    assert (codec.num_tokens, codec.end_ids, len(ids)) == (257, frozenset(), 8)
+    stream = codec.stream(ids[:1])
+    assert [stream.push(token) for token in ids[1:]] == [" ", "", "\u00e9", "", "", "\u20ac", "!"]
+    assert (stream.push(ids[2]), stream.push(END), stream.finish()) == ("", "", "\ufffd")
+
+
+def test_end_tokens_are_those_of_the_generation_config(qwen, tmp_path):
+    save_model(tmp_path, "qwen3_moe", eos_token_id=END)
+    assert open_codec(tmp_path).end_ids == {END}
+
+
+def test_a_folder_without_a_tokenizer(qwen, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((qwen[0] / name).read_bytes())
+    with pytest.raises(ValueError, match=r"generate\.source=.* must hold a tokenizer: one of tokenizer\.json, "):
+        open_codec(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generate\.source=.* must hold a tokenizer that can be read: "):
+        open_codec(tmp_path)

@@ -1,0 +1,223 @@
+"""The ``generate`` task on checkpoints of the training job: every layout, every mistake, and the command itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from ranks import run_ranks
+from training_cases import MODEL, MOE, Rank, make_job, make_model
+
+from comet.config import ParallelConfig
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.generation.generate import encode_prompts, generate
+from comet.generation.job import generate_job
+from comet.generation.source import find_source, model_of
+from comet.generation.text import ByteCodec
+from comet.generation.weights import load_weights
+from comet.group import make_expert_group
+from comet.launch.cli import help_page, main
+from comet.launch.config import compose, split_verbatim, to_yaml
+from comet.launch.config import make_job as job_of_command
+from comet.launch.dry_run_generate import memory_needs
+from comet.launch.tasks import TASKS
+from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT
+from comet.training.run import train
+
+TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
+PROMPTS = ("17 times 4 is ", "3 ti")
+GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Output folder of a training run on one rank, with the checkpoints step-000020 and step-000040."""
+    folder = tmp_path_factory.mktemp("run")
+    job = make_job(folder, model=TRAINED, steps=40, checkpoint_every=20, eval_batches=1, sample_bytes=0)
+    train(job, Rank())
+    return folder / "out"
+
+
+def truncate(checkpoint: Path) -> None:
+    victim = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-10])
+
+
+def copy(trained: Path, target: Path) -> Path:
+    for path in trained.glob("step-*/*"):
+        (target / path.parent.name).mkdir(parents=True, exist_ok=True)
+        (target / path.parent.name / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def continued(rank, world_size, folder, ep, tp, decode_tokens, config):
+    """Texts of the checkpoint on this layout; few decode tokens send the prompts along the layer's own path."""
+    source = find_source(folder)
+    model_config = model_of(source)
+    group = make_expert_group(
+        model_config.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=16, dtype=torch.float32, device="cpu"
+    )
+    model = GPT(model_config, group, seed=5)
+    load_weights(model, source.checkpoint, group)
+    codec = ByteCodec()
+    engine = GPTEngine(model, group, decode_tokens=decode_tokens)
+    made = generate(engine, codec, encode_prompts(config, codec, 32), config, context=32)
+    group.close()
+    return made.texts, made.weight_bytes_per_step
+
+
+def test_two_tp_ranks_write_what_one_process_writes(trained):
+    alone, alone_bytes = continued(0, 1, str(trained), 1, 1, 64, GREEDY)
+    assert all(len(text) == 12 for text in alone)
+    ranks = run_ranks(continued, 2, str(trained), 1, 2, 4, GREEDY)
+    assert [texts for texts, _ in ranks] == [alone, alone]
+    sizes = [size for _, size in ranks]
+    assert sizes[0] == sizes[1], "every TP rank reads its half of every touched expert"
+    expert = 3 * 32 * 32 * 4
+    touched = (alone_bytes - sizes[0]) / (expert / 2)
+    assert 2 <= touched <= 4, "two sequences of two experts each"
+
+
+def command(*words: str) -> tuple[int, list[str], list[str]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, "-P", "-m", "comet.launch", *words]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
+    words = [f"generate.source={trained}", "generate.prompt=17 times 4 is ", "generate.max_new_tokens=12"]
+    status, out, err = command("generate", *words, "generate.temperature=0", "parallel=ep2")
+    assert status == 0, err
+    result = json.loads(out[-1])
+    alone, alone_bytes = continued(0, 1, str(trained), 1, 1, 64, replace(GREEDY, prompts=PROMPTS[:1]))
+    (text,) = alone
+    assert (result["task"], result["text"], result["texts"]) == ("generate", text, [text])
+    assert (result["world_size"], result["ep"], result["tp"], result["device"]) == (2, 2, 1, "cpu")
+    assert (result["prompt_tokens"], result["new_tokens"]) == (14, 12)
+    assert result["source"] == str(trained / "step-000040")
+    assert "\n".join(out).startswith(f"17 times 4 is {text}\n----\nprompt ")
+    for name in ("time_to_first_token_s", "tokens_per_second", "weight_bytes_per_step", "achieved_tb_per_s"):
+        assert result[name] > 0
+    assert result["roof_fraction"] == pytest.approx(result["achieved_tb_per_s"] / result["roof_tb_per_s"])
+    assert result["weight_bytes_per_step"] < alone_bytes, "no rank touches both experts of every token"
+    assert "output_dir" not in result, "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate.source=no/such/run"], "generate.source='no/such/run' must be an existing folder: a checkpoint, "),
+        (["generate.max_new_tokens=0"], "generate: max_new_tokens=0 must be at least 1"),
+        (["generate.temperature=-1"], "generate: temperature=-1.0 must be finite and at least 0"),
+        (["generate.temperature=hot"], "Value 'hot'"),
+        (["generate.top_p=1.5"], "generate: top_p=1.5 must be above 0 and at most 1"),
+        (["generate.top_k=0"], "generate: top_k=0 must be at least 1"),
+        (["generate.dtype=int8"], "generate.dtype='int8' must be one of auto, float32, bfloat16"),
+        (["generate.promt=x"], "override 'generate.promt=x': 'generate.promt' is no setting and no group"),
+    ],
+)
+def test_a_mistake_in_the_settings_ends_before_a_rank_starts(words, message, capsys):
+    assert main(["generate", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith("comet: error: ")
+    assert message in err
+
+
+def test_broken_checkpoints_are_told_apart(trained, tmp_path, capsys):
+    run = copy(trained, tmp_path / "run")
+    truncate(run / "step-000040")
+    source = find_source(str(run))
+    assert source.path == run / "step-000020", "the newest complete one is taken"
+    assert "step-000040 is truncated" in source.skipped[0]
+    assert main(["generate", f"generate.source={run}/step-000040"]) == 2
+    truncate(run / "step-000020")
+    assert main(["generate", f"generate.source={run}"]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["generate", f"generate.source={tmp_path}/empty"]) == 2
+    one, both, empty = capsys.readouterr().err.splitlines()
+    assert "step-000040 is truncated" in one
+    assert "step-000040 is truncated" in both
+    assert "step-000020 is truncated" in both
+    assert empty.endswith("it holds neither")
+
+
+def test_a_checkpoint_of_an_unknown_kind_of_model(trained, tmp_path):
+    run = copy(trained, tmp_path / "run")
+    manifest = json.loads((run / "step-000040" / "comet.json").read_text())
+    manifest["model"]["moe.flavour"] = 1
+    (run / "step-000040" / "comet.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"holds a model this version does not know: .*flavour"):
+        compose([f"generate.source={run}/step-000040"])
+
+
+def test_source_and_prompt_must_be_given_and_fit(trained, tmp_path):
+    job = make_job(tmp_path, model=TRAINED, generate=GenerateConfig(prompt="x"))
+    with pytest.raises(ValueError, match=r"generate\.source must be given"):
+        generate_job(job, Rank())
+    job = replace(job, generate=GenerateConfig(source=str(trained)))
+    with pytest.raises(ValueError, match=r"generate\.prompt='' must have a character"):
+        generate_job(job, Rank())
+    job = replace(job, generate=GenerateConfig(source=str(trained), prompt="x" * 33))
+    with pytest.raises(ValueError, match=r"generate\.prompt of 33 tokens must be shorter than the .* context of 32"):
+        generate_job(job, Rank())
+
+
+def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(trained, tmp_path, capsys, caplog):
+    run = copy(trained, tmp_path / "run")
+    truncate(run / "step-000040")
+    settings = GenerateConfig(source=str(run), prompts=PROMPTS, max_new_tokens=3, seed=4)
+    result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
+    out = capsys.readouterr().out
+    assert out.startswith(f"{PROMPTS[0]}{result['texts'][0]}\n\n{PROMPTS[1]}{result['texts'][1]}\n----\n")
+    assert json.loads(out.splitlines()[-1]) == {**result, "texts": list(result["texts"])}
+    assert "skipped: checkpoint" in caplog.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_source_decides_the_model(trained):
+    job = job_of_command(compose([f"generate.source={trained}"]), 2)
+    assert job.model == TRAINED
+    with pytest.raises(ValueError, match=r"decides the model: model=tiny, \+\+model\.name=x must be left out"):
+        compose([f"generate.source={trained}", "model=tiny", "++model.name=x"])
+
+
+def test_texts_reach_the_job_as_they_were_typed():
+    words = ["model=tiny", "generate.prompt=a, b ", "generate.prompt= [x=${y\n", "generate.stop='}"]
+    assert split_verbatim(words) == (["model=tiny"], {"prompt": " [x=${y\n", "stop": "'}"})
+    container = compose([*words, "output_dir=x"])
+    settings = job_of_command(container, 2).generate
+    assert (settings.prompt, settings.stop) == (" [x=${y\n", "'}")
+    assert yaml.safe_load(to_yaml(container)) == container, "a dry run prints text that is no interpolation"
+
+
+def test_memory_of_a_dry_run_is_that_of_the_run(trained):
+    settings = GenerateConfig(source=str(trained), prompts=("abc", "x" * 30), max_new_tokens=20)
+    job = job_of_command(compose([f"generate.source={trained}", "parallel=single"]), 1)
+    needs = memory_needs(replace(job, generate=settings), torch.float32)
+    model, group = make_model(TRAINED)
+    cache = KeyValueCache(TRAINED, num_sequences=2, length=32, dtype=torch.float32, device=torch.device("cpu"))
+    assert needs["weights"] == sum(weight.nbytes for weight in model.parameters())
+    assert needs["keys and values"] == cache.keys.nbytes + cache.values.nbytes
+    group.close()
+
+
+def test_dry_run_and_help(trained, capsys):
+    assert main(["generate", "--dry-run", f"generate.source={trained}", "generate.prompt=def f(", "output_dir=x"]) == 0
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out)["generate"]["prompt"] == "def f("
+    assert "shared_ffn_size: 16" in out
+    assert "#   keys and values " in out
+    assert "optimizer" not in out
+    assert not Path("x").exists()
+    assert "comet generate generate.source=" in help_page(TASKS)
