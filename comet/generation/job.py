@@ -15,9 +15,9 @@ from comet.generation.report import Printer
 from comet.generation.roof import read_bytes_per_second
 from comet.generation.source import Source, find_source
 from comet.generation.text import ByteCodec, Codec
-from comet.generation.weights import load_weights
 from comet.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
+from comet.training.checkpoint import load_weights
 from comet.training.config import JobConfig
 from comet.training.run import RankContext, activation_dtype
 

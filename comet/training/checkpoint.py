@@ -50,7 +50,7 @@ class Checkpointer:
         self.model = model
         self.optimizer = optimizer
         self.group = group
-        self.mesh = _make_mesh(group)
+        self.shard = ExpertSharding(group)
 
     def save(self, step: int) -> Path:
         """Write a checkpoint (collective).
@@ -91,9 +91,7 @@ class Checkpointer:
         """
         checkpoint.check_model(self.model.config)
         read_checkpoint(checkpoint.path)
-        reader = dcp.FileSystemReader(checkpoint.path)
-        with _alone_on_purpose():
-            dcp.load(self._tensors(), storage_reader=reader, no_dist=not dist.is_initialized())
+        _read(checkpoint.path, self._tensors())
         for state in self.optimizer.state.values():
             state["step"].fill_(float(checkpoint.step))
         return checkpoint.step
@@ -102,20 +100,12 @@ class Checkpointer:
         """Everything to save, by name, sharing memory with the model and the optimizer."""
         experts = {id(parameter) for parameter in self.model.expert_parameters()}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        tensors = {f"model.{name}": buffer for name, buffer in self.model.state_dict().items()}
+        tensors = _model_tensors(self.model, self.shard)
         for parameter, state in self.optimizer.state.items():
+            place = self.shard if id(parameter) in experts else _whole
             name = names[id(parameter)]
-            tensors.update({f"optimizer.{name}.{moment}": state[moment] for moment in MOMENTS})
-            if id(parameter) in experts:
-                mine = [f"model.{name}", *(f"optimizer.{name}.{moment}" for moment in MOMENTS)]
-                tensors.update({key: self._shard(tensors[key]) for key in mine})
+            tensors.update({f"optimizer.{name}.{moment}": place(state[moment]) for moment in MOMENTS})
         return tensors
-
-    def _shard(self, local: Tensor) -> Tensor:
-        if self.mesh is None:
-            return local
-        placements = [Replicate(), Shard(EXPERT_DIM), Shard(FFN_DIM)]
-        return DTensor.from_local(local.detach(), self.mesh, placements, run_check=False)
 
     def _barrier(self) -> None:
         if self.group.world_size > 1:
@@ -125,12 +115,59 @@ class Checkpointer:
                 torch.cuda.synchronize(self.group.device)
 
 
-def _make_mesh(group: ExpertGroup) -> DeviceMesh | None:
-    """World ranks as (MoE group, EP shard, TP rank); ``None`` where every rank holds all experts."""
-    if group.parallel.world_size == 1:
-        return None
-    shape = (group.data_parallel, group.parallel.ep, group.parallel.tp)
-    return init_device_mesh(group.device.type, shape, mesh_dim_names=("data", "ep", "tp"))
+class ExpertSharding:
+    """Expert tensors of this rank as parts of global ones; the same tensors where every rank holds all experts.
+
+    Args:
+        group: The ranks, in a mesh of (MoE group, EP shard, TP rank); collective.
+    """
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self.mesh: DeviceMesh | None = None
+        if group.parallel.world_size > 1:
+            shape = (group.data_parallel, group.parallel.ep, group.parallel.tp)
+            self.mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=("data", "ep", "tp"))
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """A view of ``local`` that knows its place."""
+        if self.mesh is None:
+            return local
+        placements = [Replicate(), Shard(EXPERT_DIM), Shard(FFN_DIM)]
+        return DTensor.from_local(local.detach(), self.mesh, placements, run_check=False)
+
+
+def load_weights(model: GPT, checkpoint: Checkpoint, group: ExpertGroup) -> None:
+    """Read the weights of a checkpoint of any EP, TP and world size, without the moments (collective).
+
+    Args:
+        model: Filled in place.
+        checkpoint: Complete, as ``choose_checkpoint`` returns it.
+        group: The model's ranks.
+
+    Raises:
+        ValueError: If the checkpoint is of another model.
+    """
+    checkpoint.check_model(model.config)
+    _read(checkpoint.path, _model_tensors(model, ExpertSharding(group)))
+
+
+def _model_tensors(model: GPT, shard: ExpertSharding) -> dict[str, Tensor]:
+    """All weights and buffers by their names in a checkpoint, sharing memory with the model."""
+    experts = {id(parameter) for parameter in model.expert_parameters()}
+    sharded = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
+    state = model.state_dict()
+    return {f"model.{name}": shard(tensor) if name in sharded else tensor for name, tensor in state.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """What every rank holds all of."""
+    return tensor
+
+
+def _read(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors from a checkpoint, in place."""
+    with _alone_on_purpose():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from comet.generation.generate import encode_prompts, generate
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
-from comet.generation.weights import load_weights
 from comet.group import make_expert_group
 from comet.launch.cli import help_page, main
 from comet.launch.config import compose, split_verbatim, to_yaml
@@ -31,6 +30,7 @@ from comet.launch.dry_run_generate import memory_needs
 from comet.launch.tasks import TASKS
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
+from comet.training.checkpoint import load_weights
 from comet.training.run import train
 
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
