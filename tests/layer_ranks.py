@@ -6,11 +6,11 @@ import random
 import time
 
 import torch
+import torch.distributed as dist
 from layer_cases import LayerCase, assert_as_close, full_weights, oracle, rank_inputs, shard
 
-from comet.group import make_expert_group
+from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE, make_moe
-from comet.workspace import Workspace
 
 
 def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
@@ -24,7 +24,7 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
         backend=backend,
         timeout_s=60.0,
     )
-    poison(group.workspace)
+    poison(group)
     moe = make_moe(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):
@@ -32,11 +32,20 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
     return moe
 
 
-def poison(workspace: Workspace) -> None:
-    """NaN in all rows and gradients of the pool: what is read without having been written shows in the result."""
-    for region in (workspace.recv_rows, workspace.combine_rows, workspace.combine_grads):
-        region.local.fill_(float("nan"))
-    workspace.comm.barrier()
+def poison(group: ExpertGroup) -> None:
+    """Fill where rows land with NaN: what is read without having been written, or too early, shows in the result."""
+    synchronize(group)
+    for landing in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
+        landing.local.fill_(float("nan"))
+    synchronize(group)
+
+
+def synchronize(group: ExpertGroup) -> None:
+    """Wait for this rank's device, then for all ranks."""
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def run_case(

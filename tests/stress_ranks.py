@@ -12,6 +12,7 @@ from random import Random
 import torch
 import torch.distributed as dist
 from layer_cases import assert_as_close, full_weights, shard
+from layer_ranks import poison
 from stress_cases import CASES_PER_POOL, Stress, StressCase, expected, stress_inputs
 from torch import Tensor
 
@@ -102,21 +103,6 @@ def run_case(rank: int, case: StressCase, group: ExpertGroup, stress: Stress) ->
         results.append(run_call(moe, case, rank, number, sleeper))
         group.workspace.check()
     return results
-
-
-def poison(group: ExpertGroup) -> None:
-    """Fill where rows land with NaN, so that what is read too early shows; no rank is at work meanwhile."""
-    synchronize(group)
-    for landing in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
-        landing.local.fill_(float("nan"))
-    synchronize(group)
-
-
-def synchronize(group: ExpertGroup) -> None:
-    """Wait for this rank's device, then for all ranks."""
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
-    dist.barrier()
 
 
 def run_call(moe: MoE, case: StressCase, rank: int, number: int, sleeper: Random) -> Results:

@@ -205,7 +205,7 @@ def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
     group = make_expert_group(
         config, ParallelConfig(ep=world_size), max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=60.0
     )
-    poison(group.workspace)
+    poison(group)
     moe, found = make_moe(config, group, path=path, overlap=OverlapConfig(block_rows=16)), []
     for call, num_tokens in enumerate((64, 40)):
         generator = torch.Generator().manual_seed(7 * call + rank)
