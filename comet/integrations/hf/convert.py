@@ -88,7 +88,25 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     place = Place.create(model.config, group, decode_tokens)
     for name, experts in stock.items():
         model.set_submodule(name, place.take(experts))
+    keep_from_saving(model, place.layout)
     return model
+
+
+def keep_from_saving(model: nn.Module, layout: ExpertLayout) -> None:
+    """Let ``model.save_pretrained`` raise ``ValueError`` where a rank holds a part of the experts only.
+
+    The folder would look like a model's and hold one rank's shard.
+    """
+    if layout.world_size == 1:
+        return
+
+    def save_pretrained(*arguments: Any, **options: Any) -> None:
+        raise ValueError(
+            f"save_pretrained: rank {layout.rank} of {layout.world_size} holds a part of the experts only; "
+            "save the model before it is converted"
+        )
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def check(model: nn.Module) -> None:

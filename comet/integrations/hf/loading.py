@@ -15,7 +15,7 @@ from comet.config import MOE_DTYPES, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard, StoredTensor, open_checkpoint, shard_checkpoint
-from comet.integrations.hf.convert import Place
+from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import check_family, moe_config, require_transformers, stock_experts
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,7 @@ def _finish(model: Any, stock_class: type[nn.Module], folder: Path, place: Place
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    keep_from_saving(model, place.layout)
     if place.layout.world_size > 1:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
