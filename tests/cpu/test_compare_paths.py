@@ -199,9 +199,8 @@ def test_paths_agree_over_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_another_seed_is_detected(tmp_path: Path, dtype: str) -> None:
-    done = torchrun(tmp_path, "--tp", "2", "--dtype", dtype, "--lr", "0.01", "--wrong-seed", "plain")
+def test_another_seed_is_detected(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "--tp", "2", "--dtype", "bfloat16", "--lr", "0.01", "--wrong-seed", "plain")
     assert done.returncode == 1, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert not result["within_tolerance"]
