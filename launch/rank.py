@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -18,11 +19,13 @@ from comet.launch.distributed import (
     open_store,
     process_group,
 )
-from comet.launch.failures import STATUS_USER, report
+from comet.launch.failures import POLL_S, STATUS_USER, report
 from comet.launch.tasks import Task
 from comet.training.config import JobConfig
 
 SETTINGS_KEY = "comet/settings"
+READERS_KEY = "comet/settings/readers"
+READERS_S = 20.0  # ranks of another node may still be starting
 
 
 def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoReturn:
@@ -61,15 +64,24 @@ def share_config(context: LaunchContext, store: dist.Store, overrides: Sequence[
     """
     if context.rank:
         container = json.loads(store.get(SETTINGS_KEY))
+        store.add(READERS_KEY, 1)
         return make_job(container, context.world_size) if container else None
     try:
         container = compose(overrides)
         job = make_job(container, context.world_size)
     except ValueError:
         store.set(SETTINGS_KEY, json.dumps(None))
+        _await_readers(context, store)
         raise
     store.set(SETTINGS_KEY, json.dumps(container))
     return job
+
+
+def _await_readers(context: LaunchContext, store: dist.Store) -> None:
+    """Let every rank read that the job is off: who finds the store gone, with the node of rank 0, would report that."""
+    deadline = time.monotonic() + READERS_S
+    while store.add(READERS_KEY, 0) < context.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 class Outcome:
