@@ -44,8 +44,20 @@ def routed_experts(x: Tensor, w1: Tensor, w2: Tensor, top_k_weights: Tensor, pla
     Returns:
         ``(T, D)``.
     """
-    output: Tensor = _RoutedExperts.apply(x, w1, w2, top_k_weights, plan, pieces)
-    return output
+    # Asked out here: inside of an autograd function inputs seem to need gradients under no_grad, too.
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, w1, w2, top_k_weights)):
+        output: Tensor = _RoutedExperts.apply(x, w1, w2, top_k_weights, plan, pieces)
+        return output
+    return run_layers(x.contiguous(), w1, w2, plan, pieces, save_pre=False)[0]
+
+
+def run_layers(
+    x: Tensor, w1: Tensor, w2: Tensor, plan: Plan, pieces: Pieces, *, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Layer 0, then layer 1: ``(T, D)`` and, with ``save_pre``, gate | up ``(Q, 2F)`` of all routed rows."""
+    ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
+    hidden, pre = ops.layer0(x, w1, plan, workspace, settings, save_pre=save_pre)
+    return ops.layer1(hidden, w2, plan, workspace, settings), pre
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -53,14 +65,10 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, top_k_weights: Tensor, plan: Plan, pieces: Pieces
     ) -> Tensor:
-        ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
         x = x.contiguous()
-        train = any(ctx.needs_input_grad)
-        hidden, pre = ops.layer0(x, w1, plan, workspace, settings, save_pre=train)
-        y: Tensor = ops.layer1(hidden, w2, plan, workspace, settings)
-        if train:
-            ctx.plan, ctx.pieces = plan, pieces
-            ctx.save_for_backward(keep_rows(x, plan, workspace), w1, w2, pre)
+        y, pre = run_layers(x, w1, w2, plan, pieces, save_pre=True)
+        ctx.plan, ctx.pieces = plan, pieces
+        ctx.save_for_backward(keep_rows(x, plan, pieces.workspace), w1, w2, pre)
         return y
 
     @staticmethod

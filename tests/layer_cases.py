@@ -31,6 +31,7 @@ class LayerCase:
     num_phases: int = 2
     num_panels: int = 2
     block_rows: int = 16
+    beside: bool = True
     seed: int = 0
     calls: int = 1
 
@@ -55,7 +56,11 @@ class LayerCase:
     def overlap(self) -> OverlapConfig:
         """Small tiles, so that small inputs make several."""
         return OverlapConfig(
-            comm_blocks=2, num_phases=self.num_phases, num_panels=self.num_panels, block_rows=self.block_rows
+            comm_blocks=2,
+            num_phases=self.num_phases,
+            num_panels=self.num_panels,
+            block_rows=self.block_rows,
+            beside=self.beside,
         )
 
     def with_seed(self, seed: int) -> LayerCase:

@@ -13,10 +13,12 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison, run_case
 from ranks import run_ranks
 
+import comet.autograd
+import comet.twin
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import CommTimeoutError
 from comet.group import make_expert_group
-from comet.moe import make_moe
+from comet.moe import MoE
 from comet.paths import SymmetricPath, expert_capacity
 
 CASES = [
@@ -32,6 +34,7 @@ CASES = [
     LayerCase("ep2 odd widths", 2, 1, (18, 11), hidden_size=48, ffn_size=80, num_panels=3),
     LayerCase("tp2", 1, 2, (31, 29)),
     LayerCase("ep2 four calls", 2, 1, (25, 14), calls=4),
+    LayerCase("ep2 split", 2, 1, (40, 70), top_k=3, num_panels=3, hidden_size=48, beside=False),
 ]
 WIDE_CASES = [
     LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3),
@@ -91,7 +94,7 @@ def test_whole_layer_with_router_and_shared_expert() -> None:
     outputs = []
     for path in ("twin", "plain", "reference"):
         torch.manual_seed(0)
-        moe = make_moe(config, with_group, path=path, seed=5)
+        moe = MoE(config, with_group, path=path, seed=5)
         x = torch.randn(2, 9, 32, requires_grad=True)
         y, stats = moe(x)
         (y.square().sum() + stats.loss).backward()
@@ -182,7 +185,7 @@ def overflow(rank: int, world_size: int, path: str) -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2, max_imbalance=1.0)
     parallel = ParallelConfig(ep=world_size)
     group = make_expert_group(config, parallel, max_tokens=128, dtype=torch.float32, device="cpu", timeout_s=20.0)
-    moe = make_moe(config, group, path=path, overlap=OverlapConfig(block_rows=16))
+    moe = MoE(config, group, path=path, overlap=OverlapConfig(block_rows=16))
     ids = torch.tensor([[0, 1]], dtype=torch.int32).repeat(128, 1)  # everything goes to rank 0
     moe.routed_experts(torch.randn(128, 16), ids, torch.ones(128, 2))
     group.workspace.check()
@@ -191,7 +194,7 @@ def overflow(rank: int, world_size: int, path: str) -> None:
 def test_capacity_drops_the_later_rows_and_counts_them() -> None:
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=2, top_k=1, capacity_factor=0.5)
     group = local_group(config, max_tokens=8)
-    moe = make_moe(config, group)
+    moe = MoE(config, group)
     ids = torch.zeros(8, 1, dtype=torch.int32)
     x = torch.randn(8, 16)
     y = moe.routed_experts(x, ids, torch.ones(8, 1))
@@ -206,7 +209,7 @@ def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
         config, ParallelConfig(ep=world_size), max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=60.0
     )
     poison(group)
-    moe, found = make_moe(config, group, path=path, overlap=OverlapConfig(block_rows=16)), []
+    moe, found = MoE(config, group, path=path, overlap=OverlapConfig(block_rows=16)), []
     for call, num_tokens in enumerate((64, 40)):
         generator = torch.Generator().manual_seed(7 * call + rank)
         x = torch.randn(num_tokens, 32, generator=generator).requires_grad_()
@@ -239,15 +242,15 @@ def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there() -> N
 def test_bad_inputs_are_named(x: torch.Tensor, message: str) -> None:
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
     with pytest.raises(ValueError, match=message):
-        make_moe(config, local_group(config))(x)
+        MoE(config, local_group(config))(x)
 
 
 def test_unknown_path_and_capacity_where_it_cannot_work() -> None:
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, capacity_factor=1.0)
     with pytest.raises(ValueError, match="path='fast' must be 'auto' or one of"):
-        make_moe(config, local_group(config), path="fast")
+        MoE(config, local_group(config), path="fast")
     with pytest.raises(ValueError, match=r"capacity_factor=1\.0 needs path 'fused' or 'twin'; 'plain' is dropless"):
-        make_moe(config, local_group(config), path="plain")
+        MoE(config, local_group(config), path="plain")
 
 
 def test_more_phases_than_sources_are_named() -> None:
@@ -263,3 +266,19 @@ def test_uneven_parallelism_is_named() -> None:
         ParallelConfig(tp=2).check(config)
     with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1"):
         OverlapConfig(comm_blocks=0)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_only_a_forward_pass_that_records_gradients_keeps_rows(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+    """Parameters require gradients under ``no_grad``, too; keeping rows would cost a copy and a slower layer 0."""
+    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+    moe = MoE(config, local_group(config), path="twin")
+    kept: list[bool] = []
+    layer0, keep_rows = comet.twin.layer0, comet.autograd.keep_rows
+    spy = lambda *a, save_pre: kept.append(save_pre) or layer0(*a, save_pre=save_pre)  # noqa: E731
+    monkeypatch.setattr(comet.twin, "layer0", spy)
+    monkeypatch.setattr(comet.autograd, "keep_rows", lambda *a: kept.append(True) or keep_rows(*a))
+    with torch.set_grad_enabled(trains):
+        output, _ = moe(torch.randn(9, 32))
+    assert kept == ([True, True] if trains else [False])
+    assert output.requires_grad == trains
