@@ -38,7 +38,7 @@ from comet.group import make_expert_group
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
-GRID = {"comm_blocks": (8, 16, 32, 64), "num_panels": (2, 4, 8), "num_phases": (2, 4)}
+GRID = {"comm_blocks": (8, 16, 32, 64), "num_panels": (2, 4, 8), "num_phases": (2, 4), "beside": (False,)}
 TIMEOUT_S = 5.0  # a hang is reported quickly
 
 
@@ -113,12 +113,12 @@ def default_grid() -> list[OverlapConfig]:
 
 def parse_try(text: str) -> OverlapConfig:
     """Read ``comm_blocks=16,num_panels=4``; what is not named keeps its default; raises ``ValueError``."""
-    values, rule = {}, "must be comm_blocks=N, num_panels=N or num_phases=N"
+    values, rule = {}, "must be comm_blocks=N, num_panels=N, num_phases=N or beside=0"
     for pair in text.split(","):
         name, _, value = pair.partition("=")
         require(name in Split._fields and value.isdigit(), f"try={pair!r} {rule}")
         values[name] = int(value)
-    return OverlapConfig(**values)
+    return OverlapConfig(**values | {"beside": bool(values.get("beside", True))})
 
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
@@ -131,7 +131,11 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
     parser.add_argument(
-        "--try", dest="tries", action="append", default=[], help="comm_blocks=16,num_panels=4,num_phases=2; repeatable"
+        "--try",
+        dest="tries",
+        action="append",
+        default=[],
+        help="comm_blocks=16,num_panels=4,beside=0; repeatable",
     )
     parser.add_argument("--rounds", type=int, default=7, help="counted calls of each launch")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")

@@ -31,9 +31,10 @@ class Split(NamedTuple):
     comm_blocks: int
     num_panels: int
     num_phases: int
+    beside: int = 1
 
     def __str__(self) -> str:
-        """Example: ``Split(16, 4, 2)`` is ``comm_blocks=16,num_panels=4,num_phases=2``."""
+        """Example: ``Split(16, 4, 2)`` is ``comm_blocks=16,num_panels=4,num_phases=2,beside=1``."""
         return ",".join(f"{name}={value}" for name, value in self._asdict().items())
 
     def launches(self) -> tuple[str, str]:
@@ -83,9 +84,11 @@ def open_point(
     for wanted in tries:
         overlap = replace(wanted, num_phases=min(wanted.num_phases, group.parallel.world_size))
         path = SymmetricPath(config, group, overlap, use_kernels=device.type == "cuda")
-        split = Split(path.settings.comm_blocks, path.settings.layer1.num_panels, path.overlap.num_phases)
+        settings = path.settings
+        split = Split(settings.comm_blocks, settings.layer1.num_panels, path.overlap.num_phases, int(settings.beside))
         paths.setdefault(split, path)
-    compile_kernels(layer, next(iter(paths.values())), tokens, ids, weights, ranks)
+    for path in {split.beside: path for split, path in paths.items()}.values():
+        compile_kernels(layer, path, tokens, ids, weights, ranks)
     plans = {split.num_phases: path.plan(ids, weights) for split, path in paths.items()}
     group.workspace.check()
     return Point(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from comet.config import MoEConfig, require
 
 MODELS = {
@@ -15,6 +17,18 @@ MODELS = {
 
 
 def model(name: str) -> MoEConfig:
-    """The layer called ``name``; raises ``ValueError`` naming those that exist."""
-    require(name in MODELS, f"models={name!r} must be one of {', '.join(MODELS)}")
-    return MODELS[name]
+    """The layer called ``name``, or one rank's share of its experts: ``mixtral_8x7b/4`` has 2 of the 8.
+
+    Raises:
+        ValueError: If there is no such layer, or its experts do not divide into so many shares that hold top-k.
+    """
+    whole, _, ranks = name.partition("/")
+    require(whole in MODELS, f"models={name!r} must be one of {', '.join(MODELS)}")
+    if not ranks:
+        return MODELS[whole]
+    num_experts = MODELS[whole].num_experts
+    require(
+        ranks.isdigit() and int(ranks) > 0 and num_experts % int(ranks) == 0,
+        f"models={name!r}: {num_experts} experts must be divisible by the number after '/'",
+    )
+    return replace(MODELS[whole], num_experts=num_experts // int(ranks))

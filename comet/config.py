@@ -154,12 +154,15 @@ class OverlapConfig:
         num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1.
         num_panels: Layer 1: column panels of the hidden dimension.
         block_rows: Rows of a GEMM tile.
+        beside: In layer 1 every multiprocessor holds a compute block and a comm block, whatever ``comm_blocks``;
+            otherwise comm blocks have multiprocessors of their own.
     """
 
     comm_blocks: int = 16
     num_phases: int = 2
     num_panels: int = 4
     block_rows: int = 128
+    beside: bool = True
 
     def __post_init__(self) -> None:
         require(self.comm_blocks >= 1, f"comm_blocks={self.comm_blocks} must be at least 1")

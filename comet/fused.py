@@ -7,11 +7,11 @@ import triton
 from torch import Tensor
 
 from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
-from comet.kernels.arguments import TileTable, Wire
+from comet.kernels.arguments import GradWire, Returns, TileTable, Wire
 from comet.kernels.dispatch import DispatchConfig, Sends
 from comet.kernels.dispatch import dispatch as launch_dispatch
 from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
-from comet.kernels.gemm_combine import GemmCombineConfig, GradWire, Returns, gemm_combine
+from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.primitives import barrier_kernel
@@ -138,9 +138,10 @@ def _combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> Ge
         block_n=tile.block_n,
         block_k=tile.block_k,
         group_tiles=settings.layer1.group_tiles,
-        move_cols=_move_cols(out, 512),
+        move_cols=_move_cols(out, 256 if settings.beside and out.element_size() == 2 else 512),
         flatten=out.dtype != torch.float32,
-        num_stages=tile.num_stages,
+        num_stages=min(tile.num_stages, 3) if settings.beside else tile.num_stages,
+        beside=settings.beside,
     )
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from comet.config import MoEConfig, ParallelConfig, require
 
-# Rows that share an arrival flag, and flags per chunk of the combine. comet.kernels.arguments holds the same values.
+# Rows that share an arrival flag of the dispatch and of the combine, and flags per chunk of the combine.
+# comet.kernels.arguments holds the same values.
 CHUNK_ROWS = 128
+COMBINE_CHUNK_ROWS = 32
 MAX_PANELS = 16
 
 

@@ -54,6 +54,7 @@ class LayerSettings:
 
     Args:
         comm_blocks: Thread blocks that start as communication blocks.
+        beside: Layer 1's comm blocks share the multiprocessors of its compute blocks.
         tile: GEMM tile shape.
         layer0: Order of dispatch || GEMM.
         layer1: Order of GEMM || combine.
@@ -61,6 +62,7 @@ class LayerSettings:
     """
 
     comm_blocks: int
+    beside: bool
     tile: TileShape
     layer0: TileSchedule
     layer1: TileSchedule
@@ -91,7 +93,7 @@ class LayerSettings:
             )
             for name, num_cols in columns.items()
         }
-        return cls(comm_blocks=overlap.comm_blocks, tile=tile, **schedules)
+        return cls(comm_blocks=overlap.comm_blocks, beside=overlap.beside, tile=tile, **schedules)
 
 
 def _power_of_2(value: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.comm.signals import signal, wait, waited
-from comet.layout import CHUNK_ROWS, MAX_PANELS
+from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from comet.plan import Plan
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
@@ -139,7 +139,7 @@ def combine(
     """Reduce routed rows ``y (Q, D)`` to partial sums, send them home, and add them up in rank order."""
     rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
     world_size = plan.layout.world_size
-    chunks = max_tokens // CHUNK_ROWS
+    chunks = max_tokens // COMBINE_CHUNK_ROWS
     counts = plan.recv_counts.tolist()
     counts[rank] = plan.num_tokens
     for source in _ring(rank, world_size):
@@ -149,7 +149,7 @@ def combine(
         if row_grads is not None:
             workspace.combine_grads.peers[source][home, : row_grads.shape[1]] = row_grads[window]
         flags = workspace.combine_flags.peers[source]
-        for chunk in range(-(-counts[source] // CHUNK_ROWS)):
+        for chunk in range(-(-counts[source] // COMBINE_CHUNK_ROWS)):
             signal(flags, (rank * chunks + chunk) * MAX_PANELS, epoch)
     return _sum_partials(y, plan, workspace, row_grads is not None)
 
@@ -225,7 +225,7 @@ def _partial_sums(y: Tensor, plan: Plan, window: slice, weighted: bool) -> Tenso
 
 def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool) -> tuple[Tensor, Tensor | None]:
     max_tokens, tokens = plan.max_tokens, plan.num_tokens
-    chunks = max_tokens // CHUNK_ROWS
+    chunks = max_tokens // COMBINE_CHUNK_ROWS
     total = torch.zeros(tokens, y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
     grads = torch.zeros(tokens, plan.layout.top_k) if with_grads else None
     for contributor in range(plan.layout.world_size):
@@ -233,7 +233,7 @@ def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool)
         hit = (rows >= 0).nonzero().squeeze(1)
         if hit.numel() == 0:
             continue
-        for chunk in range(int(rows.max()) // CHUNK_ROWS + 1):
+        for chunk in range(int(rows.max()) // COMBINE_CHUNK_ROWS + 1):
             index = (contributor * chunks + chunk) * MAX_PANELS
             _wait_flag(workspace, workspace.combine_flags.local, index, contributor, "layer 1 combine", chunk)
         slots = contributor * max_tokens + rows[hit]

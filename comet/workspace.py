@@ -12,7 +12,7 @@ region            shape                   dtype     written by
 ``recv_flags``    (W, C)                  int32     epoch of the dispatch, per chunk of 128 rows
 ``combine_rows``  (W * M, D)              dtype     combine: rank d writes partial sums d*M + i
 ``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
-``combine_flags`` (W, C, 16)              int32     epoch of the combine, per chunk of 128 rows and column panel
+``combine_flags`` (W, 4C, 16)             int32     epoch of the combine, per chunk of 32 rows and column panel
 ``barrier_flags`` (W,)                    int32     epoch of the barrier
 ================  ======================  ========  ==========================================================
 
@@ -33,7 +33,7 @@ import torch
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import CapacityError, CommTimeoutError
-from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
+from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
 
 if TYPE_CHECKING:
     from comet.kernels.recorder import Recorder
@@ -86,7 +86,7 @@ class WorkspaceShape:
             "recv_flags": ((ranks, chunks), torch.int32),
             "combine_rows": ((ranks * tokens, self.hidden_size), self.dtype),
             "combine_grads": ((ranks * tokens, self.top_k), torch.float32),
-            "combine_flags": ((ranks, chunks, MAX_PANELS), torch.int32),
+            "combine_flags": ((ranks, tokens // COMBINE_CHUNK_ROWS, MAX_PANELS), torch.int32),
             "barrier_flags": ((ranks,), torch.int32),
         }
 
@@ -95,7 +95,7 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
     """Bytes of symmetric memory one rank needs.
 
     Example: W=2, max_tokens=100 (M=128), D=64, K=2, float32: ids and weights 4096 + 4096, rows 65536 + 65536, weight
-    gradients 2048, four flag regions of 256 each: 142336 bytes.
+    gradients 2048, combine flags 512, three other flag regions of 256 each: 142592 bytes.
     """
     sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shape.regions().values())
     return sum(round_up(size, ALIGNMENT) for size in sizes)

@@ -73,14 +73,14 @@ class Quality:
     def complaints(self, case: KernelCase) -> list[str]:
         """What breaks the case's expectations, in words; empty when all is well."""
         found = []
-        if self.spilled_bytes:
+        if self.spilled_bytes > case.spilled_bytes:
             found.append(f"spills {self.spilled_bytes} bytes of registers")
         if self.shared_bytes > SHARED_LIMIT:
             found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}")
         if "wgmma" in case.expects and not self.wgmma:
             found.append("missing wgmma")
         for feature, wide, narrow in (
-            ("wide_loads", self.wide_loads, self.narrow_loads),
+            ("wide_loads", self.wide_loads, max(0, self.narrow_loads - case.narrow_loads)),
             ("wide_stores", self.wide_stores, self.narrow_stores),
         ):
             if feature in case.expects and not wide:
@@ -115,7 +115,7 @@ def compile_case(case: KernelCase) -> Quality:
         Exception: Whatever the compiler raises.
     """
     source = ASTSource(case.fn, case.types(), dict(case.constexprs), case.attributes())
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     compiled = triton.compile(source, target=TARGET, options=options)
     return measure(compiled.asm["ptx"], compiled.metadata.shared)
 

@@ -28,8 +28,11 @@ class KernelCase:
             just-in-time compiler finds at run time; arguments the kernel excludes from specialisation never are).
         num_warps: Warps per block.
         num_stages: Depth of the load pipeline.
+        max_registers: Most registers of a thread, or ``None``.
+        spilled_bytes: Register spills that are known and cost nothing that counts; say why where this is not 0.
         expects: Features whose absence fails the compilation: ``wgmma``; ``wide_loads`` and ``wide_stores``: 16-byte
             accesses to global memory are there and none is narrower than 4 bytes.
+        narrow_loads: How many loads of less than 4 bytes are meant and do not count, such as scales of a byte per lane.
 
     Raises:
         ValueError: If an argument of the kernel is missing or unknown, or a feature is unknown.
@@ -42,7 +45,10 @@ class KernelCase:
     unaligned: frozenset[str] = frozenset()
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
+    spilled_bytes: int = 0
     expects: frozenset[str] = field(default_factory=frozenset)
+    narrow_loads: int = 0
 
     def __post_init__(self) -> None:
         given = set(self.signature) | set(self.constexprs)

@@ -1,10 +1,13 @@
 """The configurations of the fused kernels that ship, for the compile-ahead tool."""
 
+from triton.runtime.jit import JITFunction
+
 from .aot_case import KernelCase
-from .arguments import CHUNK_ROWS, MAX_PANELS
+from .arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from .dispatch import dispatch_kernel
 from .dispatch_gemm import dispatch_gemm_kernel
-from .gemm_combine import PANEL_COUNTERS, gemm_combine_kernel
+from .gemm_combine import COMM_REGISTERS, COMM_WARPS, COMPUTE_REGISTERS, combine_kernel, gemm_combine_kernel
+from .gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
 
 # Top-k of the five models; layer 1 unrolls over it.
 TOP_KS = (2, 4, 8)
@@ -24,10 +27,16 @@ def aot_cases() -> list[KernelCase]:
     cases = []
     for dtype in TYPES:
         cases += [_layer0(dtype, save_pre=False), _layer0(dtype, save_pre=True), _dispatch(dtype)]
-        cases += [_layer1(dtype, top_k, backward=backward) for top_k in TOP_KS for backward in (False, True)]
+        for backward in (False, True):
+            cases.append(_layer1_beside(gemm_panels_kernel, dtype, 2, backward=backward))
+            for top_k in TOP_KS:
+                cases.append(_layer1(dtype, top_k, backward=backward))
+                cases.append(_layer1_beside(combine_kernel, dtype, top_k, backward=backward))
     cases += [_layer0("bf16", save_pre=save_pre, events=RECORDED) for save_pre in (False, True)]
     cases += [_layer1("bf16", top_k, backward=False, events=RECORDED) for top_k in TOP_KS]
     cases += [_layer1("bf16", TOP_KS[-1], backward=True, events=RECORDED), _dispatch("bf16", events=RECORDED)]
+    for kernel in (gemm_panels_kernel, combine_kernel):
+        cases.append(_layer1_beside(kernel, "bf16", TOP_KS[-1], backward=False, events=RECORDED))
     return cases
 
 
@@ -76,8 +85,8 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
     }
     constants = dict(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=top_k,
-        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=64, ROWS=16,
-        COLS=_most_cols(dtype, 512), CHUNK=CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
+        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=16, ROWS=8,
+        COLS=_most_cols(dtype, 512), CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
         PRECISION=_precision(dtype), INTERPRET=False, **_recording(events),
     )  # fmt: skip
     return KernelCase(
@@ -88,6 +97,30 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
         num_warps=8,
         num_stages=num_stages,
         expects=_expects(dtype),
+    )
+
+
+def _layer1_beside(kernel: JITFunction, dtype: str, top_k: int, *, backward: bool, events: int = 0) -> KernelCase:
+    """One of the two launches that run beside each other, from the case of the one launch."""
+    split = _layer1(dtype, top_k, backward=backward, events=events)
+    computes, is_wide = kernel is gemm_panels_kernel, dtype == "fp32"
+    constants = {name: split.constexprs[name] for name in kernel.arg_names if name in split.constexprs}
+    if not computes:
+        constants["COLS"] = 128 if is_wide else 256
+    way = "backward" if backward else "forward"
+    most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
+    return KernelCase(
+        name=f"{dtype}, {way}{_suffix(events)}" if computes else f"{dtype}, top-{top_k}, {way}{_suffix(events)}",
+        fn=kernel,
+        signature={name: split.signature[name] for name in kernel.arg_names if name in split.signature},
+        constexprs=constants,
+        num_warps=8 if computes else COMM_WARPS,
+        num_stages=min(split.num_stages, 3),
+        max_registers=None if computes and is_wide else most,
+        spilled_bytes=8
+        if computes and events
+        else 0,  # one register of a tile's event; more would leave no room beside
+        expects=_expects(dtype) if computes else frozenset({"wide_loads", "wide_stores"}),
     )
 
 

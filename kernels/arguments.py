@@ -11,8 +11,11 @@ from torch import Tensor
 
 from .recorder import Recorder
 
-# Rows that share an arrival flag, and flags per chunk of the combine; comet.layout holds the same values.
+# Rows that share an arrival flag of the dispatch and of the combine, and flags per chunk of the combine; comet.layout
+# holds the same values. A chunk of the combine is the work of one block at a time, and with 128 rows there are too few
+# at 2048 tokens.
 CHUNK_ROWS = 128
+COMBINE_CHUNK_ROWS = 32
 MAX_PANELS = 16
 
 
@@ -23,7 +26,7 @@ class Wire:
     Args:
         rows: ``(R, D)`` this rank's copy; source s writes rows s*M + i.
         row_pointers: ``(W,)`` int64 address of every rank's ``rows``.
-        flags: ``(W, C)`` or ``(W, C, 16)`` int32 this rank's copy; the slot [s, c] is written by source s.
+        flags: ``(W, C)`` int32, of the combine ``(W, 4C, 16)``: this rank's copy; slot [s, c] is written by source s.
         flag_pointers: ``(W,)`` int64 address of every rank's ``flags``.
         epoch: ``(1,)`` int32; flags that carry at least this epoch have arrived.
         fault: ``(8,)`` int64 record of a spin that met its deadline.
@@ -67,6 +70,40 @@ class TileTable:
     row_ids: Tensor
     counters: Tensor
     block_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returns:
+    """How routed rows become token rows again (``comet.plan``).
+
+    Args:
+        row_slots: ``(R, K)`` int32 routed row of each (received row, slot), or -1.
+        row_weights: ``(R, K)`` float32 routing weights, or ``None`` to add rows up unweighted.
+        send_rows: ``(M, W)`` int32 the row of each token at each rank, or -1.
+        recv_counts: ``(W,)`` int32.
+    """
+
+    row_slots: Tensor
+    row_weights: Tensor | None
+    send_rows: Tensor
+    recv_counts: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradWire:
+    """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go.
+
+    Args:
+        row_grads: ``(R, K)`` gradient of each (received row, slot) computed here, 0 elsewhere.
+        landing: ``(R, K)`` this rank's symmetric copy.
+        landing_pointers: ``(W,)`` int64 address of every rank's copy.
+        out: ``(T, K)`` result for this rank's tokens.
+    """
+
+    row_grads: Tensor
+    landing: Tensor
+    landing_pointers: Tensor
+    out: Tensor
 
 
 def as_triton_dtype(dtype: torch.dtype) -> str:

@@ -1,19 +1,18 @@
 """Combine: weighted top-k reduce of the expert outputs, and the partial sums' way back to the rank of each token.
 
-Two functions, called by every block of the layer-1 kernel one after the other:
+``combine_panels`` draws tickets, panel by panel: first those of the panel's reduce, then those of its final sum.
 
-``reduce_and_send`` draws (panel, source rank, chunk of 128 received rows) tickets. It waits until the GEMM of its own
-launch has finished the panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank
-the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel). With gradients of the
-routing weights, they travel beside the first panel.
+A *reduce* ticket is (source rank, chunk of 32 received rows). It waits until the GEMM of its own rank has finished the
+panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank the row came from and
+publishes the epoch in that rank's flag of (this rank, chunk, panel). With gradients of the routing weights, they travel
+beside the first panel.
 
-``sum_partials`` draws (panel, tokens) tickets, waits for the flags of these tokens and adds up their partial sums in
-rank order.
+A *sum* ticket is some of this rank's own tokens. It waits for their flags and adds up their partial sums in rank order.
 
-Why it terminates: tickets only grow, so each block draws finitely many. A wait in ``reduce_and_send`` is for GEMM
-blocks that are resident and wait for nobody. A wait in ``sum_partials`` begins only when all reduce tickets of this
-rank have been drawn by blocks that finish them without waiting for another rank; this holds on every rank, so each flag
-that is waited for is raised. A rank that died is met by the deadline of the spin.
+Why it terminates: tickets only grow, so each block draws finitely many. A reduce of panel p waits for GEMM blocks only,
+which are resident and wait for nobody. A sum of panel p waits for reduces of panel p on all ranks, and each rank's
+blocks draw those before any sum of panel p: they come after nothing but reduces up to p and sums below p, so by
+induction over the panels each flag that is waited for is raised. A rank that died is met by the deadline of the spin.
 """
 
 import triton
@@ -95,43 +94,33 @@ def send_grads(
 
 @triton.jit
 def reduce_and_send(
-    y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses, grad_addresses, flag_addresses, counters,
-    panel_counters, fault_ptr, timeout_ns, epoch, rank, world_size, num_tiles, num_cols, num_panels, M, D,
+    panel, source, chunk, y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses, grad_addresses,
+    flag_addresses, panel_counters, fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, M, D,
     events_ptr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr,
     EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Draw (panel, source, chunk) tickets, panel-major; sources go round the ring."""
-    num_chunks = M // CHUNK
-    per_panel = world_size * num_chunks
-    ticket = tl.atomic_add(counters, 1)
-    while ticket < num_panels * per_panel:
-        panel = ticket // per_panel
-        source = (rank + 1 + ticket % world_size) % world_size
-        chunk = ticket % per_panel // world_size
-        ticket = tl.atomic_add(counters, 1)
-        first_row = chunk * CHUNK
-        count = tl.where(source == rank, M, tl.load(recv_counts + source))
-        if first_row < count:
-            first_block, width = part_span(panel, num_cols, num_panels)
-            begin = now(EVENTS, INTERPRET)
-            wait_flag(
-                panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET
-            )
-            ready = now(EVENTS, INTERPRET)
-            rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
-            rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
-            reduce_rows(
-                y_ptr, row_slots, row_weights, rows, first_row, source * M, count, first_block * BLOCK_N,
-                width * BLOCK_N, D, K, K_BLOCK, WEIGHTED, ROWS, COLS, CHUNK,
-            )  # fmt: skip
-            if HAS_GRADS:
-                if panel == 0:
-                    grads = tl.load(grad_addresses + source).to(tl.pointer_type(tl.float32)) + rank * M * K
-                    send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
-            flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
-            signal(flags + (rank * num_chunks + chunk) * PANELS + panel, epoch)
-            record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
+    """One reduce ticket."""
+    first_row = chunk * CHUNK
+    count = tl.where(source == rank, M, tl.load(recv_counts + source))
+    if first_row < count:
+        first_block, width = part_span(panel, num_cols, num_panels)
+        begin = now(EVENTS, INTERPRET)
+        wait_flag(panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET)
+        ready = now(EVENTS, INTERPRET)
+        rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
+        rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
+        reduce_rows(
+            y_ptr, row_slots, row_weights, rows, first_row, source * M, count, first_block * BLOCK_N, width * BLOCK_N,
+            D, K, K_BLOCK, WEIGHTED, ROWS, COLS, CHUNK,
+        )  # fmt: skip
+        if HAS_GRADS:
+            if panel == 0:
+                grads = tl.load(grad_addresses + source).to(tl.pointer_type(tl.float32)) + rank * M * K
+                send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
+        flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
+        signal(flags + (rank * (M // CHUNK) + chunk) * PANELS + panel, epoch)
+        record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
 
 
 @triton.jit
@@ -151,52 +140,77 @@ def wait_tokens(
 
 @triton.jit
 def sum_partials(
-    out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, counters, fault_ptr, timeout_ns, epoch,
-    num_cols, num_panels, T, M, D, events_ptr,
-    W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    panel, first_token, out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, fault_ptr, timeout_ns,
+    epoch, num_cols, num_panels, T, M, D, events_ptr, W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
+    HAS_GRADS: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr, PANELS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Draw (panel, tokens) tickets and add up the partial sums of each token in rank order."""
-    num_chunks = M // CHUNK
-    per_panel = tl.cdiv(T, TOKENS)
+    """One sum ticket."""
     ks = tl.arange(0, K_BLOCK)
-    ticket = tl.atomic_add(counters, 1)
-    while ticket < num_panels * per_panel:
-        panel = ticket // per_panel
-        first_token = ticket % per_panel * TOKENS
-        ticket = tl.atomic_add(counters, 1)
-        waited = first_token + tl.arange(0, TOKENS)
-        begin = now(EVENTS, INTERPRET)
-        wait_tokens(
-            send_rows, waited, waited < T, panel, flag_ptr, fault_ptr, timeout_ns, epoch, num_chunks, W, CHUNK, PANELS,
-            INTERPRET,
-        )  # fmt: skip
-        ready = now(EVENTS, INTERPRET)
-        first_block, width = part_span(panel, num_cols, num_panels)
-        for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
-            tokens = start + tl.arange(0, ROWS)
-            present = tokens < T
-            for col in range(0, width * BLOCK_N, COLS):
-                in_panel = col + tl.arange(0, COLS)
-                cols = first_block * BLOCK_N + in_panel
-                inside = (in_panel < width * BLOCK_N) & (cols < D)
-                total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    waited = first_token + tl.arange(0, TOKENS)
+    begin = now(EVENTS, INTERPRET)
+    wait_tokens(
+        send_rows, waited, waited < T, panel, flag_ptr, fault_ptr, timeout_ns, epoch, M // CHUNK, W, CHUNK, PANELS,
+        INTERPRET,
+    )  # fmt: skip
+    ready = now(EVENTS, INTERPRET)
+    first_block, width = part_span(panel, num_cols, num_panels)
+    for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
+        tokens = start + tl.arange(0, ROWS)
+        present = tokens < T
+        for col in range(0, width * BLOCK_N, COLS):
+            in_panel = col + tl.arange(0, COLS)
+            cols = first_block * BLOCK_N + in_panel
+            inside = (in_panel < width * BLOCK_N) & (cols < D)
+            total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+            for rank in tl.static_range(W):
+                row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
+                offsets = tl.multiple_of((rank * M + tl.maximum(row, 0)).to(tl.int64) * D, 16)
+                mask = (row >= 0)[:, None] & inside[None, :]
+                part = tl.load(combine_ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+                total += part.to(tl.float32)
+            target = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
+            tl.store(target, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
+        if HAS_GRADS:
+            if panel == 0:
+                grads = tl.zeros((ROWS, K_BLOCK), dtype=tl.float32)
                 for rank in tl.static_range(W):
                     row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
-                    offsets = tl.multiple_of((rank * M + tl.maximum(row, 0)).to(tl.int64) * D, 16)
-                    mask = (row >= 0)[:, None] & inside[None, :]
-                    part = tl.load(combine_ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0)
-                    total += part.to(tl.float32)
-                target = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
-                tl.store(target, total.to(out_ptr.dtype.element_ty), mask=present[:, None] & inside[None, :])
-            if HAS_GRADS:
-                if panel == 0:
-                    grads = tl.zeros((ROWS, K_BLOCK), dtype=tl.float32)
-                    for rank in tl.static_range(W):
-                        row = tl.load(send_rows + tokens * W + rank, mask=present, other=-1)
-                        source = combine_grads + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
-                        grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
-                    target = grads_out + tokens[:, None] * K + ks[None, :]
-                    tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])
-        record(events_ptr, KIND_FINAL_SUM, epoch, first_token, TOKENS, panel, begin, ready, EVENTS, INTERPRET)
+                    source = combine_grads + (rank * M + tl.maximum(row, 0))[:, None] * K + ks[None, :]
+                    grads += tl.load(source, mask=(row >= 0)[:, None] & (ks < K)[None, :], other=0.0)
+                target = grads_out + tokens[:, None] * K + ks[None, :]
+                tl.store(target, grads, mask=present[:, None] & (ks < K)[None, :])
+    record(events_ptr, KIND_FINAL_SUM, epoch, first_token, TOKENS, panel, begin, ready, EVENTS, INTERPRET)
+
+
+@triton.jit
+def combine_panels(
+    y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
+    combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, tickets, panel_counters,
+    fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, T, M, D, events_ptr,
+    W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PANELS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Draw tickets until none is left."""
+    num_reduces = M // CHUNK * W
+    per_panel = num_reduces + tl.cdiv(T, TOKENS)
+    ticket = tl.atomic_add(tickets, 1)
+    while ticket < num_panels * per_panel:
+        panel = ticket // per_panel
+        item = ticket % per_panel
+        if item < num_reduces:
+            # Sources go round the ring, so that ranks do not all send to the same one.
+            reduce_and_send(
+                panel, (rank + 1 + item % W) % W, item // W, y_ptr, row_slots, row_weights, row_grads, recv_counts,
+                combine_addresses, combine_grad_addresses, flag_addresses, panel_counters, fault_ptr, timeout_ns,
+                epoch, rank, num_tiles, num_cols, num_panels, M, D, events_ptr, K, K_BLOCK, WEIGHTED, HAS_GRADS,
+                BLOCK_N, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+            )  # fmt: skip
+        else:
+            sum_partials(
+                panel, (item - num_reduces) * TOKENS, out_ptr, grads_out, combine_ptr, combine_grads, send_rows,
+                flag_ptr, fault_ptr, timeout_ns, epoch, num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK,
+                HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+            )  # fmt: skip
+        ticket = tl.atomic_add(tickets, 1)

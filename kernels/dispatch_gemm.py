@@ -3,8 +3,8 @@
 Blocks below ``comm_blocks`` first push this rank's token rows to the ranks that compute them (``dispatch.push_rows``);
 when no push is left they become compute blocks. Compute blocks go through the (tile, column block) items in the order
 of the schedule: tiles of local rows first, read from ``x`` itself, then tiles of received rows, each as soon as the
-chunks it reads have arrived. They walk the first three quarters by stride and draw tickets for the rest, so that
-whoever is free takes it.
+chunks it reads have arrived. They walk most of them by stride, with the next item's operands fetched ahead, and draw
+tickets for the rest, so that whoever is free takes it.
 
 A communication block waits for nobody until all pushes of its rank have been drawn, and a compute block waits only for
 the pushes of other ranks. So the launch always ends, also when its blocks run one after the other (the interpreter):
@@ -26,8 +26,8 @@ from .primitives import PLACE_LAYER0, zero_after_arrival
 from .recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from .tiles import decode_tokens
 
-# Share of the work items the compute blocks walk by stride; the rest are tickets.
-WALK_PERCENT = tl.constexpr(75)
+# Rounds of all blocks that are left to tickets, beside the rounds of the communication blocks.
+TICKET_ROUNDS = tl.constexpr(3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ def dispatch_gemm_kernel(
     num_items = num_tiles * tl.cdiv(F, BLOCK_F)
     num_blocks = tl.num_programs(0)
     # Compute blocks walk whole rounds by stride; the tail goes to whoever is free, converted comm blocks first.
-    walked = num_items * WALK_PERCENT // 100 // num_blocks * (num_blocks - comm_blocks)
+    walked = tl.maximum(num_items - TICKET_ROUNDS * num_blocks, 0) // num_blocks * (num_blocks - comm_blocks)
     if tl.program_id(0) < comm_blocks:
         push_rows(
             x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,

@@ -1,16 +1,25 @@
-"""Layer 1: grouped GEMM || weighted top-k reduce || combine in one launch.
+"""Layer 1: grouped GEMM || weighted top-k reduce || combine.
 
-The hidden columns are cut into panels, and the GEMM finishes a panel over all experts before it starts the next. The
-last ``comm_blocks`` blocks never compute: they reduce and send each panel as soon as it is complete, and the compute
-blocks join them when their share of the GEMM is done (``combine.reduce_and_send``). At last all blocks add up the
-partial sums of this rank's own tokens (``combine.sum_partials``). Every slot is written once and every order is fixed:
-results are bitwise reproducible.
+The hidden columns are cut into panels, and the GEMM finishes a panel over all experts before it starts the next. Comm
+blocks reduce, send and add up each panel as soon as it is complete (``combine.combine_panels``) while the compute
+blocks are at the next one. Every slot is written once and every order is fixed: results are bitwise reproducible.
 
-A block waits for the GEMM of its own launch only after its own share of it, and for other ranks only after all reduce
-tickets of its own rank have been drawn. So the launch always ends, if its blocks are resident together.
+Comm blocks are placed in one of two ways:
+
+*Split*: one launch, whose last ``comm_blocks`` blocks have a multiprocessor each and never compute; the compute blocks
+join them when their share of the GEMM is done. A block waits for the GEMM only after its own share of it, so the launch
+ends, if its blocks are resident together.
+
+*Beside*: every multiprocessor holds a compute block and a comm block. The GEMM is bound by the tensor cores, reduce
+and send by memory: on a multiprocessor of its own a comm block leaves the tensor cores idle, beside a compute block it
+takes nothing but registers and memory traffic. There are two launches, because all blocks of one launch get as many
+registers. The second is a programmatic dependent of the first: it starts when every compute block has started, so no
+comm block takes the place of a compute block it waits for. Where there is no room beside (float32, other chips), it
+starts as compute blocks end: slower, not wrong.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,13 +27,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .arguments import CHUNK_ROWS, MAX_PANELS, TileTable, Wire
-from .combine import reduce_and_send, sum_partials
-from .primitives import after_block
-from .recorder import KIND_CONVERT, KIND_LAYER1_TILE, now, record, recording
-from .tiles import decode_columns
+from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, TileTable, Wire
+from .combine import combine_panels
+from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
+from .recorder import KIND_CONVERT, now, record, recording
 
-PANEL_COUNTERS = 16
+# Registers of a thread beside each other: 256 x 184 + 128 x 144 = 65536.
+COMPUTE_REGISTERS = 184
+COMM_REGISTERS = 144
+COMM_WARPS = 4
+# Comm blocks per multiprocessor: the first runs beside the compute block, the others where one has ended.
+COMM_WAVES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +45,18 @@ class GemmCombineConfig:
     """Tile shape and split of the launch.
 
     Args:
-        comm_blocks: Blocks that only reduce and send.
+        comm_blocks: Blocks that never compute.
         num_panels: Column panels, at most 16 and at most the column blocks of D.
         block_n: Columns of a GEMM tile.
         block_k: Contraction step.
         group_tiles: Consecutive tiles that share their weight columns through L2.
         move_rows: Rows the reduce and the final sum handle at once.
         move_cols: Columns they handle at once, a power of two.
-        sum_tokens: Tokens of one ticket of the final sum, a multiple of ``move_rows``.
+        sum_tokens: Tokens of one sum ticket, a multiple of ``move_rows``.
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
+        beside: Give comm blocks a part of every multiprocessor instead of multiprocessors of their own.
     """
 
     comm_blocks: int = 16
@@ -50,43 +64,13 @@ class GemmCombineConfig:
     block_n: int = 256
     block_k: int = 64
     group_tiles: int = 8
-    move_rows: int = 16
+    move_rows: int = 8
     move_cols: int = 512
-    sum_tokens: int = 64
+    sum_tokens: int = 16
     flatten: bool = True
     num_stages: int = 4
     num_warps: int = 8
-
-
-@triton.jit
-def gemm_panels(
-    a_desc, b_desc, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride, panel_counters, epoch, D,
-    CONTRACTION, events_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_TILES: tl.constexpr, B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Every ``stride``-th (panel, tile, column block) from ``first_item`` on; each adds 1 to its panel's counter."""
-    rows = tl.arange(0, BLOCK_M)
-    for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=FLATTEN):
-        tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES)
-        begin = now(EVENTS, INTERPRET)
-        expert = tl.load(tiles_ptr + tile * 4)
-        first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)
-        valid = rows < tl.load(tiles_ptr + tile * 4 + 2)
-        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, CONTRACTION, BLOCK_K):
-            a = a_desc.load([first_row, k])
-            if B_IS_KN:
-                b = b_desc.load([expert, k, col * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-                accumulator = tl.dot(a, b, accumulator, input_precision=PRECISION)
-            else:
-                b = b_desc.load([expert, col * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K)
-                accumulator = tl.dot(a, b.T, accumulator, input_precision=PRECISION)
-        cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
-        target = y_ptr + first_row.to(tl.int64) * D + rows[:, None] * D + cols[None, :]
-        tl.store(target, accumulator.to(y_ptr.dtype.element_ty), mask=valid[:, None] & (cols < D)[None, :])
-        tl.atomic_add(panel_counters + panel, after_block(1, INTERPRET), sem="release", scope="gpu")
-        record(events_ptr, KIND_LAYER1_TILE, epoch, tile, col, panel, begin, begin, EVENTS, INTERPRET)
+    beside: bool = False
 
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "timeout_ns", "T"])
@@ -101,7 +85,7 @@ def gemm_combine_kernel(
     CHUNK: tl.constexpr, PANELS: tl.constexpr, PANEL_COUNTERS: tl.constexpr, PRECISION: tl.constexpr,
     EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """See the module; counters 0 and 1 hold reduce and sum tickets, panel counters follow at PANEL_COUNTERS."""
+    """See the module; counter 0 holds the tickets, panel counters follow at PANEL_COUNTERS."""
     epoch = tl.load(epoch_ptr)
     num_tiles = tl.load(num_tiles_ptr)
     num_cols = tl.cdiv(D, BLOCK_N)
@@ -110,56 +94,38 @@ def gemm_combine_kernel(
     if tl.program_id(0) < compute_blocks:
         gemm_panels(
             a_desc, b_desc, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, tl.program_id(0), compute_blocks,
-            panel_counters, epoch, D, CONTRACTION, events_ptr, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN,
+            panel_counters, epoch_ptr, D, CONTRACTION, events_ptr, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN,
             FLATTEN, PRECISION, EVENTS, INTERPRET,
         )  # fmt: skip
         converted = now(EVENTS, INTERPRET)
         record(events_ptr, KIND_CONVERT, epoch, 1, 0, 0, converted, converted, EVENTS, INTERPRET)
-    reduce_and_send(
-        y_ptr, row_slots, row_weights, row_grads, recv_counts, combine_addresses, combine_grad_addresses,
-        flag_addresses, counters, panel_counters, fault_ptr, timeout_ns, epoch, rank, W, num_tiles,
-        num_cols, num_panels, M, D, events_ptr, K, K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, ROWS, COLS, CHUNK, PANELS,
-        EVENTS, INTERPRET,
-    )  # fmt: skip
-    sum_partials(
-        out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, counters + 1, fault_ptr, timeout_ns, epoch,
-        num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, PANELS,
-        EVENTS, INTERPRET,
+    combine_panels(
+        y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
+        combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, counters, panel_counters,
+        fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK,
+        WEIGHTED, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Returns:
-    """How routed rows become token rows again (``comet.plan``).
-
-    Args:
-        row_slots: ``(R, K)`` int32 routed row of each (received row, slot), or -1.
-        row_weights: ``(R, K)`` float32 routing weights, or ``None`` to add rows up unweighted.
-        send_rows: ``(M, W)`` int32 the row of each token at each rank, or -1.
-        recv_counts: ``(W,)`` int32.
-    """
-
-    row_slots: Tensor
-    row_weights: Tensor | None
-    send_rows: Tensor
-    recv_counts: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradWire:
-    """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go.
-
-    Args:
-        row_grads: ``(R, K)`` gradient of each (received row, slot) computed here, 0 elsewhere.
-        landing: ``(R, K)`` this rank's symmetric copy.
-        landing_pointers: ``(W,)`` int64 address of every rank's copy.
-        out: ``(T, K)`` result for this rank's tokens.
-    """
-
-    row_grads: Tensor
-    landing: Tensor
-    landing_pointers: Tensor
-    out: Tensor
+@triton.jit(do_not_specialize=["rank", "num_panels", "timeout_ns", "T"])
+def combine_kernel(
+    y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
+    combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, num_tiles_ptr, counters,
+    epoch_ptr, fault_ptr, rank, num_panels, timeout_ns, T, M, D, events_ptr,
+    BLOCK_N: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    HAS_GRADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PANELS: tl.constexpr, PANEL_COUNTERS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The comm blocks. What is launched after this one may read what the compute blocks stored, too."""
+    combine_panels(
+        y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
+        combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, counters,
+        counters + PANEL_COUNTERS, fault_ptr, timeout_ns, tl.load(epoch_ptr), rank, tl.load(num_tiles_ptr),
+        tl.cdiv(D, BLOCK_N), num_panels, T, M, D, events_ptr, W, K, K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, TOKENS,
+        ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+    )  # fmt: skip
+    if not INTERPRET:
+        tl.extra.cuda.gdc_wait()
 
 
 def gemm_combine(
@@ -182,36 +148,90 @@ def gemm_combine(
         b: ``(e, D, C)``, or ``(e, C, D)`` with ``b_is_kn``.
         y: ``(Q, D)`` scratch for the expert outputs.
         out: ``(T, D)`` result.
-        wire: Combine rows and ``(W, C, 16)`` flags.
+        wire: Combine rows and ``(W, 4C, 16)`` flags.
         returns: Which rows to add up for whom.
         table: Tiles.
-        config: Tile shape, panels and split.
+        config: Tile shape, panels and placement.
         b_is_kn: The contraction is b's middle axis.
         grads: Routing-weight gradients to send along, or ``None``.
     """
-    contraction, hidden_size = a.shape[1], out.shape[1]
     block_n, block_k = config.block_n, config.block_k
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
     num_blocks = 2 if interpret else torch.cuda.get_device_properties(a.device).multi_processor_count
+    arguments = combine_arguments(out, wire, returns, table, config, grads) | dict(
+        a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
+        b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, block_n, block_k]),
+        y_ptr=y,
+        tiles_ptr=table.tiles,
+        comm_blocks=min(config.comm_blocks, num_blocks - 1),
+        CONTRACTION=a.shape[1],
+        BLOCK_M=table.block_rows,
+        BLOCK_K=block_k,
+        GROUP_TILES=config.group_tiles,
+        B_IS_KN=b_is_kn,
+        FLATTEN=config.flatten,
+        PRECISION="ieee" if a.dtype == torch.float32 else "tf32",
+        INTERPRET=interpret,
+    )
+    shape = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    if not config.beside:
+        events = recording(wire.recorder, num_blocks)
+        launch(gemm_combine_kernel, num_blocks, arguments | events, shape)
+        return
+    is_wide = a.element_size() == 4
+    compute = {} if interpret or is_wide else {"maxnreg": COMPUTE_REGISTERS}
+    launch(gemm_panels_kernel, num_blocks, arguments | recording(wire.recorder, num_blocks), shape | compute)
+    comm_shape = dict(num_warps=COMM_WARPS) | ({} if interpret else {"launch_pdl": True, "maxnreg": COMM_REGISTERS})
+    events = recording(wire.recorder, COMM_WAVES * num_blocks, first=num_blocks)
+    launch(combine_kernel, COMM_WAVES * num_blocks, arguments | events, comm_shape)
+
+
+def combine_arguments(
+    out: Tensor, wire: Wire, returns: Returns, table: TileTable, config: GemmCombineConfig, grads: GradWire | None
+) -> dict[str, Any]:
+    """What the comm blocks read, by the names of the kernels' parameters."""
     top_k = returns.row_slots.shape[1]
     unused = returns.row_slots
-    gemm_combine_kernel[(num_blocks,)](
-        TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
-        TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, block_n, block_k]),
-        y, out, unused if grads is None else grads.out, returns.row_slots,
-        unused if returns.row_weights is None else returns.row_weights, unused if grads is None else grads.row_grads,
-        returns.send_rows, returns.recv_counts, wire.rows, wire.row_pointers,
-        unused if grads is None else grads.landing, wire.row_pointers if grads is None else grads.landing_pointers,
-        wire.flags, wire.flag_pointers, table.tiles, table.num_tiles, table.counters, wire.epoch, wire.fault,
-        wire.rank, min(config.comm_blocks, num_blocks - 1), config.num_panels, wire.timeout_ns,
-        out.shape[0], wire.max_tokens, hidden_size, contraction,
-        BLOCK_M=table.block_rows, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=config.group_tiles,
-        W=wire.world_size, K=top_k, K_BLOCK=triton.next_power_of_2(top_k), WEIGHTED=returns.row_weights is not None,
-        HAS_GRADS=grads is not None, B_IS_KN=b_is_kn, FLATTEN=config.flatten, TOKENS=config.sum_tokens,
-        ROWS=config.move_rows, COLS=config.move_cols, CHUNK=CHUNK_ROWS,
-        PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
-        PRECISION="ieee" if a.dtype == torch.float32 else "tf32", INTERPRET=interpret,
-        **recording(wire.recorder, num_blocks),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    return dict(
+        out_ptr=out,
+        grads_out=unused if grads is None else grads.out,
+        row_slots=returns.row_slots,
+        row_weights=unused if returns.row_weights is None else returns.row_weights,
+        row_grads=unused if grads is None else grads.row_grads,
+        send_rows=returns.send_rows,
+        recv_counts=returns.recv_counts,
+        combine_ptr=wire.rows,
+        combine_addresses=wire.row_pointers,
+        combine_grads=unused if grads is None else grads.landing,
+        combine_grad_addresses=wire.row_pointers if grads is None else grads.landing_pointers,
+        flag_ptr=wire.flags,
+        flag_addresses=wire.flag_pointers,
+        num_tiles_ptr=table.num_tiles,
+        counters=table.counters,
+        epoch_ptr=wire.epoch,
+        fault_ptr=wire.fault,
+        rank=wire.rank,
+        num_panels=config.num_panels,
+        timeout_ns=wire.timeout_ns,
+        T=out.shape[0],
+        M=wire.max_tokens,
+        D=out.shape[1],
+        BLOCK_N=config.block_n,
+        W=wire.world_size,
+        K=top_k,
+        K_BLOCK=triton.next_power_of_2(top_k),
+        WEIGHTED=returns.row_weights is not None,
+        HAS_GRADS=grads is not None,
+        TOKENS=config.sum_tokens,
+        ROWS=config.move_rows,
+        COLS=config.move_cols,
+        CHUNK=COMBINE_CHUNK_ROWS,
+        PANELS=MAX_PANELS,
+        PANEL_COUNTERS=PANEL_COUNTERS,
+    )
+
+
+def launch(kernel: Any, num_blocks: int, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    """Launch a kernel with those of the arguments it has a parameter for."""
+    kernel[(num_blocks,)](**{name: arguments[name] for name in kernel.arg_names}, **options)

@@ -29,7 +29,8 @@ EVENT_WORDS = tl.constexpr(12)
 DEFAULT_CAPACITY = 4096
 MAX_CAPACITY = 1_000_000  # offsets into the buffer are 32-bit
 ALIGN_ROUNDS = 16
-INTERPRETER_BLOCKS = 4  # most blocks of a launch under the interpreter
+BLOCKS_PER_MULTIPROCESSOR = 5  # layer 1: one that computes, four that communicate
+INTERPRETER_BLOCKS = 10  # most blocks of a layer under the interpreter
 
 # Kinds of work items; comet.trace_events turns them into words.
 KIND_DISPATCH = tl.constexpr(0)
@@ -136,7 +137,7 @@ class Recorder:
         """An empty recorder for the blocks of a launch on ``device``, with room for ``capacity`` events of each."""
         blocks = INTERPRETER_BLOCKS
         if device.type == "cuda":
-            blocks = torch.cuda.get_device_properties(device).multi_processor_count
+            blocks = BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
         return cls(events=torch.zeros(blocks, 1 + capacity, EVENT_WORDS.value, dtype=torch.int32, device=device))
 
     @property
@@ -149,12 +150,16 @@ class Recorder:
         self.events[:, 0].zero_()
 
 
-def recording(recorder: Recorder | None, num_blocks: int) -> dict[str, Any]:
-    """The arguments ``events_ptr`` and ``EVENTS`` of a launch with ``num_blocks`` blocks."""
+def recording(recorder: Recorder | None, num_blocks: int, *, first: int = 0) -> dict[str, Any]:
+    """The arguments ``events_ptr`` and ``EVENTS`` of a launch with ``num_blocks`` blocks.
+
+    Blocks of launches that run beside each other are told apart by ``first``, the number of the launch's block 0.
+    """
     if recorder is None:
         return {"events_ptr": None, "EVENTS": 0}
-    assert num_blocks <= recorder.events.shape[0], f"{num_blocks} blocks, rows for {recorder.events.shape[0]}"
-    return {"events_ptr": recorder.events, "EVENTS": recorder.capacity}
+    blocks = recorder.events.shape[0]
+    assert first + num_blocks <= blocks, f"blocks {first} to {first + num_blocks}, rows for {blocks}"
+    return {"events_ptr": recorder.events[first:], "EVENTS": recorder.capacity}
 
 
 def align(flag_pointers: Tensor, epoch: Tensor, fault: Tensor, rank: int, timeout_ns: int) -> Tensor:

@@ -47,6 +47,7 @@ class OpenOverlap:
     num_phases: int | None = None
     num_panels: int | None = None
     block_rows: int | None = None
+    beside: bool | None = None
 
 
 def job_schema() -> type:

@@ -36,6 +36,7 @@ class Machine:
         push_share: Rate beside a running GEMM over the stand-alone rate. Design section 8, "comm only" columns.
         link_gbs: Copy-engine rate, which no kernel exceeds. Design section 6.
         reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
+        beside_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
         fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
         signal_ms: One flag between ranks, with the skew of the ranks' starts. Fit.
         launch_ms: Start and end of one fused launch: first loads, last stores, late ranks. Fit.
@@ -65,6 +66,7 @@ class Machine:
     push_share: float = 0.8
     link_gbs: float = 385.0
     reduce_gbs_per_block: float = 3.2
+    beside_passes: float = 1.6
     fused_share: float = 0.93
     signal_ms: float = 0.01
     launch_ms: float = 0.06

@@ -105,12 +105,12 @@ def layer_gemms(problem: Problem, block_rows: int, machine: Machine) -> tuple[Ge
 
 
 def candidate_name(setting: OverlapConfig | None) -> str:
-    """Short name of a candidate; the default setting is ``16 comm blocks, 2 phases, 4 panels, 128 rows``."""
+    """Short name of a candidate; the default setting is ``16 comm blocks, 2 phases, 4 panels, 128 rows, beside``."""
     if setting is None:
         return PLAIN
     return (
         f"{setting.comm_blocks} comm blocks, {setting.num_phases} phases, {setting.num_panels} panels, "
-        f"{setting.block_rows} rows"
+        f"{setting.block_rows} rows, {'beside' if setting.beside else 'split'}"
     )
 
 
@@ -150,6 +150,8 @@ def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
 
 def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """Expected time of GEMM || reduce || combine, for the second of ``layer_gemms``."""
+    if setting.beside:
+        return _layer1_beside_ms(problem, setting, machine, gemm)
     comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
     num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
     compute = gemm.ms(machine.num_sms - comm_blocks, machine) / machine.fused_share
@@ -161,9 +163,23 @@ def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
     ]
     beside = min(partial_bytes * (num_panels - 1) / num_panels, rates[0] * compute * (num_panels - 1) / num_panels)
     rest = (partial_bytes - beside) / rates[1]
+    return compute + rest + _passes_ms(problem, machine) + machine.signal_ms * num_panels**0.5 + machine.launch_ms
+
+
+def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
+    """No multiprocessor is lost, but memory traffic slows the GEMM, and the last panel travels after it."""
+    num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
+    compute = gemm.ms(machine.num_sms, machine) / machine.fused_share
+    sent = problem.recv_rows * problem.row_bytes * (problem.world_size - 1) / problem.world_size
+    last = sent / num_panels / machine.link_gbs / 1e6
+    slowed = machine.beside_passes * _passes_ms(problem, machine)
+    return compute + slowed + last + machine.signal_ms * num_panels**0.5 + machine.launch_ms
+
+
+def _passes_ms(problem: Problem, machine: Machine) -> float:
+    """Memory traffic of the combine: expert outputs read once, partial sums written, read and added up."""
     returned = problem.num_tokens * (1 + problem.world_size * problem.reach) * problem.row_bytes
-    final_sum = (problem.routed_rows * problem.row_bytes + returned) / machine.hbm_gbs / 1e6
-    return compute + rest + final_sum + machine.signal_ms * num_panels**0.5 + machine.launch_ms
+    return (problem.routed_rows * problem.row_bytes + returned) / machine.hbm_gbs / 1e6
 
 
 def fitting_phases(num_phases: int, world_size: int) -> int:
@@ -184,11 +200,14 @@ def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig]:
     panels = sorted({min(num, MAX_PANELS, column_blocks(problem)[1]) for num in PANELS})
     blocks = [num for num in COMM_BLOCKS if num < machine.num_sms] or [1]
     return [
-        OverlapConfig(comm_blocks=num, num_phases=num_phases, num_panels=num_panels, block_rows=block_rows)
+        OverlapConfig(
+            comm_blocks=num, num_phases=num_phases, num_panels=num_panels, block_rows=block_rows, beside=beside
+        )
         for num in blocks
         for num_phases in phases
         for num_panels in panels
         for block_rows in BLOCK_ROWS
+        for beside in (True, False)
     ]
 
 
@@ -203,7 +222,7 @@ def propose(problem: Problem, machine: Machine) -> list[Prediction]:
         machine: Its rates.
 
     Returns:
-        At most 11 predictions with distinct settings, ascending in ms; the plain path is one of them.
+        At most 12 predictions with distinct settings, ascending in ms; the plain path is one of them.
     """
     gemms = {block_rows: layer_gemms(problem, block_rows, machine) for block_rows in BLOCK_ROWS}
     settings = candidates(problem, machine)
@@ -215,7 +234,7 @@ def propose(problem: Problem, machine: Machine) -> list[Prediction]:
     default = _default(problem)
     if default.comm_blocks < machine.num_sms:
         chosen[default] = predict(problem, default, machine)
-    for knob, num in (("comm_blocks", 4), ("num_phases", 1), ("num_panels", 2), ("block_rows", 1)):
+    for knob, num in (("comm_blocks", 4), ("num_phases", 1), ("num_panels", 2), ("block_rows", 1), ("beside", 1)):
         others = (item for item in ranked if item.setting and _differs_only(item.setting, best, knob))
         chosen.update((item.setting, item) for item in islice(others, num) if item.setting)
     return sorted([*chosen.values(), predict(problem, None, machine)], key=_order)
@@ -270,6 +289,7 @@ def _default(problem: Problem) -> OverlapConfig:
         num_phases=fitting_phases(default.num_phases, problem.world_size),
         num_panels=min(default.num_panels, MAX_PANELS, column_blocks(problem)[1]),
         block_rows=default.block_rows,
+        beside=default.beside,
     )
 
 
@@ -278,5 +298,5 @@ def _order(prediction: Prediction) -> tuple[float, str]:
 
 
 def _differs_only(setting: OverlapConfig, other: OverlapConfig, knob: str) -> bool:
-    names = ("comm_blocks", "num_phases", "num_panels", "block_rows")
+    names = ("comm_blocks", "num_phases", "num_panels", "block_rows", "beside")
     return [name for name in names if getattr(setting, name) != getattr(other, name)] == [knob]

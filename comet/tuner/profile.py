@@ -1,6 +1,6 @@
 """Measured winners, one JSON file per machine: written atomically, read with distrust, looked up exact then nearest.
 
-The file is ``{"version": 1, "device": ..., "entries": [...]}``. A file that cannot be used (damaged, of another device,
+The file is ``{"version": 2, "device": ..., "entries": [...]}``. A file that cannot be used (damaged, of another device,
 of another version) counts as empty, an entry that cannot be used as absent; a store says so in one warning, and the
 next ``put`` rebuilds the file, keeping the unusable one beside it as ``<name>.ignored``.
 """
@@ -25,7 +25,7 @@ from comet.tuner.problem import Problem
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 # A measurement serves token counts up to 8 times away; beyond that, whether overlap pays at all may change.
 MAX_DOUBLINGS = 3.0
 
@@ -255,7 +255,8 @@ def _measured(raw: Any) -> Measured:
     if values["setting"] is not None:
         knobs = _values(OverlapConfig, values["setting"])
         for name, value in knobs.items():
-            require(type(value) is int, f"{name}={value!r} must be an integer")
+            wanted = bool if name == "beside" else int
+            require(type(value) is wanted, f"{name}={value!r} must be of type {wanted.__name__}")
         setting = OverlapConfig(**knobs)
     ms = values["ms"]
     require(ms is None or type(ms) in (int, float), f"ms={ms!r} must be a number or null")

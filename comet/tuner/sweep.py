@@ -9,7 +9,7 @@ import csv
 import io
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
@@ -18,7 +18,7 @@ from comet.tuner.profile import Measured
 
 KEY_COLUMNS = tuple(
     "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
-    "comm_blocks num_panels num_phases block_rows".split()
+    "comm_blocks num_panels num_phases block_rows beside".split()
 )
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 
@@ -52,6 +52,7 @@ class Point:
             shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
             shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
             setting.comm_blocks, setting.num_panels, setting.num_phases, setting.block_rows,
+            int(setting.beside),
         )  # fmt: skip
         return tuple(map(str, values))
 
@@ -71,7 +72,7 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
     layouts = [ParallelConfig(ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
     settings = [
-        OverlapConfig(comm_blocks=blocks, num_panels=panels, num_phases=phases, block_rows=overlap.block_rows)
+        replace(overlap, comm_blocks=blocks, num_panels=panels, num_phases=phases)
         for panels in sweep.num_panels or (overlap.num_panels,)
         for phases in sweep.num_phases or (overlap.num_phases,)
         for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
@@ -126,9 +127,11 @@ class SweepLog:
 
 
 def _measured(line: Sequence[str]) -> Measured:
-    *values, ms, failure = line[len(KEY_COLUMNS) - 4 :]
-    blocks, panels, phases, rows = map(int, values)
-    setting = OverlapConfig(comm_blocks=blocks, num_panels=panels, num_phases=phases, block_rows=rows)
+    *values, ms, failure = line[len(KEY_COLUMNS) - 5 :]
+    blocks, panels, phases, rows, beside = map(int, values)
+    setting = OverlapConfig(
+        comm_blocks=blocks, num_panels=panels, num_phases=phases, block_rows=rows, beside=bool(beside)
+    )
     return Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
 
 

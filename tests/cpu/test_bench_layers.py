@@ -47,7 +47,7 @@ def test_overlap_figures_example() -> None:
 
 
 def test_launches_are_named_by_what_they_depend_on() -> None:
-    assert str(Split(16, 4, 2)) == "comm_blocks=16,num_panels=4,num_phases=2"
+    assert str(Split(16, 4, 2)) == "comm_blocks=16,num_panels=4,num_phases=2,beside=1"
     assert DEFAULT.launches()[0] == ONE_PANEL.launches()[0]
     assert len({split.launches()[0] for split in (DEFAULT, FEW_BLOCKS, Split(16, 2, 4))}) == 3
     assert len({split.launches()[1] for split in (DEFAULT, FEW_BLOCKS, ONE_PANEL, Split(16, 2, 4))}) == 4
@@ -57,7 +57,7 @@ def test_default_grid_changes_one_setting_at_a_time() -> None:
     grid = default_grid()
     default = OverlapConfig()
     assert grid[0] == default
-    assert len(set(grid)) == len(grid) == 7
+    assert len(set(grid)) == len(grid) == 8
     for overlap in grid[1:]:
         assert sum(getattr(overlap, name) != getattr(default, name) for name in Split._fields) == 1
 
@@ -73,7 +73,7 @@ def test_tries_come_after_the_default() -> None:
     "text", ["comm_blocks", "comm_blocks=", "comm_blocks=-1", "block_rows=64", "", "num_panels=2,"]
 )
 def test_a_try_must_name_a_setting_and_a_number(text: str) -> None:
-    with pytest.raises(ValueError, match=r"try='.*' must be comm_blocks=N, num_panels=N or num_phases=N"):
+    with pytest.raises(ValueError, match=r"try='.*' must be comm_blocks=N, num_panels=N, num_phases=N or beside=0"):
         parse_try(text)
 
 

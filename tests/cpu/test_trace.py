@@ -21,7 +21,9 @@ from layer_ranks import build_layer
 from ranks import run_ranks
 
 from comet.kernels import recorder
+from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.kernels.recorder import recording
+from comet.layout import COMBINE_CHUNK_ROWS
 from comet.paths import SymmetricPath
 from comet.plan import Plan
 from comet.trace import RankRecord, Timeline, record
@@ -33,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 CHUNK = 128
 CASES = (
     LayerCase("ep2", 2, 1, (30, 130), num_experts=4, hidden_size=128),
-    LayerCase("tp2", 1, 2, (31, 29)),
+    LayerCase("tp2", 1, 2, (31, 29), beside=False),
 )
 
 
@@ -148,8 +150,10 @@ def test_every_chunk_and_every_token_is_recorded_once(found: list[Found]) -> Non
         sent = [(d, c, 0) for d in range(2) if d != rank for c in range(chunks(sends[d]))]
         own = [(rank, c, 0) for c in range(whole)]
         received = [(s, c, 0) for s in range(2) if s != rank for c in range(chunks(receives[s]))]
-        returned = [(s, c) for s in range(2) for c in range(whole if s == rank else chunks(receives[s]))]
-        summed = [(token, 64) for token in range(0, plan.num_tokens, 64)]
+        counts = [plan.max_tokens if s == rank else receives[s] for s in range(2)]
+        returned = [(s, c) for s in range(2) for c in range(-(-counts[s] // COMBINE_CHUNK_ROWS))]
+        step = GemmCombineConfig().sum_tokens
+        summed = [(token, step) for token in range(0, plan.num_tokens, step)]
         for work, alone, expected in [
             ("dispatch", False, sent),
             ("dispatch", True, sent + own),
@@ -232,8 +236,11 @@ def test_a_full_buffer_counts_what_is_lost(recorded: dict[str, list[Found]]) -> 
     assert lossy.summary()["lost_events"] == sum(record.lost for record in lossy.records)
 
 
-def test_chrome_trace(found: list[Found]) -> None:
-    timeline = Timeline(found[0].records)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_chrome_trace(recorded: dict[str, list[Found]], case: LayerCase) -> None:
+    timeline = Timeline(recorded[case.name][0].records)
+    # Beside each other, the blocks of layer 1 keep to their work.
+    joins = {"joins the GEMM"} if case.beside else {"joins the GEMM", "joins reduce and send"}
     trace = json.loads(json.dumps(chrome_trace(timeline.events, timeline.spans, timeline.summary())))
     entries = trace["traceEvents"]
     assert all({"ph", "name", "pid", "tid", "args"} <= entry.keys() for entry in entries)
@@ -246,7 +253,7 @@ def test_chrome_trace(found: list[Found]) -> None:
     assert {entry["args"]["name"] for entry in entries if entry["name"] == "process_name"} == {"rank 0", "rank 1"}
     named = {(e["pid"], e["tid"]) for e in entries if e["name"] == "thread_name"}
     assert {(entry["pid"], entry["tid"]) for entry in timed} <= named
-    assert {entry["name"] for entry in timed if entry["ph"] == "i"} == {"joins the GEMM", "joins reduce and send"}
+    assert {entry["name"] for entry in timed if entry["ph"] == "i"} == joins
     tile = next(entry for entry in timed if entry["name"] == "layer 0 GEMM")
     assert tile["args"].keys() == {"tile", "column", "phase", "sm", "epoch"}
 

@@ -126,7 +126,8 @@ def test_problem_counts_and_rules() -> None:
 @pytest.mark.parametrize(("name", "tokens", "fused_ms", "plain_ms"), MEASURED)
 def test_model_agrees_with_measured_layers(name: str, tokens: int, fused_ms: float, plain_ms: float) -> None:
     problem = problem_of(SHAPES[name], tokens)
-    assert predict(problem, OverlapConfig(), H200).ms == pytest.approx(fused_ms, rel=0.13)
+    # Run 2 had comm blocks on multiprocessors of their own.
+    assert predict(problem, OverlapConfig(beside=False), H200).ms == pytest.approx(fused_ms, rel=0.13)
     assert predict(problem, None, H200).ms == pytest.approx(plain_ms, rel=0.16)
 
 
@@ -198,7 +199,7 @@ def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
         machine = replace(H200, num_sms=rng.choice([2, 20, 132]))
         proposed = propose(problem, machine)
         settings = [item.setting for item in proposed]
-        assert 2 <= len(settings) <= 11
+        assert 2 <= len(settings) <= 12
         assert len(set(settings)) == len(settings)
         assert None in settings
         assert any(setting and setting.comm_blocks == 16 for setting in settings) == (machine.num_sms > 16)

@@ -105,7 +105,7 @@ def test_explanation_is_aligned_and_ends_in_json() -> None:
     title, header, *rows, chosen, last = explain(problem, predictions, resolved, entry).splitlines()
     assert title.startswith("num_experts=128, top_k=8, hidden_size=2048, ffn_size=768, ep=4, tp=1, tokens=8192")
     assert header.split("  ")[0] == "candidate"
-    assert rows[0].startswith("8 comm blocks, 2 phases, 4 panels, 128 rows <- chosen")
+    assert rows[0].startswith("8 comm blocks, 2 phases, 4 panels, 128 rows, beside <- chosen")
     end = header.index("measured ms") + len("measured ms")
     assert [row[:end].split()[-1] for row in rows] == ["1.500", "2.000", "9.000", "-"]
     assert {row[end : end + 2] for row in rows} == {"  "}, "aligned"
@@ -113,11 +113,11 @@ def test_explanation_is_aligned_and_ends_in_json() -> None:
     assert rows[0][end + 2 :].startswith("plan 0.0")
     assert rows[3][end + 2 :] == "failed: died"
     assert chosen == (
-        "chosen: 8 comm blocks, 2 phases, 4 panels, 128 rows (source: profile); "
+        "chosen: 8 comm blocks, 2 phases, 4 panels, 128 rows, beside (source: profile); "
         "measured at 8192 tokens, 2026-11-20, version abc"
     )
     content = json.loads(last)
-    assert content["chosen"] == dict(comm_blocks=8, num_phases=2, num_panels=4, block_rows=128)
+    assert content["chosen"] == dict(comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=True)
     assert content["candidates"][2]["setting"] == "plain"
     assert content["candidates"][3]["measured_ms"] is None
     favourite = min(predictions, key=lambda item: item.ms).setting

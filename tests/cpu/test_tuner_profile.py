@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import random
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.tuner import H200, Problem, ProfileEntry, ProfileKey, ProfileStore, profile_path, resolve
@@ -233,29 +233,23 @@ def test_entry_of_another_device_is_refused(tmp_path: Path) -> None:
         store.put(entry_of(512, device="NVIDIA H100"))
 
 
-WRITER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import test_tuner_profile as cases
-store = cases.ProfileStore.load(Path(sys.argv[2]), cases.DEVICE)
-for step in range(12):
-    store.put(cases.entry_of(2 ** (2 * step + int(sys.argv[3]))))
-"""
+def write_or_read(rank: int, world_size: int, path: Path) -> int:
+    """Two ranks write entries of their own, a third reads what is there until they are done: how often it could."""
+    if rank < 2:
+        store = ProfileStore.load(path, DEVICE)
+        for step in range(12):
+            store.put(entry_of(2 ** (2 * step + rank)))
+    done, reads = dist.barrier(async_op=True), 0
+    while not done.is_completed():
+        if rank == 2 and path.exists():
+            assert json.loads(path.read_text())["version"] == VERSION, "a reader never sees a part"
+            reads += 1
+    return reads
 
 
 def test_two_writing_processes_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    command = [sys.executable, "-c", WRITER, str(Path(__file__).parent), str(path)]
-    writers = [subprocess.Popen([*command, str(number)], stderr=subprocess.PIPE, text=True) for number in (0, 1)]
-    reads = 0
-    while any(writer.poll() is None for writer in writers):
-        if path.exists():
-            assert json.loads(path.read_text())["version"] == VERSION, "a reader never sees a part"
-            reads += 1
-    for writer in writers:
-        _, errors = writer.communicate()
-        assert writer.returncode == 0, errors
+    *_, reads = run_ranks(write_or_read, 3, path)
     assert {key.tokens for key in ProfileStore.load(path, DEVICE).entries} == {2**power for power in range(24)}
     assert reads > 0
     assert not list(tmp_path.glob("*.tmp"))

@@ -11,8 +11,9 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
-from comet.moe import MoE, make_moe
-from comet.paths import PlainPath, SymmetricPath
+from comet.moe import MoE
+from comet.paths import CollectivePath, SymmetricPath
+from comet.plain import plain_experts
 from comet.tuner import Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
@@ -47,46 +48,61 @@ def symmetric(moe: MoE) -> SymmetricPath:
 def test_a_layer_takes_what_was_measured_and_follows_its_tokens(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, "comet.tuner")
     write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (FEW, 1.0)})
-    path = symmetric(make_moe(MOE, group_of(1, tmp_path)))
+    path = symmetric(MoE(MOE, group_of(1, tmp_path)))
     assert (path.settings.comm_blocks, path.settings.layer1.num_panels) == (24, 2)
     assert path.settings_for(128) is not path.settings
     assert path.settings_for(128) == path.settings
     few = path.settings_for(16)
     assert (few.comm_blocks, few.layer1) == (5, path.settings.layer1), "panels stay what all ranks agreed on"
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "24 comm blocks, 2 phases, 2 panels, 128 rows (profile)",
-        "5 comm blocks, 2 phases, 4 panels, 128 rows (profile)",
+        "24 comm blocks, 2 phases, 2 panels, 128 rows, beside (profile)",
+        "5 comm blocks, 2 phases, 4 panels, 128 rows, beside (profile)",
     ]
 
 
+def test_settings_are_resolved_once_for_all_calls_of_about_as_many_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (FEW, 1.0)})
+    path = symmetric(MoE(MOE, group_of(1, tmp_path)))
+    asked: list[int] = []
+    resolver = path.resolver
+    monkeypatch.setattr(path, "resolver", lambda problem: asked.append(problem.num_tokens) or resolver(problem))
+    found = {num_tokens: path.settings_for(num_tokens) for num_tokens in (128, 100, 16, 17, 0, 1, 128, 16)}
+    assert asked == [128, 16, 1]
+    blocks = {num_tokens: settings.comm_blocks for num_tokens, settings in found.items()}
+    assert blocks == {128: 24, 100: 24, 16: 5, 17: 5, 0: 16, 1: 16}, "nothing was measured near one token"
+    assert found[100] is found[128]
+
+
 def test_without_measurements_the_default_and_a_given_setting_always(tmp_path: Path) -> None:
-    path = symmetric(make_moe(MOE, group_of(1, tmp_path / "none")))
+    path = symmetric(MoE(MOE, group_of(1, tmp_path / "none")))
     assert path.overlap.comm_blocks == OverlapConfig().comm_blocks
     assert path.settings_for(3) is path.settings
     write_profile(tmp_path, 1, {128: (BEST, 1.0)})
-    given = symmetric(make_moe(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=7)))
+    given = symmetric(MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=7)))
     assert given.settings.comm_blocks == 7
     assert given.settings_for(128) is given.settings
     with pytest.raises(
         ValueError, match="comm_blocks=132 must be below the 132 SMs of cpu: at least one block computes"
     ):
-        make_moe(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=132))
+        MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=132))
 
 
 def test_auto_is_plain_where_that_was_faster(tmp_path: Path) -> None:
     write_profile(tmp_path, 1, {128: (None, 1.0)})
     group = group_of(1, tmp_path)
-    assert isinstance(make_moe(MOE, group).experts, PlainPath)
-    assert symmetric(make_moe(MOE, group, path="twin")).overlap.comm_blocks == OverlapConfig().comm_blocks
-    assert symmetric(make_moe(MOE, group, overlap=BEST)).settings.comm_blocks == 24, (
-        "a given setting is never overruled"
-    )
+    path = MoE(MOE, group).experts
+    assert isinstance(path, CollectivePath)
+    assert path.compute is plain_experts
+    assert symmetric(MoE(MOE, group, path="twin")).overlap.comm_blocks == OverlapConfig().comm_blocks
+    assert symmetric(MoE(MOE, group, overlap=BEST)).settings.comm_blocks == 24, "a given setting is never overruled"
 
 
 def test_a_damaged_profile_is_ignored_with_one_warning(tmp_path: Path, caplog) -> None:
     write_profile(tmp_path, 1, {128: (BEST, 1.0)})
     (tmp_path / "cpu_x1.json").write_text("{")
-    path = symmetric(make_moe(MOE, group_of(1, tmp_path)))
+    path = symmetric(MoE(MOE, group_of(1, tmp_path)))
     assert path.settings.comm_blocks == OverlapConfig().comm_blocks
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -94,7 +110,7 @@ def test_a_damaged_profile_is_ignored_with_one_warning(tmp_path: Path, caplog) -
 def choose_on_rank(rank: int, world_size: int, folder: str) -> tuple[int, int, int, list[float]]:
     """Each rank looks into a folder of its own, as on two nodes, and has other tokens."""
     group = group_of(world_size, Path(folder) / str(rank))
-    moe = make_moe(MOE, group, seed=1)
+    moe = MoE(MOE, group, seed=1)
     path, num_tokens = symmetric(moe), (128, 16)[rank]
     blocks = path.settings_for(num_tokens).comm_blocks
     output = run_layer(moe, num_tokens)
@@ -107,7 +123,7 @@ def test_two_ranks_choose_alike_from_different_files(tmp_path: Path) -> None:
     write_profile(tmp_path / "1", 2, {128: (None, 1.0)})
     found = run_ranks(choose_on_rank, 2, str(tmp_path))
     assert [rank[:3] for rank in found] == [(24, 2, 24), (24, 2, 5)]
-    alone = make_moe(MOE, group_of(1, None), seed=1, path="reference")
+    alone = MoE(MOE, group_of(1, None), seed=1, path="reference")
     for (*_, output), num_tokens in zip(found, (128, 16), strict=True):
         expected = run_layer(alone, num_tokens)
         torch.testing.assert_close(torch.tensor(output).view_as(expected), expected, rtol=1e-5, atol=1e-5)
