@@ -29,7 +29,7 @@ from triton import TritonError
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
 from comet.layout import ExpertLayout
-from comet.moe import MoE, make_moe
+from comet.moe import MoE
 from comet.paths import SymmetricPath
 from comet.plain import make_exchange, plain_experts
 
@@ -244,7 +244,7 @@ def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> tuple[E
     group = make_expert_group(
         config, settings.parallel, max_tokens=settings.max_tokens, dtype=ranks.dtype, device=ranks.device
     )
-    return group, make_moe(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
+    return group, MoE(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
 
 
 def _own_weights(config: MoEConfig, layout: ExpertLayout, ranks: Ranks) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from comet.config import MoEConfig, OverlapConfig, ParallelConfig
     from comet.errors import CapacityError, CommTimeoutError, UnavailableError
     from comet.group import ExpertGroup, make_expert_group
-    from comet.moe import MoE, make_moe
+    from comet.moe import MoE
 
 __all__ = [
     "CapacityError",
@@ -27,7 +27,6 @@ __all__ = [
     "UnavailableError",
     "make_communicator",
     "make_expert_group",
-    "make_moe",
 ]
 
 _MODULES = {
@@ -42,7 +41,6 @@ _MODULES = {
     "UnavailableError": "comet.errors",
     "make_communicator": "comet.comm",
     "make_expert_group": "comet.group",
-    "make_moe": "comet.moe",
 }
 
 

@@ -13,6 +13,7 @@ from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
+from comet.side_stream import SideStream
 from comet.tuner.choice import Resolver
 from comet.tuner.shared import shared_resolver
 from comet.workspace import Workspace, WorkspaceShape
@@ -31,6 +32,8 @@ class ExpertGroup:
         comm: Communicator over the MoE group.
         workspace: The pool all MoE layers share.
         resolver: What a layer without a setting of its own asks for one.
+        side_stream: For what a layer computes beside its routed experts.
+        plan_stream: For the plan, whose small kernels all ranks wait for, where something large runs beside it.
     """
 
     parallel: ParallelConfig
@@ -41,6 +44,8 @@ class ExpertGroup:
     comm: Communicator
     workspace: Workspace
     resolver: Resolver
+    side_stream: SideStream
+    plan_stream: SideStream
 
     @property
     def rank(self) -> int:
@@ -116,6 +121,8 @@ def make_expert_group(
         comm=comm,
         workspace=workspace,
         resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
+        side_stream=SideStream.create(comm.device),
+        plan_stream=SideStream.create(comm.device, urgent=True),
     )
 
 

@@ -1,4 +1,8 @@
-"""The MoE layer: router -> plan -> layer 0 -> layer 1, over the ranks of an ``ExpertGroup``."""
+"""The MoE layer: router -> plan -> layer 0 -> layer 1, over the ranks of an ``ExpertGroup``.
+
+The shared expert and the router's statistics run beside plan, layer 0 and layer 1 (``comet.side_stream``). The router
+itself cannot: it decides what the plan is made of.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
-from comet.router import Router, RouterStats
+from comet.router import Router
+from comet.router_losses import RouterStats
 from comet.shared_expert import SharedExpert
 
 
@@ -90,11 +95,14 @@ class MoE(nn.Module):
         Returns:
             ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
         """
-        tokens = self._tokens(x)
+        tokens, side = self._tokens(x), self.group.side_stream
         routing = self.router(tokens)
+        # The plan waits for neither; first the one that can fill the GPU while the plan cannot.
+        shared = None if self.shared is None else side.start(self.shared, tokens)
+        stats = side.start(self.router.measure, routing.logits, routing.scores, routing.top_k_ids)
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
-        output = routed if self.shared is None else routed + self.shared(tokens)
-        return output.view_as(x), routing.stats
+        output = routed if shared is None else routed + shared()
+        return output.view_as(x), stats()
 
     def routed_experts(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """The layer without its router: plan -> layer 0 -> layer 1 for a given routing.
@@ -119,19 +127,6 @@ class MoE(nn.Module):
         require(x.device == device, f"device={x.device} of the input must be the group's {device}")
         require(x.dtype == shape.dtype, f"dtype={x.dtype} of the input must be the group's {shape.dtype}")
         return x.reshape(-1, self.config.hidden_size)
-
-
-def make_moe(
-    config: MoEConfig,
-    group: ExpertGroup,
-    *,
-    path: Path | str = "auto",
-    overlap: OverlapConfig | None = None,
-    seed: int = 0,
-    param_dtype: torch.dtype = torch.float32,
-) -> MoE:
-    """Build an ``MoE`` layer; see there."""
-    return MoE(config, group, path=path, overlap=overlap, seed=seed, param_dtype=param_dtype)
 
 
 def _normal(shape: tuple[int, ...] | torch.Size, fan_in: int, seed: int, stream: int) -> Tensor:

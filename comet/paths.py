@@ -13,12 +13,14 @@ from comet.autograd import Pieces, routed_experts
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
-from comet.plain import gather_reference_experts, plain_experts
+from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
 from comet.plan import Plan, make_plan, routed_row_capacity
 from comet.schedule import check_phases
 from comet.settings import LayerSettings
+from comet.side_stream import SideStream
 from comet.tuner.choice import Resolved
 from comet.tuner.problem import Problem
+from comet.tuner.profile import token_bucket
 
 
 class ExpertPath(Protocol):
@@ -44,8 +46,10 @@ class SymmetricPath:
     def __init__(
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
-        self.measured = group_problem(config, group) if overlap is None else None
+        store = group.resolver.store if overlap is None else None
+        self.measured = group_problem(config, group) if store is not None and store.entries else None
         self.resolver = group.resolver
+        self.settings_of_bucket: dict[int, LayerSettings] = {}
         overlap = layer_choice(config, group, overlap).setting or OverlapConfig()
         # A rank alone has no remote rows to wait for, whatever the setting.
         self.overlap = overlap if group.parallel.world_size > 1 else replace(overlap, num_phases=1)
@@ -59,18 +63,24 @@ class SymmetricPath:
         self.max_routed_rows = routed_row_capacity(
             self.layout, self.workspace.max_tokens, self.overlap.block_rows, config.max_imbalance
         )
+        self.plan_stream = group.plan_stream if config.shared_ffn_size else SideStream(None)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """Plan, then layer 0 and layer 1; see ``ExpertPath``."""
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
-        return routed_experts(tokens, w1, w2, top_k_weights, self.plan(top_k_ids, top_k_weights), pieces)
+        plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
+        return routed_experts(tokens, w1, w2, top_k_weights, plan, pieces)
 
     def settings_for(self, num_tokens: int) -> LayerSettings:
         """The layer's settings, with the comm blocks measured for about so many tokens of this rank."""
-        if self.measured is None or self.resolver.store is None or not self.resolver.store.entries:
+        if self.measured is None:
             return self.settings
-        choice = self.resolver(replace(self.measured, num_tokens=num_tokens)).setting
-        return self.settings if choice is None else replace(self.settings, comm_blocks=choice.comm_blocks)
+        bucket = token_bucket(num_tokens)  # what the resolver tells apart; asking it takes tens of microseconds
+        if bucket not in self.settings_of_bucket:
+            choice = self.resolver(replace(self.measured, num_tokens=bucket)).setting
+            comm_blocks = self.settings.comm_blocks if choice is None else choice.comm_blocks
+            self.settings_of_bucket[bucket] = replace(self.settings, comm_blocks=comm_blocks)
+        return self.settings_of_bucket[bucket]
 
     def plan(self, top_k_ids: Tensor, top_k_weights: Tensor) -> Plan:
         """Who goes where, for ids and weights ``(T, K)`` (collective).
@@ -97,28 +107,24 @@ class SymmetricPath:
         return plan
 
 
-class PlainPath:
-    """All-to-all, grouped GEMMs, all-to-all, one after the other: what Comet is measured against."""
+class CollectivePath:
+    """One of the functions of ``comet.plain`` for a layer: runs wherever ``torch.distributed`` does.
 
-    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+    Args:
+        compute: ``plain_experts`` (all-to-all, grouped GEMMs, all-to-all, one after the other: what Comet is measured
+            against) or ``gather_reference_experts`` (every rank gathers all weights: the specification).
+        config: Shape of the layer.
+        group: The ranks.
+    """
+
+    def __init__(self, compute: CollectiveExperts, config: MoEConfig, group: ExpertGroup) -> None:
+        self.compute = compute
         self.layout = group.layout(config)
         self.process_group = group.process_group
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``."""
-        return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
-
-
-class ReferencePath:
-    """Every rank gathers all weights and computes its own tokens in plain torch: the specification."""
-
-    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
-        self.layout = group.layout(config)
-        self.process_group = group.process_group
-
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """See ``ExpertPath``."""
-        return gather_reference_experts(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
+        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
 
 
 def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:
@@ -169,4 +175,4 @@ def make_path(
         config.capacity_factor is None,
         f"capacity_factor={config.capacity_factor} needs path 'fused' or 'twin'; {name!r} is dropless",
     )
-    return PlainPath(config, group) if name == "plain" else ReferencePath(config, group)
+    return CollectivePath(plain_experts if name == "plain" else gather_reference_experts, config, group)

@@ -11,6 +11,7 @@ experts, e of this shard, W = EP x TP ranks; N = rows sent, R = rows received. N
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,9 @@ from comet.collectives import accumulator_dtype, all_gather_stacked, all_to_all_
 from comet.config import require
 from comet.layout import ExpertLayout
 from comet.reference import reference_experts
+
+# tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group -> (T, D); see ``plain_experts``.
+CollectiveExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLayout, ProcessGroup | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,20 +206,10 @@ def gather_reference_experts(
 ) -> Tensor:
     """Gather all experts and run the reference on this rank's tokens; collective, differentiable, memory-hungry.
 
-    Args:
-        tokens: ``(T, D)``; T may be 0 and differ between ranks.
-        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks a slot.
-        top_k_weights: ``(T, K)`` float32 (float64 with float64 tokens).
-        w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; its gradient sums over the tokens of all ranks.
-        w2: ``(e, D, F/TP)``; likewise.
-        layout: The experts over the ranks.
-        process_group: The W ranks; not used when W is 1.
+    Args, and what is raised: as for ``plain_experts``; the gradients of w1 and w2 sum over the tokens of all ranks.
 
     Returns:
         ``(T, D)``, as ``comet.reference.reference_experts(..., ep=EP, tp=TP)`` computes it.
-
-    Raises:
-        ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's.
     """
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
     check_group(layout, process_group)

@@ -1,4 +1,4 @@
-"""Router: which K experts a token goes to, with what weights, and the losses that keep experts evenly loaded.
+"""Router: which K experts a token goes to, and with what weights.
 
 ``score -> select -> weigh``: scores come from the logits, the selection picks ids (no gradient), the weights are read
 from the scores at those ids and carry the gradient. Arithmetic is float32 whatever the dtype of tokens and weight,
@@ -15,41 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, Score, require
-
-
-@dataclass(frozen=True, slots=True)
-class RouterStats:
-    """What one forward of the router measured over this rank's tokens.
-
-    Args:
-        aux_loss: ``()`` float32, load-balancing loss times its coefficient, with gradient; zero when unused.
-        z_loss: ``()`` float32, router z-loss times its coefficient, with gradient; zero when unused.
-        expert_load: ``(E,)`` float32, routed rows per expert; sums to T*K; no gradient.
-    """
-
-    aux_loss: Tensor
-    z_loss: Tensor
-    expert_load: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        """``()`` float32: what the training loss should add for this layer."""
-        return self.aux_loss + self.z_loss
+from comet.router_losses import RouterStats, measure_routing, normalize
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The router's decision for T tokens.
+    """The router's decision for T tokens, and what it was made of.
 
     Args:
         top_k_ids: ``(T, K)`` int32, expert of every routed row, best first; no id occurs twice in a row.
         top_k_weights: ``(T, K)`` float32, factor of that expert's output, with gradient.
-        stats: Losses and loads of this forward.
+        logits: ``(T, E)`` float32, with gradient.
+        scores: ``(T, E)`` float32, without selection bias, with gradient.
     """
 
     top_k_ids: Tensor
     top_k_weights: Tensor
-    stats: RouterStats
+    logits: Tensor
+    scores: Tensor
 
 
 class Router(nn.Module):
@@ -101,8 +84,21 @@ class Router(nn.Module):
             scores = score_logits(logits, config.score)
             top_k_ids = select_experts(self._selection_scores(logits, scores), config)
             top_k_weights = weigh_experts(scores, top_k_ids, config)
-            stats = self._measure(logits, scores, top_k_ids)
-        return Routing(top_k_ids.int(), top_k_weights, stats)
+        return Routing(top_k_ids.int(), top_k_weights, logits, scores)
+
+    def measure(self, logits: Tensor, scores: Tensor, top_k_ids: Tensor) -> RouterStats:
+        """Losses and loads of a ``Routing``; apart from ``forward`` because no token's way depends on them.
+
+        Args:
+            logits: ``(T, E)``, as routed.
+            scores: ``(T, E)``, as routed.
+            top_k_ids: ``(T, K)``, as routed.
+
+        Returns:
+            The statistics of these tokens.
+        """
+        with torch.autocast(logits.device.type, enabled=False):
+            return measure_routing(logits, scores, top_k_ids, self.config)
 
     @torch.no_grad()
     def update_bias(self, expert_load_global: Tensor) -> None:
@@ -146,17 +142,6 @@ class Router(nn.Module):
         # Scores saturate at 0 and 1, and torch's vectorised sigmoid can differ from its scalar tail for equal logits.
         groups_are_summed = self.config.top_groups < self.config.num_groups
         return (scores if groups_are_summed else logits).detach()
-
-    def _measure(self, logits: Tensor, scores: Tensor, top_k_ids: Tensor) -> RouterStats:
-        config = self.config
-        unused = logits.new_zeros(())
-        expert_load = count_routed_rows(top_k_ids, config.num_experts)
-        use_aux = config.balance == "aux" and config.aux_loss_coef != 0
-        return RouterStats(
-            aux_loss=config.aux_loss_coef * load_balancing_loss(scores, expert_load) if use_aux else unused,
-            z_loss=config.z_loss_coef * router_z_loss(logits) if config.z_loss_coef != 0 else unused,
-            expert_load=expert_load,
-        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         # A bias of 0.5 in bf16 cannot move by 0.001, so module.to(bfloat16) and .half() must not reach the bias.
@@ -273,76 +258,5 @@ def weigh_experts(scores: Tensor, top_k_ids: Tensor, config: MoEConfig) -> Tenso
     """
     weights = scores.gather(1, top_k_ids)
     if config.renormalize:
-        weights = _normalize(weights)
+        weights = normalize(weights)
     return weights * config.routed_scale
-
-
-def _normalize(values: Tensor) -> Tensor:
-    return values / values.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
-
-
-def load_balancing_loss(scores: Tensor, expert_load: Tensor) -> Tensor:
-    """The Switch Transformer loss for any K: ``E * sum_e f_e * P_e``, equal to 1 when load or scores are even.
-
-    ``f_e`` is expert e's share of the routed rows (no gradient), ``P_e`` the mean over tokens of its score divided by
-    the token's sum of scores. (Definitions that let ``f`` sum to K instead of 1 give K times this value.)
-
-    Example: E = 2, K = 1, scores ``[[0.75, 0.25], [0.75, 0.25]]``, load ``[2, 0]``: ``2 * (1 * 0.75 + 0 * 0.25)``
-    = 1.5.
-
-    Args:
-        scores: ``(T, E)``.
-        expert_load: ``(E,)`` routed rows per expert.
-
-    Returns:
-        ``()``; zero if T = 0.
-    """
-    num_tokens, num_experts = scores.shape
-    share = (expert_load / expert_load.sum().clamp_min(1)).to(scores.dtype)
-    mean_score = _normalize(scores).sum(dim=0) / max(num_tokens, 1)
-    return num_experts * (share * mean_score).sum()
-
-
-def router_z_loss(logits: Tensor) -> Tensor:
-    """Mean over tokens of ``logsumexp(logits) ** 2``: keeps logits small.
-
-    Example: logits ``[[0.0, 0.0]]`` give ``ln(2) ** 2 = 0.480453...``.
-
-    Args:
-        logits: ``(T, E)``.
-
-    Returns:
-        ``()``; zero if T = 0.
-    """
-    return logits.logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
-
-
-def count_routed_rows(top_k_ids: Tensor, num_experts: int) -> Tensor:
-    """How many routed rows every expert gets.
-
-    Example: ids ``[[2, 0], [2, -1]]``, E = 4: ``[1, 0, 2, 0]``.
-
-    Args:
-        top_k_ids: ``(T, K)`` integer; -1 is a masked slot and is not counted.
-        num_experts: E.
-
-    Returns:
-        ``(E,)`` float32 (exact up to 2^24 rows per expert), no gradient.
-    """
-    bins = top_k_ids.flatten().long() + 1  # bin 0 takes the masked slots, so that nothing depends on their number
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=bins.device)
-    return counts.scatter_add_(0, bins, torch.ones_like(bins))[1:].float()
-
-
-def load_imbalance(expert_load: Tensor) -> Tensor:
-    """Largest over mean load: 1 is even, E is everything on one expert.
-
-    Example: ``[6, 1, 2, 3]`` gives 2.0.
-
-    Args:
-        expert_load: ``(E,)`` floating, routed rows per expert.
-
-    Returns:
-        ``()``, on the same device; zero if no row was routed.
-    """
-    return expert_load.max() / expert_load.mean().clamp_min(torch.finfo(expert_load.dtype).tiny)

@@ -96,17 +96,25 @@ def poison_padding(tensor: Tensor, rows: Rows) -> Tensor:
     return tensor
 
 
-def assert_as_good(name: str, got: Tensor, twin: Tensor, exact: Tensor) -> None:
-    """``got`` is at most twice as far from the float64 result as the same-dtype torch result, plus one rounding."""
+def assert_as_good(name: str, got: Tensor, twin: Tensor, exact: Tensor, *, chain: int = 4) -> None:
+    """``got`` is at most twice as far from the float64 result as the same-dtype torch result, plus rounding.
+
+    ``chain`` additions in the dtype one after the other round like a random walk of half units; 4 of them are one unit.
+    """
     assert not torch.isnan(exact).any(), f"{name}: the test itself produced NaN"
     error = (got.double() - exact).abs()
     worst = error.nan_to_num(nan=float("inf")).max().item() if error.numel() else 0.0
     twin_error = (twin.double() - exact).abs().max().item() if error.numel() else 0.0
     unit = torch.finfo(got.dtype).eps * (exact.abs().max().item() if error.numel() else 0.0)
     where = torch.nonzero(error == error.max())[:1].tolist() if error.numel() else []
-    assert worst <= 2 * twin_error + unit, (
+    assert worst <= 2 * twin_error + unit * chain**0.5 / 2, (
         f"{name}: error {worst:.3e} at {where}, torch {twin_error:.3e}, unit {unit:.3e}"
     )
+
+
+def chain_of(contraction: int, dtype: torch.dtype) -> int:
+    """Additions one after the other in the kernels' float32; 16-bit results hide them behind their own rounding."""
+    return max(contraction, 4) if dtype == torch.float32 else 4
 
 
 def check_group_gemm(
@@ -125,7 +133,8 @@ def check_group_gemm(
     group_gemm_torch(a, b, outs[1], rows.table, gather=gather, layout=layout, config=config)
     group_gemm_torch(a.double(), b.double(), outs[2], rows.table, gather=gather, layout=layout, config=config)
     assert (outs[0][~valid_mask(rows)] == 77).all(), "a row that is not valid was written"
-    assert_as_good(f"group_gemm {layout} gather={gather} N,K={shape} {dtype} seed={seed}", *outs)
+    where = f"group_gemm {layout} gather={gather} N,K={shape} {dtype} seed={seed}"
+    assert_as_good(where, *outs, chain=chain_of(k, dtype))
 
 
 def check_wgrad(
@@ -149,7 +158,9 @@ def check_wgrad(
     group_gemm_wgrad(*operands, outs[0], *segments, **keywords)
     group_gemm_wgrad_torch(*operands, outs[1], *segments, **keywords)
     group_gemm_wgrad_torch(*[o.double() for o in operands], outs[2], *segments, **keywords)
-    assert_as_good(f"wgrad gather={gather} {shape} {dtype} seed={seed}", *outs)
+    longest = int(rows.segment_counts.reshape(-1, num_experts).sum(0).max())
+    where = f"wgrad gather={gather} {shape} {dtype} seed={seed}"
+    assert_as_good(where, *outs, chain=chain_of(longest, dtype))
     idle = rows.segment_counts.reshape(-1, num_experts).sum(0) == 0
     assert (outs[0][idle] == 0).all(), "an expert without rows must get zeros"
     return outs[0]

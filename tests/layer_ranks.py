@@ -10,7 +10,7 @@ import torch.distributed as dist
 from layer_cases import LayerCase, assert_as_close, full_weights, oracle, rank_inputs, shard
 
 from comet.group import ExpertGroup, make_expert_group
-from comet.moe import MoE, make_moe
+from comet.moe import MoE
 
 
 def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
@@ -25,7 +25,7 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
         timeout_s=60.0,
     )
     poison(group)
-    moe = make_moe(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
+    moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):
             parameter.copy_(weight)

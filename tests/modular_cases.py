@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, shard
+from layer_ranks import poison
 from torch import Tensor
 
 from comet.group import ExpertGroup, make_expert_group
@@ -60,9 +61,10 @@ def _product(*choices: tuple[type, ...]) -> Iterator[tuple[type, ...]]:
             yield (first, *rest)
 
 
-def make_group(case: LayerCase) -> ExpertGroup:
+def make_group(case: LayerCase, device: str = "cpu") -> ExpertGroup:
+    max_tokens = max(1, *case.num_tokens)
     return make_expert_group(
-        case.config, case.parallel, max_tokens=max(1, *case.num_tokens), dtype=case.dtype, device="cpu", timeout_s=60.0
+        case.config, case.parallel, max_tokens=max_tokens, dtype=case.dtype, device=device, timeout_s=60.0
     )
 
 
@@ -94,14 +96,15 @@ def expected(case: LayerCase, rank: int, dtype: torch.dtype, call: int, *, quant
     return reference_experts(tokens.to(dtype), inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp)
 
 
-def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str) -> None:
+def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str, device: str = "cpu") -> None:
     """Run all calls of the case and compare; scratch memory is full of NaN before each."""
-    w1, w2 = shard(case, rank, *full_weights(case))
+    w1, w2 = (weight.to(device) for weight in shard(case, rank, *full_weights(case)))
     quantized = layer.experts.takes_fp8
     for call in range(case.calls):
         inputs = rank_inputs(case, rank, call)
         layer._pool.fill_(NAN_BYTES)
-        tokens, ids, weights = (strided(part) for part in (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights))
+        parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        tokens, ids, weights = (strided(part.to(device)) for part in parts)
         y = layer(tokens, ids, weights, w1.flatten(1, 2), w2)
         exact, same = (expected(case, rank, dtype, call, quantized=quantized) for dtype in (torch.float64, case.dtype))
         where = f"{what}, {case.name}, seed {case.seed}, call {call}, rank {rank}"
@@ -111,23 +114,25 @@ def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str) -> Non
 
 def strided(matrix: Tensor) -> Tensor:
     """The same numbers, every second of a buffer whose others are poison."""
-    buffer = torch.full((*matrix.shape, 2), 77, dtype=matrix.dtype)
+    buffer = torch.full((*matrix.shape, 2), 77, dtype=matrix.dtype, device=matrix.device)
     buffer[..., 0] = matrix
     return buffer[..., 0]
 
 
-def run_combinations(rank: int, world_size: int, cases: list[LayerCase], options: dict[str, Any]) -> dict[str, str]:
+def run_combinations(
+    rank: int, world_size: int, cases: list[LayerCase], options: dict[str, Any], device: str = "cpu"
+) -> dict[str, str]:
     """Every combination on every case; returns why each was refused, or no words."""
     outcome: dict[str, str] = {}
     for case in cases:
-        group = make_group(case)
+        group = make_group(case, device)
         poison(group)
         for combination in combinations():
             wanted, name = combination.reason(world_size), str(combination)
             layer, refusal = try_compose(combination, case, group, **options)
             if layer is not None:
                 assert wanted is None, f"{name} was accepted, but: {wanted}"
-                check_layer(layer, case, rank, name)
+                check_layer(layer, case, rank, name, device)
             else:
                 assert wanted is not None, f"{name} refused: {refusal}"
                 assert wanted in refusal, f"{name} refused for another reason: {refusal}"
@@ -135,13 +140,6 @@ def run_combinations(rank: int, world_size: int, cases: list[LayerCase], options
         group.workspace.check()
         group.close()
     return outcome
-
-
-def poison(group: ExpertGroup) -> None:
-    """Fill the rows of the pool with NaN: whoever reads what nobody wrote shows it."""
-    for name in ("recv_rows", "combine_rows"):
-        getattr(group.workspace, name).local.fill_(float("nan"))
-    group.comm.barrier()
 
 
 def attacks(world_size: int, seed: int) -> list[LayerCase]:

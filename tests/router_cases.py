@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from comet.config import MoEConfig
-from comet.router import Router
+from comet.router import Router, Routing
+from comet.router_losses import RouterStats
 
 D = 16
 VARIANTS = [
@@ -44,3 +45,8 @@ def identity_router(**changes: object) -> Router:
 
 def tokens_of_logits(logits: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(logits, (0, D - logits.shape[1]))
+
+
+def stats_of(router: Router, routing: Routing) -> RouterStats:
+    """What the layer measures of a routing."""
+    return router.measure(routing.logits, routing.scores, routing.top_k_ids)

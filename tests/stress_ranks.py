@@ -17,7 +17,7 @@ from stress_cases import CASES_PER_POOL, Stress, StressCase, expected, stress_in
 from torch import Tensor
 
 from comet.group import ExpertGroup, make_expert_group
-from comet.moe import MoE, make_moe
+from comet.moe import MoE
 
 Results = dict[str, Tensor]
 
@@ -92,7 +92,7 @@ def leave_pool(group: ExpertGroup) -> None:
 
 def run_case(rank: int, case: StressCase, group: ExpertGroup, stress: Stress) -> list[Results]:
     """Every call of a case; ranks meet before the first one only."""
-    moe = make_moe(case.config, group, path=stress.path, overlap=case.overlap, param_dtype=case.dtype)
+    moe = MoE(case.config, group, path=stress.path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):
             parameter.copy_(weight)

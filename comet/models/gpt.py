@@ -21,8 +21,8 @@ from comet.config import OverlapConfig, Path, require
 from comet.group import ExpertGroup
 from comet.models.cache import KeyValueCache, attend_causally
 from comet.models.config import ModelConfig
-from comet.moe import MoE, make_moe
-from comet.router import RouterStats
+from comet.moe import MoE
+from comet.router_losses import RouterStats
 from comet.shared_expert import SharedExpert
 
 EMBEDDING_STD = 0.5
@@ -78,7 +78,7 @@ class GPT(nn.Module):
             if index < config.dense_layers:
                 ffn = SharedExpert(config.hidden_size, config.dense_ffn_size, device=group.device)
             else:
-                ffn = make_moe(config.moe, group, path=path, overlap=overlap, seed=_seed(seed, f"blocks.{index}"))
+                ffn = MoE(config.moe, group, path=path, overlap=overlap, seed=_seed(seed, f"blocks.{index}"))
             self.blocks.append(Block(config, ffn, device=group.device, dtype=self.dtype))
         self.norm = nn.RMSNorm(config.hidden_size, device=group.device)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=group.device)
@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Draw the replicated weights; ``make_moe`` drew those of the MoE layers.
+        """Draw the replicated weights; ``MoE`` drew those of the MoE layers.
 
         Matrices that write into the residual stream are scaled by ``1 / sqrt(2 * num_layers)``. The head starts at
         zero: an untrained model gives every byte the same probability.

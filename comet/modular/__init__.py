@@ -1,7 +1,7 @@
 """Any dispatch and combine with any expert compute, behind three small interfaces.
 
 ``ModularMoE(prepare_finalize, experts)`` refuses a pair that does not fit, with the reason, and is otherwise a path
-like those of ``make_moe``; see ``comet.modular.interfaces`` for what travels. Names here and in vLLM, one to one:
+like those of ``MoE``; see ``comet.modular.interfaces`` for what travels. Names here and in vLLM, one to one:
 
 =====================  =====================================================
 here                   vLLM
@@ -50,7 +50,7 @@ reduce                 finalize_weight_and_reduce_impl
 takes_fp8              expects_unquantized_inputs, negated
 =====================  =====================================================
 
-Not built: a backward pass (train with ``make_moe``), FP8 over symmetric memory, quantised weights.
+Not built: a backward pass (train with ``MoE``), FP8 over symmetric memory, quantised weights.
 """
 
 from comet.modular.all_to_all import AllToAll

@@ -155,5 +155,5 @@ def _require_inference(**tensors: Tensor) -> None:
         require(
             not (torch.is_grad_enabled() and tensor.requires_grad),
             f"{name}.requires_grad=True must be False: ModularMoE has no backward pass; call it under "
-            "torch.no_grad(), or train with make_moe(path=...)",
+            "torch.no_grad(), or train with MoE(path=...)",
         )

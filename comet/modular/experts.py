@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comet.config import MoEConfig
 from comet.group import ExpertGroup
+from comet.modular.base import ExpertsBase, KernelExperts
 from comet.modular.grouped import GroupedContiguous
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -25,7 +26,7 @@ from comet.quantize import FP8
 from comet.reference import expert_outputs, rank_partial, swiglu_expert
 
 
-class ReferenceExperts:
+class ReferenceExperts(ExpertsBase):
     """``comet.reference`` over either format, in plain torch; waits for the device. EP, TP and EP x TP.
 
     Args:
@@ -36,11 +37,6 @@ class ReferenceExperts:
 
     formats = frozenset({ActivationFormat.CONTIGUOUS, ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce, ContiguousReduce, BatchedReduce, DelegateReduce)
-    takes_fp8 = False
-
-    def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
-        self.layout = group.layout(config)
-        self.reduce = reduce or NoOpReduce()
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """None: it allocates as it goes."""
@@ -67,7 +63,7 @@ class ReferenceExperts:
         return outputs
 
 
-class WarpDecodeExperts:
+class WarpDecodeExperts(KernelExperts):
     """``comet.decode`` over contiguous rows, 64 at a time; sums in the down kernel. EP, TP and EP x TP. For few tokens.
 
     Args:
@@ -79,7 +75,6 @@ class WarpDecodeExperts:
 
     formats = frozenset({ActivationFormat.CONTIGUOUS})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
-    takes_fp8 = False
 
     def __init__(
         self,
@@ -89,9 +84,7 @@ class WarpDecodeExperts:
         reduce: TopKReduce | None = None,
         use_kernels: bool | None = None,
     ) -> None:
-        self.layout = group.layout(config)
-        self.reduce = reduce or NoOpReduce()
-        self.use_kernels = use_kernels
+        super().__init__(config, group, reduce=reduce, use_kernels=use_kernels)
         # Rows carry local ids, so every expert is in the slot of its own number.
         self.slots = torch.arange(self.layout.experts_local, dtype=torch.int32, device=group.device)
 
@@ -114,38 +107,13 @@ class WarpDecodeExperts:
         return scratch.output
 
 
-class DequantizingExperts:
-    """Wants its rows in FP8, so that they travel in half the bytes or fewer, and hands them on dequantised.
+class DequantizingExperts(GroupedContiguous):
+    """``GroupedContiguous`` that wants its rows in FP8, so that they travel in half the bytes, and dequantises them."""
 
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-        reduce: What is left to ``finalize``, as for ``GroupedContiguous``, which does the work.
-        use_kernels: As for ``GroupedContiguous``.
-    """
-
-    formats = GroupedContiguous.formats
-    reductions = GroupedContiguous.reductions
     takes_fp8 = True
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        group: ExpertGroup,
-        *,
-        reduce: TopKReduce | None = None,
-        use_kernels: bool | None = None,
-    ) -> None:
-        self.inner = GroupedContiguous(config, group, reduce=reduce, use_kernels=use_kernels)
-        self.layout = self.inner.layout
-        self.reduce = self.inner.reduce
-
-    def scratch_shapes(self, problem: Problem) -> ScratchShapes:
-        """As for ``GroupedContiguous``."""
-        return self.inner.scratch_shapes(problem)
 
     def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
         """Dequantise, then as ``GroupedContiguous``."""
         assert isinstance(rows, ContiguousRows)
         assert isinstance(rows.tokens, FP8)
-        return self.inner.apply(replace(rows, tokens=rows.tokens.dequantize(w1.dtype)), w1, w2, scratch)
+        return super().apply(replace(rows, tokens=rows.tokens.dequantize(w1.dtype)), w1, w2, scratch)

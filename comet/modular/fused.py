@@ -10,6 +10,7 @@ from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig
 from comet.group import ExpertGroup
+from comet.modular.base import ExpertsBase
 from comet.modular.interfaces import (
     ActivationFormat,
     FusedHandle,
@@ -67,7 +68,7 @@ class FusedPrepareFinalize:
         return outputs
 
 
-class FusedExperts:
+class FusedExperts(ExpertsBase):
     """Layer 0 and layer 1 of the handle's plan. Goes only with ``FusedPrepareFinalize``.
 
     Args:
@@ -78,11 +79,6 @@ class FusedExperts:
 
     formats = frozenset({ActivationFormat.HANDLE})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
-    takes_fp8 = False
-
-    def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
-        self.layout = group.layout(config)
-        self.reduce = reduce or NoOpReduce()
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """None: how many rows there are is known on the device only, where the plan reserves them."""

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.collectives import accumulator_dtype
-from comet.config import MoEConfig
-from comet.group import ExpertGroup
 from comet.layout import round_up
+from comet.modular.base import KernelExperts
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 BLOCK_ROWS = 64
 
 
-class GroupedContiguous:
+class GroupedContiguous(KernelExperts):
     """Sorts the slots of contiguous rows by expert into GEMM tiles, on the device. EP, TP and EP x TP; any dtype.
 
     Args:
@@ -46,19 +45,6 @@ class GroupedContiguous:
 
     formats = frozenset({ActivationFormat.CONTIGUOUS})
     reductions: tuple[type[TopKReduce], ...] = (ContiguousReduce, DelegateReduce, NoOpReduce)
-    takes_fp8 = False
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        group: ExpertGroup,
-        *,
-        reduce: TopKReduce | None = None,
-        use_kernels: bool | None = None,
-    ) -> None:
-        self.layout = group.layout(config)
-        self.reduce = reduce or ContiguousReduce()
-        self.use_kernels = group.device.type == "cuda" if use_kernels is None else use_kernels
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """Pre-activations, hidden rows and output rows of every routed row, padded per expert to whole tiles."""
@@ -82,7 +68,7 @@ class GroupedContiguous:
         return scratch.output
 
 
-class GroupedBatched:
+class GroupedBatched(KernelExperts):
     """Multiplies each expert's batch where it lies. EP, TP and EP x TP; any dtype.
 
     Args:
@@ -94,19 +80,6 @@ class GroupedBatched:
 
     formats = frozenset({ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (BatchedReduce, DelegateReduce, NoOpReduce)
-    takes_fp8 = False
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        group: ExpertGroup,
-        *,
-        reduce: TopKReduce | None = None,
-        use_kernels: bool | None = None,
-    ) -> None:
-        self.layout = group.layout(config)
-        self.reduce = reduce or BatchedReduce()
-        self.use_kernels = group.device.type == "cuda" if use_kernels is None else use_kernels
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """Pre-activations and hidden rows of every batched row; the output rows too, where they are reduced here."""

@@ -6,6 +6,7 @@ rounded up), of which the plan says on the device which are in use.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from comet.modular.interfaces import (
     Received,
     Receiver,
     RoutedTokens,
+    Rows,
     TopKReduce,
 )
 from comet.modular.reduce import DelegateReduce, slot_rows
@@ -30,9 +32,8 @@ from comet.plan import Plan
 ROWS_NEEDED = 7  # the entry of the fault record that says how many rows a plan had no room for
 
 
-class SymmetricContiguous:
-    """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
-    per rank; masked slots; a capacity factor. No FP8: the pool's rows have the tokens' dtype.
+class _Symmetric(ABC):
+    """What both formats share: the transport, and a reduction that may be part of the combine.
 
     Args:
         config: Shape of the layer.
@@ -41,7 +42,6 @@ class SymmetricContiguous:
         use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 
-    activation_format = ActivationFormat.CONTIGUOUS
     carries_fp8 = False
 
     def __init__(
@@ -56,7 +56,7 @@ class SymmetricContiguous:
         self.layout = self.transport.layout
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Dispatch; the rows are a view of the pool, valid until the next dispatch."""
+        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""
         return self.prepare_no_receive(routed, quantize=quantize)()
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
@@ -66,19 +66,45 @@ class SymmetricContiguous:
 
         def receive() -> Received:
             plan, tokens = arrive()
-            rows = ContiguousRows(tokens=tokens, top_k_ids=local_experts(plan), top_k_weights=plan.row_weights)
-            return Received(rows=rows, route=plan)
+            return Received(rows=self._rows(plan, tokens), route=plan)
 
         return receive
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce, combine; a delegated reduction is part of the combine."""
         plan: Plan = received.route
-        rows = received.rows
-        assert isinstance(rows, ContiguousRows)
         if isinstance(reduce, DelegateReduce):
-            return self.transport.combine(outputs.flatten(0, 1), plan, slot_rows(rows.top_k_ids), weighted=True)
-        return self.transport.combine_partials(reduce.apply(outputs, rows), plan)
+            return self.transport.combine(outputs.flatten(0, 1), plan, self._row_slots(received.rows), weighted=True)
+        return self.transport.combine_partials(reduce.apply(outputs, received.rows), plan)
+
+    @abstractmethod
+    def _rows(self, plan: Plan, tokens: Tensor) -> Rows:
+        """Received rows ``(R, D)`` in the format of the class."""
+
+    @abstractmethod
+    def _row_slots(self, rows: Rows) -> Tensor:
+        """``(R, K)`` int32 flattened output of each slot, -1 for none."""
+
+
+class SymmetricContiguous(_Symmetric):
+    """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
+    per rank; masked slots; a capacity factor. No FP8: the pool's rows have the tokens' dtype.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks and the pool.
+        overlap: ``comm_blocks`` and ``block_rows`` are used.
+        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
+    """
+
+    activation_format = ActivationFormat.CONTIGUOUS
+
+    def _rows(self, plan: Plan, tokens: Tensor) -> Rows:
+        return ContiguousRows(tokens=tokens, top_k_ids=local_experts(plan), top_k_weights=plan.row_weights)
+
+    def _row_slots(self, rows: Rows) -> Tensor:
+        assert isinstance(rows, ContiguousRows)
+        return slot_rows(rows.top_k_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +120,13 @@ class BatchTable:
     row_slots: Tensor
 
 
-class SymmetricBatched:
+class SymmetricBatched(_Symmetric):
     """Received rows copied into one batch per local expert, with room for every row of every rank: B = W * M. Meant for
     few tokens. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor; K distinct experts per
     token. No FP8: the pool's rows have the tokens' dtype.
+
+    More than B rows for one expert, which only tokens that name it twice can cause, are a ``CapacityError``: on a CPU
+    when they arrive, on a GPU of ``workspace.check``.
 
     Args:
         config: Shape of the layer.
@@ -107,57 +136,18 @@ class SymmetricBatched:
     """
 
     activation_format = ActivationFormat.BATCHED
-    carries_fp8 = False
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        group: ExpertGroup,
-        *,
-        overlap: OverlapConfig | None = None,
-        use_kernels: bool | None = None,
-    ) -> None:
-        self.transport = SymmetricTransport(config, group, overlap, use_kernels)
-        self.layout = self.transport.layout
+    def _rows(self, plan: Plan, tokens: Tensor) -> Rows:
+        batch_rows = tokens.shape[0]
+        self._check(plan, batch_rows)
+        table = batch_table(plan, batch_rows)
+        batches = tokens.index_select(0, table.row_ids.flatten()).view(*table.row_ids.shape, tokens.shape[1])
+        weights = plan.row_weights
+        return BatchedRows(tokens=batches, counts=plan.segment_counts, row_slots=table.row_slots, top_k_weights=weights)
 
-    def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Dispatch, and copy the rows into their batches.
-
-        Raises:
-            CapacityError: On a CPU, if an expert gets more than B rows, which only tokens that name it twice can cause;
-                on a GPU ``workspace.check`` tells.
-        """
-        return self.prepare_no_receive(routed, quantize=quantize)()
-
-    def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """Send ids, on a GPU also rows, beside what the caller does next; wait and copy in the receiver."""
-        assert not quantize, "the composer refuses FP8 over symmetric memory"
-        arrive = self.transport.start(routed)
-
-        def receive() -> Received:
-            plan, tokens = arrive()
-            batch_rows = tokens.shape[0]
-            self._check(plan, batch_rows)
-            table = batch_table(plan, batch_rows)
-            batches = tokens.index_select(0, table.row_ids.flatten()).view(*table.row_ids.shape, tokens.shape[1])
-            rows = BatchedRows(
-                tokens=batches,
-                counts=plan.segment_counts,
-                row_slots=table.row_slots,
-                top_k_weights=plan.row_weights,
-            )
-            return Received(rows=rows, route=plan)
-
-        return receive
-
-    def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
-        """Reduce, combine; a delegated reduction is part of the combine."""
-        plan: Plan = received.route
-        rows = received.rows
+    def _row_slots(self, rows: Rows) -> Tensor:
         assert isinstance(rows, BatchedRows)
-        if isinstance(reduce, DelegateReduce):
-            return self.transport.combine(outputs.flatten(0, 1), plan, rows.row_slots, weighted=True)
-        return self.transport.combine_partials(reduce.apply(outputs, rows), plan)
+        return rows.row_slots
 
     def _check(self, plan: Plan, batch_rows: int) -> None:
         most = plan.segment_counts.max()

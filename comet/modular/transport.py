@@ -34,12 +34,11 @@ class SymmetricTransport:
     def __init__(
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, use_kernels: bool | None
     ) -> None:
-        on_gpu = group.device.type == "cuda"
-        kernels = on_gpu if use_kernels is None else use_kernels
+        kernels = group.device.type == "cuda" if use_kernels is None else use_kernels
         self.path = SymmetricPath(config, group, overlap or OverlapConfig(), use_kernels=kernels)
         self.layout = self.path.layout
         self.workspace: Workspace = self.path.workspace
-        self.stream = torch.cuda.Stream(group.device) if on_gpu else None
+        self.plan_stream = group.plan_stream
 
     def start(self, routed: RoutedTokens) -> Callable[[], tuple[Plan, Tensor]]:
         """Begin to send this rank's tokens (collective).
@@ -55,20 +54,9 @@ class SymmetricTransport:
             ValueError: If the tokens do not fit the pool.
         """
         self._check(routed)
-        if self.stream is None:
+        if self.plan_stream.stream is None:
             return self._begin(routed)
-        current = torch.cuda.current_stream(routed.tokens.device)
-        # Also keeps this stream from reusing the memory of an earlier plan before the combine has read it.
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            arrived = self._begin(routed)()
-        stream = self.stream
-
-        def arrive() -> tuple[Plan, Tensor]:
-            torch.cuda.current_stream(routed.tokens.device).wait_stream(stream)
-            return arrived
-
-        return arrive
+        return self.plan_stream.start(lambda: self._begin(routed)())
 
     def combine_partials(self, partial: Tensor, plan: Plan) -> Tensor:
         """Send one partial sum per received row ``(R, D)`` home and add them up: ``(T, D)`` (collective)."""
@@ -118,8 +106,8 @@ class SymmetricTransport:
 
     def _combine_by_kernel(self, outputs: Tensor, plan: Plan, weighted: bool) -> Tensor:
         """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
-        from comet.kernels.arguments import TileTable, Wire
-        from comet.kernels.gemm_combine import GemmCombineConfig, Returns, gemm_combine
+        from comet.kernels.arguments import Returns, TileTable, Wire
+        from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
 
         workspace, tile = self.workspace, self.path.settings.tile
         columns = outputs.shape[1]

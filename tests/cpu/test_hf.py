@@ -46,6 +46,19 @@ def test_models_answer_as_stock(family: str) -> None:
     group.close()
 
 
+def test_versions_that_record_fewer_flags() -> None:
+    """Such as 5.17, which records neither of these."""
+    model = tiny_model("mixtral")
+    expected = Expected.of(model)
+    for layer in model.model.layers:
+        for flag in {"has_post_expert_norm", "_is_expert_parallel"} & vars(layer.mlp.experts).keys():
+            delattr(layer.mlp.experts, flag)
+    hf.register()
+    model.set_experts_implementation("comet")
+    expected.check(model, "registered")
+    expected.check(hf.convert(model, decode_tokens=DECODE_TOKENS), "converted")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cases_notice_their_experts(family: str) -> None:
     # Were the experts' share of the logits a rounding error, every comparison here would pass without them.

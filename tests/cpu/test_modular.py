@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, shard
+from layer_ranks import poison
 from modular_cases import (
     Combination,
     attacks,
@@ -22,7 +23,6 @@ from modular_cases import (
     compose,
     expected,
     make_group,
-    poison,
     run_combinations,
 )
 from ranks import run_ranks
@@ -50,7 +50,7 @@ from comet.modular import (
     WarpDecodeExperts,
 )
 from comet.modular.composer import problem_of
-from comet.moe import make_moe
+from comet.moe import MoE
 from comet.quantize import FP8
 from comet.reference import reference_experts
 
@@ -105,7 +105,7 @@ def test_registries_hold_every_part() -> None:
     for info in pkgutil.iter_modules(comet.modular.__path__, "comet.modular."):
         for _, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
             for method, kinds in found.items():
-                if kind.__module__.startswith("comet.modular") and hasattr(kind, method):
+                if kind.__module__.startswith("comet.modular") and hasattr(kind, method) and kind.__name__[0] != "_":
                     kinds.add(kind)
     assert found["finalize"] == {*comet.modular.PREPARE_FINALIZE, comet.modular.PrepareFinalize}
     assert found["scratch_shapes"] == {*comet.modular.EXPERTS, comet.modular.Experts}
@@ -145,7 +145,7 @@ def call(layer: Any, case: LayerCase = SMALL, rank: int = 0) -> torch.Tensor:
 def test_is_a_path_of_the_layer(group: ExpertGroup) -> None:
     config = replace(SMALL.config, shared_ffn_size=16)
     torch.manual_seed(0)
-    moe = make_moe(config, group, path="reference", seed=2)
+    moe = MoE(config, group, path="reference", seed=2)
     x = torch.randn(3, 7, 32)
     with torch.no_grad():
         wanted, _ = moe(x)

@@ -84,10 +84,11 @@ def test_graph_with_changing_routing(num_tokens: int, dependent: bool) -> None:
     with torch.cuda.graph(graph):
         output = warp_decode(*arguments, scratch=scratch)
     generator = torch.Generator("cuda").manual_seed(0)
+    used = inputs.weights.slots.clone()
     for replay in range(200):
         ids = torch.rand(num_tokens, case.E, device="cuda", generator=generator).argsort(dim=1)[:, : case.K]
         inputs.ids.copy_(ids.masked_fill(torch.rand(ids.shape, device="cuda", generator=generator) < 0.1, -1))
-        inputs.weights.slots.copy_(torch.randperm(case.E, device="cuda", generator=generator))
+        inputs.weights.slots.copy_(used[torch.randperm(case.E, device="cuda", generator=generator)])
         arguments[0].normal_(generator=generator)
         graph.replay()
         assert torch.equal(output, warp_decode(*arguments)), f"replay {replay}"

@@ -9,6 +9,7 @@ import torch
 from layer_cases import LayerCase
 from layer_ranks import run_case
 from ranks import run_ranks
+from stream_cases import assert_same, make_pair, make_tokens, train_step
 
 BF16 = dict(dtype=torch.bfloat16, block_rows=128)
 CASES = [
@@ -58,3 +59,22 @@ def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible() -> None:
     )
     for rank in range(2):
         assert all(torch.equal(a, b) for a, b in zip(first[rank], second[rank], strict=True))
+
+
+def with_streams(rank: int, world_size: int) -> None:
+    """The whole layer with its shared expert on a stream of its own, against the same layer one after the other."""
+    torch.cuda.set_device(rank)
+    layers = make_pair(f"cuda:{rank}", torch.bfloat16, "fused", ep=world_size)
+    for seed in range(3):
+        tokens = make_tokens(layers.streams, 10 * seed + rank)
+        expected = train_step(layers.in_line, tokens, late=False)
+        for late in (True, False):
+            step = train_step(layers.streams, tokens, late=late)
+            assert_same(step, expected, f"rank {rank}, seed {seed}, late={late}")
+    layers.streams.group.workspace.check()
+    layers.streams.group.close()
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_shared_expert_beside_the_routed_ones() -> None:
+    run_ranks(with_streams, 2, backend="cpu:gloo,cuda:nccl", timeout=240)

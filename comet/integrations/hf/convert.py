@@ -56,7 +56,7 @@ def comet_experts_forward(
     check_experts(experts, "the model's experts")
     module: Any = experts
     num_experts, ids = module.gate_up_proj.shape[0], top_k_index.to(torch.int32)
-    if module._is_expert_parallel:
+    if getattr(module, "_is_expert_parallel", True):  # older versions do not say
         ids = ids.masked_fill(ids >= num_experts, -1)
     run = LocalRunner(ids.shape[1], MAX_DECODE_TOKENS)
     return run(hidden_states, ids, top_k_weights.float(), module.gate_up_proj, module.down_proj)

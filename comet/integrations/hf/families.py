@@ -19,7 +19,8 @@ FAMILIES = {
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
 }
 ACTIVATIONS = ("silu", "swish")
-# What transformers' decorator records on every experts module, and the only values Comet computes.
+# What transformers' decorator records on every experts module, and the only values Comet computes. Versions before a
+# flag existed record nothing, and have no experts with another value.
 EXPERT_FLAGS = {
     "has_gate": True,
     "has_bias": False,
@@ -79,7 +80,7 @@ def check_experts(experts: nn.Module, name: str) -> None:
     """Raise ``ValueError`` unless a module called ``name`` is stock experts that Comet can compute."""
     kind = type(experts).__name__
     for flag, value in EXPERT_FLAGS.items():
-        found = getattr(experts, flag, None)
+        found = getattr(experts, flag, value)
         require(found == value, f"{flag}={found} of {name} ({kind}) must be {value}")
     activation: Any = getattr(experts, "act_fn", None)
     require(
@@ -99,7 +100,7 @@ def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
     config: Any = getattr(model, "config", None)
     require(hasattr(config, "model_type"), f"model={type(model).__name__} must be a transformers model with a config")
     check_family(config)
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    found = {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
     require(
         bool(found),
         f"model={type(model).__name__} holds no experts of transformers: it has no MoE layer or is converted already",
@@ -107,7 +108,7 @@ def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in found.items():
         check_experts(module, name)
         require(
-            not module._is_expert_parallel,
+            not getattr(module, "_is_expert_parallel", False),
             f"experts of {name} must be whole; they are already split by transformers' own expert parallelism",
         )
     return found

@@ -1,0 +1,70 @@
+"""Shared expert and statistics on a stream of their own: the numbers of the sequential form, and in a CUDA graph."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from stream_cases import assert_same, make_pair, make_tokens, train_step
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("path", ["fused", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_outputs_and_gradients_are_those_of_the_sequential_form(path: str, dtype: torch.dtype) -> None:
+    layers = make_pair("cuda", dtype, path)
+    for seed in range(3):
+        tokens = make_tokens(layers.streams, seed)
+        expected = train_step(layers.in_line, tokens, late=False)
+        found = [train_step(layers.streams, tokens, late=late) for late in (False, True, False)]
+        torch.cuda.synchronize()
+        for call, step in enumerate(found):
+            assert_same(step, expected, f"{path}, {dtype}, seed {seed}, call {call}")
+    layers.streams.group.workspace.check()
+
+
+def test_calls_without_gradients_do_not_reuse_memory_that_is_still_read() -> None:
+    layers = make_pair("cuda", torch.bfloat16)
+    inputs = [make_tokens(layers.streams, seed) for seed in range(6)]
+    found = []
+    with torch.no_grad():
+        expected = [layers.in_line(x)[0] for x in inputs]
+        for index, x in enumerate(inputs):  # the host runs ahead of both streams
+            side = layers.streams.group.side_stream.stream
+            assert side is not None
+            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
+                torch.cuda._sleep(10_000_000)
+            found.append(layers.streams(x * 1)[0])
+    for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert_same({"output": actual}, {"output": wanted}, f"call {index}")
+
+
+def test_the_plan_goes_before_the_shared_expert() -> None:
+    group = make_pair("cuda", torch.bfloat16).streams.group
+    assert group.plan_stream.stream is not None
+    assert group.side_stream.stream is not None
+    assert group.plan_stream.stream.priority < group.side_stream.stream.priority, "a lower number is a higher priority"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layer_replays_from_a_cuda_graph_with_other_routing(dtype: torch.dtype) -> None:
+    layers = make_pair("cuda", dtype, "fused")
+    x, loads = make_tokens(layers.streams, 0), []
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        layers.streams(x)  # compiles the kernels
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y, stats = layers.streams(x)
+        for seed in range(1, 5):
+            x.copy_(make_tokens(layers.streams, seed))
+            graph.replay()
+            found = {"output": y.clone(), "loss": stats.loss, "load": stats.expert_load.clone()}
+            wanted, wanted_stats = layers.in_line(x)
+            expected = {"output": wanted, "loss": wanted_stats.loss, "load": wanted_stats.expert_load}
+            assert_same(found, expected, f"seed {seed}")
+            loads.append(found["load"])
+    assert all(not torch.equal(one, other) for one, other in pairwise(loads)), "routing changed"
+    layers.streams.group.workspace.check()
