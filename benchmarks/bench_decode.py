@@ -1,6 +1,7 @@
 """Decode on one GPU: microseconds and TB/s of distinct touched weight bytes, warp decode against expert-centric paths.
 
     python benchmarks/bench_decode.py --models qwen3_30b_a3b,mixtral_8x7b --tokens 1,2,4,8,16,32,64
+    python benchmarks/bench_decode.py --weights bf16,mxfp8,fp8
     python benchmarks/bench_decode.py --try form=matrix,gate_up.rows=64 --try dependent=1 --tokens 1,4
     python benchmarks/bench_decode.py --device cpu --models tiny --tokens 1,3
 
@@ -9,6 +10,9 @@ On a GPU the call is a CUDA graph. All variants run interleaved (``timing``). ``
 blocks with some fields changed. Writes ``bench_decode.csv`` and ``.json`` to ``--out``, prints one table and, as the
 last line, the run as JSON. ``triton`` is the fastest of several tile shapes; errors are root mean squares relative to
 float64. One GPU; what the ranks add is not measured here.
+
+Quantised ``--weights``: bytes are those of elements and scales, errors relative to the quantised numbers; the other
+paths, which take no such weights, run on the same numbers in the dtype of the tokens (block FP8 rounded to it).
 """
 
 from __future__ import annotations
@@ -18,21 +22,22 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from bench_moe import gather_facts
 from decode_paths import EXPERT_CONFIGS, torch_experts, triton_experts
+from decode_steps import WEIGHTS, Step, WeightSet, make_set, make_steps
 from points import Ranks, attempt
-from routing import ROUTINGS, make_routing
+from routing import ROUTINGS
 from shapes import MODELS
 from timing import Timing, Variant, capture, rank_barrier, time_interleaved
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.decode import DecodeScratch, DecodeWeights, warp_decode, warp_decode_torch
+from comet.decode import DecodeScratch, warp_decode
 from comet.decode.local import run_kernels
 from comet.kernels.warp_decode import BlockShape, DecodeConfig, select
 
@@ -51,56 +56,6 @@ Row = dict[str, object]
 Trial = dict[str, str]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step's inputs with one set of weights."""
-
-    tokens: Tensor
-    ids: Tensor
-    routing_weights: Tensor
-    weights: DecodeWeights
-
-    @property
-    def touched_bytes(self) -> int:
-        """Bytes of the distinct experts of this step."""
-        weights = self.weights
-        per_expert = weights.w1[0].nbytes + weights.w2[0].nbytes
-        return len(self.ids.unique()) * per_expert
-
-    def exact(self) -> Tensor:
-        """The output in float64, from the touched experts only."""
-        touched, ids = self.ids.unique(return_inverse=True)
-        touched = touched.long()
-        slots = torch.arange(len(touched), dtype=torch.int32, device=ids.device)
-        wide = DecodeWeights(w1=self.weights.w1[touched].double(), w2=self.weights.w2[touched].double(), slots=slots)
-        return warp_decode_torch(self.tokens.double(), ids, self.routing_weights.double(), wide)
-
-
-def make_weights(config: MoEConfig, device: torch.device, dtype: torch.dtype, seed: int) -> DecodeWeights:
-    """One set of random weights, every expert in the slot of its number."""
-    generator = torch.Generator(device).manual_seed(seed)
-    experts, hidden, ffn = config.num_experts, config.hidden_size, config.ffn_size
-    w1 = torch.empty(experts, 2 * ffn, hidden, device=device, dtype=dtype)
-    w2 = torch.empty(experts, hidden, ffn, device=device, dtype=dtype)
-    for weight, fan_in in ((w1, hidden), (w2, ffn)):
-        weight.normal_(std=fan_in**-0.5, generator=generator)
-    return DecodeWeights(w1=w1, w2=w2, slots=torch.arange(experts, dtype=torch.int32, device=device))
-
-
-def make_steps(config: MoEConfig, sets: Sequence[DecodeWeights], num_tokens: int, routing: str) -> list[Step]:
-    """One step per set of weights, each with its own tokens and routing."""
-    steps = []
-    for seed, weights in enumerate(sets):
-        device, dtype = weights.w1.device, weights.w1.dtype
-        ids, routing_weights = make_routing(
-            routing, num_tokens=num_tokens, num_experts=config.num_experts, top_k=config.top_k, seed=seed, device=device
-        )
-        generator = torch.Generator(device).manual_seed(seed)
-        tokens = torch.randn(num_tokens, config.hidden_size, device=device, generator=generator).to(dtype)
-        steps.append(Step(tokens, ids, routing_weights, weights))
-    return steps
-
-
 def change(config: DecodeConfig, trial: Trial) -> DecodeConfig:
     """``config`` with fields set as ``{"gate_up.rows": "8", "fold": "1"}`` says; ``ValueError`` for one that is not."""
     known = [field.name for field in fields(DecodeConfig) if field.name not in ("gate_up", "down")]
@@ -117,13 +72,20 @@ def change(config: DecodeConfig, trial: Trial) -> DecodeConfig:
     return config
 
 
-def configs(model: MoEConfig, num_tokens: int, dtype: torch.dtype, trials: Sequence[Trial]) -> dict[str, DecodeConfig]:
+def configs(
+    model: MoEConfig,
+    num_tokens: int,
+    dtype: torch.dtype,
+    trials: Sequence[Trial],
+    weight_dtype: torch.dtype | None = None,
+) -> dict[str, DecodeConfig]:
     """The selected blocks as ``comet``, and every trial under its text; a trial may name the form to start at."""
+    choose = partial(select, dtype, weight_dtype=weight_dtype)
     shape = (model.top_k, model.hidden_size, model.ffn_size)
-    found = {"comet": select(dtype, num_tokens, *shape)}
+    found = {"comet": choose(num_tokens, *shape)}
     for trial in trials:
         tokens_of_form = {"vector": min(num_tokens, 2), "matrix": max(num_tokens, 3)}
-        base = select(dtype, tokens_of_form.get(trial.get("form", ""), num_tokens), *shape)
+        base = choose(tokens_of_form.get(trial.get("form", ""), num_tokens), *shape)
         changed = change(base, trial).fit(model.hidden_size, model.ffn_size)
         found[",".join(f"{name}={value}" for name, value in trial.items())] = changed
     return found
@@ -142,10 +104,11 @@ def step_functions(
         return run_kernels(*arguments, scratch=scratch, config=config) if on_gpu else warp_decode(*arguments)
 
     def centric(step: Step, path: Callable[..., Tensor], *rest: object) -> Tensor:
-        return path(step.tokens, step.ids, step.routing_weights, step.weights.w1, step.weights.w2, *rest)
+        return path(step.tokens, step.ids, step.routing_weights, step.set.plain.w1, step.set.plain.w2, *rest)
 
+    chosen = configs(model, num_tokens, dtype, trials, first.weights.w1.dtype)
     found: dict[str, Callable[[Step], Tensor]] = {
-        name: partial(decode, config=config) for name, config in configs(model, num_tokens, dtype, trials).items()
+        name: partial(decode, config=config) for name, config in chosen.items()
     }
     found["torch"] = lambda step: centric(step, torch_experts)
     for index, config in enumerate(EXPERT_CONFIGS):
@@ -154,7 +117,7 @@ def step_functions(
 
 
 def measure_point(
-    model: MoEConfig, sets: Sequence[DecodeWeights], arguments: argparse.Namespace, num_tokens: int, roof_tbs: float
+    model: MoEConfig, sets: Sequence[WeightSet], arguments: argparse.Namespace, num_tokens: int, roof_tbs: float
 ) -> Row:
     """Check and time all variants at one number of tokens."""
     steps = make_steps(model, sets, num_tokens, arguments.routing)
@@ -272,13 +235,14 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for name in arguments.models:
-        model = SHAPES[name]
-        sets = [make_weights(model, device, dtype, seed) for seed in range(SETS)]
-        for num_tokens in arguments.tokens:
-            row = {"model": name, "tokens": num_tokens}
-            rows.append(row | measure_point(model, sets, arguments, num_tokens, facts["read_roof_tbs"]))
-            write_csv(arguments.out / "bench_decode.csv", rows)
-            print(f"{name} {num_tokens}: done", file=sys.stderr, flush=True)
+        for kind in arguments.weights:
+            sets = [make_set(SHAPES[name], device, dtype, seed, kind) for seed in range(SETS)]
+            for num_tokens in arguments.tokens:
+                row = {"model": name, "weights": kind, "tokens": num_tokens}
+                rows.append(row | measure_point(SHAPES[name], sets, arguments, num_tokens, facts["read_roof_tbs"]))
+                write_csv(arguments.out / "bench_decode.csv", rows)
+                print(f"{name} {kind} {num_tokens}: done", file=sys.stderr, flush=True)
+            del sets  # before the next ones are made
     line = json.dumps({"facts": facts, "rows": rows})
     (arguments.out / "bench_decode.json").write_text(line + "\n")
     print(format_table(rows))
@@ -299,6 +263,9 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     names = lambda text: tuple(text.split(","))  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names, default=("qwen3_30b_a3b",), help=", ".join(SHAPES))
+    parser.add_argument(
+        "--weights", type=names, default=("bf16",), help=", ".join(WEIGHTS) + "; bf16 is float32 on a CPU"
+    )
     parser.add_argument("--tokens", type=names, default=("1", "2", "4", "8", "16", "32", "64"))
     parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
     parser.add_argument(
@@ -312,6 +279,8 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     arguments.trials = [dict(pair.split("=", 1) for pair in trial.split(",")) for trial in arguments.trials]
     for name in arguments.models:
         require(name in SHAPES, f"models={name!r} must be one of {', '.join(SHAPES)}")
+    for kind in arguments.weights:
+        require(kind in WEIGHTS, f"weights={kind!r} must be one of {', '.join(WEIGHTS)}")
     require(arguments.routing in ROUTINGS, f"routing={arguments.routing!r} must be one of {', '.join(ROUTINGS)}")
     for trial in arguments.trials:
         configs(SHAPES["tiny"], 2, torch.bfloat16, [trial])

@@ -192,11 +192,23 @@ class TileSchedule:
 
     def panel_of_column(self, column: int) -> int:
         """Panel a column block belongs to."""
-        return part_of(column, self.num_cols, self.num_panels)
+        others = self.num_cols - self.last_panel_width
+        return part_of(column, others, self.num_panels - 1) if column < others else self.num_panels - 1
 
     def panel_columns(self, panel: int) -> range:
-        """Column blocks of a panel; panel widths differ by at most 1, wider first."""
-        return part_span(panel, self.num_cols, self.num_panels)
+        """Column blocks of a panel; before the last, widths differ by at most 1, wider first."""
+        others = self.num_cols - self.last_panel_width
+        if panel == self.num_panels - 1:
+            return range(others, self.num_cols)
+        return part_span(panel, others, self.num_panels - 1)
+
+    @property
+    def last_panel_width(self) -> int:
+        """Column blocks of the last panel: half of an even share, because nothing hides what becomes of it.
+
+        Example: 28 column blocks in 4 panels are 9, 8, 8 and 3.
+        """
+        return max(self.num_cols // (2 * self.num_panels), 1) if self.num_panels > 1 else self.num_cols
 
     def tiles_to_panel_items(self, num_tiles: int, panel: int) -> int:
         """Items that complete ``panel``: what the comm role waits for before it reduces and sends it."""

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .primitives import PLACE_LAYER1, PLACE_PANEL, signal, wait_flag, wait_flags
 from .recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
-from .tiles import part_span
+from .tiles import panel_span
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def reduce_and_send(
     first_row = chunk * CHUNK
     count = tl.where(source == rank, M, tl.load(recv_counts + source))
     if first_row < count:
-        first_block, width = part_span(panel, num_cols, num_panels)
+        first_block, width = panel_span(panel, num_cols, num_panels)
         begin = now(EVENTS, INTERPRET)
         wait_flag(panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET)
         ready = now(EVENTS, INTERPRET)
@@ -154,7 +154,7 @@ def sum_partials(
         INTERPRET,
     )  # fmt: skip
     ready = now(EVENTS, INTERPRET)
-    first_block, width = part_span(panel, num_cols, num_panels)
+    first_block, width = panel_span(panel, num_cols, num_panels)
     for start in range(first_token, tl.minimum(first_token + TOKENS, T), ROWS):
         tokens = start + tl.arange(0, ROWS)
         present = tokens < T

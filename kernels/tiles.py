@@ -36,6 +36,29 @@ def part_span(part, num_elements, num_parts):
 
 
 @triton.jit
+def last_panel_width(num_cols, num_panels):
+    """Column blocks of the last panel: half of an even share, because nothing hides what becomes of it."""
+    return tl.where(num_panels > 1, tl.maximum(num_cols // (2 * num_panels), 1), num_cols)
+
+
+@triton.jit
+def panel_of(column, num_cols, num_panels):
+    """Panel of a column block; those before the last share its columns as evenly as possible."""
+    others = num_cols - last_panel_width(num_cols, num_panels)
+    panel = part_of(column, others, tl.maximum(num_panels - 1, 1))
+    return tl.where(column < others, panel, num_panels - 1)
+
+
+@triton.jit
+def panel_span(panel, num_cols, num_panels):
+    """First column block and width of ``panel`` under the same cut as ``panel_of``."""
+    last = last_panel_width(num_cols, num_panels)
+    first, width = part_span(panel, num_cols - last, tl.maximum(num_panels - 1, 1))
+    is_last = panel == num_panels - 1
+    return tl.where(is_last, num_cols - last, first), tl.where(is_last, last, width)
+
+
+@triton.jit
 def decode_tokens(item, num_tiles, num_cols, GROUP_TILES: tl.constexpr):
     """Tile and column block of a work item when tiles go group by group through all columns."""
     group_items = GROUP_TILES * num_cols
@@ -50,8 +73,8 @@ def decode_tokens(item, num_tiles, num_cols, GROUP_TILES: tl.constexpr):
 @triton.jit
 def decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES: tl.constexpr):
     """Tile, column block and panel of a work item when all tiles finish a column panel before the next one."""
-    panel = part_of(item // num_tiles, num_cols, num_panels)
-    first, width = part_span(panel, num_cols, num_panels)
+    panel = panel_of(item // num_tiles, num_cols, num_panels)
+    first, width = panel_span(panel, num_cols, num_panels)
     tile, column = decode_tokens(item - first * num_tiles, num_tiles, width, GROUP_TILES)
     return tile, first + column, panel
 

@@ -1,7 +1,8 @@
 """Warp decode: the routed experts of a few tokens in two launches, bound by reading their weights once.
 
 ``warp_decode_gate_up`` and ``warp_decode_down`` hold the kernels, ``warp_decode_routing`` what both do first,
-``warp_decode_words`` the all-reduce over ranks. Here: which shapes of blocks are used when, and the launches.
+``warp_decode_scales`` what they do for weights of 8 bits, ``warp_decode_words`` the all-reduce over ranks. Here: which
+shapes of blocks are used when, and the launches.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .group_gemm import dot_precision
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
+from .warp_decode_scales import BLOCK, MX
 
 LOAD_BYTES = 16
-WORD_COLS = 256
+FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
+WORD_COLS = 512
+QUANTISED_DEPTH = 32  # least step of the matrix form for weights of a byte: a scale of MXFP8, and what TMA swizzles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,50 +82,91 @@ class DecodeConfig:
 
 
 def select(
-    dtype: torch.dtype, num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, *, dependent: bool = False
+    dtype: torch.dtype,
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    ffn_size: int,
+    *,
+    weight_dtype: torch.dtype | None = None,
+    dependent: bool = True,
 ) -> DecodeConfig:
-    """The default for a step; not measured yet, chosen from the machine code and the bytes in flight.
+    """The default for a step.
 
-    One token: vector and fold. Two: vector, so that an expert both chose is read once. More: matrix.
+    16-bit weights: matrix, the fastest of 30 blocks each on an H200 for Qwen3-30B and a slice of DeepSeek-V3 (see
+    ``benchmarks/RESULTS.md``). Not measured, chosen from the machine code and the bytes in flight: float32 and
+    quantised weights, vector for one token (and fold) and two (so that an expert both chose is read once), else matrix.
 
     Args:
-        dtype: Of tokens and weights.
+        dtype: Of the tokens.
         num_tokens: T.
         top_k: K.
         hidden_size: D.
         ffn_size: F.
+        weight_dtype: Of the weights; ``None``: that of the tokens.
         dependent: See ``DecodeConfig``.
     """
-    if num_tokens <= 2:
+    itemsize = (weight_dtype or dtype).itemsize
+    if itemsize == 2:
+        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
+    elif num_tokens <= 2:
         loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
         config = DecodeConfig(
             form="vector",
-            gate_up=_vector_block(dtype, hidden_size, rows=loads // 2),
-            down=_vector_block(dtype, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
+            gate_up=_vector_block(itemsize, hidden_size, rows=loads // 2),
+            down=_vector_block(itemsize, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
             fold=num_tokens == 1,
             dependent=dependent,
         )
     elif dtype == torch.float32:
         block = BlockShape(rows=16, depth=32, num_stages=2)
         config = DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
-    else:
-        rows = 32 if num_tokens <= 32 else 64
+    elif itemsize == 1:
+        # 128 rows of weights for 128 threads: a row's four MXFP8 scales of a step are one thread's load. Beside float16
+        # tokens MXFP8 is multiplied in tf32, whose operands take twice the registers.
+        stages = 4 if num_tokens <= 32 else 3
+        depth = 64 if dtype == torch.float16 and num_tokens > 16 else 128
         config = DecodeConfig(
             form="matrix",
-            gate_up=BlockShape(rows=rows, depth=64, num_stages=4),
-            down=BlockShape(rows=2 * rows, depth=64, num_stages=4),
+            gate_up=BlockShape(rows=64, depth=depth, num_stages=stages),
+            down=BlockShape(rows=128, depth=depth, num_stages=stages),
             dependent=dependent,
         )
-    return config.fit(hidden_size, ffn_size)
+    else:
+        raise ValueError(f"weight_dtype={weight_dtype or dtype} must have 1, 2 or 4 bytes")
+    least = QUANTISED_DEPTH if itemsize == 1 else 1
+    return config.fit(max(hidden_size, least), max(ffn_size, least))
 
 
-def _vector_block(dtype: torch.dtype, contraction: int, *, rows: int) -> BlockShape:
+def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
+    """Large blocks keep more loads in flight; where that makes too few of them for the GPU, narrower ones."""
+    routed_rows = num_tokens * top_k
+    if num_tokens > 8:
+        gate_up = BlockShape(rows=64, depth=128, num_warps=8, num_stages=3)
+    else:
+        enough = routed_rows * ffn_size >= FEW_BLOCKS * 32
+        gate_up = BlockShape(rows=32 if enough else 16, depth=128, num_stages=4)
+    if num_tokens > 32:
+        down = BlockShape(rows=64, depth=64, num_stages=4)
+    elif num_tokens > 16:
+        down = BlockShape(rows=64, depth=128, num_stages=3)
+    elif routed_rows * hidden_size >= FEW_BLOCKS * 128:
+        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
+    else:
+        down = BlockShape(rows=32, depth=256, num_stages=3)
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
+
+
+def _vector_block(itemsize: int, contraction: int, *, rows: int) -> BlockShape:
     """Every lane of up to 4 warps loads 16 bytes of a row at a time; as many warps as divide the contraction.
 
     All warps along the contraction: a lane's piece of the tokens serves all rows of the block, and arrives where it is
-    needed without shared memory.
+    needed without shared memory. Weights of a byte, where not even one warp divides it: half a warp for each of twice
+    the rows.
     """
-    lanes = 32 * LOAD_BYTES // dtype.itemsize
+    lanes = 32 * LOAD_BYTES // itemsize
+    if itemsize == 1 and contraction % lanes:
+        return BlockShape(rows=min(2 * rows, 16), depth=lanes // 2, num_warps=1)
     num_warps = next(count for count in (4, 2, 1) if count == 1 or contraction % (count * lanes) == 0)
     return BlockShape(rows=min(rows, 16), depth=num_warps * lanes, num_warps=num_warps)
 
@@ -135,12 +180,14 @@ class Step:
         ids: ``(T, K)`` int32 or int64.
         routing_weights: ``(T, K)`` float32.
         slots: ``(E,)`` int32.
-        w1: ``(S, 2F, D)``.
-        w2: ``(S, D, F)``.
+        w1: ``(S, 2F, D)``; float8_e4m3fn with scales, otherwise the tokens' dtype.
+        w2: ``(S, D, F)``, likewise.
         hidden: ``(J, F)`` at least T*K rows.
         partials: ``(J, D)`` float32, likewise.
         tickets: ``(D,)`` int32 zeros.
         out: ``(T, D)`` result.
+        w1_scales: ``None``, MXFP8 ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
+        w2_scales: ``None``, MXFP8 ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
     """
 
     tokens: Tensor
@@ -153,6 +200,15 @@ class Step:
     partials: Tensor
     tickets: Tensor
     out: Tensor
+    w1_scales: Tensor | None = None
+    w2_scales: Tensor | None = None
+
+    @property
+    def shared_scale(self) -> int:
+        """Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without scales."""
+        if self.w1_scales is None:
+            return 0
+        return MX.value if self.w1_scales.dtype == torch.uint8 else BLOCK.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,22 +241,41 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
         landing: Adds the sums of W > 1 ranks; ``None`` for a rank alone.
 
     Raises:
-        ValueError: If the vector form meets more than two tokens.
+        ValueError: If the vector form meets more than two tokens, or the matrix form's depth the wrong scales.
     """
     (num_tokens, top_k), num_experts = step.ids.shape, step.slots.shape[0]
     if config.form == "vector" and num_tokens > 2:
         raise ValueError(f"T={num_tokens} must be at most 2 for form='vector'")
+    _check_depth(config, step.shared_scale)
     routed_rows = num_tokens * top_k
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
     least = 1 if config.form == "vector" else 16
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
-        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.tokens.element_size(),
-        PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=config.dependent,
+        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),
+        SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
     )  # fmt: skip
     _gate_up(step, config, landing, groups, constants)
     _down(step, config, landing, groups, constants)
+
+
+def _check_depth(config: DecodeConfig, shared_scale: int) -> None:
+    """In the matrix form a step holds whole groups of MXFP8, and lies within a block of block FP8."""
+    if config.form == "vector" or shared_scale == 0:
+        return
+    most = BLOCK.value if shared_scale == BLOCK.value else 4096
+    for name, depth in (("gate_up", config.gate_up.depth), ("down", config.down.depth)):
+        if not QUANTISED_DEPTH <= depth <= most:
+            raise ValueError(
+                f"{name}.depth={depth} must be from {QUANTISED_DEPTH} to {most} for form='matrix' and weights with a "
+                f"scale per {shared_scale}"
+            )
+
+
+def _starts_early(config: DecodeConfig) -> bool:
+    """The interpreter runs one kernel after the other and knows no dependent launch."""
+    return config.dependent and not triton.knobs.runtime.interpret
 
 
 def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: int, constants: dict) -> None:
@@ -211,7 +286,8 @@ def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: 
         gate_and_up = w1.view(num_slots, 2, ffn_size, hidden_size)
         w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, shape.depth])
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
-        step.tokens, step.ids, step.slots, w1, step.hidden, step.tickets if landing is None else landing.epoch,
+        step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
+        step.tickets if landing is None else landing.epoch,
         step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants,
@@ -235,9 +311,10 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
             landing.addresses, landing.epoch, landing.fault, landing.rank, landing.max_tokens, landing.timeout_ns
         )  # fmt: skip
         blocks += num_tokens * triton.cdiv(hidden_size, WORD_COLS)
-    options = {"launch_pdl": True} if config.dependent else {}
+    options = {"launch_pdl": True} if _starts_early(config) else {}
     down_kernel[(blocks,)](
-        step.hidden, step.ids, step.slots, step.routing_weights, w2, step.partials, step.tickets, step.out, *network,
+        step.hidden, step.ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
+        step.out, *network,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
         WORD_COLS=WORD_COLS, INTERPRET=triton.knobs.runtime.interpret,

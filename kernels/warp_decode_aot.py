@@ -1,5 +1,8 @@
 """The configurations of the decode kernels that ship, for the compile-ahead tool."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 
@@ -9,92 +12,156 @@ from .group_gemm import dot_precision
 from .warp_decode import LOAD_BYTES, WORD_COLS, DecodeConfig, select
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
+from .warp_decode_scales import BLOCK, MX
 
 # name: E, K, D, F
-SHAPES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336)}
+WGMMA_ROWS = 64  # narrower blocks take the older matrix instruction
+SHAPES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "deepseek": (256, 8, 7168, 2048)}
 RANKS = 4
+SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One decode step as the kernels see it.
+
+    Args:
+        shape: Name in ``SHAPES``.
+        num_tokens: T.
+        dtype: Of the tokens, and of the weights unless they are quantised.
+        quantised: Name in ``SCALES``.
+        ranks: W.
+        dependent: See ``DecodeConfig``.
+    """
+
+    shape: str
+    num_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    quantised: str = ""
+    ranks: int = 1
+    dependent: bool = True
+
+    @property
+    def label(self) -> str:
+        """The setting in words."""
+        words = [as_triton_dtype(self.dtype), self.quantised, self.shape, f"{self.num_tokens} tokens", self.config.form]
+        words += [f"{self.ranks} ranks"] if self.ranks > 1 else []
+        words += [] if self.dependent else ["not dependent"]
+        return ", ".join(filter(None, words))
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of w1 and w2."""
+        return torch.float8_e4m3fn if self.quantised else self.dtype
+
+    @property
+    def config(self) -> DecodeConfig:
+        """The blocks a step takes by default."""
+        _, top_k, hidden_size, ffn_size = SHAPES[self.shape]
+        return select(
+            self.dtype, self.num_tokens, top_k, hidden_size, ffn_size,
+            weight_dtype=self.weight_dtype, dependent=self.dependent,
+        )  # fmt: skip
+
+    def constants(self) -> dict[str, Any]:
+        """What both kernels are compiled for, ``None`` for scales that are not there among it."""
+        num_experts, top_k, _, _ = SHAPES[self.shape]
+        vector = self.config.form == "vector"
+        return dict(
+            K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=self.num_tokens if vector else
+            max(16, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
+            LANE=LOAD_BYTES // self.weight_dtype.itemsize,
+            SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.dependent,
+            **({} if self.quantised else {"scales_ptr": None}),
+        )  # fmt: skip
+
+    def weight_type(self, block: list[int]) -> str:
+        """Triton's type of w1 or w2, read in blocks of this shape in the matrix form."""
+        element = "fp8e4nv" if self.quantised else as_triton_dtype(self.dtype)
+        return f"*{element}" if self.config.form == "vector" else f"tensordesc<{element}{block}>"
 
 
 def aot_cases() -> list[KernelCase]:
-    """Vector form for 1 and 2 tokens, matrix form for 8 and 64, alone and over ranks, bfloat16 and float32."""
-    cases = []
-    for name in SHAPES:
-        for num_tokens in (1, 2, 8, 64):
-            cases += [*_cases(torch.bfloat16, name, num_tokens)]
-        cases += [*_cases(torch.bfloat16, name, 1, ranks=RANKS), *_cases(torch.bfloat16, name, 8, ranks=RANKS)]
-    cases += [*_cases(torch.float32, "qwen3", 1), *_cases(torch.float32, "qwen3", 8)]
-    return [*cases, *_cases(torch.bfloat16, "qwen3", 1, dependent=True), *_cases(torch.float16, "qwen3", 8)]
+    """The blocks that steps of 1 to 64 tokens take; alone and over ranks; all types and kinds of weights."""
+    settings = []
+    for shape in ("qwen3", "mixtral"):
+        settings += [Setting(shape=shape, num_tokens=num_tokens) for num_tokens in (1, 2, 8, 16, 32, 64)]
+        settings += [Setting(shape=shape, num_tokens=num_tokens, ranks=RANKS) for num_tokens in (1, 8)]
+    settings += [Setting(shape="qwen3", num_tokens=num_tokens, dtype=torch.float32) for num_tokens in (1, 8)]
+    settings += [Setting(shape="qwen3", num_tokens=1, dependent=False)]
+    settings += [Setting(shape="qwen3", num_tokens=8, dtype=torch.float16)]
+    for quantised in ("mxfp8", "fp8"):
+        for shape in ("qwen3", "deepseek"):
+            settings += [Setting(shape=shape, num_tokens=count, quantised=quantised) for count in (1, 2, 8, 64)]
+        settings += [Setting(shape="qwen3", num_tokens=count, quantised=quantised, ranks=RANKS) for count in (1, 8)]
+        settings += [
+            Setting(shape="qwen3", num_tokens=count, quantised=quantised, dtype=dtype)
+            for count in (1, 8)
+            for dtype in (torch.float16, torch.float32)
+        ]
+        settings += [Setting(shape="qwen3", num_tokens=64, quantised=quantised, dtype=torch.float16)]
+    return [case for setting in settings for case in (_gate_up(setting), _down(setting))]
 
 
-def _cases(
-    dtype: torch.dtype, name: str, num_tokens: int, *, ranks: int = 1, dependent: bool = False
-) -> tuple[KernelCase, KernelCase]:
-    num_experts, top_k, hidden_size, ffn_size = SHAPES[name]
-    config = select(dtype, num_tokens, top_k, hidden_size, ffn_size, dependent=dependent)
-    constants = dict(
-        K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=num_tokens if config.form == "vector" else
-        max(16, num_tokens), BY_EXPERT=num_tokens * top_k >= num_experts, VECTOR=config.form == "vector",
-        LANE=LOAD_BYTES // dtype.itemsize, PRECISION=dot_precision(dtype), DEPENDENT=dependent,
-    )  # fmt: skip
-    words = [as_triton_dtype(dtype), name, f"{num_tokens} tokens", config.form]
-    label = ", ".join([*words, f"{ranks} ranks"] if ranks > 1 else [*words, "dependent"] if dependent else words)
-    return (
-        _gate_up(label, dtype, config, constants, hidden_size, advance=ranks > 1),
-        _down(label, dtype, config, constants, ffn_size, ranks=ranks),
-    )
-
-
-def _gate_up(
-    label: str, dtype: torch.dtype, config: DecodeConfig, constants: dict, hidden_size: int, *, advance: bool
-) -> KernelCase:
-    shape, element = config.gate_up, as_triton_dtype(dtype)
-    w1 = f"*{element}" if config.form == "vector" else f"tensordesc<{element}[1, 2, {shape.rows}, {shape.depth}]>"
-    even = hidden_size % shape.depth == 0
-    return _case(
-        label, gate_up_kernel, config, {"w1": w1, "x_ptr": f"*{element}", "hidden_ptr": f"*{element}"},
-        dict(constants, BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=even, ADVANCE=advance),
-    )  # fmt: skip
-
-
-def _down(
-    label: str, dtype: torch.dtype, config: DecodeConfig, constants: dict, ffn_size: int, *, ranks: int
-) -> KernelCase:
-    shape, element = config.down, as_triton_dtype(dtype)
-    w2 = f"*{element}" if config.form == "vector" else f"tensordesc<{element}[1, {shape.rows}, {shape.depth}]>"
+def _gate_up(setting: Setting) -> KernelCase:
+    shape, element = setting.config.gate_up, as_triton_dtype(setting.dtype)
+    hidden_size = SHAPES[setting.shape][2]
     pointers = {
-        "w2": w2, "hidden_ptr": f"*{element}", "out_ptr": f"*{element}",
-        "weights_ptr": "*fp32", "partials_ptr": "*fp32",
-        "landing_addresses": "*i64" if ranks > 1 else "*i32", "fault_ptr": "*i64" if ranks > 1 else "*i32",
+        "w1": setting.weight_type([1, 2, shape.rows, shape.depth]), "x_ptr": f"*{element}",
+        "hidden_ptr": f"*{element}",
     }  # fmt: skip
-    return _case(
-        label, down_kernel, config, pointers,
-        dict(
-            constants, FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
-            W=ranks, WORD_COLS=WORD_COLS, INTERPRET=False,
-        ),
+    constants = dict(
+        BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=setting.ranks > 1
+    )
+    return _case(setting, gate_up_kernel, pointers, constants, rows=2 * shape.rows)
+
+
+def _down(setting: Setting) -> KernelCase:
+    shape, element = setting.config.down, as_triton_dtype(setting.dtype)
+    ffn_size, over_ranks = SHAPES[setting.shape][3], setting.ranks > 1
+    pointers = {
+        "w2": setting.weight_type([1, shape.rows, shape.depth]), "hidden_ptr": f"*{element}", "out_ptr": f"*{element}",
+        "weights_ptr": "*fp32", "partials_ptr": "*fp32",
+        "landing_addresses": "*i64" if over_ranks else "*i32", "fault_ptr": "*i64" if over_ranks else "*i32",
+    }  # fmt: skip
+    constants = dict(
+        FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
+        W=setting.ranks, WORD_COLS=WORD_COLS, INTERPRET=False,
     )  # fmt: skip
+    rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
+    return _case(setting, down_kernel, pointers, constants, rows=rows)
 
 
 def _case(
-    label: str, kernel: triton.JITFunction, config: DecodeConfig, pointers: dict[str, str], constants: dict
+    setting: Setting, kernel: triton.JITFunction, pointers: dict[str, str], of_kernel: dict[str, Any], *, rows: int
 ) -> KernelCase:
-    """Wide stores where a thread has 16 bytes of the tile to store; the vector form stores a value per row."""
-    kinds = pointers | {"timeout_ns": "i64"}
+    """Wide stores where a thread has 16 bytes of the tile to store; the vector form stores a value per row.
+
+    MXFP8 in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step.
+    """
+    constants = setting.constants() | of_kernel
+    kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised == "mxfp8" else "*fp32"}
     kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
+    config = setting.config
     shape = config.gate_up if kernel is gate_up_kernel else config.down
     expects = {"wide_loads"}
     if config.form == "matrix":
-        item_bytes = 4 if kernel is down_kernel else LOAD_BYTES // constants["LANE"]
+        item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize
         if shape.rows * constants["T_BLOCK"] * item_bytes >= 32 * shape.num_warps * LOAD_BYTES:
             expects |= {"wide_stores"}
-        if constants["PRECISION"] != "ieee":
+        if constants["PRECISION"] != "ieee" and rows >= WGMMA_ROWS:
             expects |= {"wgmma"}
+    scale_bytes = 0
+    if setting.quantised == "mxfp8":
+        lanes_of_row = min(32, shape.depth // constants["LANE"])
+        scale_bytes = rows * lanes_of_row // 32 if config.form == "vector" else int(shape.depth < 4 * MX.value)
     return KernelCase(
-        name=label,
+        name=setting.label,
         fn=kernel,
         signature={name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants},
         constexprs=constants,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         expects=frozenset(expects),
+        narrow_loads=scale_bytes,
     )

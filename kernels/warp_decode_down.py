@@ -14,7 +14,6 @@ import triton.language as tl
 
 from .warp_decode_routing import (
     NO_ROW,
-    lane_products,
     load_columns,
     prefetch,
     row_of,
@@ -22,6 +21,7 @@ from .warp_decode_routing import (
     slot_of,
     wait_for_previous,
 )
+from .warp_decode_scales import lane_columns, lane_scales, load_lanes, scaled_dot, scaled_products, step_scales
 from .warp_decode_words import push_words, sum_words
 
 SUM_TOKENS = tl.constexpr(16)  # tokens the last block of a column block adds up at once
@@ -29,12 +29,14 @@ SUM_TOKENS = tl.constexpr(16)  # tokens the last block of a column block adds up
 
 @triton.jit
 def down_fold(
-    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2_ptr, token, cols, D, F, E, S,
+    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2_ptr, scales_ptr, token, first_col, D, F, E, S,
     K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SCALES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``(BLOCK_D,)`` columns of one token's output: its experts one after the other, the loads of all in flight."""
+    cols = first_col + tl.arange(0, BLOCK_D)
     ks = tl.arange(0, BLOCK_K)
+    hs = lane_columns(BLOCK_D, BLOCK_K, LANE, SCALES)
     offsets = cols[:, None] * F + ks[None, :]
     if DEPENDENT:
         for k in tl.static_range(K):
@@ -50,34 +52,41 @@ def down_fold(
             slot = slot_of(tl.load(ids_ptr + row).to(tl.int32), slots_ptr, E, S)
             # Masked, not skipped: a branch would keep the loads of the K experts from being in flight together.
             mask = in_depth & (slot >= 0)
-            w2_ptrs = w2_ptr + tl.maximum(slot, 0).to(tl.int64) * D * F + offsets + f
+            legal_slot = tl.maximum(slot, 0)
+            w2_ptrs = w2_ptr + legal_slot.to(tl.int64) * D * F + offsets + f
             w = tl.load(w2_ptrs, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
-            hidden = tl.load(hidden_ptr + row * F + f + ks, mask=mask, other=0.0)
+            scales = lane_scales(scales_ptr, legal_slot, first_col, f, D, F, BLOCK_D, BLOCK_K, LANE, SCALES, EVEN_K)
+            in_hidden = (EVEN_K | (f + hs < F)) & (slot >= 0)
+            hidden = load_lanes(hidden_ptr + row * F + f + hs, in_hidden, LANE, SCALES, False, "")
             weight = tl.load(weights_ptr + row, mask=slot >= 0, other=0.0)
-            total += weight * lane_products(w, hidden, LANE)
+            total += weight * scaled_products(w, hidden, scales, LANE, SCALES)
     return tl.sum(total, axis=1)
 
 
 @triton.jit
 def down_vector(
-    hidden_ptr, w2_ptr, partials_ptr, slot, rows, cols, D, F,
+    hidden_ptr, w2_ptr, scales_ptr, partials_ptr, slot, rows, first_col, D, F,
     T_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of one expert for one or two tokens; one without this expert computes on row 0, stores nothing."""
+    cols = first_col + tl.arange(0, BLOCK_D)
     ks = tl.arange(0, BLOCK_K)
     row, other_row = row_of(rows, 0), row_of(rows, T_BLOCK - 1)
-    hidden_ptrs = hidden_ptr + tl.where(row < NO_ROW, row, other_row) * F + ks
-    other_hidden_ptrs = hidden_ptr + tl.where(other_row < NO_ROW, other_row, row) * F + ks
+    hs = lane_columns(BLOCK_D, BLOCK_K, LANE, SCALES)
+    hidden_ptrs = hidden_ptr + tl.where(row < NO_ROW, row, other_row) * F + hs
+    other_hidden_ptrs = hidden_ptr + tl.where(other_row < NO_ROW, other_row, row) * F + hs
     w2_ptrs = w2_ptr + slot.to(tl.int64) * D * F + cols[:, None] * F + ks[None, :]
     total = tl.zeros((BLOCK_D, BLOCK_K // LANE), dtype=tl.float32)
     other_total = total
     for f in range(0, F, BLOCK_K):
         w = load_columns(w2_ptrs + f, (f + ks < F)[None, :], EVEN_K, "evict_first")
-        hidden = load_columns(hidden_ptrs + f, f + ks < F, EVEN_K, "evict_last")
-        total += lane_products(w, hidden, LANE)
+        scales = lane_scales(scales_ptr, slot, first_col, f, D, F, BLOCK_D, BLOCK_K, LANE, SCALES, EVEN_K)
+        hidden = load_lanes(hidden_ptrs + f, f + hs < F, LANE, SCALES, EVEN_K, "evict_last")
+        total += scaled_products(w, hidden, scales, LANE, SCALES)
         if T_BLOCK == 2:
-            other_hidden = load_columns(other_hidden_ptrs + f, f + ks < F, EVEN_K, "evict_last")
-            other_total += lane_products(w, other_hidden, LANE)
+            other_hidden = load_lanes(other_hidden_ptrs + f, f + hs < F, LANE, SCALES, EVEN_K, "evict_last")
+            other_total += scaled_products(w, other_hidden, scales, LANE, SCALES)
     tl.store(partials_ptr + row * D + cols, tl.sum(total, axis=1), mask=(row < NO_ROW) & (cols < D))
     if T_BLOCK == 2:
         mask = (other_row < NO_ROW) & (cols < D)
@@ -86,8 +95,9 @@ def down_vector(
 
 @triton.jit
 def down_matrix(
-    hidden_ptr, w2_desc, partials_ptr, slot, rows, first_col, D, F,
-    T_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    hidden_ptr, w2_desc, scales_ptr, partials_ptr, slot, rows, first_col, D, F,
+    T_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of one expert for all tokens that chose it."""
     cols = first_col + tl.arange(0, BLOCK_D)
@@ -99,7 +109,8 @@ def down_matrix(
     for f in range(0, F, BLOCK_K):
         hidden = tl.load(hidden_ptrs + f, mask=valid[:, None] & (EVEN_K | (f + ks < F)[None, :]), other=0.0)
         w = w2_desc.load([slot, first_col, f]).reshape(BLOCK_D, BLOCK_K)
-        accumulator = tl.dot(w, hidden.T, accumulator, input_precision=PRECISION)
+        scales = step_scales(scales_ptr, slot, tl.minimum(cols, D - 1), f, D, F, BLOCK_K, SCALES, EVEN_K)
+        accumulator = scaled_dot(w, hidden, accumulator, scales, SCALES, PRECISION)
     targets = partials_ptr + legal_rows[None, :] * D + cols[:, None]
     tl.store(targets, accumulator, mask=valid[None, :] & (cols < D)[:, None])
 
@@ -149,11 +160,12 @@ def publish(values, tokens, cols, out_ptr, landing_addresses, epoch_ptr, rank, m
 
 @triton.jit(do_not_specialize=["T", "E", "S", "rank", "max_tokens", "timeout_ns"])
 def down_kernel(
-    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, partials_ptr, tickets_ptr, out_ptr,
+    hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, partials_ptr, tickets_ptr, out_ptr,
     landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr, WORD_COLS: tl.constexpr, INTERPRET: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
+    WORD_COLS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``."""
     groups = T * K
@@ -174,8 +186,8 @@ def down_kernel(
     if block < blocks:
         if FOLD:
             total = down_fold(
-                hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, group, cols, D, F, E, S,
-                K, BLOCK_D, BLOCK_K, EVEN_K, LANE, DEPENDENT,
+                hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, group, block * BLOCK_D, D, F, E, S,
+                K, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, DEPENDENT,
             )  # fmt: skip
             token = group + tl.arange(0, 1)
             publish(total[None, :], token, cols, out_ptr, landing_addresses, epoch_ptr, rank, max_tokens, T, D, W)
@@ -185,12 +197,13 @@ def down_kernel(
             if slot >= 0:
                 if VECTOR:
                     down_vector(
-                        hidden_ptr, w2, partials_ptr, slot, rows, cols, D, F, T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE
-                    )
+                        hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
+                        T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES,
+                    )  # fmt: skip
                 else:
                     down_matrix(
-                        hidden_ptr, w2, partials_ptr, slot, rows, block * BLOCK_D, D, F,
-                        T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, PRECISION,
+                        hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
+                        T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, SCALES, PRECISION,
                     )  # fmt: skip
             # ---- the last of the column block adds up
             tl.debug_barrier()

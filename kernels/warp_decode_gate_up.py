@@ -10,21 +10,23 @@ import triton
 import triton.language as tl
 
 from .activation import swiglu
-from .warp_decode_routing import NO_ROW, allow_next, lane_products, load_columns, row_of, serving, token_of
+from .warp_decode_routing import NO_ROW, allow_next, load_columns, row_of, serving, token_of
+from .warp_decode_scales import lane_columns, lane_scales, load_lanes, scaled_dot, scaled_products, step_scales
 
 
 @triton.jit
 def gate_up_vector(
-    x_ptr, w1_ptr, hidden_ptr, slot, rows, first_col, D, F,
+    x_ptr, w1_ptr, scales_ptr, hidden_ptr, slot, rows, first_col, D, F,
     K: tl.constexpr, T_BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, LANE: tl.constexpr,
+    EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """One or two tokens; BLOCK_F divides F. A token without this expert computes on token 0 and stores nothing."""
     cols = first_col + tl.arange(0, BLOCK_F)
     ks = tl.arange(0, BLOCK_K)
     row, other_row = row_of(rows, 0), row_of(rows, T_BLOCK - 1)
-    x_ptrs = x_ptr + token_of(row, K) * D + ks
-    other_x_ptrs = x_ptr + token_of(other_row, K) * D + ks
+    xs = lane_columns(BLOCK_F, BLOCK_K, LANE, SCALES)
+    x_ptrs = x_ptr + token_of(row, K) * D + xs
+    other_x_ptrs = x_ptr + token_of(other_row, K) * D + xs
     gate_ptrs = w1_ptr + slot.to(tl.int64) * (2 * F) * D + cols[:, None] * D + ks[None, :]
     up_ptrs = gate_ptrs + F * D
     gate = tl.zeros((BLOCK_F, BLOCK_K // LANE), dtype=tl.float32)
@@ -32,13 +34,15 @@ def gate_up_vector(
     for k in range(0, D, BLOCK_K):
         gate_rows = load_columns(gate_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
         up_rows = load_columns(up_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
-        x = load_columns(x_ptrs + k, k + ks < D, EVEN_K, "evict_last")
-        gate += lane_products(gate_rows, x, LANE)
-        up += lane_products(up_rows, x, LANE)
+        gate_scales = lane_scales(scales_ptr, slot, first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
+        up_scales = lane_scales(scales_ptr, slot, F + first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
+        x = load_lanes(x_ptrs + k, k + xs < D, LANE, SCALES, EVEN_K, "evict_last")
+        gate += scaled_products(gate_rows, x, gate_scales, LANE, SCALES)
+        up += scaled_products(up_rows, x, up_scales, LANE, SCALES)
         if T_BLOCK == 2:
-            other_x = load_columns(other_x_ptrs + k, k + ks < D, EVEN_K, "evict_last")
-            other_gate += lane_products(gate_rows, other_x, LANE)
-            other_up += lane_products(up_rows, other_x, LANE)
+            other_x = load_lanes(other_x_ptrs + k, k + xs < D, LANE, SCALES, EVEN_K, "evict_last")
+            other_gate += scaled_products(gate_rows, other_x, gate_scales, LANE, SCALES)
+            other_up += scaled_products(up_rows, other_x, up_scales, LANE, SCALES)
     element = hidden_ptr.dtype.element_ty
     hidden = swiglu(tl.sum(gate, axis=1), tl.sum(up, axis=1)).to(element)
     tl.store(hidden_ptr + row * F + cols, hidden, mask=(row < NO_ROW) & (cols < F))
@@ -49,21 +53,24 @@ def gate_up_vector(
 
 @triton.jit
 def gate_up_matrix(
-    x_ptr, w1_desc, hidden_ptr, slot, rows, first_col, D, F,
+    x_ptr, w1_desc, scales_ptr, hidden_ptr, slot, rows, first_col, D, F,
     K: tl.constexpr, T_BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All tokens at once; those without this expert are zeros that are not read from memory."""
     cols = first_col + tl.arange(0, BLOCK_F)
     ks = tl.arange(0, BLOCK_K)
     valid = rows < NO_ROW
     x_ptrs = x_ptr + token_of(rows, K)[:, None] * D + ks[None, :]
+    in_tile = tl.arange(0, 2 * BLOCK_F)
+    weight_rows = tl.minimum(first_col + in_tile % BLOCK_F, F - 1) + in_tile // BLOCK_F * F
     accumulator = tl.zeros((2 * BLOCK_F, T_BLOCK), dtype=tl.float32)
     for k in range(0, D, BLOCK_K):
         # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
         x = tl.load(x_ptrs + k, mask=valid[:, None] & (EVEN_K | (k + ks < D)[None, :]), other=0.0)
         w = w1_desc.load([slot, 0, first_col, k]).reshape(2 * BLOCK_F, BLOCK_K)
-        accumulator = tl.dot(w, x.T, accumulator, input_precision=PRECISION)
+        scales = step_scales(scales_ptr, slot, weight_rows, k, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
+        accumulator = scaled_dot(w, x, accumulator, scales, SCALES, PRECISION)
     gate, up = accumulator.reshape(2, BLOCK_F, T_BLOCK).permute(1, 2, 0).split()
     hidden = swiglu(gate, up).to(hidden_ptr.dtype.element_ty)
     targets = hidden_ptr + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
@@ -72,10 +79,10 @@ def gate_up_matrix(
 
 @triton.jit(do_not_specialize=["T", "E", "S"])
 def gate_up_kernel(
-    x_ptr, ids_ptr, slots_ptr, w1, hidden_ptr, epoch_ptr, T, D, F, E, S,
+    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    PRECISION: tl.constexpr, ADVANCE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr, ADVANCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
 
@@ -90,10 +97,11 @@ def gate_up_kernel(
     if slot >= 0:
         if VECTOR:
             gate_up_vector(
-                x_ptr, w1, hidden_ptr, slot, rows, block * BLOCK_F, D, F, K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, LANE
-            )
+                x_ptr, w1, scales_ptr, hidden_ptr, slot, rows, block * BLOCK_F, D, F,
+                K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES,
+            )  # fmt: skip
         else:
             gate_up_matrix(
-                x_ptr, w1, hidden_ptr, slot, rows, block * BLOCK_F, D, F, K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K,
-                PRECISION,
+                x_ptr, w1, scales_ptr, hidden_ptr, slot, rows, block * BLOCK_F, D, F,
+                K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, SCALES, PRECISION,
             )  # fmt: skip

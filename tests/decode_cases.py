@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from gemm_cases import assert_as_good
+import triton
+import triton.language as tl
+from gemm_cases import assert_as_good, chain_of
 from torch import Tensor
 
 from comet.decode import DecodeScratch, DecodeWeights, warp_decode_torch
 from comet.decode.local import run_kernels
+from comet.decode.twin import slot_weights
 from comet.kernels.warp_decode import BlockShape, DecodeConfig
+from comet.kernels.warp_decode_scales import MX, scale_values, widen
+from comet.quantize import FP8_BLOCK, MX_BLOCK, decode_e8m0, quantize_fp8, quantize_mxfp8
 
 NAN = float("nan")
+E4M3_NAN = 0x7F
 
 # Small blocks, so that small inputs have several blocks and tails along every axis.
 VECTOR = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=32), down=BlockShape(rows=16, depth=32))
@@ -27,6 +33,7 @@ class DecodeCase:
     ``routing``: ``uniform``; ``one``: every token's first expert is 0; ``masked``: a third of the routed rows is -1;
     ``none``: all are; ``repeated``: every token names one expert K times; ``unknown``: some ids are no expert's.
     ``held``: how many of the E experts are held; the others' routing weights are NaN, as are the slots nobody uses.
+    ``quantised``: ``mxfp8`` or ``fp8``, with scales that differ from one to the next by powers of two.
     """
 
     name: str
@@ -39,6 +46,7 @@ class DecodeCase:
     routing: str = "uniform"
     held: int | None = None
     seed: int = 0
+    quantised: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,9 @@ class Inputs:
     weights: DecodeWeights
 
     def double(self) -> Inputs:
-        wide = DecodeWeights(w1=self.weights.w1.double(), w2=self.weights.w2.double(), slots=self.weights.slots)
+        by_slot = [slot_weights(self.weights, slot, torch.float64) for slot in range(self.weights.w1.shape[0])]
+        w1, w2 = (torch.stack(of_slots) for of_slots in zip(*by_slot, strict=True))
+        wide = DecodeWeights(w1=w1, w2=w2, slots=self.weights.slots)
         return replace(self, tokens=self.tokens.double(), routing_weights=self.routing_weights.double(), weights=wide)
 
     def twin(self) -> Tensor:
@@ -90,15 +100,40 @@ def make_inputs(case: DecodeCase, dtype: torch.dtype, device: str) -> Inputs:
     w2 = torch.randn(num_slots, case.D, case.F, generator=generator) / case.F**0.5
     used = torch.zeros(num_slots, dtype=torch.bool)
     used[slots[slots >= 0].long()] = True
-    w1[~used], w2[~used] = NAN, NAN
+    if not case.quantised:
+        w1[~used], w2[~used] = NAN, NAN
     ids = draw_ids(case, generator)
     legal = torch.where((ids >= 0) & (ids < case.E), ids, -1)
     routing_weights = torch.rand(case.T, case.K, generator=generator) + 0.1
     skipped = (legal < 0) | (slots[legal.long().clamp(min=0)] < 0)
     routing_weights[skipped] = NAN
     tokens = torch.randn(case.T, case.D + 16, generator=generator).to(dtype).to(device)[:, 8:-8]
-    weights = DecodeWeights(w1=w1.to(dtype).to(device), w2=w2.to(dtype).to(device), slots=slots.to(device))
+    if case.quantised:
+        weights = quantised_weights(case.quantised, w1, w2, slots, used, generator, device)
+    else:
+        weights = DecodeWeights(w1=w1.to(dtype).to(device), w2=w2.to(dtype).to(device), slots=slots.to(device))
     return Inputs(tokens, ids.to(device), legal.to(device), routing_weights.to(device), weights)
+
+
+def quantised_weights(
+    kind: str, w1: Tensor, w2: Tensor, slots: Tensor, used: Tensor, generator: torch.Generator, device: str
+) -> DecodeWeights:
+    """Quantised weights whose every group of 32 x 32 (MXFP8) or 128 x 128 is multiplied by its own power of two.
+
+    Slots that are not ``used`` hold the NaN of e4m3 and the largest scale.
+    """
+    is_mx = kind == "mxfp8"
+    size, quantise = (MX_BLOCK, quantize_mxfp8) if is_mx else (FP8_BLOCK, quantize_fp8)
+    fields: dict[str, Tensor] = {}
+    for name, weight in (("w1", w1), ("w2", w2)):
+        num_slots, rows, columns = weight.shape
+        factors = 2.0 ** -torch.randint(0, 4, (num_slots, rows // size + 1, columns // size + 1), generator=generator)
+        factors = factors.repeat_interleave(size, 1)[:, :rows].repeat_interleave(size, 2)[:, :, :columns]
+        packed = quantise(weight * factors)
+        packed.elements.view(torch.uint8)[~used] = E4M3_NAN
+        packed.scales[~used] = 254 if is_mx else 3e38
+        fields |= {name: packed.elements.to(device), f"{name}_scales": packed.scales.to(device)}
+    return DecodeWeights(slots=slots.to(device), **fields)
 
 
 def check_decode(case: DecodeCase, dtype: torch.dtype, device: str, *, runs: int = 2) -> Tensor:
@@ -116,22 +151,43 @@ def check_decode(case: DecodeCase, dtype: torch.dtype, device: str, *, runs: int
     where = f"decode {case} {dtype}"
     assert all(torch.equal(output, outputs[0]) for output in outputs), f"{where}: other bits in another run"
     assert not scratch.tickets.any(), f"{where}: tickets {scratch.tickets.tolist()}"
-    assert_as_good(where, outputs[0], inputs.twin(), inputs.double().twin())
+    # In float32 the kernels add up the contraction step by step, torch's library in several partial sums.
+    chain = chain_of(max(case.D, case.F), dtype)
+    assert_as_good(where, outputs[0], inputs.twin(), inputs.double().twin(), chain=chain)
     idle = (inputs.routing_weights.isnan()).all(dim=1)
     assert (outputs[0][idle] == 0).all(), f"{where}: a token without experts must give zeros"
     return outputs[0]
 
 
-def random_case(seed: int, *, most_tokens: int, largest: int) -> DecodeCase:
-    """A case drawn from a seed; sizes are multiples of 16 up to ``largest``."""
+def random_case(seed: int, *, most_tokens: int, largest: int, quantised: str = "") -> DecodeCase:
+    """A case drawn from a seed; sizes are multiples of 16, for MXFP8 of 32, up to ``largest``."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-    num_experts = draw(1, 12)
+    num_experts, multiple = draw(1, 12), 32 if quantised == "mxfp8" else 16
     return DecodeCase(
         name=f"random {seed}", T=draw(1, most_tokens), K=draw(1, min(num_experts, 5)), E=num_experts,
-        D=16 * draw(1, largest // 16), F=16 * draw(1, largest // 16),
+        D=multiple * draw(1, largest // multiple), F=multiple * draw(1, largest // multiple), quantised=quantised,
         routing=("uniform", "one", "masked", "repeated", "unknown")[draw(0, 4)], held=draw(0, num_experts), seed=seed,
     )  # fmt: skip
+
+
+@triton.jit
+def decode_codes_kernel(elements_ptr, codes_ptr, values_ptr, scales_ptr, N: tl.constexpr):
+    index = tl.arange(0, N)
+    tl.store(values_ptr + index, widen(tl.load(elements_ptr + index), values_ptr.dtype.element_ty))
+    tl.store(scales_ptr + index, scale_values(tl.load(codes_ptr + index), MX))
+
+
+def check_every_code(dtype: torch.dtype, device: str) -> None:
+    """The kernels read all numbers of e4m3 and all powers of e8m0 exactly; not the NaN, which scales may not be."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    elements = codes.view(torch.float8_e4m3fn)
+    values = torch.empty(256, dtype=dtype, device=device)
+    scales = torch.empty(256, device=device)
+    decode_codes_kernel[(1,)](elements, codes, values, scales, N=256)
+    numbers = ~elements.float().isnan()
+    assert torch.equal(values[numbers].float(), elements.float()[numbers])
+    assert torch.equal(scales[:255], decode_e8m0(codes[:255]))

@@ -29,7 +29,7 @@ def warp_decode(
         top_k_ids: ``(T, K)`` int32 (or int64) in ``[-1, E)``; -1 masks. The kernels take any other id as masked; the
             twin raises.
         top_k_weights: ``(T, K)`` float32.
-        weights: The experts held here; same dtype as ``tokens``.
+        weights: The experts held here; same dtype as ``tokens``, or quantised.
         scratch: Memory between the two kernels, shared by all layers of one stream; ``None`` allocates it.
         use_kernels: Triton kernels or the torch twin; ``None``: kernels on a GPU, twin on a CPU.
 
@@ -38,7 +38,6 @@ def warp_decode(
 
     Raises:
         ValueError: If a shape, dtype or device breaks the rules, T is above 64, or the scratch is too small.
-        NotImplementedError: If the weights are quantised, on the kernels.
     """
     if use_kernels is None:
         use_kernels = tokens.device.type == "cuda"
@@ -59,7 +58,7 @@ def run_kernels(
 ) -> Tensor:
     """``warp_decode`` on kernels, with a choice of blocks and, over ranks, a landing for the sum."""
     check_inputs(tokens, top_k_ids, top_k_weights, weights)
-    check_kernel_inputs(tokens, weights)
+    check_kernel_inputs(tokens)
     num_tokens, top_k = top_k_ids.shape
     out = tokens.new_empty(tokens.shape)
     if num_tokens == 0:
@@ -78,9 +77,12 @@ def run_kernels(
         partials=scratch.partials,
         tickets=scratch.tickets,
         out=out,
+        w1_scales=weights.w1_scales,
+        w2_scales=weights.w2_scales,
     )
     if config is None:
-        config = select(tokens.dtype, num_tokens, top_k, weights.hidden_size, weights.ffn_size)
+        sizes = (weights.hidden_size, weights.ffn_size)
+        config = select(tokens.dtype, num_tokens, top_k, *sizes, weight_dtype=weights.w1.dtype)
     decode(step, config, landing)
     return out
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, MOE_DTYPES, require
+from comet.decode.scales import check_scales
 
 MAX_DECODE_TOKENS = 64
 
@@ -26,12 +27,14 @@ class DecodeWeights:
         w2: ``(S, D, F)``, dtype of ``w1``.
         slots: ``(E,)`` int32 in ``[-1, S)``: slot of each global expert; -1: not held here, its routed rows contribute
             nothing on this rank. Read on the device at every step, never by the host.
-        w1_scales: ``None`` for float32, float16 and bfloat16. Quantised weights (float8_e4m3fn; the twin only) have
-            MXFP8 scales ``(S, 2F, D / 32)`` uint8 or block scales ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
-        w2_scales: Likewise.
+        w1_scales: ``None`` for float32, float16 and bfloat16. Quantised weights (float8_e4m3fn) have MXFP8 scales
+            ``(S, 2F, D / 32)`` uint8, e8m0 codes, or block scales ``(S, ceil(2F / 128), ceil(D / 128))`` float32. Their
+            values are looked at here, which waits for their device.
+        w2_scales: Likewise, ``(S, D, F / 32)`` or ``(S, ceil(D / 128), ceil(F / 128))``.
 
     Raises:
-        ValueError: If shapes, dtypes, devices or strides do not fit together; the message names the field.
+        ValueError: If shapes, dtypes, devices or strides do not fit together, or a scale is no number; the message
+            names the field.
     """
 
     w1: Tensor
@@ -67,10 +70,7 @@ class DecodeWeights:
                 tensor.device == self.w1.device,
                 f"{name} is on {tensor.device}, must be on w1's device {self.w1.device}",
             )
-        require(
-            (self.w1_scales is None) == (self.w2_scales is None),
-            "w1_scales and w2_scales must both be given, or neither",
-        )
+        check_scales(self.w1, self.w2, self.w1_scales, self.w2_scales)
 
     @property
     def hidden_size(self) -> int:
@@ -124,10 +124,6 @@ def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weigh
         )
 
 
-def check_kernel_inputs(tokens: Tensor, weights: DecodeWeights) -> None:
-    """What the kernels need beyond ``check_inputs``: a dtype of theirs, and weights that are not quantised."""
-    if weights.w1_scales is not None:
-        raise NotImplementedError(
-            "decode kernels for quantised weights (w1_scales, w2_scales) are not built; use_kernels=False runs the twin"
-        )
+def check_kernel_inputs(tokens: Tensor) -> None:
+    """What the kernels need beyond ``check_inputs``: a dtype of theirs."""
     require(tokens.dtype in MOE_DTYPES, f"tokens of dtype {tokens.dtype} must be one of {MOE_DTYPES} for the kernels")

@@ -171,7 +171,7 @@ def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine
     num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
     compute = gemm.ms(machine.num_sms, machine) / machine.fused_share
     sent = problem.recv_rows * problem.row_bytes * (problem.world_size - 1) / problem.world_size
-    last = sent / num_panels / machine.link_gbs / 1e6
+    last = sent / (2 * num_panels) / machine.link_gbs / 1e6  # the last panel is half as wide
     slowed = machine.beside_passes * _passes_ms(problem, machine)
     return compute + slowed + last + machine.signal_ms * num_panels**0.5 + machine.launch_ms
 

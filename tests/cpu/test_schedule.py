@@ -105,13 +105,16 @@ def test_local_tiles_first(seed: int) -> None:
         assert all(tile < local for tile in strict[: local * num_cols])
 
 
-def test_panel_widths_differ_by_at_most_one_wider_first() -> None:
+def test_the_last_panel_is_half_as_wide_and_the_others_differ_by_at_most_one() -> None:
+    assert [len(by_columns(28, 1, 4).panel_columns(panel)) for panel in range(4)] == [9, 8, 8, 3]
     for num_cols in range(1, 40):
         for panels in range(1, num_cols + 1):
             widths = [len(by_columns(num_cols, 1, panels).panel_columns(panel)) for panel in range(panels)]
             assert sum(widths) == num_cols
             assert widths == sorted(widths, reverse=True)
-            assert widths[0] - widths[-1] <= 1
+            if panels > 1:
+                assert widths[0] - widths[-2] <= 1
+                assert widths[-1] == max(num_cols // (2 * panels), 1)
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))

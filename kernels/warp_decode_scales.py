@@ -1,0 +1,167 @@
+"""Device functions of the decode kernels for weights in e4m3: their scales, and tokens in the order of the lanes.
+
+SCALES, a constant of the kernels, says how many neighbours along the contraction share a scale, and so the layout:
+
+* 0: float32, float16 or bfloat16 weights, without scales.
+* 32, MXFP8: every row has its own; e8m0 codes, 2^(code - 127), ``(S, rows, columns / 32)`` uint8.
+* 128, block FP8: 128 rows share one too; ``(S, ceil(rows / 128), ceil(columns / 128))`` float32.
+
+Where they apply. *vector*: to the sum of a lane's 16 products, whose weights share a scale. *matrix*: MXFP8 to the
+weights, because a power of two rounds none above 2^-126; block FP8 to what 128 of the contraction add to the sums.
+"""
+
+import triton
+import triton.language as tl
+
+from .warp_decode_routing import lane_products, load_columns
+
+MX = tl.constexpr(32)
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def load_stored(
+    scales_ptr, slot, rows, k, groups, num_rows, num_cols,
+    SCALES: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Scales as they are stored, of a slot's weights at ``rows`` and in ``groups`` of the step that starts at ``k``.
+
+    Blocks of integers that broadcast. The step is a power of two and divides ``k``; EVEN says that it divides the
+    contraction. The scales of a row, and those before ``k``, are multiples of WIDTH.
+    """
+    row_length = tl.cdiv(num_cols, SCALES)
+    if SCALES == BLOCK:
+        rows = rows // BLOCK
+        num_rows = tl.cdiv(num_rows, BLOCK)
+    of_slot = slot.to(tl.int64) * num_rows * row_length
+    of_rows = rows * row_length + k // SCALES
+    if WIDTH > 1:
+        of_slot, of_rows = tl.multiple_of(of_slot, WIDTH), tl.multiple_of(of_rows, [WIDTH, WIDTH])
+    return load_columns(scales_ptr + of_slot + of_rows + groups, k // SCALES + groups < row_length, EVEN, "")
+
+
+@triton.jit
+def scale_values(stored, SCALES: tl.constexpr):
+    """float32 of what is stored."""
+    if SCALES == MX:
+        # A code is the exponent field of a float32, but for code 0: 2^-127 is half of the smallest normal number.
+        return tl.maximum(stored.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    else:
+        return stored
+
+
+@triton.jit
+def lane_scales(
+    scales_ptr, slot, first_row, k, num_rows, num_cols,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Vector form: ``(ROWS or 1, BLOCK_K / LANE)`` float32 scales of the lanes' weights; 0 if there are none.
+
+    ROWS divides 16 and ``first_row``, so one block of 128 rows holds them all.
+    """
+    if SCALES == 0:
+        return 0
+    else:
+        rows = first_row + tl.arange(0, ROWS if SCALES == MX else 1)[None, :]
+        groups = tl.arange(0, BLOCK_K // LANE)[:, None] * LANE // SCALES
+        # Neighbouring lanes share a scale, which hides from the compiler that groups are neighbours in memory; it then
+        # lays the first axis along the lanes. Written the other way round, scales would change lanes.
+        stored = load_stored(scales_ptr, slot, rows, k, groups, num_rows, num_cols, SCALES, EVEN, 1)
+        return scale_values(stored, SCALES).T
+
+
+@triton.jit
+def lane_columns(ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr):
+    """The columns of a step whose addresses ``load_lanes`` takes: all, or with scales the first half of each lane's.
+
+    Rows that share a warp, because the step is shorter than 16 bytes for each of its lanes, have a copy of the token
+    each: otherwise loads would be narrower and elements change lanes. Copies have one address, and cost no traffic.
+
+    Example (BLOCK_K = 32, LANE = 16): 0 .. 31 without scales; with them 0 .. 7, 16 .. 23, up to 16 times.
+    """
+    if SCALES == 0:
+        return tl.arange(0, BLOCK_K)
+    else:
+        COPIES: tl.constexpr = min(ROWS, max(1, 32 * LANE // BLOCK_K))
+        HALF: tl.constexpr = LANE // 2
+        index = tl.arange(0, BLOCK_K // 2)
+        return tl.broadcast_to((index // HALF * LANE + index % HALF)[None, :], (COPIES, BLOCK_K // 2))
+
+
+@triton.jit
+def load_lanes(ptrs, in_range, LANE: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr):
+    """A step of a token, LANE neighbours in a thread as its weights are: ``(BLOCK_K,)``, or ``(copies, BLOCK_K)``.
+
+    16 weights of a byte meet 32 bytes of the token: two loads, joined in registers. A load of the whole step would give
+    each thread 8 neighbours, and moving them to the threads of their weights would take shared memory.
+    """
+    low = load_columns(ptrs, in_range, EVEN, POLICY)
+    if SCALES == 0:
+        return low
+    else:
+        HALF: tl.constexpr = LANE // 2
+        copies: tl.constexpr = low.shape[0]
+        lanes: tl.constexpr = low.shape[1] // HALF
+        high = load_columns(ptrs + HALF, in_range, EVEN, POLICY)
+        halves = tl.join(low.reshape(copies, lanes, HALF), high.reshape(copies, lanes, HALF))
+        return halves.permute(0, 1, 3, 2).reshape(copies, lanes * LANE)
+
+
+@triton.jit
+def scaled_products(weights, x, scales, LANE: tl.constexpr, SCALES: tl.constexpr):
+    """``lane_products`` of the weights with their scales; ``x`` from ``load_lanes``."""
+    if SCALES == 0:
+        return lane_products(weights, x, LANE)
+    else:
+        rows: tl.constexpr = weights.shape[0]
+        copies: tl.constexpr = x.shape[0]
+        by_copy = weights.reshape(rows // copies, copies, weights.shape[1]).to(tl.float32)
+        products = (by_copy * x.to(tl.float32)[None, :, :]).reshape(rows, weights.shape[1] // LANE, LANE)
+        return tl.sum(products, axis=2) * scales
+
+
+@triton.jit
+def step_scales(
+    scales_ptr, slot, rows, k, num_rows, num_cols, BLOCK_K: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr
+):
+    """Matrix form: ``(R, BLOCK_K / 32)`` (MXFP8) or ``(R, 1)`` float32 scales of a step's weights; 0 if there are none.
+
+    Where the contraction is a multiple of the step, a row's codes are one load, which runs ahead as the weights do.
+    """
+    if SCALES == 0:
+        return 0
+    else:
+        WIDTH: tl.constexpr = BLOCK_K // MX if SCALES == MX else 1
+        groups = tl.arange(0, WIDTH)[None, :]
+        stored = load_stored(
+            scales_ptr, slot, rows[:, None], k, groups, num_rows, num_cols, SCALES, EVEN, WIDTH if EVEN else 1
+        )
+        return scale_values(stored, SCALES)
+
+
+@triton.jit
+def scaled_dot(weights, x, sums, scales, SCALES: tl.constexpr, PRECISION: tl.constexpr):
+    """Matrix form: ``sums`` plus the weights ``(R, BLOCK_K)`` with their scales times the tokens ``(T, BLOCK_K)``."""
+    if SCALES == 0:
+        return tl.dot(weights, x.T, sums, input_precision=PRECISION)
+    elif SCALES == BLOCK:
+        return sums + scales * tl.dot(widen(weights, x.dtype), x.T, input_precision=PRECISION)
+    else:
+        if x.dtype == tl.float16:
+            # float16 cannot hold every scale; tf32 holds the fractions of float16 and e4m3, and every exponent.
+            x = x.to(tl.float32)
+        by_scale = widen(weights, x.dtype).reshape(weights.shape[0], scales.shape[1], MX)
+        weights = (by_scale * scales.to(x.dtype)[:, :, None]).reshape(weights.shape)
+        # A product of its own, added afterwards; the last argument, which means nothing here, keeps the compiler from
+        # accumulating in place. It would then split the product, and every piece wait for the one before.
+        return sums + tl.dot(weights, x.T, input_precision=PRECISION, max_num_imprecise_acc=MX)
+
+
+@triton.jit
+def widen(weights, dtype: tl.constexpr):
+    """e4m3 weights in a type that holds them all."""
+    if dtype == tl.bfloat16:
+        # Converted to bfloat16 directly they would go one by one through a unit with a quarter of the speed.
+        return weights.to(tl.float32).to(tl.bfloat16)
+    else:
+        return weights.to(dtype)

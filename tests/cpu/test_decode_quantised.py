@@ -1,0 +1,255 @@
+"""Warp decode of MXFP8 and block FP8 weights: kernels under the interpreter against the twin, ranks, and bad scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+from decode_cases import DecodeCase, check_decode, check_every_code, make_inputs, random_case
+from ranks import run_ranks
+
+from comet.comm import make_communicator
+from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
+from comet.decode.twin import decode_partial_torch
+from comet.kernels.warp_decode import BlockShape, DecodeConfig, select
+from comet.layout import ExpertLayout
+from comet.quantize import quantize_fp8, quantize_mxfp8
+from comet.reference import shard_experts
+
+KINDS = ("mxfp8", "fp8")
+QUANTISERS = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8}
+
+# Steps of 64 leave tails; in the vector form 8 rows share a warp, so a token is there in several copies.
+VECTOR = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
+FOLD = replace(VECTOR, fold=True)
+# One lane after the other: no copies, whole warps along the contraction.
+WIDE = replace(FOLD, gate_up=BlockShape(rows=8, depth=512), down=BlockShape(rows=16, depth=512))
+MATRIX = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
+
+CASES = {
+    "mxfp8": [
+        DecodeCase(name="fold, tails, not all held", T=1, K=3, E=4, D=96, F=32, config=FOLD, held=3),
+        DecodeCase(name="one token, repeated", T=1, K=2, E=4, D=64, F=32, config=VECTOR, routing="repeated"),
+        DecodeCase(name="two tokens, unknown", T=2, K=2, E=3, D=96, F=32, config=VECTOR, routing="unknown"),
+        DecodeCase(name="two tokens by row", T=2, K=1, E=5, D=32, F=96, config=VECTOR, routing="one"),
+        DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=544, F=32, config=WIDE),
+        DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=160, F=96, config=MATRIX, routing="masked", held=3),
+        DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
+        DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
+        DecodeCase(name="selected", T=17, K=2, E=4, D=96, F=160, routing="unknown"),
+    ],
+    # A block of scales ends inside the gate rows, and the up rows begin in the middle of one.
+    "fp8": [
+        DecodeCase(name="fold, blocks of F", T=1, K=1, E=2, D=48, F=144, config=FOLD),
+        DecodeCase(name="fold, not all held", T=1, K=3, E=3, D=144, F=16, config=FOLD, held=2),
+        DecodeCase(name="two tokens, repeated", T=2, K=2, E=3, D=144, F=48, config=VECTOR, routing="repeated"),
+        DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=528, F=16, config=WIDE),
+        DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=176, F=208, config=MATRIX, routing="masked", held=3),
+        DecodeCase(name="matrix, small steps", T=3, K=2, E=9, D=144, F=144, routing="one", config=replace(
+            MATRIX, gate_up=BlockShape(rows=64, depth=32), down=BlockShape(rows=16, depth=64))),
+        DecodeCase(name="selected", T=2, K=2, E=4, D=16, F=16),
+        DecodeCase(name="selected", T=17, K=2, E=4, D=144, F=208, routing="unknown"),
+    ],
+}  # fmt: skip
+
+
+def interpreted(rank: int, world_size: int, kind: str) -> None:
+    for dtype in (torch.float32, torch.float16):
+        check_every_code(dtype, "cpu")
+    for index, case in enumerate(CASES[kind]):
+        check_decode(replace(case, quantised=kind), (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
+    for seed in range(2):
+        check_decode(random_case(seed, most_tokens=6, largest=96, quantised=kind), torch.float32, "cpu", runs=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_under_the_interpreter(kind: str) -> None:
+    run_ranks(interpreted, 1, kind, interpret=True, timeout=500)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twin_runs_on_the_dequantised_numbers(kind: str) -> None:
+    inputs = make_inputs(DecodeCase(name="twin", T=4, K=2, E=4, D=160, F=96, quantised=kind), torch.float32, "cpu")
+    packed, step = inputs.weights, (inputs.tokens, inputs.ids, inputs.routing_weights)
+    exact = inputs.double().weights
+    plain = DecodeWeights(w1=exact.w1.float(), w2=exact.w2.float(), slots=packed.slots)
+    assert torch.equal(warp_decode(*step, packed), warp_decode(*step, plain))
+    assert warp_decode(step[0].bfloat16(), *step[1:], packed).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tokens(kind: str) -> None:
+    inputs = make_inputs(DecodeCase(name="none", T=0, K=2, E=4, D=32, F=32, quantised=kind), torch.float32, "cpu")
+    step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
+    for use_kernels in (False, True):
+        assert warp_decode(*step, use_kernels=use_kernels).shape == (0, 32)
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def shard_and_quantise(kind: str, case: DecodeCase, layout: ExpertLayout) -> DecodeWeights:
+    generator = torch.Generator().manual_seed(case.seed)
+    w1 = torch.randn(case.E, 2 * case.F, case.D, generator=generator) / case.D**0.5
+    w2 = torch.randn(case.E, case.D, case.F, generator=generator) / case.F**0.5
+    packed1, packed2 = (QUANTISERS[kind](weight.contiguous()) for weight in shard_experts(w1, w2, layout))
+    return DecodeWeights(
+        w1=packed1.elements, w2=packed2.elements, slots=rank_slots(layout, "cpu"),
+        w1_scales=packed1.scales, w2_scales=packed2.scales,
+    )  # fmt: skip
+
+
+def ranked(rank: int, world_size: int, kind: str, tp: int) -> None:
+    case = DecodeCase(name="ranks", T=3, K=2, E=4, D=32, F=64)
+    layouts = [ExpertLayout(num_experts=4, top_k=2, ep=world_size // tp, tp=tp, rank=r) for r in range(world_size)]
+    shards = [shard_and_quantise(kind, case, layout) for layout in layouts]
+    comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
+    decode = RankDecode(comm, hidden_size=32, max_tokens=3, use_kernels=True)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    for num_tokens in (1, 3):
+        step = (inputs.tokens[:num_tokens], inputs.ids[:num_tokens], inputs.routing_weights[:num_tokens])
+        wanted = torch.zeros(num_tokens, 32)
+        for shard in shards:
+            wanted = wanted + decode_partial_torch(*step, shard)
+        output = decode(*step, shards[rank])
+        assert torch.allclose(output, wanted, atol=1e-5), f"{kind}, tp {tp}, rank {rank}, {num_tokens} tokens"
+    comm.barrier()
+    comm.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_add_up_quantised_experts(kind: str, tp: int) -> None:
+    run_ranks(ranked, 2, kind, tp, interpret=True, timeout=200)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+GOOD = {
+    kind: make_inputs(DecodeCase(name="good", T=3, K=2, E=4, D=160, F=96, quantised=kind), torch.float32, "cpu").weights
+    for kind in KINDS
+}
+
+
+def with_value(scales: torch.Tensor, value: float) -> torch.Tensor:
+    scales = scales.clone()
+    scales[1, 0, 0] = value
+    return scales
+
+
+def elements(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("fp8", {"w1_scales": None}, "w1_scales and w2_scales must both be given, or neither"),
+        (
+            "fp8",
+            {"w1_scales": None, "w2_scales": None},
+            "dtype torch.float8_e4m3fn must come with w1_scales and w2_scales",
+        ),
+        (
+            "fp8",
+            {"w1": torch.zeros(6, 192, 160), "w2": torch.zeros(6, 160, 96)},
+            "dtype torch.float32 must be torch.float8_e4m3fn with w1_scales",
+        ),
+        ("mxfp8", {"w1_scales": torch.zeros(6, 192, 5).half()}, "w1_scales of dtype torch.float16 must be torch.uint8"),
+        ("mxfp8", {"w2_scales": GOOD["fp8"].w2_scales}, "w2_scales of dtype torch.float32 must be w1_scales' torch.ui"),
+        ("mxfp8", {"w1_scales": GOOD["mxfp8"].w1_scales[:, :-1]}, r"w1_scales of shape \(6, 191, 5\) .* \(6, 192, 5\)"),
+        ("fp8", {"w1_scales": GOOD["fp8"].w1_scales[:, :1]}, r"w1_scales of shape \(6, 1, 2\) .* must be \(6, 2, 2\)"),
+        ("fp8", {"w2_scales": GOOD["fp8"].w2_scales.mT.contiguous()}, r"w2_scales of shape .* must be \(6, 2, 1\)"),
+        (
+            "mxfp8",
+            {"w1_scales": GOOD["mxfp8"].w1_scales.mT.contiguous().mT},
+            r"w1_scales of shape \(6, 192, 5\) must be contiguous, has strides",
+        ),
+        ("fp8", {"w2_scales": torch.zeros(6, 2, 1, device="meta")}, "w2_scales is on meta, must be on w2's cpu"),
+        (
+            "mxfp8",
+            {"w1_scales": with_value(GOOD["mxfp8"].w1_scales, 255)},
+            r"w1_scales\[1, 0, 0\]=255 must be at most 254; 255 is the NaN of e8m0",
+        ),
+        (
+            "fp8",
+            {"w2_scales": with_value(GOOD["fp8"].w2_scales, float("nan"))},
+            r"w2_scales\[1, 0, 0\]=nan must be fin",
+        ),
+        (
+            "fp8",
+            {"w1_scales": with_value(GOOD["fp8"].w1_scales, float("inf"))},
+            r"w1_scales\[1, 0, 0\]=inf must be fin",
+        ),
+        (
+            "fp8",
+            {"w1_scales": with_value(GOOD["fp8"].w1_scales, -1.0)},
+            r"w1_scales\[1, 0, 0\]=-1.0 must be finite and",
+        ),
+        (
+            "mxfp8",
+            {"w1": elements(6, 160, 160), "w2": elements(6, 160, 80)},
+            "F=80, the contraction of w2, must be a multiple of 32 for MXFP8",
+        ),
+        (
+            "mxfp8",
+            {"w1": elements(6, 192, 144), "w2": elements(6, 144, 96)},
+            "D=144, the contraction of w1, must be a multiple of 32 for MXFP8",
+        ),
+    ],
+)
+def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
+    if "w2" in changes and kind == "mxfp8":  # the field whose contraction is legal gets the scales it needs
+        shapes = {name: changes[name].shape for name in ("w1", "w2")}
+        scales = {f"{name}_scales": torch.zeros(*shape[:2], shape[2] // 32).byte() for name, shape in shapes.items()}
+        changes = changes | scales
+    with pytest.raises(ValueError, match=message):
+        replace(GOOD[kind], **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth", "message"),
+    [
+        ("mxfp8", 16, r"down.depth=16 must be from 32 to 4096 for form='matrix' and weights with a scale per 32"),
+        ("fp8", 256, r"down.depth=256 must be from 32 to 128 for form='matrix' and weights with a scale per 128"),
+    ],
+)
+def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, message: str) -> None:
+    config = replace(MATRIX, down=BlockShape(rows=32, depth=depth))
+    with pytest.raises(ValueError, match=message):
+        check_decode(
+            DecodeCase(name="depth", T=3, K=2, E=4, D=32, F=32, quantised=kind, config=config), torch.float32, "cpu"
+        )
+
+
+# ---- shapes of blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 33, 64])
+@pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048), (16, 16)])
+def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]) -> None:
+    """The vector form keeps 16 bytes per lane, and half a warp to a row only where a whole one leaves a tail."""
+    for top_k in (1, 2, 8, 32):
+        config = select(dtype, num_tokens, top_k, *shape, weight_dtype=torch.float8_e4m3fn)
+        assert config.form == ("vector" if num_tokens <= 2 else "matrix")
+        for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
+            longest = max(32, triton.next_power_of_2(contraction))
+            if config.form == "matrix":
+                assert 32 <= block.depth <= 128
+            elif contraction % 512 == 0:
+                assert block.depth == min(512 * block.num_warps, longest)
+                assert contraction % block.depth == 0
+            else:
+                assert (block.num_warps, block.depth) == (1, min(256, longest))
+
+
+def test_kernels_refuse_tokens_in_float64() -> None:
+    inputs = make_inputs(DecodeCase(name="wide", T=3, K=2, E=4, D=160, F=96), torch.float32, "cpu").double()
+    step = (inputs.tokens, inputs.ids, inputs.routing_weights)
+    assert warp_decode_torch(*step, GOOD["fp8"]).dtype == torch.float64
+    with pytest.raises(ValueError, match=r"tokens of dtype torch.float64 must be one of"):
+        warp_decode(*step, GOOD["fp8"], use_kernels=True)
