@@ -20,7 +20,7 @@ from .warp_decode_scales import BLOCK, MX
 
 LOAD_BYTES = 16
 FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
-WORD_COLS = 512
+WORD_COLS = 2 * 32  # columns of the all-reduce for each warp: two for each thread, or stores get narrower
 QUANTISED_DEPTH = 32  # least step of the matrix form for weights of a byte: a scale of MXFP8, and what TMA swizzles
 
 
@@ -310,13 +310,13 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
         network = (
             landing.addresses, landing.epoch, landing.fault, landing.rank, landing.max_tokens, landing.timeout_ns
         )  # fmt: skip
-        blocks += num_tokens * triton.cdiv(hidden_size, WORD_COLS)
+        blocks += num_tokens * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
     options = {"launch_pdl": True} if _starts_early(config) else {}
     down_kernel[(blocks,)](
         step.hidden, step.ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
         step.out, *network,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
-        WORD_COLS=WORD_COLS, INTERPRET=triton.knobs.runtime.interpret,
+        WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=triton.knobs.runtime.interpret,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip

@@ -126,7 +126,7 @@ def _down(setting: Setting) -> KernelCase:
     }  # fmt: skip
     constants = dict(
         FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
-        W=setting.ranks, WORD_COLS=WORD_COLS, INTERPRET=False,
+        W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)
