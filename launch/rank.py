@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -45,6 +46,8 @@ def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoRe
             leave(STATUS_USER)
         with process_group(context, store):
             task.load()(config, context)
+    if outcome.status and context.rank == 0:
+        call_off(context, store)
     leave(outcome.status)
 
 
@@ -57,31 +60,45 @@ def share_config(context: LaunchContext, store: dist.Store, overrides: Sequence[
         overrides: Hydra overrides; read by rank 0 only.
 
     Returns:
-        The same configuration on every rank; ``None`` on the other ranks when rank 0 found it wrong.
+        The same configuration on every rank; ``None`` on the other ranks when rank 0 called the job off.
 
     Raises:
         ValueError: On rank 0 only, if the configuration is wrong.
     """
     if context.rank:
         container = json.loads(store.get(SETTINGS_KEY))
-        store.add(READERS_KEY, 1)
-        return make_job(container, context.world_size) if container else None
-    try:
-        container = compose(overrides)
-        job = make_job(container, context.world_size)
-    except ValueError:
-        store.set(SETTINGS_KEY, json.dumps(None))
-        _await_readers(context, store)
-        raise
+        if container is None:
+            _meet(context, store)
+            return None
+        return make_job(container, context.world_size)
+    container = compose(overrides)
+    job = make_job(container, context.world_size)
     store.set(SETTINGS_KEY, json.dumps(container))
     return job
 
 
-def _await_readers(context: LaunchContext, store: dist.Store) -> None:
-    """Let every rank read that the job is off: who finds the store gone, with the node of rank 0, would report that."""
+def call_off(context: LaunchContext, store: dist.Store) -> None:
+    """Tell the ranks that wait for settings that there are none, once rank 0 has said why; nothing if they have them.
+
+    Args:
+        context: Rank 0.
+        store: The job's rendezvous store.
+    """
+    nothing = json.dumps(None)
+    if store.compare_set(SETTINGS_KEY, "", nothing) == nothing.encode():
+        _meet(context, store)
+
+
+def _meet(context: LaunchContext, store: dist.Store) -> None:
+    """Let no rank leave before all know that the job is off: one that finds the store gone would report a lost rank.
+
+    The first rank to leave has the supervisor of its node end the others, and the store goes with the node of rank 0.
+    """
+    store.add(READERS_KEY, 1)
     deadline = time.monotonic() + READERS_S
-    while store.add(READERS_KEY, 0) < context.world_size - 1 and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    with suppress(RuntimeError):  # the store is gone: the others have met and left
+        while store.add(READERS_KEY, 0) < context.world_size and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 class Outcome:

@@ -32,6 +32,8 @@ def note(config: JobConfig, context: LaunchContext) -> None:
 
 
 def add_ranks(config: JobConfig, context: LaunchContext) -> None:
+    """Leaves what aborts an interpreter that shuts down, as a thread of a process group now and then does."""
+    atexit.register(os.abort)
     note(config, context)
     total = torch.tensor([context.rank + 1])
     dist.all_reduce(total)
@@ -49,12 +51,6 @@ def add_ranks(config: JobConfig, context: LaunchContext) -> None:
                 }
             )
         )
-
-
-def shut_down_badly(config: JobConfig, context: LaunchContext) -> None:
-    """Leaves what aborts an interpreter that shuts down, as a thread of a process group now and then does."""
-    atexit.register(os.abort)
-    add_ranks(config, context)
 
 
 def report_context(config: JobConfig, context: LaunchContext) -> None:
@@ -91,11 +87,6 @@ def refuse_alone(config: JobConfig, context: LaunchContext) -> None:
     dist.barrier()
 
 
-def read_missing(config: JobConfig, context: LaunchContext) -> None:
-    note(config, context)
-    Path("no/such/text.txt").read_text()
-
-
 def time_out(config: JobConfig, context: LaunchContext) -> None:
     note(config, context)
     if context.rank == FAILING_RANK:
@@ -121,8 +112,7 @@ def plain(arguments: list[str]) -> int:
 
 
 FUNCTIONS = (
-    add_ranks, shut_down_badly, report_context, crash, kill, refuse, refuse_alone, read_missing, time_out, sleep,
-    deadlock,
+    add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
 TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False)

@@ -1,14 +1,12 @@
 """Run one function in several fresh processes that form a ``torch.distributed`` group, and collect what it returns.
 
-Run as a script, this file is the child: it reads a job file, joins the group, calls the function and writes its
-outcome (a value or a traceback) next to the job. Nothing is inherited: ``TRITON_INTERPRET`` is set before any import.
+The processes inherit nothing from the test: they load the test file themselves and find modules as after their import.
+They are forks of a server that has imported torch (``rank_server``); with any backend but ``gloo`` they are new
+interpreters (``rank_child``), because devices and forks do not go together.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import importlib.util
 import inspect
 import os
 import pickle
@@ -17,32 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import types
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rank_child import Job
+from rank_server import ForkedRank, Start, fork_rank
+
+Child = ForkedRank | subprocess.Popen[bytes]
+
+FRESH = Path(__file__).with_name("rank_child.py")
 GRACE_S = 0.5
 POLL_S = 0.02
 LOG_TAIL = 4000
-PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a child needs before it can import the function and unpickle its arguments."""
-
-    file: str
-    module: str
-    qualname: str
-    world_size: int
-    backend: str
-    timeout: float
-    sys_path: list[str]
-    pickled_args: bytes
 
 
 def run_ranks(
@@ -65,7 +51,7 @@ def run_ranks(
         *args: Further arguments, picklable.
         interpret: Set ``TRITON_INTERPRET=1`` in the children before anything is imported (unset it otherwise).
         timeout: Seconds after which every rank is killed and those still running are named.
-        backend: Backend of the process group.
+        backend: Backend of the process group; ``gloo`` alone forks the processes, any other starts new interpreters.
         may_die: Ranks that may end by a signal (a test kills them on purpose); they count as returning ``None``.
 
     Returns:
@@ -73,6 +59,7 @@ def run_ranks(
 
     Raises:
         AssertionError: If a rank raised or died (with its traceback and output; the others are killed), or on timeout.
+        RuntimeError: If the server of the ranks died, with its output.
 
     Example:
         With ``def double(rank, world_size, offset): return 2 * rank + offset``,
@@ -88,13 +75,16 @@ def run_ranks(
         backend=backend,
         timeout=timeout,
         sys_path=list(sys.path),
+        cwd=os.getcwd(),
         pickled_args=pickle.dumps(args),
     )
     with tempfile.TemporaryDirectory(prefix="comet-ranks-") as name:
         folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps(asdict(job)))  # the child knows this class as __main__.Job
-        children = [_start(rank, folder, interpret) for rank in range(world_size)]
+        (folder / "job").write_bytes(pickle.dumps(asdict(job)))  # a class of its own in a child whose __main__ it is
+        children: list[Child] = []
         try:
+            for rank in range(world_size):
+                children.append(_start(rank, folder, interpret, fork=backend == "gloo"))
             _wait(children, folder, timeout, may_die)
         finally:
             for child in children:
@@ -103,16 +93,20 @@ def run_ranks(
         return [_value(rank, folder, may_die) for rank in range(world_size)]
 
 
-def _start(rank: int, folder: Path, interpret: bool) -> subprocess.Popen[bytes]:
+def _start(rank: int, folder: Path, interpret: bool, fork: bool) -> Child:
     env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    env.pop("TRITON_INTERPRET", None)
+    env["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would break off the connections of the others
+    for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST"):  # the latter would ask for a server per test
+        env.pop(name, None)
     if interpret:
         env["TRITON_INTERPRET"] = "1"
     with (folder / f"log.{rank}").open("wb") as log:
-        return subprocess.Popen([sys.executable, __file__, str(folder), str(rank)], env=env, stdout=log, stderr=log)
+        if fork:
+            return fork_rank(Start(tuple(sorted(env.items())), tuple(sys.path), rank % 2), folder, rank)
+        return subprocess.Popen([sys.executable, FRESH, str(folder), str(rank)], env=env, stdout=log, stderr=log)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float, may_die: Sequence[int]) -> None:
+def _wait(children: Sequence[Child], folder: Path, timeout: float, may_die: Sequence[int]) -> None:
     deadline = time.monotonic() + timeout
     while True:
         codes = [child.poll() for child in children]
@@ -150,67 +144,3 @@ def _value(rank: int, folder: Path, may_die: Sequence[int]) -> Any:
     if rank in may_die and not outcome.exists():
         return None
     return pickle.loads(outcome.read_bytes())[1]
-
-
-def _import_function(job: Job) -> Callable[..., Any]:
-    """Load the test file under the module name it had in the parent, so that its classes unpickle on both sides."""
-    spec = importlib.util.spec_from_file_location(job.module, job.file)
-    assert spec is not None, f"cannot import {job.file}"
-    assert spec.loader is not None, f"cannot import {job.file}"
-    module = importlib.util.module_from_spec(spec)
-    parents = job.module.split(".")[:-1]
-    for depth in range(len(parents)):
-        # Unpickling a class of tests.cpu.test_x imports "tests" as well, which need not be on the path.
-        name = ".".join(parents[: depth + 1])
-        sys.modules.setdefault(name, types.ModuleType(name))
-    sys.modules[job.module] = module
-    spec.loader.exec_module(module)
-    function = module
-    for name in job.qualname.split("."):
-        function = getattr(function, name)
-    return function  # type: ignore[return-value]
-
-
-def _call(job: Job, rank: int, folder: Path) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    fn = _import_function(job)
-    args = pickle.loads(job.pickled_args)
-    if job.backend != "gloo":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        job.backend,
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.timeout),
-    )
-    value = fn(rank, job.world_size, *args)
-    dist.destroy_process_group()
-    return value
-
-
-def _child(folder: Path, rank: int) -> None:
-    faulthandler.register(signal.SIGUSR1)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted test run leaves no process behind
-    job = Job(**pickle.loads((folder / "job").read_bytes()))
-    sys.path[:] = job.sys_path
-    try:
-        outcome = pickle.dumps(("value", _call(job, rank, folder)))
-    except BaseException:
-        outcome = pickle.dumps(("error", traceback.format_exc()))
-        raise
-    finally:
-        (folder / f"outcome.{rank}").write_bytes(outcome)
-
-
-if __name__ == "__main__":
-    status = 1
-    try:
-        _child(Path(sys.argv[1]), int(sys.argv[2]))
-        status = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(status)  # a background thread of a half-broken process group must not keep a failed rank alive

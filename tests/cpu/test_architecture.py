@@ -7,6 +7,7 @@ Import direction: launch, benchmarks, tests -> comet -> comet.kernels -> {torch,
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -55,6 +56,7 @@ class Source:
         return f"{self.path}:{node.lineno}: {message}"  # type: ignore[attr-defined]
 
 
+@functools.cache
 def all_sources() -> list[Source]:
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [Source.parse(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]

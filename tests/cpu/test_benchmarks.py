@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_moe
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from shapes import MODELS, model
 from timing import summarize, time_interleaved
 
 from comet.config import MoEConfig
+from comet.launch.distributed import LaunchContext
 from comet.layout import ExpertLayout
 from comet.plain import plain_experts
 from comet.reference import reference_experts, shard_experts
@@ -271,18 +273,15 @@ def test_baselines_compute_the_same(ep: int, tp: int, num_tokens: int) -> None:
         assert max(errors) < 1e-10
 
 
-def torchrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "benchmarks" / "bench_moe.py"), "--device", "cpu", "--models", "tiny", "--ep", "2"]
-    out = ["--out", str(tmp_path), "--rounds", "2"]
-    return subprocess.run(
-        [*command, *script, *out, *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+TINY = ["--device", "cpu", "--models", "tiny", "--ep", "2", "--rounds", "2"]
 
 
 @pytest.mark.slow
 def test_forward_end_to_end(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--tokens", "32,16", "--routing", "zipf")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks" / "bench_moe.py"), *TINY, "--out", str(tmp_path)]
+    command += ["--tokens", "32,16", "--routing", "zipf"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert [row["tokens"] for row in report["rows"]] == [32, 16]
@@ -299,19 +298,23 @@ def test_forward_end_to_end(tmp_path: Path) -> None:
     assert report["facts"]["link_roof_gbs"] > 0
 
 
-@pytest.mark.slow
-def test_backward_end_to_end_and_a_variant_that_fails(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--tokens", "16", "--backward", "--path", "warp")
-    assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
+    bench_moe.run(*parse(words), Ranks(rank, CPU, dist.group.WORLD))
+
+
+def test_backward_and_a_variant_that_fails(tmp_path: Path) -> None:
+    words = [*TINY, "--out", str(tmp_path), "--tokens", "16", "--backward", "--path", "warp"]
+    run_ranks(run_on_rank, 2, words)
+    (row,) = json.loads((tmp_path / "bench_moe.json").read_text())["rows"]
     assert row["direction"] == "forward+backward"
     assert row["failures"].startswith("comet: ValueError: path='warp' must be")
     assert row["plain_ms"] > 0
     assert "comet_ms" not in row
 
 
-@pytest.mark.slow
-def test_world_size_must_fit(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--tp", "2")
-    assert done.returncode != 0
-    assert "nproc=2 must equal ep=2 x tp=2" in done.stderr
+def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
+    monkeypatch.setattr(bench_moe, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(bench_moe, "current_context", lambda: context)
+    with pytest.raises(ValueError, match="nproc=2 must equal ep=2 x tp=2"):
+        bench_moe.main([*TINY, "--tp", "2"])

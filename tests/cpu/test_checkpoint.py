@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from training_cases import MODEL, MOE, TRAIN, make_model
 
+from comet.launch.failures import is_user_error
 from comet.training import checkpoint_folder
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import choose_checkpoint, list_checkpoints, read_checkpoint
@@ -134,8 +134,9 @@ def test_a_new_run_in_an_old_folder_replaces_what_it_reaches(tmp_path):
     assert choose_checkpoint("auto", str(tmp_path))[0].step == 2  # newest by time, not by number
 
 
-def kill_while_saving(folder, moment):
-    """In a child process: save step 1, then die by SIGKILL at ``moment`` of saving step 2."""
+def kill_while_saving(rank, world_size, folder, moment):
+    """Without a process group: save step 1, then die by SIGKILL at ``moment`` of saving step 2."""
+    dist.destroy_process_group()
     trainer, checkpointer = make_trainer(folder)
     trainer.step(0)
     checkpointer.save(1)
@@ -155,10 +156,8 @@ def kill_while_saving(folder, moment):
 
 @pytest.mark.parametrize("moment", ["data", "manifest", "rename"])
 def test_kill_while_saving_leaves_the_previous_one(tmp_path, moment):
-    code = f"from test_checkpoint import kill_while_saving; kill_while_saving({str(tmp_path)!r}, {moment!r})"
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path]), OMP_NUM_THREADS="1")
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    with pytest.raises(AssertionError, match=r"rank 0 \(exit code -9\)"):
+        run_ranks(kill_while_saving, 1, str(tmp_path), moment)
     assert (tmp_path / "step-000002.tmp").is_dir()
     with pytest.raises(ValueError, match=r"step-000002\.tmp is half-written.*complete is .*step-000001"):
         choose_checkpoint(str(tmp_path / "step-000002.tmp"), "unused")
@@ -230,8 +229,9 @@ def test_damage_between_choice_and_load_is_noticed(tmp_path):
 def test_folder_without_checkpoints(tmp_path):
     with pytest.raises(ValueError, match=r"resume=.* must hold a complete checkpoint; it has none"):
         choose_checkpoint(str(tmp_path), "unused")
-    with pytest.raises(FileNotFoundError, match=r"resume must be 'auto', a checkpoint or a folder.*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"resume must be 'auto', a checkpoint or a folder.*nowhere") as caught:
         choose_checkpoint(str(tmp_path / "nowhere"), "unused")
+    assert is_user_error(caught.value)
     with pytest.raises(FileNotFoundError, match=r"resume must be"):
         choose_checkpoint(str(tmp_path / "step-000007"), "unused")
 

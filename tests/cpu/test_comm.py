@@ -1,6 +1,6 @@
 """Communicators on the CPU: the conformance suite for ``cpu_shm``, and what only a CPU can show.
 
-Starting ranks is slow, so cases of the same number of ranks share one start (``cases_of_two``, ``cases_of_four``).
+Cases of the same number of ranks share one start of them (``cases_of_two``, ``cases_of_four``).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare_paths import main, model_config, parse, train_config
+from compare_paths import main, model_config, parse, run, train_config
 from curves import (
     EARLY_STEPS,
     WINDOW_STEPS,
@@ -28,7 +28,8 @@ from curves import (
     pairwise,
     write_csv,
 )
-from training_cases import make_text
+from ranks import run_ranks
+from training_cases import Rank, make_text
 
 ROOT = Path(__file__).parents[2]
 TINY = "--hidden 32 --layers 2 --experts 4 --top-k 2 --ffn 32 --context 32 --batch 2 --steps 6".split()
@@ -158,28 +159,20 @@ def test_it_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         main([])
 
 
-def torchrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "benchmarks" / "compare_paths.py"), "--device", "cpu", "--paths", "twin,plain,reference"]
-    files = ["--data", str(make_text(tmp_path)), "--out", str(tmp_path / "out")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *script, *TINY, *files, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-    )
+def words_of(tmp_path: Path, *arguments: str) -> list[str]:
+    words = ["--device", "cpu", "--paths", "twin,plain,reference", *TINY]
+    return [*words, "--data", str(make_text(tmp_path)), "--out", str(tmp_path / "out"), *arguments]
 
 
-@pytest.mark.slow
+def run_on_rank(rank: int, world_size: int, words: list[str]) -> bool:
+    arguments = parse(words)
+    arguments.out.mkdir(exist_ok=True)
+    return run(arguments, Rank(rank, world_size))
+
+
 def test_paths_agree_over_two_ranks(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--ep", "2", "--dtype", "float32")
-    assert done.returncode == 0, done.stderr[-3000:]
-    *table, line = done.stdout.splitlines()  # one rank speaks
-    assert [row.split()[0] for row in table] == ["path", "twin", "plain", "reference"]
-    result = json.loads(line)
+    assert run_ranks(run_on_rank, 2, words_of(tmp_path, "--ep", "2", "--dtype", "float32")) == [True, True]
+    result = json.loads((tmp_path / "out" / "compare_paths.json").read_text())
     about = [result[name] for name in ("task", "world_size", "ep", "tp", "device", "dtype", "steps")]
     assert about == ["compare_paths", 2, 2, 1, "cpu", "float32", 6]
     assert result["within_tolerance"]
@@ -194,15 +187,21 @@ def test_paths_agree_over_two_ranks(tmp_path: Path) -> None:
         steps = list(csv.DictReader(file))
     assert [float(step["twin"]) for step in steps][-1] == result["paths"]["twin"]["last_loss"]
     assert len(steps) == 6
-    assert json.loads((tmp_path / "out" / "compare_paths.json").read_text()) == result
     assert (tmp_path / "out" / "compare_paths.png").exists()
 
 
 @pytest.mark.slow
 def test_another_seed_is_detected(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--tp", "2", "--dtype", "bfloat16", "--lr", "0.01", "--wrong-seed", "plain")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks" / "compare_paths.py"), *words_of(tmp_path, "--tp", "2", "--dtype", "bfloat16")]
+    command += ["--lr", "0.01", "--wrong-seed", "plain"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 1, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    *table, line = done.stdout.splitlines()  # one rank speaks
+    assert [row.split()[0] for row in table] == ["path", "twin", "plain", "reference"]
+    result = json.loads(line)
+    assert json.loads((tmp_path / "out" / "compare_paths.json").read_text()) == result
     assert not result["within_tolerance"]
     within = {name: path["within_tolerance"] for name, path in result["paths"].items()}
     assert within == {"twin": True, "plain": False, "reference": True}

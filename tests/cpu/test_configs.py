@@ -56,9 +56,12 @@ def test_every_choice_of_every_group_is_valid():
     groups = config_groups()
     assert {"model", "parallel"} <= groups.keys()
     assert groups["model"] == sorted([*SHAPES, "tiny"])
-    for model in groups["model"]:
-        for parallel in groups["parallel"]:
-            assert job_of(f"model={model}", f"parallel={parallel}", world_size=8).model.name == model
+    jobs = [job_of(f"model={model}", world_size=8) for model in groups["model"]]
+    assert [job.model.name for job in jobs] == groups["model"]
+    for parallel in groups["parallel"]:
+        layout = job_of(f"parallel={parallel}", world_size=8).parallel
+        for job in jobs:
+            assert dataclasses.replace(job, parallel=layout).model == job.model  # it checks itself
 
 
 def test_settings_left_out_of_yaml_come_from_the_dataclasses():

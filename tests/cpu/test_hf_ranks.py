@@ -38,7 +38,7 @@ LAYOUTS = {(2, 1): FAMILIES, (1, 2): FAMILIES, (2, 2): ("qwen3_moe",)}
 
 
 def test_groups(tmp_path: Path) -> None:
-    # Four processes: two groups of two side by side, then one of four. Starting a process costs more than its checks.
+    # Four processes: two groups of two side by side, then one of four. Importing transformers costs more than checks.
     found = run_ranks(run_group, 4, LAYOUTS, checkpoints(tmp_path), timeout=300)
     for (ep, tp), families in LAYOUTS.items():
         for rank in range(4):

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+
+import comet.errors
+
+CALLS: list[int] = []
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ def group_sum(rank: int, world_size: int, payload: Payload) -> tuple[Payload, to
 
 def fail_on_one(rank: int, world_size: int) -> None:
     if rank == 1:
+        print("printed before", flush=True)
+        os.write(2, b"written before")
         raise KeyError("the bad rank")
     time.sleep(600)
 
@@ -47,13 +61,42 @@ def die_on_zero(rank: int, world_size: int) -> int:
     return rank
 
 
+def leave_traces(rank: int, world_size: int) -> tuple[int, bool, torch.dtype]:
+    """What an earlier run left in the modules of the test, of comet and of torch, before leaving the same."""
+    found = len(CALLS), hasattr(comet.errors, "trace"), torch.get_default_dtype()
+    CALLS.append(rank)
+    comet.errors.trace = rank  # type: ignore[attr-defined]
+    torch.set_default_dtype(torch.float64)
+    return found
+
+
+def draw(rank: int, world_size: int) -> tuple[object, ...]:
+    return random.random(), np.random.random(), torch.rand(1).item(), tempfile.mktemp(), hash("comet")
+
+
+def surroundings(rank: int, world_size: int) -> tuple[str | None, str, str, int]:
+    return os.environ.get("COMET_TEST"), os.getcwd(), sys.path[0], os.getppid()
+
+
+def kill_server(rank: int, world_size: int, folder: Path) -> None:
+    (folder / str(rank)).write_text(str(os.getpid()))
+    if rank == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def assert_gone(pids: list[int]) -> None:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert not alive
+
+
 def test_worked_example() -> None:
     assert run_ranks(double, 3, 10) == [10, 12, 14]
 
 
-@pytest.mark.parametrize("interpret", [False, True])
-def test_ranks_share_a_group(interpret: bool) -> None:
-    results = run_ranks(group_sum, 2, Payload(5), interpret=interpret)
+@pytest.mark.parametrize(("interpret", "backend"), [(False, "gloo"), (True, "gloo"), (True, "cpu:gloo")])
+def test_ranks_share_a_group(interpret: bool, backend: str) -> None:
+    results = run_ranks(group_sum, 2, Payload(5), interpret=interpret, backend=backend)
     for payload, total, interpreted, threads in results:
         assert payload == Payload(11)
         assert total.tolist() == [11]
@@ -61,22 +104,112 @@ def test_ranks_share_a_group(interpret: bool) -> None:
         assert threads == 1
 
 
+def test_every_run_finds_fresh_modules() -> None:
+    for _ in range(2):
+        assert run_ranks(leave_traces, 2) == [(0, False, torch.float32)] * 2
+
+
+def test_no_two_ranks_draw_the_same() -> None:
+    drawn = run_ranks(draw, 4)
+    assert [len(set(draws)) for draws in zip(*drawn, strict=True)] == [4, 4, 4, 4, 2], drawn
+    assert drawn[0][4] != drawn[1][4], "neighbours must not iterate over sets in the same order"
+
+
+def test_ranks_see_the_environment_path_and_folder_of_the_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = run_ranks(surroundings, 1)[0]
+    monkeypatch.setenv("COMET_TEST", "here")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "first")
+    changed = run_ranks(surroundings, 1)[0]
+    monkeypatch.undo()
+    assert changed[:3] == ("here", str(tmp_path), str(tmp_path / "first"))
+    assert changed[3] != before[3]
+    assert run_ranks(surroundings, 1)[0] == before
+
+
 def test_the_failing_rank_is_shown() -> None:
-    with pytest.raises(
-        AssertionError, match=r"rank 1 \(exit code 1\)(.|\n)*fail_on_one(.|\n)*KeyError: 'the bad rank'"
-    ):
+    message = (
+        r"rank 1 \(exit code 1\)(.|\n)*fail_on_one(.|\n)*KeyError: 'the bad rank'"
+        r"(.|\n)*output of rank 1(.|\n)*printed before\nwritten before"
+    )
+    with pytest.raises(AssertionError, match=message):
         run_ranks(fail_on_one, 2)
 
 
 def test_a_hanging_rank_is_named_with_its_stack() -> None:
-    with pytest.raises(AssertionError, match=r"ranks \[1\] still running after 15 s(.|\n)*in hang_on_one"):
-        run_ranks(hang_on_one, 2, timeout=15)
+    run_ranks(double, 2, 0)  # the start of the servers takes its time
+    with pytest.raises(AssertionError, match=r"ranks \[1\] still running after 5 s(.|\n)*in hang_on_one"):
+        run_ranks(hang_on_one, 2, timeout=5)
 
 
 def test_a_killed_rank_is_a_failure_unless_allowed() -> None:
     with pytest.raises(AssertionError, match=r"rank 0 \(exit code -9\)"):
         run_ranks(die_on_zero, 2)
     assert run_ranks(die_on_zero, 2, may_die=[0]) == [None, 1]
+
+
+def test_runs_at_the_same_time_do_not_meet() -> None:
+    with ThreadPoolExecutor() as threads:
+        failing = threads.submit(run_ranks, fail_on_one, 2)
+        sums = [threads.submit(run_ranks, group_sum, 2, Payload(value)) for value in range(4)]
+        assert [future.result()[0][0] for future in sums] == [Payload(2 * value + 1) for value in range(4)]
+        with pytest.raises(AssertionError, match="the bad rank"):
+            failing.result()
+
+
+def test_a_server_that_dies_is_reported_with_its_ranks_ended_and_then_replaced(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"the rank server ended with exit code -9"):
+        run_ranks(kill_server, 2, tmp_path)
+    assert_gone([int(file.read_text()) for file in tmp_path.iterdir()])
+    *_, idle = run_ranks(surroundings, 1)[0]
+    os.kill(idle, signal.SIGKILL)
+    os.waitid(os.P_PID, idle, os.WEXITED | os.WNOWAIT)
+    assert run_ranks(surroundings, 1)[0][-1] != idle
+
+
+def test_a_server_with_two_threads_refuses_to_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"exit code 1(.|\n)*RuntimeError: 2 threads after importing"):
+        run_ranks(double, 1, 0)
+
+
+HANGING_TEST = """
+import os, time
+from pathlib import Path
+
+from ranks import run_ranks
+
+def hang(rank, world_size, folder):
+    (folder / "noting").write_text(f"{os.getpid()} {os.getppid()}")
+    (folder / "noting").rename(folder / "pids")
+    time.sleep(600)
+
+def test_hang():
+    run_ranks(hang, 1, Path(__file__).parent)
+"""
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, pytest.ExitCode.INTERRUPTED), (signal.SIGKILL, -9)])
+def test_interrupted_tests_leave_no_process(signum: signal.Signals, status: int, tmp_path: Path) -> None:
+    (tmp_path / "test_hang.py").write_text(HANGING_TEST)
+    program = f"""
+import pytest, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+raise SystemExit(pytest.main(["-c", {os.devnull!r}, "-p", "no:cacheprovider", {str(tmp_path)!r}]))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while not (pids := tmp_path / "pids").exists():
+        assert process.poll() is None, process.communicate()[0].decode()
+        time.sleep(0.05)
+    process.send_signal(signum)
+    process.communicate()
+    assert process.returncode == status
+    assert_gone([int(pid) for pid in pids.read_text().split()])
 
 
 def test_a_local_function_is_refused() -> None:
