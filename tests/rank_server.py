@@ -194,8 +194,10 @@ def _become_forked_rank(folder: Path, rank: int, server: int) -> NoReturn:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     import numpy as np
+    import torch
 
-    np.random.seed()  # as in a fresh process; Python's generator sees to that itself, torch's begins at a fixed seed
+    np.random.seed()  # no two processes draw the same, as when fresh; Python's own generator sees to that itself
+    torch.default_generator.seed()
     become_rank(folder, rank, server)
 
 
