@@ -162,7 +162,7 @@ FAILURES = {
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """Task -> how its job ended and its folder; two jobs at a time, as one alone leaves a core idle half of its time."""
+    """Task -> how its job ended, and its folder. Two jobs run at a time: one leaves a core idle half of its time."""
     folders = {task: tmp_path_factory.mktemp(task) for task in (*FAILURES, "crash")}
     with ThreadPoolExecutor(2) as jobs:
         ends = jobs.map(lambda task: run(task, f"output_dir={folders[task]}"), folders)
