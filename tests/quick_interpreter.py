@@ -32,14 +32,19 @@ def _patch_once_per_launch() -> None:
     patched: set[frozenset[int]] = set()
 
     def patch_once(fn: Any) -> Any:
-        languages = (interpreter.tl, interpreter.tl.core)
-        seen = frozenset(id(value) for value in fn.__globals__.values() if any(value is one for one in languages))
+        language, core = interpreter.tl, interpreter.tl.core
+        seen = frozenset(id(value) for value in fn.__globals__.values() if value is language or value is core)
         if seen in patched:
             return None  # a call inside a launch does not look at it
         scope = patch(fn)
         if not patched:  # the launch itself
             undo = scope.restore
-            scope.restore = lambda: (patched.clear(), undo())
+
+            def restore() -> None:
+                patched.clear()
+                undo()
+
+            scope.restore = restore
         patched.add(seen)
         return scope
 

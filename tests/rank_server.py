@@ -30,8 +30,7 @@ from typing import NoReturn
 from rank_child import become_rank
 
 # What ranks import most. Importing it must start no thread (fork copies only one) and touch no device.
-PRELOADED = ("pytest", "torch", "torch._dynamo", "triton")
-PRELOADED += ("comet.training.run", "comet.modular", "comet.decode", "comet.trace")
+PRELOADED = "pytest torch torch._dynamo triton comet.training.run comet.modular comet.decode comet.trace".split()
 MESSAGE_BYTES = 4096
 POLL_S = 0.01
 LOG_TAIL = 4000
@@ -189,7 +188,6 @@ def serve(control: socket.socket) -> None:
 
 def _become_forked_rank(folder: Path, rank: int, server: int) -> NoReturn:
     """Keeps its end of the connection open, so that ``ForkedRank.wait`` outlasts it even when the server is gone."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with (folder / f"log.{rank}").open("wb") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
@@ -202,7 +200,6 @@ def _become_forked_rank(folder: Path, rank: int, server: int) -> NoReturn:
 
 
 def _main(descriptor: int, sys_path: list[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, whose end is the server's
     sys.path[:] = sys_path
     for name in PRELOADED:
         importlib.import_module(name)

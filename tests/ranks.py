@@ -96,7 +96,8 @@ def run_ranks(
 def _start(rank: int, folder: Path, interpret: bool, fork: bool) -> Child:
     env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     env["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would break off the connections of the others
-    for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST"):  # the latter would ask for a server per test
+    # pytest and torch set the last two as they go along, and each new value would ask for a server of its own.
+    for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
         env.pop(name, None)
     if interpret:
         env["TRITON_INTERPRET"] = "1"

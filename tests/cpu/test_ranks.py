@@ -36,10 +36,14 @@ def double(rank: int, world_size: int, offset: int) -> int:
     return 2 * rank + offset
 
 
-def group_sum(rank: int, world_size: int, payload: Payload) -> tuple[Payload, torch.Tensor, str | None, int]:
+def group_sum(rank: int, world_size: int, payload: Payload) -> tuple[Payload, torch.Tensor]:
     total = torch.tensor([rank + payload.value])
     dist.all_reduce(total)
-    return Payload(int(total)), total, os.environ.get("TRITON_INTERPRET"), torch.get_num_threads()
+    return Payload(int(total)), total
+
+
+def facts(rank: int, world_size: int) -> tuple[str | None, int, list[str], int]:
+    return os.environ.get("TRITON_INTERPRET"), torch.get_num_threads(), sys.path, os.getppid()
 
 
 def fail_on_one(rank: int, world_size: int) -> None:
@@ -94,14 +98,18 @@ def test_worked_example() -> None:
     assert run_ranks(double, 3, 10) == [10, 12, 14]
 
 
-@pytest.mark.parametrize(("interpret", "backend"), [(False, "gloo"), (True, "gloo"), (True, "cpu:gloo")])
-def test_ranks_share_a_group(interpret: bool, backend: str) -> None:
-    results = run_ranks(group_sum, 2, Payload(5), interpret=interpret, backend=backend)
-    for payload, total, interpreted, threads in results:
+def test_ranks_share_a_group() -> None:
+    results = run_ranks(group_sum, 2, Payload(5))
+    for payload, total in results:
         assert payload == Payload(11)
         assert total.tolist() == [11]
-        assert interpreted == ("1" if interpret else None)
-        assert threads == 1
+
+
+@pytest.mark.parametrize(("interpret", "backend"), [(False, "gloo"), (True, "gloo"), (False, "cpu:gloo")])
+def test_facts_of_a_rank(interpret: bool, backend: str) -> None:
+    interpreted, threads, path, parent = run_ranks(facts, 1, interpret=interpret, backend=backend)[0]
+    assert (interpreted, threads, path) == ("1" if interpret else None, 1, sys.path)
+    assert (parent == os.getpid()) == (backend != "gloo"), "only ranks that have no device are forks of a server"
 
 
 def test_every_run_finds_fresh_modules() -> None:
@@ -117,13 +125,14 @@ def test_no_two_ranks_draw_the_same() -> None:
 
 def test_ranks_see_the_environment_path_and_folder_of_the_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = run_ranks(surroundings, 1)[0]
-    monkeypatch.setenv("COMET_TEST", "here")
+    assert before[:3] == (None, os.getcwd(), sys.path[0])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "set by torch, at some time")
+    assert run_ranks(surroundings, 1)[0] == (None, str(tmp_path), *before[2:]), "the same server"
+    monkeypatch.setenv("COMET_TEST", "here")
     monkeypatch.syspath_prepend(tmp_path / "first")
-    changed = run_ranks(surroundings, 1)[0]
+    assert run_ranks(surroundings, 1)[0][:3] == ("here", str(tmp_path), str(tmp_path / "first"))
     monkeypatch.undo()
-    assert changed[:3] == ("here", str(tmp_path), str(tmp_path / "first"))
-    assert changed[3] != before[3]
     assert run_ranks(surroundings, 1)[0] == before
 
 
@@ -201,12 +210,19 @@ raise SystemExit(pytest.main(["-c", {os.devnull!r}, "-p", "no:cacheprovider", {s
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-c", program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     while not (pids := tmp_path / "pids").exists():
         assert process.poll() is None, process.communicate()[0].decode()
         time.sleep(0.05)
-    process.send_signal(signum)
+    if signum == signal.SIGINT:
+        os.killpg(process.pid, signum)  # Ctrl-C reaches the ranks and their server as well
+    else:
+        process.send_signal(signum)
     process.communicate()
     assert process.returncode == status
     assert_gone([int(pid) for pid in pids.read_text().split()])
