@@ -29,7 +29,6 @@ class KernelCase:
         num_warps: Warps per block.
         num_stages: Depth of the load pipeline.
         max_registers: Most registers of a thread, or ``None``.
-        spilled_bytes: Register spills that are known and cost nothing that counts; say why where this is not 0.
         expects: Features whose absence fails the compilation: ``wgmma``; ``wide_loads`` and ``wide_stores``: 16-byte
             accesses to global memory are there and none is narrower than 4 bytes.
         narrow_loads: How many loads of less than 4 bytes are meant and do not count, such as scales of a byte per lane.
@@ -46,7 +45,6 @@ class KernelCase:
     num_warps: int = 4
     num_stages: int = 3
     max_registers: int | None = None
-    spilled_bytes: int = 0
     expects: frozenset[str] = field(default_factory=frozenset)
     narrow_loads: int = 0
 

@@ -117,9 +117,6 @@ def _layer1_beside(kernel: JITFunction, dtype: str, top_k: int, *, backward: boo
         num_warps=8 if computes else COMM_WARPS,
         num_stages=min(split.num_stages, 3),
         max_registers=None if computes and is_wide else most,
-        spilled_bytes=8
-        if computes and events
-        else 0,  # one register of a tile's event; more would leave no room beside
         expects=_expects(dtype) if computes else frozenset({"wide_loads", "wide_stores"}),
     )
 
