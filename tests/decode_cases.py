@@ -13,7 +13,7 @@ from torch import Tensor
 from comet.decode import DecodeScratch, DecodeWeights, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.decode.twin import slot_weights
-from comet.kernels.warp_decode import BlockShape, DecodeConfig
+from comet.kernels.warp_decode import BlockShape, DecodeConfig, select
 from comet.kernels.warp_decode_scales import MX, scale_values, widen
 from comet.quantize import FP8_BLOCK, MX_BLOCK, decode_e8m0, quantize_fp8, quantize_mxfp8
 
@@ -157,6 +157,29 @@ def check_decode(case: DecodeCase, dtype: torch.dtype, device: str, *, runs: int
     idle = (inputs.routing_weights.isnan()).all(dim=1)
     assert (outputs[0][idle] == 0).all(), f"{where}: a token without experts must give zeros"
     return outputs[0]
+
+
+def check_graph(case: DecodeCase, *, replays: int, dependent: bool = True) -> None:
+    """One CUDA graph, replayed with other tokens, other routing and moved slots, against steps outside of it."""
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    scratch = DecodeScratch.create(inputs.weights, case.K, torch.bfloat16, max_tokens=case.T)
+    arguments = (inputs.tokens.contiguous(), inputs.ids, inputs.routing_weights, inputs.weights)
+    weight_dtype = inputs.weights.w1.dtype
+    config = select(torch.bfloat16, case.T, case.K, case.D, case.F, weight_dtype=weight_dtype, dependent=dependent)
+    run_kernels(*arguments, scratch=scratch, config=config)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run_kernels(*arguments, scratch=scratch, config=config)
+    generator = torch.Generator("cuda").manual_seed(0)
+    used = inputs.weights.slots.clone()
+    for replay in range(replays):
+        ids = torch.rand(case.T, case.E, device="cuda", generator=generator).argsort(dim=1)[:, : case.K]
+        inputs.ids.copy_(ids.masked_fill(torch.rand(ids.shape, device="cuda", generator=generator) < 0.1, -1))
+        inputs.weights.slots.copy_(used[torch.randperm(case.E, device="cuda", generator=generator)])
+        arguments[0].normal_(generator=generator)
+        graph.replay()
+        assert torch.equal(output, run_kernels(*arguments, config=config)), f"replay {replay}"
 
 
 def random_case(seed: int, *, most_tokens: int, largest: int, quantised: str = "") -> DecodeCase:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import DecodeCase, check_decode, check_every_code, make_inputs, random_case
+from decode_cases import DecodeCase, check_decode, check_every_code, check_graph, make_inputs, random_case
 
-from comet.decode import DecodeScratch, DecodeWeights, warp_decode
+from comet.decode import DecodeWeights, warp_decode
 from comet.kernels.warp_decode import BlockShape, DecodeConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", ["mxfp8", "fp8"])]
@@ -104,25 +104,7 @@ def test_offsets_past_two_billion_elements(num_tokens: int, kind: str) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
 def test_graph_with_changing_routing(num_tokens: int, kind: str) -> None:
-    """One graph, 100 replays with other tokens, other routing and moved slots; each equal to a step outside of it."""
-    case = DecodeCase(name="graph", T=num_tokens, K=4, E=16, D=1024, F=768, quantised=kind)
-    inputs = make_inputs(case, torch.bfloat16, "cuda")
-    scratch = DecodeScratch.create(inputs.weights, case.K, torch.bfloat16, max_tokens=num_tokens)
-    arguments = (inputs.tokens.contiguous(), inputs.ids, inputs.routing_weights, inputs.weights)
-    warp_decode(*arguments, scratch=scratch)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = warp_decode(*arguments, scratch=scratch)
-    generator = torch.Generator("cuda").manual_seed(0)
-    used = inputs.weights.slots.clone()
-    for replay in range(100):
-        ids = torch.rand(num_tokens, case.E, device="cuda", generator=generator).argsort(dim=1)[:, : case.K]
-        inputs.ids.copy_(ids.masked_fill(torch.rand(ids.shape, device="cuda", generator=generator) < 0.1, -1))
-        inputs.weights.slots.copy_(used[torch.randperm(case.E, device="cuda", generator=generator)])
-        arguments[0].normal_(generator=generator)
-        graph.replay()
-        assert torch.equal(output, warp_decode(*arguments)), f"replay {replay}"
+    check_graph(DecodeCase(name="graph", T=num_tokens, K=4, E=16, D=1024, F=768, quantised=kind), replays=100)
 
 
 def test_cosine_similarity_to_float64_of_the_quantised_numbers(kind: str) -> None:
