@@ -117,8 +117,8 @@ def parse_try(text: str) -> OverlapConfig:
     for pair in text.split(","):
         name, _, value = pair.partition("=")
         require(name in Split._fields and value.isdigit(), f"try={pair!r} {rule}")
-        values[name] = int(value)
-    return OverlapConfig(**values | {"beside": bool(values.get("beside", True))})
+        values[name] = bool(int(value)) if name == "beside" else int(value)
+    return OverlapConfig(**values)
 
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:

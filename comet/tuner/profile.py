@@ -255,7 +255,7 @@ def _measured(raw: Any) -> Measured:
     if values["setting"] is not None:
         knobs = _values(OverlapConfig, values["setting"])
         for name, value in knobs.items():
-            wanted = bool if name == "beside" else int
+            wanted = type(getattr(OverlapConfig(), name))
             require(type(value) is wanted, f"{name}={value!r} must be of type {wanted.__name__}")
         setting = OverlapConfig(**knobs)
     ms = values["ms"]
