@@ -53,8 +53,8 @@ class NvshmemCommunicator(CommunicatorBase):
         with torch.cuda.device(device):
             check_distinct_devices(group, device, "nvshmem")
             self._start()
-        flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)
-        self._device_barrier = DeviceBarrier(flags, timeout_s)
+        self._device_barrier = self._make_barrier()
+        self._leaving = self._make_barrier()
 
     def check(self) -> None:
         """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
@@ -100,7 +100,7 @@ class NvshmemCommunicator(CommunicatorBase):
                 "on the fullest; lower max_tokens",
             )
             try:
-                local = self._nvshmem.tensor((num_bytes,), dtype=torch.uint8)
+                local = self._nvshmem.tensor((num_bytes,), dtype=torch.uint8, except_on_del=False)
             except self._nvshmem.NvshmemError as failure:
                 raise ValueError(
                     f"num_bytes={num_bytes} must fit NVSHMEM's symmetric heap ({failure!r}); raise "
@@ -128,20 +128,32 @@ class NvshmemCommunicator(CommunicatorBase):
         with torch.cuda.device(self.device):
             self._device_barrier.arrive()
 
+    def _make_barrier(self) -> DeviceBarrier:
+        return DeviceBarrier(self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32), self.timeout_s)
+
     def _close(self, in_step: bool) -> None:
-        try:
-            if in_step and not self._device_barrier.failed:
-                self._barrier()  # peers may still be writing into this rank's memory
-                self._device_barrier.check()
-        except CommTimeoutError as late:
-            logger.warning("rank %d frees no symmetric memory, because freeing needs all ranks: %s", self.rank, late)
-            in_step = False
-        torch.cuda.synchronize(self.device)
-        if in_step and not self._device_barrier.failed:
+        if in_step and self._all_leave():
             for pool in reversed(self._pools):
                 self._nvshmem.free_tensor(pool)
+        torch.cuda.synchronize(self.device)
         self._pools.clear()
-        del self._device_barrier
+        del self._device_barrier, self._leaving
+
+    def _all_leave(self) -> bool:
+        """Whether every rank is about to free its memory, which NVSHMEM does collectively and without a deadline.
+
+        A barrier of its own: a rank that met a deadline before may have arrived at the other one often enough to let
+        its late peers through, but it never arrives here.
+        """
+        try:
+            with torch.cuda.device(self.device):
+                self._device_barrier.check()
+                self._leaving.arrive()  # peers may still be writing into this rank's memory
+                self._leaving.check()
+        except CommTimeoutError as late:
+            logger.warning("rank %d frees no symmetric memory, because freeing needs all ranks: %s", self.rank, late)
+            return False
+        return True
 
 
 def import_nvshmem() -> ModuleType:
