@@ -10,12 +10,15 @@ from routing import make_routing
 from torch import Tensor
 
 from comet.config import MoEConfig
-from comet.decode import DecodeWeights, warp_decode_torch
+from comet.decode import DecodeWeights, rank_slots
 from comet.decode.twin import slot_weights
+from comet.layout import ExpertLayout
 from comet.quantize import quantize_fp8, quantize_mxfp8
+from comet.reference import rank_partial
 
 QUANTISERS = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8}
 WEIGHTS = ("bf16", *QUANTISERS)
+SEEDS_PER_RANK = 1000
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,13 @@ class WeightSet:
 
 @dataclass(frozen=True)
 class Step:
-    """One step's inputs with one set of weights, every expert in the slot of its number."""
+    """One step's inputs, equal on all ranks, with this rank's part of one set of weights."""
 
     tokens: Tensor
     ids: Tensor
     routing_weights: Tensor
     set: WeightSet
+    layout: ExpertLayout
 
     @property
     def weights(self) -> DecodeWeights:
@@ -44,36 +48,53 @@ class Step:
         return self.set.weights
 
     @property
+    def touched(self) -> list[int]:
+        """The distinct experts of this step that this rank holds."""
+        first = self.layout.first_expert
+        return [expert for expert in self.ids.unique().tolist() if 0 <= expert - first < self.layout.experts_local]
+
+    @property
     def touched_bytes(self) -> int:
-        """Bytes of the distinct experts of this step, their scales among them."""
+        """Bytes this rank holds of them, their scales among them."""
         weights = self.weights
         tensors = (weights.w1, weights.w2, weights.w1_scales, weights.w2_scales)
-        return len(self.ids.unique()) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
+        return len(self.touched) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
 
     def exact(self) -> Tensor:
-        """The output in float64 of the very numbers that are decoded, from the touched experts only."""
-        touched, ids = self.ids.unique(return_inverse=True)
-        by_slot = [slot_weights(self.weights, slot, torch.float64) for slot in touched.tolist()]
+        """What this rank adds to the output, in float64, from the very numbers that are decoded; touched experts only.
+
+        Does not read the slot table, so that it finds out a wrong one.
+        """
+        touched, first = self.touched, self.layout.first_expert
+        tokens = self.tokens.double()
+        if not touched:
+            return torch.zeros_like(tokens)
+        by_slot = [slot_weights(self.weights, expert - first, torch.float64) for expert in touched]
         w1, w2 = (torch.stack(of_slots) for of_slots in zip(*by_slot, strict=True))
-        slots = torch.arange(len(touched), dtype=torch.int32, device=ids.device)
-        wide = DecodeWeights(w1=w1, w2=w2, slots=slots)
-        return warp_decode_torch(self.tokens.double(), ids, self.routing_weights.double(), wide)
+        places = torch.full((self.layout.num_experts,), -1, device=tokens.device)
+        places[touched] = torch.arange(len(touched), device=tokens.device)
+        ids = places[self.ids.long()]
+        return rank_partial(tokens, ids, self.routing_weights.double(), w1, w2, first_expert=0)
 
 
-def make_weights(config: MoEConfig, device: torch.device, dtype: torch.dtype, seed: int) -> DecodeWeights:
-    """One set of random weights."""
-    generator = torch.Generator(device).manual_seed(seed)
-    experts, hidden, ffn = config.num_experts, config.hidden_size, config.ffn_size
+def make_weights(
+    config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int
+) -> DecodeWeights:
+    """One rank's part of one set of random weights, drawn by itself."""
+    generator = torch.Generator(device).manual_seed(seed + SEEDS_PER_RANK * layout.rank)
+    experts, hidden, ffn = layout.experts_local, config.hidden_size, config.ffn_size // layout.tp
     w1 = torch.empty(experts, 2 * ffn, hidden, device=device, dtype=dtype)
     w2 = torch.empty(experts, hidden, ffn, device=device, dtype=dtype)
-    for weight, fan_in in ((w1, hidden), (w2, ffn)):
+    for weight, fan_in in ((w1, hidden), (w2, config.ffn_size)):
         weight.normal_(std=fan_in**-0.5, generator=generator)
-    return DecodeWeights(w1=w1, w2=w2, slots=torch.arange(experts, dtype=torch.int32, device=device))
+    return DecodeWeights(w1=w1, w2=w2, slots=rank_slots(layout, device))
 
 
-def make_set(config: MoEConfig, device: torch.device, dtype: torch.dtype, seed: int, kind: str) -> WeightSet:
+def make_set(
+    config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int, kind: str
+) -> WeightSet:
     """``make_weights``, quantised for the ``WEIGHTS`` ``mxfp8`` and ``fp8``."""
-    plain = make_weights(config, device, dtype, seed)
+    plain = make_weights(config, layout, device, dtype, seed)
     if kind not in QUANTISERS:
         return WeightSet(plain, plain)
     fields: dict[str, Tensor] = {}
@@ -87,15 +108,25 @@ def make_set(config: MoEConfig, device: torch.device, dtype: torch.dtype, seed: 
     return WeightSet(DecodeWeights(slots=plain.slots, **fields), plain)
 
 
-def make_steps(config: MoEConfig, sets: Sequence[WeightSet], num_tokens: int, routing: str) -> list[Step]:
-    """One step per set of weights, each with its own tokens and routing."""
+def make_steps(
+    config: MoEConfig, layout: ExpertLayout, sets: Sequence[WeightSet], num_tokens: int, routing: str
+) -> list[Step]:
+    """One step per set of weights, each with its own tokens; the routing differs as well, but not over ranks.
+
+    Over ranks the same one is the slowest in every step then: a sum of steps is as long as its slowest rank says.
+    """
     steps = []
     for seed, weight_set in enumerate(sets):
         device, dtype = weight_set.plain.w1.device, weight_set.plain.w1.dtype
         ids, routing_weights = make_routing(
-            routing, num_tokens=num_tokens, num_experts=config.num_experts, top_k=config.top_k, seed=seed, device=device
+            routing,
+            num_tokens=num_tokens,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            seed=seed if layout.world_size == 1 else 0,
+            device=device,
         )
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.randn(num_tokens, config.hidden_size, device=device, generator=generator).to(dtype)
-        steps.append(Step(tokens, ids, routing_weights, weight_set))
+        steps.append(Step(tokens, ids, routing_weights, weight_set, layout))
     return steps

@@ -1,8 +1,8 @@
 """Experts of a model that runs the same tokens on every rank of a group, as generation does.
 
-Few tokens take warp decode, more take the path of the group. The ranks pass equal arguments and get equal results, bit
-for bit. Nothing here waits for the device, but for the plain path of a rank without a group; hence decode steps can be
-captured in a CUDA graph.
+Up to ``decode_tokens`` tokens take warp decode, more take the path of the group. The ranks pass equal arguments and get
+equal results, bit for bit. Nothing here waits for the device, but for the plain path of a rank without a group; hence
+decode steps can be captured in a CUDA graph.
 
 Across ranks the all-reduce of decode is ``RankDecode``'s: it adds in rank order, in float32. Results that differed
 in the last bit from rank to rank might end in different tokens.
@@ -20,15 +20,26 @@ from comet.config import MoEConfig, require
 from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.scratch import DecodeScratch
-from comet.decode.weights import DecodeWeights
+from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.paths import ExpertPath, make_path
 from comet.plain import plain_experts
 
+# Most tokens that take warp decode where the caller does not say. For a shape and a split over ranks
+# ``benchmarks/bench_decode.py`` reports the smallest number at which the fused path is faster: the number measured
+# before it belongs here, or into ``decode_tokens`` where shapes differ. As long as none was measured it is all that
+# warp decode takes.
+DECODE_TOKENS = MAX_DECODE_TOKENS
+
 
 class Runner(Protocol):
-    """Computes the weighted sum of each token's experts from the experts this rank holds."""
+    """Computes the weighted sum of each token's experts from the experts this rank holds.
+
+    ``decode`` is the warp decode it uses, for up to ``decode.max_tokens`` tokens.
+    """
+
+    decode: Decoder
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
@@ -46,10 +57,17 @@ class Decoder:
 
     Args:
         top_k: K, the largest of all layers.
-        max_tokens: Most tokens of a step.
+        max_tokens: Most tokens of a step, the ``decode_tokens`` of its runner.
+
+    Raises:
+        ValueError: If warp decode cannot take so many.
     """
 
     def __init__(self, top_k: int, max_tokens: int) -> None:
+        require(
+            0 <= max_tokens <= MAX_DECODE_TOKENS,
+            f"decode_tokens={max_tokens} must be between 0 and {MAX_DECODE_TOKENS}",
+        )
         self.top_k = top_k
         self.max_tokens = max_tokens
         self._scratch: DecodeScratch | None = None
@@ -70,10 +88,13 @@ class LocalRunner:
 
     Args:
         top_k: K.
-        decode_tokens: Most tokens that take warp decode.
+        decode_tokens: Most tokens that take warp decode; 0: none do.
+
+    Raises:
+        ValueError: If warp decode cannot take so many.
     """
 
-    def __init__(self, top_k: int, decode_tokens: int) -> None:
+    def __init__(self, top_k: int, decode_tokens: int = DECODE_TOKENS) -> None:
         self.decode = Decoder(top_k, decode_tokens)
         self._slots: Tensor | None = None
 
@@ -101,13 +122,14 @@ class ReplicatedRunner:
     Args:
         moe: Shape of the model's MoE layers.
         group: The ranks; any number of tokens may come, ``max_tokens`` only bounds how many are computed at once.
-        decode_tokens: Most tokens that take warp decode.
+        decode_tokens: Most tokens that take warp decode; 0: none do.
 
     Raises:
-        ValueError: If the experts do not divide over the group, or its pool is for another shape.
+        ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
+            take so many tokens.
     """
 
-    def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int) -> None:
+    def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int = DECODE_TOKENS) -> None:
         pool = group.workspace.shape
         require(
             pool.hidden_size == moe.hidden_size,

@@ -1,26 +1,57 @@
-"""The decode benchmark: its arithmetic, its expert-centric paths, and one run end to end on a CPU."""
+"""The decode benchmark: its steps, its arithmetic, its rivals, and what it refuses to time."""
 
 from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import bench_decode
+import decode_points
 import pytest
 import torch
-from bench_decode import compare, figures, parse
+from bench_decode import parse
+from decode_library import find_library, make_experts
 from decode_paths import EXPERT_CONFIGS, expert_counts, tile_table, torch_experts, triton_experts
+from decode_points import Checked, check_variant, compare, host_waits, measure_point, timed_form
+from decode_report import crossovers, draw, figures, format_table, write_results
 from decode_steps import Step, make_set, make_steps
+from decode_team import Team, open_team
+from decode_variants import Settings, step_runs
+from points import Ranks
 from routing import make_routing
 from timing import Timing
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
+from comet.launch.distributed import LaunchContext
+from comet.layout import ExpertLayout
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+ALONE = Ranks(0, CPU, None)
+SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
+TINY = ["--device", "cpu", "--models", "tiny", "--rounds", "2"]
+
+
+def alone(config: MoEConfig) -> ExpertLayout:
+    return ExpertLayout.create(config, ParallelConfig(), 0)
+
+
+def steps_of(
+    config: MoEConfig, num_tokens: int, routing: str = "uniform", kind: str = "bf16", sets: int = 1
+) -> list[Step]:
+    layout = alone(config)
+    weights = [make_set(config, layout, CPU, torch.float32, seed, kind) for seed in range(sets)]
+    return make_steps(config, layout, weights, num_tokens, routing)
+
+
+def one_step(config: MoEConfig, num_tokens: int, routing: str, kind: str = "bf16") -> Step:
+    return steps_of(config, num_tokens, routing, kind)[0]
+
+
+# ---- steps, paths, arithmetic ----------------------------------------------------------------------------------------
 
 
 def test_tile_table_example() -> None:
@@ -30,11 +61,6 @@ def test_tile_table_example() -> None:
     assert table.row_ids[32:34].tolist() == [0, 1]
     assert places.tolist() == [32, 0, 33, 16]
     assert expert_counts(torch.tensor([[2, 0], [2, 1]]), 4).tolist() == [1, 1, 2, 0]
-
-
-def one_step(config: MoEConfig, num_tokens: int, routing: str, kind: str = "bf16") -> Step:
-    (step,) = make_steps(config, [make_set(config, CPU, torch.float32, 0, kind)], num_tokens, routing)
-    return step
 
 
 @pytest.mark.parametrize("routing", ["uniform", "hot"])
@@ -69,16 +95,75 @@ def test_quantised_steps(kind: str, per_expert: int) -> None:
     assert (wanted - step.exact()).abs().max() < 1e-5
 
 
+def test_steps_differ_on_one_gpu() -> None:
+    """Other tokens, other routing, other weights: nothing stays in a cache."""
+    first, second = steps_of(SMALL, 5, sets=2)
+    assert not torch.equal(first.ids, second.ids)
+    assert not torch.equal(first.tokens, second.tokens)
+    assert not torch.equal(first.weights.w1, second.weights.w1)
+
+
 def test_figures_example() -> None:
-    timings = {name: Timing(median, median, median) for name, median in (("comet", 0.4), ("triton1", 0.8))}
-    row = figures(timings, {"comet": (0.1, 0.9)}, 4, 2e8, 4.0)
-    assert (row["comet_us"], row["tbs"], row["of_roof"], row["x_triton"]) == pytest.approx((100, 2, 0.5, 2))
-    assert (row["torch_us"], row["comet_error"], row["triton_error"]) == (None, 0.1, None)
+    medians = {"comet": 0.4, "triton0": 1.2, "triton1": 0.8, "dependent=1": 0.3, "transformers_eager": 4.0}
+    timings = {name: Timing(median, median, median) for name, median in medians.items()}
+    row = figures(timings, {"comet": (0.1, 0.9), "triton1": (0.2, 0.8)}, 4, 2e8, 4.0)
+    assert (row["comet_us"], row["triton_us"], row["transformers_eager_us"]) == pytest.approx((100, 200, 1000))
+    assert (row["best"], row["best_us"]) == ("dependent=1", pytest.approx(75))
+    assert (row["tbs"], row["of_roof"]) == pytest.approx((2e8 / 75e6, 2e8 / 75e6 / 4))
+    assert (row["x_triton"], row["x_transformers"]) == pytest.approx((200 / 75, 1000 / 75))
+    assert (row["torch_us"], row["x_torch"], row["added_us"], row["fused_us"]) == (None, None, None, None)
+    assert (row["comet_error"], row["triton_error"], row["triton_cosine"]) == (0.1, 0.2, 0.8)
+    over_ranks = {name: Timing(median, median, median) for name, median in (("comet", 0.4), ("local", 0.38))}
+    assert figures(over_ranks, {}, 4, 2e8, 4.0)["added_us"] == pytest.approx(5)
+    assert figures(over_ranks, {}, 4, 2e8, 4.0)["best"] == "comet"
+
+
+def row_of(tokens: int, **times: float) -> dict[str, Any]:
+    keys = {"model": "tiny", "weights": "bf16", "ep": 1, "tp": 1, "tokens": tokens, "mbytes": 1.0}
+    return keys | {f"{name}_us": time for name, time in times.items()} | {"times_us": times}
+
+
+def test_crossover_examples() -> None:
+    rows = [
+        row_of(64, comet=40.0, fused=30.0, torch=60.0),  # in any order
+        row_of(1, comet=10.0, fused=30.0, torch=50.0, local=1.0),
+        row_of(8, comet=20.0, fused=30.0, torch=15.0, transformers_eager=16.0),
+        row_of(128, fused=35.0),
+    ]
+    keys = {"model": "tiny", "weights": "bf16", "ep": 1, "tp": 1}
+    assert crossovers(rows) == [keys | {"tokens": 8, "path": "torch", "fused": 64, "measured": [1, 8, 64]}]
+    assert "torch is faster at 8 tokens, the fused path at 64, of 1, 8, 64" in format_table(rows)
+    none = crossovers([row_of(1, comet=10.0, torch=50.0), row_of(64, comet=40.0, torch=40.0)])
+    assert none == [keys | {"tokens": None, "path": None, "fused": None, "measured": [1, 64]}]
+    over_ranks = [row_of(1, comet=10.0, torch=1.0) | {"ep": 4}, row_of(1, comet=10.0)]
+    assert [entry["tokens"] for entry in crossovers(over_ranks)] == [1, None]  # apart from each other
+    failed = {"model": "tiny", "weights": "bf16", "ep": 1, "tp": 1, "tokens": 2, "failures": {"point": "why"}}
+    assert crossovers([failed])[0]["measured"] == []
 
 
 def test_compare_example() -> None:
     error, cosine = compare(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 5.0]], dtype=torch.float64))
     assert (error, cosine) == pytest.approx((0.1715, 0.9947), abs=1e-4)
+
+
+def test_report_survives_what_failed(tmp_path: Path) -> None:
+    good = row_of(1, comet=10.0, torch=20.0) | {"no_graph": {"torch": "slow"}, "failures": {}}
+    bad = row_of(2) | {"failures": {"point": "RuntimeError: out of memory, really"}}
+    late = row_of(4, comet=30.0, fused=20.0) | {"failures": {"point": "RuntimeError: out of memory, really"}}
+    rows = [good, bad, late]
+    line = write_results(tmp_path, rows, {"device": "cpu"})
+    assert json.loads(line) == json.loads((tmp_path / "bench_decode.json").read_text())
+    with (tmp_path / "bench_decode.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [row["fused_us"] for row in read] == ["", "", "20.0"]  # a column only the last row has
+    assert (read[0]["no_graph"], read[1]["failures"]) == ("torch: slow", "point: RuntimeError: out of memory, really")
+    lines = format_table(rows).splitlines()
+    assert len({len(line) for line in lines[:4]}) == 1  # aligned
+    assert lines[4] == "without a graph: torch: slow (at tiny, bf16, 1)"
+    assert lines[5].endswith("out of memory, really (at tiny, bf16, 2; tiny, bf16, 4)")
+    for name, drawn in (("all", rows), ("none", [bad])):
+        draw(tmp_path / f"{name}.png", drawn, 4.0)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +174,15 @@ def test_compare_example() -> None:
         (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, fp8"),
         (["--try", "gate_up.width=3"], "--try gate_up.width=3: the field must be one of form, fold"),
         (["--try", "form=vector,gate_up.rows=3"], "gate_up.rows=3 must be a power of two"),
+        (["--tokens", "1,0"], "tokens=0 must be at least 1"),
+        (["--tokens", "1,65", "--variants", "comet"], "tokens=65 must be at most 64 for variants=comet"),
+        (["--variants", "local"], "variants='local' must be one of comet, torch, triton, transformers, fused for ep=1"),
+        (
+            ["--variants", "torch", "--ep", "2"],
+            "variants='torch' must be one of comet, local, local_nccl, fused for ep=2",
+        ),
+        (["--models", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
+        (["--models", "tiny", "--tp", "8"], "ffn_size=64 must be divisible by tp=8 into multiples of 16"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: str) -> None:
@@ -96,29 +190,142 @@ def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: s
         parse(arguments)
 
 
-def test_run_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/bench_decode.py"), "--device", "cpu", "--models", "tiny"]
-    command += [
-        "--weights",
-        "bf16,mxfp8,fp8",
-        "--tokens",
-        "1,3",
-        "--rounds",
-        "2",
-        "--try",
-        "dependent=1",
-        "--out",
-        str(tmp_path),
-    ]
-    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert child.returncode == 0, child.stderr
-    run = json.loads(child.stdout.splitlines()[-1])
-    points = [(row["weights"], row["tokens"]) for row in run["rows"]]
-    assert points == [(kind, tokens) for kind in ("bf16", "mxfp8", "fp8") for tokens in (1, 3)]
-    for row in run["rows"]:
-        assert not row["failures"]
-        assert set(row["times_us"]) == {"comet", "dependent=1", "torch", "triton0", "triton1", "triton2"}
-        assert row["comet_error"] < 1e-5
-        assert row["comet_cosine"] > 0.999996
-    with (tmp_path / "bench_decode.csv").open() as file:
-        assert [line["tokens"] for line in csv.DictReader(file)] == 3 * ["1", "3"]
+def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_decode, "started_by_torchrun", lambda: False)
+    with pytest.raises(ValueError, match="ep=2 x tp=2: start 4 ranks with torchrun"):
+        bench_decode.main([*TINY, "--ep", "2", "--tp", "2"])
+    context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
+    monkeypatch.setattr(bench_decode, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(bench_decode, "current_context", lambda: context)
+    with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 1"):
+        bench_decode.main(TINY)
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def test_transformers_computes_the_same_with_its_own_code() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    library = find_library()
+    assert library is not None
+    assert library.names[0] == "eager"
+    assert {"batched_mm", "grouped_mm"} <= set(library.names)
+    steps = steps_of(SMALL, 9, sets=2)
+    runs = library.runs(steps)
+    for name in ("eager", "batched_mm", "grouped_mm"):
+        for index, step in enumerate(steps):
+            error, _ = compare(runs[f"transformers_{name}"](index), step.exact())
+            assert error < 1e-5, name
+    experts: Any = make_experts("eager", steps[0])
+    assert type(experts).__module__.startswith("transformers.")
+    assert experts.gate_up_proj.data_ptr() == steps[0].weights.w1.data_ptr()  # no copy
+
+
+def test_an_implementation_that_cannot_load_is_tried_once() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    library = find_library()
+    assert library is not None
+    called = []
+
+    def missing(*_: object) -> None:
+        called.append(1)
+        raise ModuleNotFoundError("no kernels\nat all")
+
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS["absent"] = missing
+    try:
+        run = library._run("absent", steps_of(SMALL, 1), [torch.zeros(1, 2, dtype=torch.int64)])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^ModuleNotFoundError: no kernels$"):
+                run(0)
+    finally:
+        del ALL_EXPERTS_FUNCTIONS["absent"]
+    assert called == [1]
+
+
+def test_without_transformers_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    words = [*TINY, "--tokens", "2", "--variants", "comet,transformers", "--out", str(tmp_path)]
+    bench_decode.run(parse(words), ALONE)
+    output = capsys.readouterr()
+    (line,) = [line for line in output.err.splitlines() if "transformers" in line]
+    assert line.startswith("no columns of transformers: ModuleNotFoundError: ")
+    report = json.loads(output.out.splitlines()[-1])
+    assert report["facts"]["transformers"] is None
+    assert list(report["rows"][0]["times_us"]) == ["comet"]
+    header = (tmp_path / "bench_decode.csv").read_text().splitlines()[0]
+    assert "transformers_" not in header
+
+
+# ---- what is timed, and what is not ----------------------------------------------------------------------------------
+
+
+def test_what_waits_is_launched_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out by torch's own detector, whose mode is put back; a graph is never tried."""
+    modes, captured, launched = ["warn"], [], []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(decode_points, "capture", lambda variant, rotate: captured.append(variant) or variant)
+
+    def waits(index: int) -> torch.Tensor:
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        launched.append(index)
+        return torch.zeros(1)
+
+    def breaks(index: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    cuda = torch.device("cuda")
+    variant, reason = timed_form(waits, 3, cuda, may_wait=True)
+    assert (reason, captured, modes) == ("makes the host wait for the device", [], ["warn", "error", "warn"])
+    variant(0)
+    assert launched == [0, 1, 2]
+    assert timed_form(lambda index: torch.zeros(1), 3, cuda, may_wait=True)[1] == ""
+    assert timed_form(waits, 3, cuda, may_wait=False)[1] == ""
+    assert len(captured) == 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        host_waits(breaks)
+    assert modes[-1] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda exact: exact.float() * 1.001, "error 0.001 relative to float64 is above 0.0001"),
+        (lambda exact: exact.float() * float("nan"), "error nan relative to float64 is above 0.0001"),
+        (lambda exact: exact.item(), "RuntimeError: a Tensor with "),
+    ],
+)
+def test_what_is_wrong_is_not_timed(wrong: Any, reason: str) -> None:
+    team = Team(config=SMALL, layout=alone(SMALL), ranks=ALONE)
+    exact, checked = torch.randn(3, 64, dtype=torch.float64), Checked()
+    check_variant("wrong", lambda index: wrong(exact), exact, 1, team, checked)
+    check_variant("right", lambda index: exact.float(), exact, 1, team, checked)
+    assert list(checked.variants) == ["right"]
+    assert checked.failures["wrong"].startswith(reason)
+
+
+def test_more_tokens_than_warp_decode_takes() -> None:
+    steps = steps_of(SMALL, 65)
+    with open_team(SMALL, ParallelConfig(), max_tokens=65, wants_fused=True, ranks=ALONE) as team:
+        settings = Settings(variants=("comet", "torch", "fused"), trials=({"fold": "0"},), rounds=1)
+        assert list(step_runs(team, steps, settings)) == ["torch", "fused"]
+        row = measure_point(team, [step.set for step in steps], 65, settings)
+    assert set(row["times_us"]) == {"torch", "fused"}
+    assert row["accuracy"]["fused"][0] < 1e-5
+    assert (row["comet_us"], row["best"], row["of_roof"], row["failures"]) == (None, None, None, {})
+
+
+def test_a_group_that_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no memory")
+
+    monkeypatch.setattr("decode_team.make_expert_group", fail)
+    with open_team(SMALL, ParallelConfig(), max_tokens=2, wants_fused=True, ranks=ALONE) as team:
+        row = measure_point(team, [steps_of(SMALL, 2)[0].set], 2, Settings(variants=("comet", "fused"), rounds=1))
+    assert row["failures"] == {"group": "ValueError: no memory"}
+    assert set(row["times_us"]) == {"comet"}
