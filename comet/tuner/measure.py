@@ -1,8 +1,10 @@
 """Time candidates on this machine through the layer's own paths: interleaved, slowest rank, median.
 
 The protocol is that of the benchmarks (``benchmarks/timing.py``): all candidates in one loop with a rotating start, a
-barrier on the device before each call, CUDA events around it, several input sets. On a CPU a wall clock takes their
-place and the twin that of the kernels; only the machinery can be tried there.
+barrier on the device before each call, CUDA events around it, several input sets. Fused candidates are replayed as CUDA
+graphs, because launching one from the host takes as long as a small layer, whatever its setting; the plain path, which
+waits for the host, cannot be. On a CPU a wall clock takes the place of events and the twin that of the kernels; only
+the machinery can be tried there.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,8 @@ from comet.tuner.tune import Measure
 
 NUM_INPUTS = 4
 WARMUP_ROUNDS = 3
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +67,16 @@ def measure_layer(
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     inputs = _make_inputs(problem, group, seed)
-    paths: dict[OverlapConfig | None, ExpertPath] = {}
+    candidates: dict[OverlapConfig | None, list[Call]] = {}
     failures: dict[OverlapConfig | None, str] = {}
     for setting in settings:
-        path, failure = _try_path(problem, setting, group, inputs)
-        if path is None:
+        calls, failure = _try_setting(problem, setting, group, inputs)
+        if calls is None:
             failures[setting] = failure
         else:
-            paths[setting] = path
-    samples = _interleave(paths, inputs, group, rounds)
-    medians = dict(zip(paths, samples.median(dim=1).values.tolist(), strict=True))
+            candidates[setting] = calls
+    samples = _interleave(list(candidates.values()), group, rounds)
+    medians = dict(zip(candidates, samples.median(dim=1).values.tolist(), strict=True))
 
     def measure(setting: OverlapConfig | None) -> float:
         if setting in failures:
@@ -101,11 +106,11 @@ def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
     return inputs
 
 
-def _try_path(
+def _try_setting(
     problem: Problem, setting: OverlapConfig | None, group: ExpertGroup, inputs: _Inputs
-) -> tuple[ExpertPath | None, str]:
-    """Build a path and run it once; ``None`` and the reason if that fails on any rank."""
-    path: ExpertPath | None = None
+) -> tuple[list[Call] | None, str]:
+    """Build a path and run it once; its call for every input set, or ``None`` and the reason if any rank failed."""
+    calls: list[Call] = []
     failure = ""
     try:
         name = "plain" if setting is None else "auto"
@@ -114,23 +119,30 @@ def _try_path(
         if group.device.type == "cuda":
             torch.cuda.synchronize(group.device)
         group.workspace.check()
+        calls = [partial(inputs.run, path, index) for index in range(NUM_INPUTS)]
+        if group.device.type == "cuda" and setting is not None:
+            calls = [_as_graph(call) for call in calls]
     except (RuntimeError, ValueError) as error:
         failure = f"{type(error).__name__}: {str(error).strip()}"
     failed = _slowest(torch.tensor([float(bool(failure))]), group)
-    return (None, failure or "failed on another rank") if failed.item() else (path, "")
+    return (None, failure or "failed on another rank") if failed.item() else (calls, "")
 
 
-def _interleave(
-    paths: dict[OverlapConfig | None, ExpertPath], inputs: _Inputs, group: ExpertGroup, rounds: int
-) -> Tensor:
+def _as_graph(call: Call) -> Call:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _interleave(candidates: Sequence[Sequence[Call]], group: ExpertGroup, rounds: int) -> Tensor:
     """Milliseconds ``(candidates, rounds)``, each the maximum over ranks."""
-    runs = list(paths.values())
-    samples = torch.zeros(len(runs), rounds)
+    samples = torch.zeros(len(candidates), rounds)
     for number in range(-WARMUP_ROUNDS, rounds):
         clocks: dict[int, Callable[[], float]] = {}
-        for step in range(len(runs)):
-            index = (number + step) % len(runs)
-            clocks[index] = _start_call(runs[index], inputs, number % NUM_INPUTS, group)
+        for step in range(len(candidates)):
+            index = (number + step) % len(candidates)
+            clocks[index] = _start_call(candidates[index][number % NUM_INPUTS], group)
         for index, read_ms in clocks.items():
             elapsed = read_ms()
             if number >= 0:
@@ -139,17 +151,17 @@ def _interleave(
     return _slowest(samples, group)
 
 
-def _start_call(path: ExpertPath, inputs: _Inputs, index: int, group: ExpertGroup) -> Callable[[], float]:
+def _start_call(call: Call, group: ExpertGroup) -> Callable[[], float]:
     """Run one call; returns what reads its milliseconds at the end of the round."""
     _slowest(torch.zeros(1, device=group.device), group)
     if group.device.type != "cuda":
         start = time.perf_counter()
-        inputs.run(path, index)
+        call()
         elapsed = (time.perf_counter() - start) * 1e3
         return lambda: elapsed
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    inputs.run(path, index)
+    call()
     end.record()
 
     def read_ms() -> float:
