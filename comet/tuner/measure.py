@@ -121,18 +121,21 @@ def _try_setting(
         group.workspace.check()
         calls = [partial(inputs.run, path, index) for index in range(NUM_INPUTS)]
         if group.device.type == "cuda" and setting is not None:
-            calls = [_as_graph(call) for call in calls]
+            calls = _as_graphs(calls)
     except (RuntimeError, ValueError) as error:
         failure = f"{type(error).__name__}: {str(error).strip()}"
     failed = _slowest(torch.tensor([float(bool(failure))]), group)
     return (None, failure or "failed on another rank") if failed.item() else (calls, "")
 
 
-def _as_graph(call: Call) -> Call:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+def _as_graphs(calls: Sequence[Call]) -> list[Call]:
+    """The same calls recorded; they share the memory of what they compute, which nobody reads."""
+    pool = torch.cuda.graph_pool_handle()
+    graphs = [torch.cuda.CUDAGraph() for _ in calls]
+    for graph, call in zip(graphs, calls, strict=True):
+        with torch.cuda.graph(graph, pool=pool):
+            call()
+    return [graph.replay for graph in graphs]
 
 
 def _interleave(candidates: Sequence[Sequence[Call]], group: ExpertGroup, rounds: int) -> Tensor:
