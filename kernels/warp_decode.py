@@ -1,8 +1,9 @@
 """Warp decode: the routed experts of a few tokens in two launches, bound by reading their weights once.
 
 ``warp_decode_gate_up`` and ``warp_decode_down`` hold the kernels, ``warp_decode_routing`` what both do first,
-``warp_decode_scales`` what they do for weights of 8 bits, ``warp_decode_words`` the all-reduce over ranks. Here: which
-shapes of blocks are used when, and the launches.
+``warp_decode_scales`` what they do for weights of 8 bits, ``warp_decode_words`` the all-reduce over ranks,
+``warp_decode_gather`` what runs before them where ranks hold different tokens. Here: which shapes of blocks are used
+when, and the launches.
 """
 
 from dataclasses import dataclass, replace
@@ -10,13 +11,14 @@ from typing import Literal
 
 import torch
 import triton
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .group_gemm import dot_precision
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
-from .warp_decode_scales import BLOCK, MX
+from .warp_decode_gather import gather
+from .warp_decode_scales import BLOCK
+from .warp_decode_step import Landing, Step
 
 LOAD_BYTES = 16
 FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
@@ -171,69 +173,10 @@ def _vector_block(itemsize: int, contraction: int, *, rows: int) -> BlockShape:
     return BlockShape(rows=min(rows, 16), depth=num_warps * lanes, num_warps=num_warps)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """The tensors of one decode step.
-
-    Args:
-        tokens: ``(T, D)``.
-        ids: ``(T, K)`` int32 or int64.
-        routing_weights: ``(T, K)`` float32.
-        slots: ``(E,)`` int32.
-        w1: ``(S, 2F, D)``; float8_e4m3fn with scales, otherwise the tokens' dtype.
-        w2: ``(S, D, F)``, likewise.
-        hidden: ``(J, F)`` at least T*K rows.
-        partials: ``(J, D)`` float32, likewise.
-        tickets: ``(D,)`` int32 zeros.
-        out: ``(T, D)`` result.
-        w1_scales: ``None``, MXFP8 ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
-        w2_scales: ``None``, MXFP8 ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
-    """
-
-    tokens: Tensor
-    ids: Tensor
-    routing_weights: Tensor
-    slots: Tensor
-    w1: Tensor
-    w2: Tensor
-    hidden: Tensor
-    partials: Tensor
-    tickets: Tensor
-    out: Tensor
-    w1_scales: Tensor | None = None
-    w2_scales: Tensor | None = None
-
-    @property
-    def shared_scale(self) -> int:
-        """Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without scales."""
-        if self.w1_scales is None:
-            return 0
-        return MX.value if self.w1_scales.dtype == torch.uint8 else BLOCK.value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Landing:
-    """Where the ranks' sums meet, as one rank sees it (see ``warp_decode_words``).
-
-    Args:
-        addresses: ``(W,)`` int64 address of every rank's ``(2, W, max_tokens, D)`` int64 words.
-        epoch: ``(1,)`` int32, one more with every step.
-        fault: ``(8,)`` int64 record of a spin that met its deadline.
-        rank: This rank.
-        max_tokens: Tokens the words are laid out for.
-        timeout_ns: Deadline of every spin.
-    """
-
-    addresses: Tensor
-    epoch: Tensor
-    fault: Tensor
-    rank: int
-    max_tokens: int
-    timeout_ns: int
-
-
 def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> None:
     """Launch both kernels: ``out[t] = sum over k of routing_weights[t, k] * expert(ids[t, k])(tokens[t])``.
+
+    A landing that gathers has a kernel of its own launched before them; nothing is launched where this raises.
 
     Args:
         step: Tensors; contiguous, T between 1 and 64.
@@ -250,12 +193,16 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     routed_rows = num_tokens * top_k
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
+    gathered = landing is not None and landing.gather is not None
     least = 1 if config.form == "vector" else 16
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
         BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),
         SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
+        GATHERED=gathered,
     )  # fmt: skip
+    if gathered:
+        gather(step, landing, dependent=_starts_early(config))
     _gate_up(step, config, landing, groups, constants)
     _down(step, config, landing, groups, constants)
 
@@ -285,12 +232,13 @@ def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: 
     if config.form == "matrix":
         gate_and_up = w1.view(num_slots, 2, ffn_size, hidden_size)
         w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, shape.depth])
+    options = {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
         step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
         step.tickets if landing is None else landing.epoch,
         step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip
 
 
@@ -310,7 +258,7 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
         network = (
             landing.addresses, landing.epoch, landing.fault, landing.rank, landing.max_tokens, landing.timeout_ns
         )  # fmt: skip
-        blocks += num_tokens * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
+        blocks += step.out.shape[0] * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
     options = {"launch_pdl": True} if _starts_early(config) else {}
     down_kernel[(blocks,)](
         step.hidden, step.ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,

@@ -12,6 +12,7 @@ from .group_gemm import dot_precision
 from .warp_decode import LOAD_BYTES, WORD_COLS, DecodeConfig, select
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
+from .warp_decode_gather import COLS, NUM_WARPS, gather_kernel
 from .warp_decode_scales import BLOCK, MX
 
 # name: E, K, D, F
@@ -31,6 +32,7 @@ class Setting:
         dtype: Of the tokens, and of the weights unless they are quantised.
         quantised: Name in ``SCALES``.
         ranks: W.
+        gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
     """
 
@@ -39,6 +41,7 @@ class Setting:
     dtype: torch.dtype = torch.bfloat16
     quantised: str = ""
     ranks: int = 1
+    gathered: bool = False
     dependent: bool = True
 
     @property
@@ -46,6 +49,7 @@ class Setting:
         """The setting in words."""
         words = [as_triton_dtype(self.dtype), self.quantised, self.shape, f"{self.num_tokens} tokens", self.config.form]
         words += [f"{self.ranks} ranks"] if self.ranks > 1 else []
+        words += ["gathered"] if self.gathered else []
         words += [] if self.dependent else ["not dependent"]
         return ", ".join(filter(None, words))
 
@@ -72,7 +76,7 @@ class Setting:
             max(16, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
             LANE=LOAD_BYTES // self.weight_dtype.itemsize,
             SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.dependent,
-            **({} if self.quantised else {"scales_ptr": None}),
+            GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
         )  # fmt: skip
 
     def weight_type(self, block: list[int]) -> str:
@@ -100,7 +104,13 @@ def aot_cases() -> list[KernelCase]:
             for dtype in (torch.float16, torch.float32)
         ]
         settings += [Setting(shape="qwen3", num_tokens=64, quantised=quantised, dtype=torch.float16)]
-    return [case for setting in settings for case in (_gate_up(setting), _down(setting))]
+    settings += [Setting(shape="qwen3", num_tokens=count, ranks=RANKS, gathered=True) for count in (4, 16, 64)]
+    settings += [
+        Setting(shape="qwen3", num_tokens=count, ranks=ranks, gathered=True, quantised="mxfp8")
+        for count, ranks in ((2, 2), (8, RANKS))
+    ]
+    cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
+    return cases + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 
 def _gate_up(setting: Setting) -> KernelCase:
@@ -130,6 +140,22 @@ def _down(setting: Setting) -> KernelCase:
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)
+
+
+def _gather(shape: str) -> KernelCase:
+    """Tokens of all types: they travel as pieces of 32 bits."""
+    kinds = {"timeout_ns": "i64", "addresses": "*i64", "fault_ptr": "*i64"}
+    kinds |= dict.fromkeys(("tokens_ptr", "ids_ptr", "all_tokens_ptr", "all_ids_ptr", "epoch_ptr"), "*i32")
+    kinds |= dict.fromkeys(("weights_ptr", "all_weights_ptr"), "*fp32")
+    constants = dict(W=RANKS, K=SHAPES[shape][1], COLS=COLS, DEPENDENT=True, INTERPRET=False)
+    return KernelCase(
+        name=f"{shape}, {RANKS} ranks",
+        fn=gather_kernel,
+        signature={name: kinds.get(name, "i32") for name in gather_kernel.arg_names if name not in constants},
+        constexprs=constants,
+        num_warps=NUM_WARPS,
+        expects=frozenset({"wide_loads", "wide_stores"}),
+    )
 
 
 def _case(

@@ -5,13 +5,15 @@ group (see ``warp_decode_routing``) as float32 partial sums, and the last block 
 per column block tells which one is last; that one puts the ticket back to 0 for the next step. Sums run over a token's
 routed rows in order, whoever is last, so equal inputs give equal bits.
 
-Over W ranks the complete columns go to all ranks instead of the output, and blocks behind all others add up what the
-ranks sent (see ``warp_decode_words``). What bounds it: reading F D weights of every distinct expert once.
+Over W ranks the complete columns go to all ranks instead of the output, or where tokens differ between ranks to the
+token's own, and blocks behind all others add up what the ranks sent (see ``warp_decode_words``). What bounds it:
+reading F D weights of every distinct expert once.
 """
 
 import triton
 import triton.language as tl
 
+from .warp_decode_gather import ABSENT
 from .warp_decode_routing import (
     NO_ROW,
     load_columns,
@@ -149,13 +151,21 @@ def sum_rows(
 
 
 @triton.jit
-def publish(values, tokens, cols, out_ptr, landing_addresses, epoch_ptr, rank, max_tokens, T, D, W: tl.constexpr):
-    """Finished columns of this rank: into the output, or, over W ranks, to all of them."""
+def publish(
+    values, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, T, D,
+    K: tl.constexpr, W: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    """Finished columns of this rank: into the output, or, over W ranks, to where they are added up."""
     mask = (tokens < T)[:, None] & (cols < D)[None, :]
     if W == 1:
         tl.store(out_ptr + tokens[:, None] * D + cols[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        push_words(values, tokens, cols, mask, landing_addresses, tl.load(epoch_ptr), rank, max_tokens, D, W)
+        if GATHERED:
+            # After a missed deadline tokens may be half there: the others shall miss this rank, not trust it.
+            sound = tl.load(fault_ptr) == 0
+            ids = tl.load(ids_ptr + tokens * K, mask=(tokens < T) & sound, other=ABSENT)
+            mask = mask & (ids != ABSENT)[:, None]
+        push_words(values, tokens, cols, mask, landing_addresses, tl.load(epoch_ptr), rank, max_tokens, D, W, GATHERED)
 
 
 @triton.jit(do_not_specialize=["T", "E", "S", "rank", "max_tokens", "timeout_ns"])
@@ -165,7 +175,7 @@ def down_kernel(
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
-    WORD_COLS: tl.constexpr, INTERPRET: tl.constexpr,
+    GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``."""
     groups = T * K
@@ -190,7 +200,10 @@ def down_kernel(
                 K, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, DEPENDENT,
             )  # fmt: skip
             token = group + tl.arange(0, 1)
-            publish(total[None, :], token, cols, out_ptr, landing_addresses, epoch_ptr, rank, max_tokens, T, D, W)
+            publish(
+                total[None, :], token, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
+                max_tokens, T, D, K, W, GATHERED,
+            )  # fmt: skip
         else:
             slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
             wait_for_previous(DEPENDENT)
@@ -214,4 +227,7 @@ def down_kernel(
                     total = sum_rows(
                         partials_ptr, ids_ptr, slots_ptr, weights_ptr, tokens, cols, T, D, E, S, K, K_BLOCK
                     )
-                    publish(total, tokens, cols, out_ptr, landing_addresses, epoch_ptr, rank, max_tokens, T, D, W)
+                    publish(
+                        total, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
+                        max_tokens, T, D, K, W, GATHERED,
+                    )  # fmt: skip

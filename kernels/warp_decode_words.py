@@ -13,6 +13,9 @@ n + 2. A rank writes epoch n + 2 in a kernel that its stream starts after its ke
 ended after it saw words of epoch n + 1 from every rank; a rank sends those from a kernel that its stream starts after
 its kernel of epoch n ended, and with it all its reading of epoch n. No barrier between steps is needed. All ranks must
 run the same steps, of the same tokens: a step of no tokens runs nowhere.
+
+Tokens that differ between ranks (GATHERED): sums go to the rank of the token alone, and a rank without tokens waits for
+nobody here. ``warp_decode_gather`` says why that is safe.
 """
 
 import triton
@@ -27,15 +30,33 @@ LOW_HALF = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
-def push_words(values, tokens, cols, mask, landing_addresses, epoch, rank, max_tokens, D, W: tl.constexpr):
-    """Write this rank's ``(tokens, cols)`` float32 sums to every rank, its own included."""
-    low = values.to(tl.int32, bitcast=True).to(tl.int64) & LOW_HALF
-    words = low | (epoch.to(tl.int64) << 32)
+def word_of(payload, epoch):
+    """32 bits of ``payload``, any type of that size, below ``epoch``."""
+    return (payload.to(tl.int32, bitcast=True).to(tl.int64) & LOW_HALF) | (epoch.to(tl.int64) << 32)
+
+
+@triton.jit
+def landing_of(addresses, rank):
+    """The words of one rank."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def push_words(
+    values, tokens, cols, mask, landing_addresses, epoch, rank, max_tokens, D, W: tl.constexpr, GATHERED: tl.constexpr
+):
+    """Write this rank's ``(tokens, cols)`` float32 sums to every rank, its own included; gathered: to the token's."""
+    words = word_of(values, epoch)
     first_row = ((epoch % 2) * W + rank) * max_tokens
-    offsets = (first_row + tokens).to(tl.int64)[:, None] * D + cols[None, :]
+    slots = tokens
+    if GATHERED:
+        slots = tokens % max_tokens
+    offsets = (first_row + slots).to(tl.int64)[:, None] * D + cols[None, :]
     for peer in tl.static_range(W):
-        landing = tl.multiple_of(tl.load(landing_addresses + peer).to(tl.pointer_type(tl.int64)), 16)
-        tl.store(landing + offsets, words, mask=mask)
+        wanted = mask
+        if GATHERED:
+            wanted = mask & (tokens // max_tokens == peer)[:, None]
+        tl.store(landing_of(landing_addresses, peer) + offsets, words, mask=wanted)
 
 
 @triton.jit
@@ -46,8 +67,7 @@ def sum_words(
     """Wait for COLS columns of one token from all ranks and store their sum, added up in the order of the ranks."""
     col_blocks = tl.cdiv(D, COLS)
     token, cols = item // col_blocks, item % col_blocks * COLS + tl.arange(0, COLS)
-    landing = tl.multiple_of(tl.load(landing_addresses + rank).to(tl.pointer_type(tl.int64)), 16)
-    ptrs = landing + ((epoch % 2) * W * max_tokens + token).to(tl.int64) * D + cols
+    ptrs = landing_of(landing_addresses, rank) + ((epoch % 2) * W * max_tokens + token).to(tl.int64) * D + cols
     step = max_tokens.to(tl.int64) * D
     total, epochs, late = read_words(ptrs, step, cols < D, epoch, W)
     oldest = tl.min(epochs, axis=0)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comet.comm import make_communicator
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode, rank_slots, warp_decode_torch
+from comet.decode.gathered import Batch
 from comet.layout import ExpertLayout
 from comet.reference import shard_experts
 
@@ -74,8 +75,73 @@ def run_steps(
     return [output.cpu() for output in outputs]
 
 
+def gathered_inputs(case: DecodeCase, step: int, counts: tuple[int, ...], dtype: torch.dtype) -> list[Batch]:
+    """What each rank brings to a step in which rank r has ``counts[r]`` tokens."""
+    return [Batch(*step_inputs(case, 100 * step + rank, count, dtype)) for rank, count in enumerate(counts)]
+
+
+def padded(batches: list[Batch], max_tokens: int) -> Batch:
+    """The batch that a gather makes of them: ``max_tokens`` of every rank, absent ones without experts."""
+    device, size = batches[0].tokens.device, batches[0].tokens.shape[1]
+    tokens = torch.zeros(len(batches), max_tokens, size, dtype=batches[0].tokens.dtype, device=device)
+    ids = torch.full((len(batches), max_tokens, batches[0].top_k_ids.shape[1]), -1, dtype=torch.int32, device=device)
+    weights = torch.ones(ids.shape, device=device)
+    for rank, batch in enumerate(batches):
+        for target, source in zip((tokens, ids, weights), batch, strict=True):
+            target[rank, : source.shape[0]] = source
+    return Batch(tokens.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1))
+
+
+def run_gathered(
+    rank: int,
+    world_size: int,
+    case: DecodeCase,
+    tp: int,
+    counts: tuple[tuple[int, ...], ...],
+    use_kernels: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    delay_s: float = 0.0,
+) -> list[Tensor]:
+    """``run_steps`` of tokens that differ between ranks; then all of them replicated, which must give the same bits."""
+    comm = make_communicator("auto", dist.group.WORLD, device, timeout_s=60.0)
+    layout = ExpertLayout(num_experts=case.E, top_k=case.K, ep=world_size // tp, tp=tp, rank=rank)
+    weights = shard(case, layout, dtype, device)
+    most = max(max(of_step) for of_step in counts)
+    arguments = dict(hidden_size=case.D, use_kernels=use_kernels)
+    decode = RankDecode(comm, max_tokens=most, replicated=False, **arguments)
+    scratch = DecodeScratch.create(weights, case.K, dtype, max_tokens=world_size * most)
+    settings = dict(scratch=scratch, config=case.config if use_kernels else None)
+    sleeper, outputs = random.Random(rank + case.seed), []
+    for step, of_step in enumerate(counts):
+        if delay_s and sleeper.random() < 0.5:
+            time.sleep(sleeper.random() * delay_s)
+        own = [tensor.to(device) for tensor in gathered_inputs(case, step, of_step, dtype)[rank]]
+        if step % 2:  # strides and types a caller may have
+            own = [own[0].t().contiguous().t(), own[1].long(), own[2].t().contiguous().t()]
+        outputs.append(decode(*own, weights, **settings))
+    decode.check()
+    replicated = RankDecode(comm, max_tokens=world_size * most, **arguments)
+    for step, (output, of_step) in enumerate(zip(outputs, counts, strict=True)):
+        who = f"{case.name}, seed {case.seed}, step {step}, rank {rank} of {world_size}, tp {tp}, tokens {of_step}"
+        batches = gathered_inputs(case, step, of_step, dtype)
+        batch = (tensor.to(device) for tensor in padded(batches, most))
+        wanted = replicated(*batch, weights, **settings)[rank * most :][: of_step[rank]]
+        assert torch.equal(output, wanted), f"{who}: other bits than replicated"
+        compare_step(case, output, batches[rank], dtype, who)
+    comm.barrier()
+    comm.close()
+    return [output.cpu() for output in outputs]
+
+
+def draw_counts(world_size: int, most: int, steps: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of every rank in every step, often none."""
+    generator = random.Random(seed)
+    return tuple(tuple(max(0, generator.randint(-1, most)) for _ in range(world_size)) for _ in range(steps))
+
+
 def compare_step(
-    case: DecodeCase, output: Tensor, inputs: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, who: str
+    case: DecodeCase, output: Tensor, inputs: tuple[Tensor, Tensor, Tensor] | Batch, dtype: torch.dtype, who: str
 ) -> None:
     """A step against one process that holds all experts, in the same type and in float64."""
     device = output.device

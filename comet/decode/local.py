@@ -7,7 +7,8 @@ from torch import Tensor
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs, check_kernel_inputs
-from comet.kernels.warp_decode import DecodeConfig, Landing, Step, decode, select
+from comet.kernels.warp_decode import DecodeConfig, decode, select
+from comet.kernels.warp_decode_step import Landing, Step
 
 
 def warp_decode(
@@ -55,19 +56,23 @@ def run_kernels(
     scratch: DecodeScratch | None = None,
     config: DecodeConfig | None = None,
     landing: Landing | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``warp_decode`` on kernels, with a choice of blocks and, over ranks, a landing for the sum."""
+    """``warp_decode`` on kernels, with a choice of blocks and, over ranks, a landing for the sum.
+
+    Gathered tokens, ids and routing weights need no contents yet; ``out`` is then of this rank's tokens.
+    """
     check_inputs(tokens, top_k_ids, top_k_weights, weights)
     check_kernel_inputs(tokens)
     num_tokens, top_k = top_k_ids.shape
-    out = tokens.new_empty(tokens.shape)
+    out = tokens.new_empty(tokens.shape) if out is None else out
     if num_tokens == 0:
         return out
     if scratch is None:
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
     step = Step(
-        tokens=_aligned(tokens.contiguous()),
+        tokens=aligned(tokens.contiguous()),
         ids=top_k_ids.contiguous(),
         routing_weights=top_k_weights.contiguous(),
         slots=weights.slots,
@@ -87,6 +92,6 @@ def run_kernels(
     return out
 
 
-def _aligned(tokens: Tensor) -> Tensor:
+def aligned(tokens: Tensor) -> Tensor:
     """``tokens`` itself, or a copy where it does not start at 16 bytes: its rows are read in pieces of 16 bytes."""
     return tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()

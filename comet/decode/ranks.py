@@ -1,4 +1,7 @@
-"""Decode over the ranks of an MoE group: every rank computes its experts, or its slice of them, for the same tokens."""
+"""Decode over the ranks of an MoE group: every rank computes its experts, or its slice of them, for all tokens.
+
+The ranks hold the same tokens, or (data-parallel attention) each its own, which are gathered first.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ from torch import Tensor
 
 from comet.comm.base import Communicator
 from comet.config import require
+from comet.decode.gathered import Batch, TokenGather, words_of
 from comet.decode.local import run_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs
 from comet.errors import CommTimeoutError
-from comet.kernels.warp_decode import DecodeConfig, Landing
+from comet.kernels.warp_decode import DecodeConfig
+from comet.kernels.warp_decode_gather import PLACE_GATHER
+from comet.kernels.warp_decode_step import Landing
 from comet.layout import ExpertLayout
-
-LOW_HALF = 0xFFFFFFFF
 
 
 def rank_slots(layout: ExpertLayout, device: torch.device | str) -> Tensor:
@@ -43,20 +47,26 @@ def landing_bytes(world_size: int, hidden_size: int, max_tokens: int = MAX_DECOD
 class RankDecode:
     """``warp_decode`` over W ranks, with the all-reduce inside the down kernel; one for all layers of equal D.
 
-    All ranks pass the same tokens and routing (EP, TP and EP x TP alike: a rank's ``DecodeWeights`` say what it holds)
-    and all get the same bits. Steps run in the order of one stream, without a barrier between them, captured in a CUDA
-    graph or not; why that is safe stands in ``comet.kernels.warp_decode_words``.
+    *Replicated*: all ranks pass the same tokens and routing, and all get the same bits. *Not replicated*: each passes
+    its own tokens, as many as it has, and gets theirs, with the bits that a replicated step of all of them gives; one
+    more kernel gathers them first. All ranks take part in every step then, also with no tokens at all, and a step takes
+    blocks for W * max_tokens tokens: make an object for each size of batch that matters. A captured step keeps its
+    number of tokens; ids of -1 leave some out.
+
+    EP, TP and EP x TP alike: a rank's ``DecodeWeights`` say what it holds. Steps run in the order of one stream,
+    without a barrier between them, captured in a CUDA graph or not; why that is safe stands in
+    ``comet.kernels.warp_decode_words`` and ``comet.kernels.warp_decode_gather``.
 
     Args:
         comm: The communicator of the MoE group; not closed here.
         hidden_size: D.
-        max_tokens: Most tokens of a step, at most 64; equal on all ranks.
+        max_tokens: Most tokens a rank passes to a step, equal on all ranks: at most 64, or 64 / W of each rank's own;
+            ``None`` takes that.
         replicated: Whether all ranks hold the same tokens.
         use_kernels: Triton kernels or the torch twin; ``None``: kernels on a GPU, twin on a CPU.
 
     Raises:
         ValueError: If a size breaks its rule or the symmetric memory does not fit.
-        NotImplementedError: If the tokens are not replicated.
     """
 
     def __init__(
@@ -64,22 +74,29 @@ class RankDecode:
         comm: Communicator,
         *,
         hidden_size: int,
-        max_tokens: int = MAX_DECODE_TOKENS,
+        max_tokens: int | None = None,
         replicated: bool = True,
         use_kernels: bool | None = None,
     ) -> None:
+        world_size = comm.world_size
+        batches = 1 if replicated else world_size
+        max_tokens = max(1, MAX_DECODE_TOKENS // batches) if max_tokens is None else max_tokens
         require(
-            1 <= max_tokens <= MAX_DECODE_TOKENS, f"max_tokens={max_tokens} must be between 1 and {MAX_DECODE_TOKENS}"
+            max_tokens >= 1 and batches * max_tokens <= MAX_DECODE_TOKENS,
+            f"max_tokens={max_tokens} must be between 1 and {MAX_DECODE_TOKENS}"
+            + ("" if replicated else f" / W={world_size}: where replicated=False a step holds those of all ranks"),
         )
         require(hidden_size > 0 and hidden_size % 16 == 0, f"D={hidden_size} must be a positive multiple of 16")
-        if not replicated:
-            raise NotImplementedError("replicated=False: decode of tokens that differ between ranks is not built")
         self.comm = comm
         self.hidden_size = hidden_size
         self.max_tokens = max_tokens
         self.use_kernels = comm.device.type == "cuda" if use_kernels is None else use_kernels
-        shape = (2, comm.world_size, max_tokens, hidden_size)
-        self.words = comm.alloc(landing_bytes(comm.world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
+        shape = (2, world_size, max_tokens, hidden_size)
+        self.words = comm.alloc(landing_bytes(world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
+        is_alone = world_size == 1
+        self.gather = (
+            None if replicated or is_alone else TokenGather(comm, hidden_size=hidden_size, max_tokens=max_tokens)
+        )
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
 
@@ -93,14 +110,14 @@ class RankDecode:
         scratch: DecodeScratch | None = None,
         config: DecodeConfig | None = None,
     ) -> Tensor:
-        """Run one step; collective, with equal tokens, ids and routing weights on all ranks.
+        """Run one step; collective, with equal tokens, ids and routing weights on all ranks if they are replicated.
 
         Args:
-            tokens: ``(T, D)``, T at most ``max_tokens``.
+            tokens: ``(T, D)``, T at most ``max_tokens``; D, dtype and K equal on all ranks.
             top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks.
             top_k_weights: ``(T, K)`` float32.
             weights: What this rank holds (see ``rank_slots``).
-            scratch: See ``warp_decode``.
+            scratch: See ``warp_decode``; for W * max_tokens tokens if they are not replicated.
             config: Shapes of blocks; ``None`` selects them.
 
         Returns:
@@ -117,13 +134,14 @@ class RankDecode:
             f"T={tokens.shape[0]} tokens must be at most max_tokens={self.max_tokens}",
         )
         require(tokens.shape[1] == self.hidden_size, f"D={tokens.shape[1]} of tokens must be {self.hidden_size}")
-        if tokens.shape[0] == 0:
+        own = Batch(tokens, top_k_ids, top_k_weights)
+        if tokens.shape[0] == 0 and self.gather is None:
             return tokens.new_empty(tokens.shape)
         if not self.use_kernels:
-            return self._twin(tokens, decode_partial_torch(tokens, top_k_ids, top_k_weights, weights))
-        out = run_kernels(
-            tokens, top_k_ids, top_k_weights, weights, scratch=scratch, config=config, landing=self._landing()
-        )
+            return self._twin(own, weights)
+        out = tokens.new_empty(tokens.shape)
+        batch = own if self.gather is None else self.gather.batch(own)
+        run_kernels(*batch, weights, scratch=scratch, config=config, landing=self._landing(own), out=out)
         if tokens.device.type == "cpu":
             self.check()
         return out
@@ -133,14 +151,15 @@ class RankDecode:
 
         Synchronises with the device.
         """
-        aborted, _, peer, item, expected, seen, _, _ = self.fault.tolist()
+        aborted, place, peer, item, expected, seen, _, _ = self.fault.tolist()
         if aborted:
+            what = "gather" if place == PLACE_GATHER.value else "all-reduce"
             raise CommTimeoutError(
                 f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
-                f"(decode all-reduce, block {item}, epoch {expected}, saw {seen})"
+                f"(decode {what}, block {item}, epoch {expected}, saw {seen})"
             )
 
-    def _landing(self) -> Landing | None:
+    def _landing(self, own: Batch) -> Landing | None:
         if self.comm.world_size == 1:
             return None
         return Landing(
@@ -150,20 +169,22 @@ class RankDecode:
             rank=self.comm.rank,
             max_tokens=self.max_tokens,
             timeout_ns=int(self.comm.timeout_s * 1e9),
+            gather=None if self.gather is None else self.gather.kernel_inputs(own),
         )
 
-    def _twin(self, tokens: Tensor, partial: Tensor) -> Tensor:
+    def _twin(self, own: Batch, weights: DecodeWeights) -> Tensor:
         """The exchange in torch: the same words in the same halves, with a barrier where the kernel looks at epochs."""
         self.epoch += 1
-        epoch, num_tokens = int(self.epoch), tokens.shape[0]
-        low = partial.float().contiguous().view(torch.int32).long() & LOW_HALF
-        words = low | (epoch << 32)
-        for peer in self.words.peers:
-            peer[epoch % 2, self.comm.rank, :num_tokens].copy_(words)
+        epoch, (num_tokens, _) = int(self.epoch), own.tokens.shape
+        batch = own if self.gather is None else self.gather.twin(own, epoch)
+        words = words_of(decode_partial_torch(*batch, weights).float(), epoch)
+        for rank, peer in enumerate(self.words.peers):
+            rows = words if self.gather is None else words[rank * self.max_tokens :][: self.max_tokens]
+            peer[epoch % 2, self.comm.rank, : rows.shape[0]].copy_(rows)
         self.comm.barrier()
         landed = self.words.local[epoch % 2, :, :num_tokens]
         assert bool((landed >> 32 == epoch).all()), "a word of another step is in this step's half"
-        total = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        total = torch.zeros(own.tokens.shape, dtype=torch.float32, device=own.tokens.device)
         for source in landed.int().view(torch.float32):
             total = total + source
-        return total.to(tokens.dtype)
+        return total.to(own.tokens.dtype)

@@ -63,7 +63,7 @@ def push_kernel(values_ptr, addresses, epoch, rank, max_tokens, D, W: tl.constex
     cols = tl.arange(0, 16)
     token = tl.arange(0, 1)
     values = tl.load(values_ptr + cols)[None, :]
-    push_words(values, token, cols, (cols < D)[None, :], addresses, epoch, rank, max_tokens, D, W)
+    push_words(values, token, cols, (cols < D)[None, :], addresses, epoch, rank, max_tokens, D, W, False)
 
 
 @triton.jit
@@ -146,8 +146,6 @@ def test_bad_input_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             RankDecode(alone(), **arguments)
-    with pytest.raises(NotImplementedError, match="replicated=False"):
-        RankDecode(alone(), hidden_size=32, replicated=False)
     layout = ExpertLayout(num_experts=4, top_k=2, ep=1, tp=1, rank=0)
     weights = shard(FOLDED, layout, torch.float32, "cpu")
     with pytest.raises(ValueError, match="T=2 tokens must be at most max_tokens=1"):

@@ -8,11 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from decode_cases import DecodeCase
-from decode_ranks import assert_ranks_agree, compare_step, run_steps, shard, step_inputs
+from decode_ranks import (
+    assert_ranks_agree,
+    compare_step,
+    draw_counts,
+    gathered_inputs,
+    padded,
+    run_gathered,
+    run_steps,
+    shard,
+    step_inputs,
+)
 from ranks import run_ranks
 
 from comet.comm import make_communicator
-from comet.decode import DecodeScratch, RankDecode
+from comet.decode import DecodeScratch, DecodeWeights, RankDecode
+from comet.decode.gathered import Batch
 from comet.errors import CommTimeoutError
 from comet.layout import ExpertLayout
 
@@ -40,34 +51,46 @@ def test_layouts(world_size: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(late[0], on_time[0], strict=True))
 
 
-def replayed(rank: int, world_size: int, num_tokens: int) -> None:
-    """Replays without a barrier; inputs change on the device, the same way on every rank."""
-    torch.cuda.set_device(rank)
-    device = f"cuda:{rank}"
-    comm = make_communicator("auto", dist.group.WORLD, device)
-    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
-    weights = shard(CASE, layout, torch.bfloat16, device)
-    decode = RankDecode(comm, hidden_size=CASE.D)
+def replay(decode: RankDecode, inputs: Batch, weights: DecodeWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replays without a barrier; inputs change on the device. Returns the sum of all outputs and the last one."""
+    tokens, ids, _ = inputs
     scratch = DecodeScratch.create(weights, CASE.K, torch.bfloat16)
-    tokens, ids, routing_weights = (tensor.to(device) for tensor in step_inputs(CASE, 0, num_tokens, torch.bfloat16))
-    decode(tokens, ids, routing_weights, weights, scratch=scratch)
+    decode(*inputs, weights, scratch=scratch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    total = torch.zeros(num_tokens, CASE.D, dtype=torch.float64, device=device)
+    total = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
     with torch.cuda.graph(graph):
-        output = decode(tokens, ids, routing_weights, weights, scratch=scratch)
+        output = decode(*inputs, weights, scratch=scratch)
         total += output.double()
         ids.copy_((ids + 1) % CASE.E)
         tokens.neg_()
     for _ in range(REPLAYS):
         graph.replay()
     decode.check()
+    return total, output
+
+
+def last_of_replays(first: Batch) -> Batch:
+    """The inputs of the last replay, on the CPU."""
+    return Batch(-first.tokens, (first.top_k_ids + REPLAYS - 1) % CASE.E, first.top_k_weights)
+
+
+def on_device(batch: Batch, device: str) -> Batch:
+    return Batch(*(tensor.to(device) for tensor in batch))
+
+
+def replayed(rank: int, world_size: int, num_tokens: int) -> None:
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    comm = make_communicator("auto", dist.group.WORLD, device)
+    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
+    weights = shard(CASE, layout, torch.bfloat16, device)
+    first = Batch(*step_inputs(CASE, 0, num_tokens, torch.bfloat16))
+    total, output = replay(RankDecode(comm, hidden_size=CASE.D), on_device(first, device), weights)
     gathered = [torch.empty_like(total) for _ in range(world_size)]
     dist.all_gather(gathered, total)
     assert all(torch.equal(other, total) for other in gathered), f"ranks disagree within {REPLAYS} steps"
-    first_tokens, first_ids, _ = step_inputs(CASE, 0, num_tokens, torch.bfloat16)
-    last = (-first_tokens, (first_ids + REPLAYS - 1) % CASE.E, routing_weights.cpu())
-    compare_step(CASE, output, last, torch.bfloat16, "the last replay")
+    compare_step(CASE, output, last_of_replays(first), torch.bfloat16, "the last replay")
     comm.barrier()
     comm.close()
 
@@ -79,12 +102,60 @@ def test_replays_without_a_barrier(num_tokens: int) -> None:
     run_ranks(replayed, world_size, num_tokens, backend=BACKEND, timeout=300)
 
 
-def one_rank_stops(rank: int, world_size: int) -> str:
+def gathered_layouts(rank: int, world_size: int, delay_s: float) -> list[torch.Tensor]:
+    """Checked within: the bits of replicated tokens."""
+    torch.cuda.set_device(rank)
+    outputs = []
+    for tp in (size for size in (1, 2, 4) if world_size % size == 0):
+        for most in (1, 4, 64 // world_size):
+            counts, device = draw_counts(world_size, most, 30, tp), f"cuda:{rank}"
+            outputs += run_gathered(rank, world_size, CASE, tp, counts, True, torch.bfloat16, device, delay_s)
+    return outputs
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_layouts_of_gathered_tokens(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    late, on_time = (
+        run_ranks(gathered_layouts, world_size, delay, backend=BACKEND, timeout=400) for delay in (0.005, 0.0)
+    )
+    for rank in range(world_size):
+        assert all(torch.equal(*pair) for pair in zip(late[rank], on_time[rank], strict=True)), f"rank {rank}"
+
+
+def gathered_replayed(rank: int, world_size: int, most: int) -> None:
+    """Every rank has another number of tokens, one of them none; in the end all of them, replicated, for comparison."""
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    comm = make_communicator("auto", dist.group.WORLD, device)
+    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
+    weights = shard(CASE, layout, torch.bfloat16, device)
+    batches = gathered_inputs(CASE, 0, tuple(most * r // (world_size - 1) for r in range(world_size)), torch.bfloat16)
+    decode = RankDecode(comm, hidden_size=CASE.D, max_tokens=most, replicated=False)
+    total, output = replay(decode, on_device(batches[rank], device), weights)
+    compare_step(CASE, output, last_of_replays(batches[rank]), torch.bfloat16, f"the last replay, rank {rank}")
+    replicated = RankDecode(comm, hidden_size=CASE.D, max_tokens=world_size * most)
+    all_totals, _ = replay(replicated, on_device(padded(batches, most), device), weights)
+    mine = all_totals[rank * most :][: total.shape[0]]
+    assert torch.equal(total, mine), f"rank {rank}: other bits than replicated within {REPLAYS} steps"
+    comm.barrier()
+    comm.close()
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("most", [1, 8])
+def test_replays_of_gathered_tokens_without_a_barrier(most: int) -> None:
+    run_ranks(gathered_replayed, min(4, torch.cuda.device_count()), most, backend=BACKEND, timeout=300)
+
+
+def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:
     torch.cuda.set_device(rank)
     comm = make_communicator("auto", dist.group.WORLD, f"cuda:{rank}", timeout_s=2.0)
     layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=2, tp=1, rank=rank)
     weights = shard(CASE, layout, torch.bfloat16, f"cuda:{rank}")
-    decode = RankDecode(comm, hidden_size=CASE.D)
+    decode = RankDecode(comm, hidden_size=CASE.D, replicated=replicated)
     inputs = [tensor.to(f"cuda:{rank}") for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
     for _ in range(3 if rank else 4):
         decode(*inputs, weights)
@@ -99,6 +170,8 @@ def one_rank_stops(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.multi_gpu(n=2)
-def test_a_rank_that_stops_is_named() -> None:
-    message = run_ranks(one_rank_stops, 2, backend=BACKEND, timeout=120)[0]
-    assert re.fullmatch(r"rank 0 waited 2.0 s for rank 1 \(decode all-reduce, block \d+, epoch 4, saw 2\)", message)
+@pytest.mark.parametrize(("replicated", "what"), [(True, "all-reduce"), (False, "gather")])
+def test_a_rank_that_stops_is_named(replicated: bool, what: str) -> None:
+    message = run_ranks(one_rank_stops, 2, replicated, backend=BACKEND, timeout=120)[0]
+    pattern = rf"rank 0 waited 2.0 s for rank 1 \(decode {what}, block \d+, epoch 4, saw 2\)"
+    assert re.fullmatch(pattern, message), message

@@ -1,0 +1,92 @@
+"""What the decode kernels are launched on: the tensors of a step, and where the ranks meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .warp_decode_scales import BLOCK, MX
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """The tensors of one decode step.
+
+    Args:
+        tokens: ``(T, D)``.
+        ids: ``(T, K)`` int32 or int64.
+        routing_weights: ``(T, K)`` float32.
+        slots: ``(E,)`` int32.
+        w1: ``(S, 2F, D)``; float8_e4m3fn with scales, otherwise the tokens' dtype.
+        w2: ``(S, D, F)``, likewise.
+        hidden: ``(J, F)`` at least T*K rows.
+        partials: ``(J, D)`` float32, likewise.
+        tickets: ``(D,)`` int32 zeros.
+        out: ``(T, D)`` result; of gathered tokens only this rank's own.
+        w1_scales: ``None``, MXFP8 ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
+        w2_scales: ``None``, MXFP8 ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    routing_weights: Tensor
+    slots: Tensor
+    w1: Tensor
+    w2: Tensor
+    hidden: Tensor
+    partials: Tensor
+    tickets: Tensor
+    out: Tensor
+    w1_scales: Tensor | None = None
+    w2_scales: Tensor | None = None
+
+    @property
+    def shared_scale(self) -> int:
+        """Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without scales."""
+        if self.w1_scales is None:
+            return 0
+        return MX.value if self.w1_scales.dtype == torch.uint8 else BLOCK.value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gather:
+    """One rank's tokens, and where those of all ranks meet (see ``warp_decode_gather``).
+
+    Args:
+        tokens: ``(T_r, D)``, at most ``max_tokens``.
+        ids: ``(T_r, K)`` int32 or int64.
+        routing_weights: ``(T_r, K)`` float32.
+        addresses: ``(W,)`` int64 address of every rank's ``(2, W, max_tokens, stride)`` int64 words.
+        stride: Words of one token, at least D + 2 K.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    routing_weights: Tensor
+    addresses: Tensor
+    stride: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Landing:
+    """Where the ranks' sums meet, as one rank sees it (see ``warp_decode_words``).
+
+    Args:
+        addresses: ``(W,)`` int64 address of every rank's ``(2, W, max_tokens, D)`` int64 words.
+        epoch: ``(1,)`` int32, one more with every step.
+        fault: ``(8,)`` int64 record of a spin that met its deadline.
+        rank: This rank.
+        max_tokens: Tokens the words are laid out for; of each rank, where they are gathered.
+        timeout_ns: Deadline of every spin.
+        gather: Fills the step's tokens, ids and routing weights; ``None``: all ranks hold the same ones.
+    """
+
+    addresses: Tensor
+    epoch: Tensor
+    fault: Tensor
+    rank: int
+    max_tokens: int
+    timeout_ns: int
+    gather: Gather | None = None

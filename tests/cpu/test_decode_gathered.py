@@ -1,0 +1,215 @@
+"""Decode over ranks of tokens that differ between them: real processes, the kernels under the interpreter."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
+from decode_ranks import compare_step, draw_counts, gathered_inputs, padded, run_gathered, shard, step_inputs
+from ranks import run_ranks
+
+from comet.comm import emulated_group, make_communicator
+from comet.decode import DecodeScratch, RankDecode
+from comet.decode.gathered import TokenGather, gather_bytes
+from comet.errors import CommTimeoutError
+from comet.kernels import warp_decode
+from comet.layout import ExpertLayout
+
+EPOCHS = 32
+ONE_EACH = DecodeCase(name="fold", T=1, K=2, E=4, D=16, F=16, config=FOLD, routing="masked", seed=3)
+
+
+def two_ranks(rank: int, world_size: int) -> None:
+    """Expert and tensor parallel, every form, many steps of other lengths behind each other."""
+    run_gathered(rank, 2, ONE_EACH, 1, draw_counts(2, 1, EPOCHS, 3), delay_s=0.02)
+    vector = DecodeCase(name="vector", T=1, K=2, E=3, D=16, F=32, config=VECTOR, routing="masked", seed=1)
+    run_gathered(rank, 2, vector, 2, ((1, 1), (0, 1), (0, 0)), delay_s=0.02)
+    matrix = DecodeCase(name="matrix", T=3, K=2, E=6, D=16, F=16, config=MATRIX, routing="masked", seed=2)
+    run_gathered(rank, 2, matrix, 1, ((3, 1), (0, 2), (0, 0), (1, 3)), delay_s=0.05)
+    wide = DecodeCase(name="two blocks a token", T=1, K=1, E=2, D=528, F=16, config=MATRIX, seed=6)
+    run_gathered(rank, 2, wide, 1, ((1, 0), (1, 1)))
+
+
+def four_ranks(rank: int, world_size: int) -> None:
+    case = DecodeCase(name="ep2 x tp2", T=3, K=2, E=4, D=16, F=32, config=MATRIX, routing="one", seed=4)
+    run_gathered(rank, 4, case, 2, ((3, 0, 1, 2), (0, 0, 0, 1)), delay_s=0.05)
+
+
+@pytest.mark.parametrize(("body", "world_size"), [(two_ranks, 2), (four_ranks, 4)])
+def test_kernels_under_the_interpreter(body, world_size: int) -> None:
+    run_ranks(body, world_size, interpret=True, timeout=500)
+
+
+def twins(rank: int, world_size: int) -> None:
+    case = DecodeCase(name="twin", T=9, K=3, E=8, D=32, F=64, routing="masked", seed=5)
+    for tp in (1, 2, 4):
+        run_gathered(rank, world_size, case, tp, draw_counts(world_size, 9, 5, tp), False, delay_s=0.01)
+
+
+def test_twins_of_every_layout() -> None:
+    run_ranks(twins, 4)
+
+
+def layers_of_a_model(rank: int, world_size: int) -> None:
+    """One object for layers of another K and type: words of the one lie where the other's are expected."""
+    comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
+    for use_kernels in (True, False):
+        arguments = dict(hidden_size=16, use_kernels=use_kernels)
+        decode = RankDecode(comm, max_tokens=2, replicated=False, **arguments)
+        replicated = RankDecode(comm, max_tokens=4, **arguments)
+        for step in range(6):
+            dtype, counts = (torch.float32, torch.float16)[step % 2], (step % 3, (step + 1) % 3)
+            case = DecodeCase(name="layer", T=2, K=1 + step % 3, E=4, D=16, F=16, seed=step)
+            layout = ExpertLayout(num_experts=4, top_k=case.K, ep=2, tp=1, rank=rank)
+            weights, batches = shard(case, layout, dtype, "cpu"), gathered_inputs(case, step, counts, dtype)
+            config = MATRIX if use_kernels else None
+            wanted = replicated(*padded(batches, 2), weights, config=config)[2 * rank :][: counts[rank]]
+            assert torch.equal(decode(*batches[rank], weights, config=config), wanted), f"step {step}, rank {rank}"
+
+
+def test_layers_of_other_sizes_share_an_object() -> None:
+    run_ranks(layers_of_a_model, 2, interpret=True, timeout=300)
+
+
+# ---- a rank that stops -----------------------------------------------------------------------------------------------
+
+
+def start(rank: int) -> tuple[RankDecode, object]:
+    """Three steps of one token on each of two ranks; from then on waits are short."""
+    comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
+    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=rank)
+    weights = shard(ONE_EACH, layout, torch.float32, "cpu")
+    decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=False, use_kernels=True)
+    for step in range(3):
+        decode(*step_inputs(ONE_EACH, step, 1, torch.float32), weights, config=FOLD)
+    dist.barrier()
+    comm.timeout_s = 0.2
+    return decode, weights
+
+
+def late_message(decode: RankDecode, weights: object) -> str:
+    with pytest.raises(CommTimeoutError) as caught:
+        decode(*step_inputs(ONE_EACH, 3, 1, torch.float32), weights, config=FOLD)
+    return str(caught.value)
+
+
+def stops_before_a_step(rank: int, world_size: int) -> str:
+    decode, weights = start(rank)
+    message = late_message(decode, weights) if rank == 0 else ""
+    dist.barrier()
+    return message
+
+
+def wait_long_for_tokens() -> None:
+    gather = warp_decode.gather
+    warp_decode.gather = lambda step, landing, dependent: gather(
+        step, replace(landing, timeout_ns=60 * 10**9), dependent=dependent
+    )
+
+
+def stops_within_a_step(rank: int, world_size: int) -> str:
+    """Rank 1 sends its token and computes, but sends no sums."""
+    decode, weights = start(rank)
+    wait_long_for_tokens()
+    message = ""
+    if rank == 0:
+        message = late_message(decode, weights)
+    else:
+        warp_decode._down = lambda *_: None
+        decode(*step_inputs(ONE_EACH, 3, 1, torch.float32), weights, config=FOLD)
+    dist.barrier()
+    return message
+
+
+def met_a_deadline(rank: int, world_size: int) -> str:
+    """Rank 1 has given up in an earlier step: whatever it has of a token, it sends no sums of it."""
+    decode, weights = start(rank)
+    wait_long_for_tokens()
+    if rank == 1:
+        decode.fault[0] = 1
+        assert decode.gather is not None
+        while (decode.gather.words.local[0, 0, 0, [0, 15, -4, -1]] >> 32).min() < 4:
+            time.sleep(0.01)
+    message = late_message(decode, weights)
+    dist.barrier()
+    return message
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (stops_before_a_step, "decode gather, block 1, epoch 4, saw 2"),
+        (stops_within_a_step, "decode all-reduce, block 0, epoch 4, saw 2"),
+        (met_a_deadline, "decode all-reduce, block 0, epoch 4, saw 2"),
+    ],
+)
+def test_a_rank_that_stops_is_named(body, what: str) -> None:
+    message = run_ranks(body, 2, interpret=True, timeout=300)[0]
+    assert re.fullmatch(rf"rank 0 waited 0.2 s for rank 1 \({what}\)", message), message
+
+
+# ---- examples and bad input ------------------------------------------------------------------------------------------
+
+
+def test_examples() -> None:
+    assert gather_bytes(4, 2048, 16) == 2162688
+    comm = emulated_group(4, "cpu")[1]
+    assert TokenGather(comm, hidden_size=32, max_tokens=3).words.local.nbytes == gather_bytes(4, 32, 3)
+    assert RankDecode(comm, hidden_size=32, replicated=False).max_tokens == 16
+
+
+@pytest.mark.parametrize("world_size", [4, 65])
+def test_bad_sizes_are_named(world_size: int) -> None:
+    comm = emulated_group(world_size, "cpu")[0]
+    for max_tokens in (64 // world_size + 1, 0, -1):
+        with pytest.raises(ValueError, match=rf"max_tokens={max_tokens} must be between 1 and 64 / W={world_size}"):
+            RankDecode(comm, hidden_size=32, max_tokens=max_tokens, replicated=False)
+
+
+def test_a_rank_alone_needs_no_gather() -> None:
+    comm = emulated_group(1, "cpu")[0]
+    weights = shard(ONE_EACH, ExpertLayout(num_experts=4, top_k=2, ep=1, tp=1, rank=0), torch.float32, "cpu")
+    decode = RankDecode(comm, hidden_size=16, replicated=False, use_kernels=False)
+    inputs = step_inputs(ONE_EACH, 0, 5, torch.float32)
+    compare_step(ONE_EACH, decode(*inputs, weights), inputs, torch.float32, "alone")
+    assert decode(*step_inputs(ONE_EACH, 0, 0, torch.float32), weights).shape == (0, 16)
+
+
+def bad_tensors(rank: int, world_size: int) -> None:
+    """What a rank refuses it refuses before it sends anything: the step that follows is in order."""
+    comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
+    weights = shard(ONE_EACH, ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=rank), torch.float32, "cpu")
+    small = DecodeScratch.create(weights, 2, torch.float32, max_tokens=2)
+    decode = RankDecode(comm, hidden_size=16, max_tokens=2, replicated=False, use_kernels=True)
+    tokens, ids, routing_weights = step_inputs(ONE_EACH, 0, 2, torch.float32)
+    cases = (
+        (tokens[:, :8], dict(), "D=8 of tokens must be the D=16 of w2"),
+        (torch.cat((tokens, tokens)), dict(), r"top_k_ids of shape \(2, 2\) must be \(T, K\) with T=4"),
+        (tokens, dict(scratch=small), r"scratch for \(4, 16\) \(rows, F\) must hold 8 rows of F=16"),
+        (tokens, dict(config=VECTOR), "T=4 must be at most 2 for form='vector'"),
+    )
+    if rank == 0:
+        for bad, settings, message in cases:
+            with pytest.raises(ValueError, match=message):
+                decode(bad, ids, routing_weights, weights, **settings)
+        with pytest.raises(ValueError, match="T=3 tokens must be at most max_tokens=2"):
+            decode(*step_inputs(ONE_EACH, 0, 3, torch.float32), weights)
+    output = decode(tokens, ids, routing_weights, weights, config=MATRIX)
+    compare_step(ONE_EACH, output, (tokens, ids, routing_weights), torch.float32, "the step after bad ones")
+    strange, legal = torch.tensor([[2**40 + 1, 0], [-(2**31), 4]]), torch.tensor([[-1, 0], [-1, -1]])
+    outputs = [decode(tokens, ids, routing_weights, weights, config=MATRIX) for ids in (strange, legal)]
+    assert torch.equal(*outputs), "an unknown id must count as masked"
+    twin = RankDecode(comm, hidden_size=16, max_tokens=2, replicated=False, use_kernels=False)
+    with pytest.raises(ValueError, match="top_k_ids contain -2147483647; every id must be"):
+        twin(tokens, torch.full_like(ids, -(2**31)), routing_weights, weights)
+    output = twin(tokens, ids, routing_weights, weights)
+    compare_step(ONE_EACH, output, (tokens, ids, routing_weights), torch.float32, "the twin's step after a bad one")
+
+
+def test_bad_tensors_are_named_and_break_nothing() -> None:
+    run_ranks(bad_tensors, 2, interpret=True, timeout=300)
