@@ -17,7 +17,7 @@ from .group_gemm import dot_precision
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import gather
-from .warp_decode_scales import BLOCK
+from .warp_decode_scales import BLOCK, MX
 from .warp_decode_step import Landing, Step
 
 LOAD_BYTES = 16
@@ -52,7 +52,7 @@ class DecodeConfig:
         gate_up: Block of the first kernel; in the vector form its rows divide 16.
         down: Block of the second kernel; in the vector form its rows divide 16.
         fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
-        dependent: Start down while gate/up drains (programmatic dependent launch).
+        dependent: Start each kernel while the one before drains (programmatic dependent launch).
     """
 
     form: Literal["vector", "matrix"]
@@ -90,14 +90,14 @@ def select(
     hidden_size: int,
     ffn_size: int,
     *,
-    weight_dtype: torch.dtype | None = None,
+    shared_scale: int = 0,
     dependent: bool = True,
 ) -> DecodeConfig:
     """The default for a step.
 
-    16-bit weights: matrix, the fastest of 30 blocks each on an H200 for Qwen3-30B and a slice of DeepSeek-V3 (see
-    ``benchmarks/RESULTS.md``). Not measured, chosen from the machine code and the bytes in flight: float32 and
-    quantised weights, vector for one token (and fold) and two (so that an expert both chose is read once), else matrix.
+    16-bit tokens: matrix, the fastest of about 30 blocks of each kernel on an H200 for Qwen3-30B, and with bfloat16
+    weights for a slice of DeepSeek-V3 (see ``benchmarks/RESULTS.md``). float32, not measured: vector for one token (and
+    fold) and two (so that an expert both chose is read once), else matrix.
 
     Args:
         dtype: Of the tokens.
@@ -105,39 +105,51 @@ def select(
         top_k: K.
         hidden_size: D.
         ffn_size: F.
-        weight_dtype: Of the weights; ``None``: that of the tokens.
+        shared_scale: Neighbouring weights that share a scale (see ``Step``); 0: weights in the dtype of the tokens.
         dependent: See ``DecodeConfig``.
     """
-    itemsize = (weight_dtype or dtype).itemsize
-    if itemsize == 2:
-        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
-    elif num_tokens <= 2:
-        loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
-        config = DecodeConfig(
-            form="vector",
-            gate_up=_vector_block(itemsize, hidden_size, rows=loads // 2),
-            down=_vector_block(itemsize, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
-            fold=num_tokens == 1,
-            dependent=dependent,
-        )
-    elif dtype == torch.float32:
-        block = BlockShape(rows=16, depth=32, num_stages=2)
-        config = DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
-    elif itemsize == 1:
-        # 128 rows of weights for 128 threads: a row's four MXFP8 scales of a step are one thread's load. Beside float16
-        # tokens MXFP8 is multiplied in tf32, whose operands take twice the registers.
-        stages = 4 if num_tokens <= 32 else 3
-        depth = 64 if dtype == torch.float16 and num_tokens > 16 else 128
-        config = DecodeConfig(
-            form="matrix",
-            gate_up=BlockShape(rows=64, depth=depth, num_stages=stages),
-            down=BlockShape(rows=128, depth=depth, num_stages=stages),
-            dependent=dependent,
-        )
+    if dtype == torch.float32:
+        config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, 1 if shared_scale else 4, dependent)
+    elif shared_scale:
+        config = _quantised_blocks(num_tokens, dtype, shared_scale, dependent)
     else:
-        raise ValueError(f"weight_dtype={weight_dtype or dtype} must have 1, 2 or 4 bytes")
-    least = QUANTISED_DEPTH if itemsize == 1 else 1
+        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
+    least = QUANTISED_DEPTH if shared_scale else 1
     return config.fit(max(hidden_size, least), max(ffn_size, least))
+
+
+def _float32_blocks(
+    num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, itemsize: int, dependent: bool
+) -> DecodeConfig:
+    """Weights of ``itemsize`` bytes beside float32 tokens."""
+    if num_tokens > 2:
+        block = BlockShape(rows=16, depth=32, num_stages=2)
+        return DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
+    loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
+    return DecodeConfig(
+        form="vector",
+        gate_up=_vector_block(itemsize, hidden_size, rows=loads // 2),
+        down=_vector_block(itemsize, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
+        fold=num_tokens == 1,
+        dependent=dependent,
+    )
+
+
+def _quantised_blocks(num_tokens: int, dtype: torch.dtype, shared_scale: int, dependent: bool) -> DecodeConfig:
+    """Few tokens take narrow blocks, of which there are many; MXFP8 longer steps, for its scales are loads as well.
+
+    Beside float16 tokens MXFP8 is multiplied in tf32, whose operands take twice the registers: no longer steps there.
+    """
+    is_half = dtype == torch.float16
+    if num_tokens <= 8:
+        is_long = shared_scale == MX.value and not is_half
+        gate_up = BlockShape(rows=32, depth=256 if is_long else 128, num_stages=3 if is_long else 4)
+        down = BlockShape(rows=64, depth=128, num_stages=4)
+    else:
+        depth = 64 if is_half and num_tokens > 16 else 128
+        gate_up = BlockShape(rows=64, depth=depth, num_stages=3)
+        down = BlockShape(rows=128, depth=depth, num_stages=3)
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
 
 
 def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
@@ -193,15 +205,13 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     routed_rows = num_tokens * top_k
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
-    gathered = landing is not None and landing.gather is not None
     least = 1 if config.form == "vector" else 16
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
         BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),
         SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
-        GATHERED=gathered,
     )  # fmt: skip
-    if gathered:
+    if landing is not None and landing.gather is not None:
         gather(step, landing, dependent=_starts_early(config))
     _gate_up(step, config, landing, groups, constants)
     _down(step, config, landing, groups, constants)
@@ -232,7 +242,7 @@ def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: 
     if config.form == "matrix":
         gate_and_up = w1.view(num_slots, 2, ffn_size, hidden_size)
         w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, shape.depth])
-    options = {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
+    options = {"launch_pdl": True} if constants["DEPENDENT"] else {}
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
         step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
         step.tickets if landing is None else landing.epoch,
@@ -265,6 +275,7 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
         step.out, *network,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
+        GATHERED=landing is not None and landing.gather is not None,
         WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=triton.knobs.runtime.interpret,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip

@@ -64,7 +64,7 @@ class Setting:
         _, top_k, hidden_size, ffn_size = SHAPES[self.shape]
         return select(
             self.dtype, self.num_tokens, top_k, hidden_size, ffn_size,
-            weight_dtype=self.weight_dtype, dependent=self.dependent,
+            shared_scale=SCALES[self.quantised], dependent=self.dependent,
         )  # fmt: skip
 
     def constants(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Setting:
             max(16, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
             LANE=LOAD_BYTES // self.weight_dtype.itemsize,
             SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.dependent,
-            GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
+            **({} if self.quantised else {"scales_ptr": None}),
         )  # fmt: skip
 
     def weight_type(self, block: list[int]) -> str:
@@ -136,7 +136,7 @@ def _down(setting: Setting) -> KernelCase:
     }  # fmt: skip
     constants = dict(
         FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
-        W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
+        W=setting.ranks, GATHERED=setting.gathered, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)
@@ -163,7 +163,8 @@ def _case(
 ) -> KernelCase:
     """Wide stores where a thread has 16 bytes of the tile to store; the vector form stores a value per row.
 
-    MXFP8 in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step.
+    MXFP8 in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step; in the matrix
+    form one load is narrow where a step has less than four scales for each thread.
     """
     constants = setting.constants() | of_kernel
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised == "mxfp8" else "*fp32"}
@@ -180,7 +181,8 @@ def _case(
     scale_bytes = 0
     if setting.quantised == "mxfp8":
         lanes_of_row = min(32, shape.depth // constants["LANE"])
-        scale_bytes = rows * lanes_of_row // 32 if config.form == "vector" else int(shape.depth < 4 * MX.value)
+        few_scales = rows * shape.depth // MX.value < 4 * 32 * shape.num_warps
+        scale_bytes = rows * lanes_of_row // 32 if config.form == "vector" else int(few_scales)
     return KernelCase(
         name=setting.label,
         fn=kernel,

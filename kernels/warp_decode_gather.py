@@ -35,7 +35,7 @@ import triton.language as tl
 from .primitives import clock_ns, record_fault
 from .warp_decode_routing import allow_next
 from .warp_decode_step import Landing, Step
-from .warp_decode_words import POLL_COUNT, landing_of, word_of
+from .warp_decode_words import POLL_COUNT, any_of, landing_of, word_of
 
 PLACE_GATHER = tl.constexpr(6)
 ABSENT = tl.constexpr(-(2**31))
@@ -84,12 +84,6 @@ def look(row_ptr, cols, ks, epoch, P, stride, K: tl.constexpr):
     if there & (oldest >= epoch):
         oldest = (tl.minimum(tl.min(words, axis=0), tl.min(weights, axis=0)) >> 32).to(tl.int32)
     return words.to(tl.int32), ids.to(tl.int32), weights.to(tl.int32), there, oldest
-
-
-@triton.jit
-def any_of(condition, like):
-    """1 for the whole block if a condition, which threads may meet at different moments, holds for one of them."""
-    return tl.max(tl.where(condition, 1, 0) + like * 0, axis=0)
 
 
 @triton.jit

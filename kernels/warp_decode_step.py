@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-from .warp_decode_scales import BLOCK, MX
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +24,7 @@ class Step:
         out: ``(T, D)`` result; of gathered tokens only this rank's own.
         w1_scales: ``None``, MXFP8 ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
         w2_scales: ``None``, MXFP8 ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
+        shared_scale: Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without.
     """
 
     tokens: Tensor
@@ -41,13 +39,7 @@ class Step:
     out: Tensor
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
-
-    @property
-    def shared_scale(self) -> int:
-        """Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without scales."""
-        if self.w1_scales is None:
-            return 0
-        return MX.value if self.w1_scales.dtype == torch.uint8 else BLOCK.value
+    shared_scale: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

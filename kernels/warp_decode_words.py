@@ -60,6 +60,12 @@ def push_words(
 
 
 @triton.jit
+def any_of(condition, like):
+    """1 for the whole block if a condition, which threads may meet at different moments, holds for one of them."""
+    return tl.max(tl.where(condition, 1, 0) + like * 0, axis=0)
+
+
+@triton.jit
 def sum_words(
     item, out_ptr, landing_addresses, epoch, fault_ptr, timeout_ns, rank, max_tokens, D,
     W: tl.constexpr, COLS: tl.constexpr, INTERPRET: tl.constexpr,
@@ -74,13 +80,14 @@ def sum_words(
     if oldest < epoch:
         polls = tl.full((), 0, tl.int64)
         start = clock_ns(polls, INTERPRET)
-        aborted = tl.load(fault_ptr, volatile=True)
-        while (oldest < epoch) & (aborted == 0):
+        stop = any_of(tl.load(fault_ptr, volatile=True) != 0, cols)
+        while (oldest < epoch) & (stop == 0):
             total, epochs, late = read_words(ptrs, step, cols < D, epoch, W)
             oldest = tl.min(epochs, axis=0)
-            aborted = tl.load(fault_ptr, volatile=True)
+            stop = any_of(tl.load(fault_ptr, volatile=True) != 0, cols)
             polls += POLL_COUNT
-            if (oldest < epoch) & (clock_ns(polls, INTERPRET) - start > timeout_ns):
+            is_late = any_of(clock_ns(polls, INTERPRET) - start > timeout_ns, cols)
+            if (oldest < epoch) & (stop == 0) & (is_late == 1):
                 peer = tl.max(tl.where(epochs == oldest, late, 0), axis=0)
                 record_fault(fault_ptr, PLACE_DECODE, peer, item, epoch, oldest)
     # One condition for the block, not one per column, keeps the stores 16 bytes wide.

@@ -164,8 +164,8 @@ def check_graph(case: DecodeCase, *, replays: int, dependent: bool = True) -> No
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     scratch = DecodeScratch.create(inputs.weights, case.K, torch.bfloat16, max_tokens=case.T)
     arguments = (inputs.tokens.contiguous(), inputs.ids, inputs.routing_weights, inputs.weights)
-    weight_dtype = inputs.weights.w1.dtype
-    config = select(torch.bfloat16, case.T, case.K, case.D, case.F, weight_dtype=weight_dtype, dependent=dependent)
+    shared = inputs.weights.shared_scale
+    config = select(torch.bfloat16, case.T, case.K, case.D, case.F, shared_scale=shared, dependent=dependent)
     run_kernels(*arguments, scratch=scratch, config=config)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -84,10 +84,11 @@ def run_kernels(
         out=out,
         w1_scales=weights.w1_scales,
         w2_scales=weights.w2_scales,
+        shared_scale=weights.shared_scale,
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)
-        config = select(tokens.dtype, num_tokens, top_k, *sizes, weight_dtype=weights.w1.dtype)
+        config = select(tokens.dtype, num_tokens, top_k, *sizes, shared_scale=weights.shared_scale)
     decode(step, config, landing)
     return out
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, MOE_DTYPES, require
 from comet.decode.scales import check_scales
+from comet.quantize import FP8_BLOCK, MX_BLOCK
 
 MAX_DECODE_TOKENS = 64
 
@@ -86,6 +87,13 @@ class DecodeWeights:
     def num_experts(self) -> int:
         """E, all experts that ids may name, held here or not."""
         return self.slots.shape[0]
+
+    @property
+    def shared_scale(self) -> int:
+        """Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without scales."""
+        if self.w1_scales is None:
+            return 0
+        return MX_BLOCK if self.w1_scales.dtype == torch.uint8 else FP8_BLOCK
 
 
 def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> None:

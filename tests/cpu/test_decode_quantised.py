@@ -231,15 +231,16 @@ def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, messa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 33, 64])
 @pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048), (16, 16)])
-def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shared_scale", [32, 128])
+def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int], shared_scale: int) -> None:
     """The vector form keeps 16 bytes per lane, and half a warp to a row only where a whole one leaves a tail."""
     for top_k in (1, 2, 8, 32):
-        config = select(dtype, num_tokens, top_k, *shape, weight_dtype=torch.float8_e4m3fn)
-        assert config.form == ("vector" if num_tokens <= 2 else "matrix")
+        config = select(dtype, num_tokens, top_k, *shape, shared_scale=shared_scale)
+        assert config.form == ("vector" if num_tokens <= 2 and dtype == torch.float32 else "matrix")
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             longest = max(32, triton.next_power_of_2(contraction))
             if config.form == "matrix":
-                assert 32 <= block.depth <= 128
+                assert 32 <= block.depth <= (256 if shared_scale == 32 else 128)
             elif contraction % 512 == 0:
                 assert block.depth == min(512 * block.num_warps, longest)
                 assert contraction % block.depth == 0
