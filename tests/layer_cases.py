@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,7 @@ from comet.layout import ExpertLayout
 from comet.reference import reference_experts
 
 MASKED = -1
+FEW_ELEMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,16 @@ def oracle(case: LayerCase, rank: int, dtype: torch.dtype, call: int = 0) -> Ora
 def assert_as_close(actual: Tensor, exact: Tensor, same_dtype: Tensor, dtype: torch.dtype, what: str) -> None:
     """The error to fp64 is at most twice that of plain torch in the same dtype, plus a rounding of the largest value.
 
-    In float32 four roundings: over a handful of elements plain torch's own error is luck. ``dtype`` is the one the
-    layer computes in: gradients of routing weights are float32 numbers made of products in that type.
+    In float32 four roundings, and more for a handful of elements, over which plain torch's own error is luck: 3000
+    random cases had one of 8 elements where it was a fifth of ours. ``dtype`` is the one the layer computes in:
+    gradients of routing weights are float32 numbers made of products in that type.
     """
     error, allowed = (value.double() - exact.double() for value in (actual.cpu(), same_dtype))
     if exact.numel() == 0:
         assert actual.shape == exact.shape, what
         return
-    roundings = 4 if dtype == torch.float32 else 1
+    few = max(1.0, math.sqrt(FEW_ELEMENTS / exact.numel()))
+    roundings = 4 * few if dtype == torch.float32 else 1
     rounding = roundings * torch.finfo(dtype).eps * float(exact.abs().max())
     worst = int(error.abs().argmax())
     limit = 2 * float(allowed.abs().max()) + rounding
