@@ -9,6 +9,7 @@ import torch
 
 from comet.launch.config import to_yaml
 from comet.launch.dry_run import FLOAT32_BYTES, MIB, rank_parameters
+from comet.models.cache import allocated_places
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
 from comet.workspace import WorkspaceShape, workspace_bytes
@@ -43,7 +44,7 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
     model, ranks = job.model, job.parallel.world_size
     prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
     length = min(model.context, max(prompts) + job.generate.max_new_tokens)
-    cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * length * model.head_width
+    cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
     shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
     weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
     return {

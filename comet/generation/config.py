@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from comet.config import require
+from comet.generation.step import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -26,6 +27,8 @@ class GenerateConfig:
         seed: Of the draws; sequence i's draws depend on (seed, i) only.
         stop: Text that ends a sequence; it is not part of the result.
         dtype: Of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto`` where that works, ``on`` or not at
+            all, ``off`` never. The tokens are the same.
     """
 
     source: str | None = None
@@ -38,6 +41,7 @@ class GenerateConfig:
     seed: int = 0
     stop: str | None = None
     dtype: GenerateDtype = "auto"
+    cuda_graph: GraphMode = "auto"
 
     def __post_init__(self) -> None:
         require(self.source is None or bool(self.source), f"source={self.source!r} must name a folder")
@@ -49,8 +53,9 @@ class GenerateConfig:
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
         require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
-        dtypes = get_args(GenerateDtype)
-        require(self.dtype in dtypes, f"dtype={self.dtype!r} must be one of {', '.join(dtypes)}")
+        for name, choices in (("dtype", get_args(GenerateDtype)), ("cuda_graph", get_args(GraphMode))):
+            value = getattr(self, name)
+            require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ its share of the tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from comet.decode import MAX_DECODE_TOKENS
-from comet.decode.runners import ReplicatedRunner
+from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
+from comet.generation.step import TOO_FEW, DecodeStep, GraphMode, batch_obstacle
 from comet.group import ExpertGroup
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
@@ -44,6 +45,11 @@ class Engine(Protocol):
 
     def decode(self, ids: Tensor) -> Tensor:
         """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
+        ...
+
+    @property
+    def why_eager(self) -> str:
+        """Why the last ``decode`` was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
         ...
 
     def weight_bytes_per_step(self) -> float:
@@ -78,11 +84,20 @@ class GPTEngine:
         model: With its final weights.
         group: The model's ranks; all of them call the engine equally.
         decode_tokens: Most tokens that take warp decode.
+        cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
     """
 
-    def __init__(self, model: GPT, group: ExpertGroup, *, decode_tokens: int = MAX_DECODE_TOKENS) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        group: ExpertGroup,
+        *,
+        decode_tokens: int = DECODE_TOKENS,
+        cuda_graph: GraphMode = "auto",
+    ) -> None:
         freeze(model)
         self.model = model
+        self.cuda_graph: GraphMode = cuda_graph
         self.runner = ReplicatedRunner(model.config.moe, group, decode_tokens)
         for layer in model.moe_layers():
             layer.experts = FrozenExperts(self.runner)
@@ -90,6 +105,8 @@ class GPTEngine:
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cache: KeyValueCache | None = None
+        self._step: DecodeStep | None = None
+        self._ids = torch.empty(0, dtype=torch.int64)
         self._steps = 0
         self._touched = torch.zeros((), dtype=torch.int64, device=group.device)
 
@@ -98,27 +115,52 @@ class GPTEngine:
         """Where the model computes."""
         return self._group.device
 
+    @property
+    def why_eager(self) -> str:
+        """See ``Engine``."""
+        return TOO_FEW if self._step is None else self._step.why_eager
+
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        """See ``Engine``."""
-        self._cache = KeyValueCache(
-            self.model.config,
-            num_sequences=ids.shape[0],
-            length=max_length,
-            dtype=self.model.dtype,
-            device=self.device,
-        )
+        """See ``Engine``; prompts as many and with as much room as the last ones take their memory and their graph."""
+        cache = self._cache
+        if cache is None or (len(cache.lengths), cache.length) != (ids.shape[0], max_length):
+            cache = self._make_room(ids.shape[0], max_length)
+        cache.clear()
         self._steps = 0
         self._touched.zero_()
-        return self.model.prefill(ids, lengths, self._cache).logits[:, 0]
+        return self.model.prefill(ids, lengths, cache).logits[:, 0]
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
         """See ``Engine``."""
-        assert self._cache is not None, "prompts are read before tokens are appended"
-        output = self.model.decode(ids, self._cache)
-        self._touched += (output.expert_load[:, self._held] > 0).sum()
+        assert self._step is not None, "prompts are read before tokens are appended"
         self._steps += 1
+        return self._step(ids)
+
+    def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
+        self._step = None  # a graph keeps its memory
+        self._cache = cache = KeyValueCache(
+            self.model.config,
+            num_sequences=num_sequences,
+            length=max_length,
+            dtype=self.model.dtype,
+            device=self.device,
+        )
+        self._ids = torch.zeros(num_sequences, dtype=torch.int64, device=self.device)
+        self._step = DecodeStep(
+            self._append,
+            self._ids,
+            cuda_graph=self.cuda_graph,
+            obstacle=batch_obstacle(num_sequences, self.runner.decode.max_tokens),
+        )
+        return cache
+
+    def _append(self) -> Tensor:
+        """One step, from and to memory that stays where it is."""
+        assert self._cache is not None, "there is a cache for every step"
+        output = self.model.decode(self._ids, self._cache)
+        self._touched += (output.expert_load[:, self._held] > 0).sum()
         return output.logits[:, 0]
 
     def check(self) -> None:
@@ -143,8 +185,11 @@ class GPTEngine:
 def freeze(model: GPT) -> None:
     """Keep the matrices in the dtype their products run in, where a forward pass would otherwise cast them every time.
 
-    Router, norms and embedding stay float32, as in training, so the results stay the same bit for bit.
+    Router, norms and embedding stay float32, as in training, so the results stay the same bit for bit. The router's
+    losses, a sixth of the operations of a decode step, are no longer computed.
     """
+    for layer in model.moe_layers():
+        layer.router.config = replace(layer.router.config, aux_loss_coef=0.0, z_loss_coef=0.0)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in model.modules():

@@ -17,6 +17,7 @@ from comet.config import require
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import Engine
 from comet.generation.sampling import Sampler
+from comet.generation.step import WARM_STEPS
 from comet.generation.text import Codec, Continuation
 
 Show = Callable[[int, Continuation, str], None]
@@ -34,6 +35,7 @@ class Generated:
         decode_s: From then until the last token was known.
         weight_bytes_per_step: Weights this rank read per decode step, on average.
         steps: Decode steps.
+        why_eager: Why they were launched kernel by kernel; empty if they were replayed from a CUDA graph.
     """
 
     texts: tuple[str, ...]
@@ -43,6 +45,7 @@ class Generated:
     decode_s: float
     weight_bytes_per_step: float
     steps: int
+    why_eager: str
 
 
 def encode_prompts(config: GenerateConfig, codec: Codec, context: int) -> list[list[int]]:
@@ -84,16 +87,15 @@ def generate(
     Returns:
         The texts, equal on all ranks, and this rank's measurements.
     """
-    limits = [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
+    limits = token_limits(prompts, config, context)
     sequences = [
         Continuation(codec.stream(prompt), limit=limit, stop=config.stop, end_ids=codec.end_ids)
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
     ids, lengths = pad(prompts, engine.device)
-    max_length = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     sampler = Sampler(config, len(prompts), engine.device)
     started = time.perf_counter()
-    logits = engine.prefill(ids, lengths, max_length)
+    logits = engine.prefill(ids, lengths, most_positions(prompts, limits))
     first_token_s, step = 0.0, 0
     while True:
         chosen = agree(sampler(logits[:, : codec.num_tokens], step))
@@ -116,14 +118,29 @@ def generate(
         decode_s=time.perf_counter() - started - first_token_s,
         weight_bytes_per_step=engine.weight_bytes_per_step(),
         steps=step,
+        why_eager=engine.why_eager,
     )
 
 
-def warm_up(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-    """Read the prompts and take one step, so that what is compiled or allocated once is not part of a measurement."""
+def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateConfig, *, context: int) -> None:
+    """Read the prompts and take some steps, so that what is done only once is not part of a measurement.
+
+    That is what is compiled or allocated, and the capture of the decode step. Arguments as in ``generate``.
+    """
     ids, lengths = pad(prompts, engine.device)
-    engine.prefill(ids, lengths, ids.shape[1] + 1)
-    engine.decode(ids[:, 0])
+    engine.prefill(ids, lengths, most_positions(prompts, token_limits(prompts, config, context)))
+    for _ in range(WARM_STEPS + 1):
+        engine.decode(ids[:, 0])
+
+
+def token_limits(prompts: Sequence[Sequence[int]], config: GenerateConfig, context: int) -> list[int]:
+    """Most new tokens of each sequence; prompts of 3 and 9 tokens, 4 new ones and a context of 10: 4 and 1."""
+    return [min(config.max_new_tokens, context - len(prompt)) for prompt in prompts]
+
+
+def most_positions(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> int:
+    """Positions the longest sequence may grow to."""
+    return max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
 
 
 def pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

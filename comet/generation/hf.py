@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import require
+from comet.generation.step import TOO_FEW, WARM_STEPS, GraphMode
 from comet.generation.text import TokenizerCodec
-from comet.group import ExpertGroup
 from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.static import StaticDecoder
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -46,54 +47,61 @@ def open_codec(folder: Path) -> TokenizerCodec:
 class HFEngine:
     """A converted transformers model that generates.
 
-    Shorter prompts are padded in front, so that all sequences of a batch append at the same position.
-
     Args:
-        folder: Of the model.
-        group: The ranks that share its experts; its dtype is the model's.
+        model: From ``load_pretrained`` or ``convert``; all its ranks call the engine equally.
+        cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
     """
 
-    def __init__(self, folder: Path, group: ExpertGroup) -> None:
-        from comet.integrations.hf import load_pretrained
-
-        self.model: Any = load_pretrained(folder, group=group)
+    def __init__(self, model: Any, *, cuda_graph: GraphMode = "auto") -> None:
+        self.model: Any = model
+        self.cuda_graph: GraphMode = cuda_graph
         self._experts = [module for module in self.model.modules() if isinstance(module, CometExperts)]
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
-        self._group = group
-        self._cache: Any = None
-        self._mask, self._pads = torch.empty(0), torch.empty(0)
-        self._position = 0
         self._routing: list[Tensor] = []
+        self._touched = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._decoder: StaticDecoder | None = None
+        self._shape = (0, 0)
+        self._steps = 0
 
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self._group.device
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def why_eager(self) -> str:
+        """See ``Engine``."""
+        return TOO_FEW if self._decoder is None else self._decoder.step.why_eager
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
-        """See ``Engine``."""
-        from transformers import StaticCache
-
-        longest = ids.shape[1]
-        self._pads = longest - lengths
-        # The shortest prompt may grow most, and all of them start to grow at ``longest``.
-        places = torch.arange(longest + max_length - int(lengths.min()), device=self.device)
-        self._mask = (places >= self._pads[:, None]).long()
-        self._cache = StaticCache(config=self.model.config, max_cache_len=len(places))
-        self._position = longest
-        shifted = (places[:longest] - self._pads[:, None]) % longest
-        logits = self._forward(ids.gather(1, shifted), places[:longest])
+        """See ``Engine``; prompts as many and with as much room as the last ones take their memory and their graph."""
+        # The shortest prompt may grow most, and all of them start to grow behind the longest.
+        shape = ids.shape[0], ids.shape[1] + max_length - int(lengths.min())
+        if self._decoder is None or self._shape != shape:
+            self._decoder, self._shape = None, shape  # a graph keeps its memory
+            self._decoder = StaticDecoder(
+                self.model,
+                num_sequences=shape[0],
+                num_places=shape[1] + WARM_STEPS,
+                cuda_graph=self.cuda_graph,
+                after_step=self._count_touched,
+            )
+        logits = self._decoder.read(ids, lengths)
         self._routing.clear()
+        self._touched.zero_()
+        self._steps = 0
         return logits
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
         """See ``Engine``."""
-        place = torch.full((1,), self._position, device=self.device)
-        self._position += 1
-        return self._forward(ids[:, None], place)
+        assert self._decoder is not None, "prompts are read before tokens are appended"
+        self._routing.clear()
+        self._steps += 1
+        return self._decoder.append(ids)
 
     def check(self) -> None:
         """See ``Engine``."""
@@ -101,8 +109,7 @@ class HFEngine:
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; the formula is that of ``GPTEngine``, an embedding that is also the head counts as head."""
-        steps = len(self._routing) // max(len(self._experts), 1)
-        if not steps:
+        if not self._steps or not self._experts:
             return 0.0
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
@@ -112,26 +119,19 @@ class HFEngine:
             dense -= embedding.nbytes
         module = self._experts[0]
         expert = module.gate_up_proj[0].nbytes + module.down_proj[0].nbytes
-        touched = touched_experts(torch.stack(self._routing), module.layout.first_expert, module.layout.experts_local)
-        return touched / steps * expert + dense + len(self._pads) * embedding[0].nbytes
-
-    def _forward(self, ids: Tensor, places: Tensor) -> Tensor:
-        output = self.model(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=(places - self._pads[:, None]).clamp(min=0),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, 0].float()
+        return int(self._touched) / self._steps * expert + dense + self._shape[0] * embedding[0].nbytes
 
     def _note_routing(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._routing.append(arguments[1].flatten())
 
+    def _count_touched(self) -> None:
+        layout = self._experts[0].layout
+        self._touched += touched_experts(torch.stack(self._routing), layout.first_expert, layout.experts_local)
+        self._routing.clear()
 
-def touched_experts(routing: Tensor, first_expert: int, num_experts: int) -> int:
-    """How many different experts of a rank were used, added up over calls.
+
+def touched_experts(routing: Tensor, first_expert: int, num_experts: int) -> Tensor:
+    """How many different experts of a rank were used, added up over calls, without asking the device.
 
     Example: ids ``[[0, 3, 3], [1, 2, 0]]`` of two calls on the rank that holds experts 2 and 3: 1 + 1 = 2.
 
@@ -141,10 +141,10 @@ def touched_experts(routing: Tensor, first_expert: int, num_experts: int) -> int
         num_experts: Experts of the rank.
 
     Returns:
-        At most ``N * num_experts``.
+        ``()`` int64, at most ``N * num_experts``.
     """
     local = routing.long() - first_expert
     used = torch.zeros(len(local), num_experts + 1, dtype=torch.bool, device=local.device)
     outside = (local < 0) | (local >= num_experts)
     used.scatter_(1, local.masked_fill(outside, num_experts), True)
-    return int(used[:, :num_experts].sum())
+    return used[:, :num_experts].sum()

@@ -57,7 +57,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     )
     engine = _open_engine(source, config, group)
     roof = read_bytes_per_second(context.device)
-    warm_up(engine, prompts)
+    warm_up(engine, prompts, settings, context=config.model.context)
     printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None
     generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
     engine.check()
@@ -79,17 +79,22 @@ def _open_codec(source: Source) -> Codec:
 def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engine:
     if source.checkpoint is None:
         from comet.generation.hf import HFEngine
+        from comet.integrations.hf import load_pretrained
 
-        return HFEngine(source.path, group)
+        return HFEngine(load_pretrained(source.path, group), cuda_graph=config.generate.cuda_graph)
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap)
     load_weights(model, source.checkpoint, group)
-    return GPTEngine(model, group)
+    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph)
 
 
 def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
-    """The facts of a run; bytes and times are the largest of all ranks, the roof is the lowest."""
-    weight_bytes, first_s, decode_s, negative_roof = _largest(
-        [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roof], group
+    """The facts of a run; bytes and times are the largest of all ranks, the roof is the lowest.
+
+    ``cuda_graph`` says whether all ranks replayed their decode steps from one, ``why_eager`` why this rank did not.
+    """
+    eager = float(bool(generated.why_eager))
+    weight_bytes, first_s, decode_s, negative_roof, any_eager = _largest(
+        [generated.weight_bytes_per_step, generated.first_token_s, generated.decode_s, -roof, eager], group
     )
     roof = -negative_roof
     steps = generated.steps
@@ -107,6 +112,8 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
         "prompt_tokens": generated.prompt_tokens,
         "new_tokens": generated.new_tokens,
         "time_to_first_token_s": first_s,
+        "cuda_graph": not any_eager,
+        "why_eager": generated.why_eager or None,
         "tokens_per_second": decoded / decode_s if steps else None,
         "weight_bytes_per_step": weight_bytes,
         "achieved_tb_per_s": None if achieved is None else achieved / 1e12,

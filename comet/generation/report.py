@@ -61,7 +61,7 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     if result["tokens_per_second"] is not None:
         rows += [
-            ("decode", f"{result['tokens_per_second']:,.1f} tokens/s"),
+            ("decode", f"{result['tokens_per_second']:,.1f} tokens/s, {_launched(result)}"),
             ("weights read", f"{result['weight_bytes_per_step'] / 1e6:,.2f} MB per step and rank"),
             (
                 "memory rate",
@@ -70,3 +70,9 @@ def table(result: Mapping[str, Any]) -> str:
             ),
         ]
     return "\n".join(f"{name:<14}{value}" for name, value in rows)
+
+
+def _launched(result: Mapping[str, Any]) -> str:
+    if result["cuda_graph"]:
+        return "each step replayed from a CUDA graph"
+    return f"without a CUDA graph ({result['why_eager'] or 'on another rank'})"

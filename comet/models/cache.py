@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from comet.config import require
 from comet.models.config import ModelConfig
 
+CHUNK = 256  # positions whose values are added up in one product
+
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Let every position gather from itself and those before it.
@@ -50,15 +52,23 @@ class KeyValueCache:
     ) -> None:
         require(num_sequences >= 1, f"num_sequences={num_sequences} must be at least 1")
         require(1 <= length <= config.context, f"length={length} must be between 1 and context={config.context}")
-        shape = (config.num_layers, num_sequences, config.num_kv_heads, length, config.head_width)
+        self.length = length
+        places = allocated_places(length)
+        shape = (config.num_layers, num_sequences, config.num_kv_heads, places, config.head_width)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(num_sequences, dtype=torch.int64, device=device)
-        self.positions = torch.arange(length, device=device)
+        self.positions = torch.arange(places, device=device)
+
+    def clear(self) -> None:
+        """Forget everything, in place: what is left out of a sum is multiplied by zero, and must be a number."""
+        self.keys.zero_()
+        self.values.zero_()
+        self.lengths.zero_()
 
     def next_positions(self) -> Tensor:
         """``(B,)`` int64: where the next token of each sequence goes; a full sequence overwrites its last position."""
-        return self.lengths.clamp(max=len(self.positions) - 1)
+        return self.lengths.clamp(max=self.length - 1)
 
     def advance(self) -> None:
         """Count the token that every layer has now been extended by."""
@@ -70,11 +80,13 @@ class KeyValueCache:
         self.values[layer, :, :, : value.shape[2]] = value
         return attend_causally(query, key, value)
 
-    def extend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def extend(self, layer: int, newest: Tensor, unseen: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Remember one more position of each sequence and let it gather from all of its own.
 
         Args:
             layer: Which layer attends.
+            newest: ``(B,)`` int64, from ``next_positions``.
+            unseen: From ``unseen_from`` these positions; all layers share it.
             query: ``(B, H, 1, w)``.
             key: ``(B, G, 1, w)``, G divides H.
             value: ``(B, G, 1, w)``.
@@ -82,9 +94,55 @@ class KeyValueCache:
         Returns:
             ``(B, H, 1, w)``.
         """
-        newest = self.next_positions()[:, None, None, None]
         keys, values = self.keys[layer], self.values[layer]
-        keys.scatter_(2, newest.expand_as(key), key)
-        values.scatter_(2, newest.expand_as(value), value)
-        grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, keys, values, attn_mask=self.positions <= newest, enable_gqa=grouped)
+        place = newest[:, None, None, None].expand_as(key)
+        keys.scatter_(2, place, key)
+        values.scatter_(2, place, value)
+        return attend_to_cache(query, keys, values, unseen)
+
+    def unseen_from(self, newest: Tensor) -> Tensor:
+        """``(B, 1, 1, C)`` bool: the places that lie behind a position of each sequence, ``newest (B,)``."""
+        return self.positions > newest[:, None, None, None]
+
+
+def allocated_places(length: int) -> int:
+    """Positions a cache of ``length`` positions takes memory for: whole chunks; 300 take 512, 200 take 200."""
+    return length if length <= CHUNK else -(-length // CHUNK) * CHUNK
+
+
+def attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
+    """Let one position of each sequence gather from all that its cache holds.
+
+    Heads that share keys are the rows of one product, so keys and values are read once, and the sum over positions is
+    cut into chunks: a product that is 8 rows high keeps a GPU busy only where many of them run at once. Products of 16
+    bits are added up in float32.
+
+    Args:
+        query: ``(B, H, 1, w)``.
+        keys: ``(B, G, C, w)``, G divides H; C is at most ``CHUNK`` or a multiple of it.
+        values: ``(B, G, C, w)``.
+        unseen: ``(B, 1, 1, C)`` bool, what to leave out: not all of a sequence.
+
+    Returns:
+        ``(B, H, 1, w)``.
+    """
+    batch, num_heads, _, width = query.shape
+    groups, places = keys.shape[1:3]
+    rows, chunk = num_heads // groups, min(places, CHUNK)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = _product(query.reshape(batch * groups, rows, width), keys.flatten(0, 1).mT) * width**-0.5
+        scores = scores.view(batch, groups, rows, places).masked_fill(unseen, float("-inf"))
+        shares = scores.softmax(dim=-1).to(values.dtype)
+        parts = shares.view(batch * groups, rows, -1, chunk).transpose(1, 2).reshape(-1, rows, chunk)
+        mixed = _product(parts, values.reshape(-1, chunk, width))
+        total = mixed.view(batch * groups, -1, rows, width).sum(dim=1)
+    return total.view(batch, num_heads, 1, width).to(query.dtype)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``(N, i, j)`` times ``(N, j, k)`` in float32."""
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right)
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())

@@ -146,8 +146,10 @@ class GPT(nn.Module):
         Returns:
             Logits ``(B, 1, V)``, router loss and expert load of this step.
         """
-        attends = [partial(cache.extend, layer) for layer in range(len(self.blocks))]
-        output = self._predict(ids[:, None], self.rotary[:, cache.next_positions()][:, :, None, None], attends)
+        newest = cache.next_positions()
+        unseen = cache.unseen_from(newest)
+        attends = [partial(cache.extend, layer, newest, unseen) for layer in range(len(self.blocks))]
+        output = self._predict(ids[:, None], self.rotary[:, newest][:, :, None, None], attends)
         cache.advance()
         return output
 

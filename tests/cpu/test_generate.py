@@ -235,7 +235,8 @@ def test_warm_up_leaves_no_trace():
     model, group = awake_model()
     engine, config, codec = GPTEngine(model, group), GenerateConfig(prompt="abc", max_new_tokens=5), ByteCodec()
     cold = generate(engine, codec, [[1, 2]], config, context=32)
-    warm_up(engine, [[1, 2], [3]])
+    warm_up(engine, [[1, 2], [3]], config, context=32)
+    warm_up(engine, [[7, 8]], config, context=32)  # in the very memory of the next line
     assert generate(engine, codec, [[1, 2]], config, context=32).texts == cold.texts
 
 

@@ -20,6 +20,7 @@ from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import encode_prompts, generate
 from comet.generation.job import generate_job
+from comet.generation.report import table
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
@@ -108,6 +109,8 @@ def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
     assert "\n".join(out).startswith(f"17 times 4 is {text}\n----\nprompt ")
     for name in ("time_to_first_token_s", "tokens_per_second", "weight_bytes_per_step", "achieved_tb_per_s"):
         assert result[name] > 0
+    assert (result["cuda_graph"], result["why_eager"]) == (False, "the model is on the device 'cpu'")
+    assert "tokens/s, without a CUDA graph (the model is on the device 'cpu')" in "\n".join(out)
     assert result["roof_fraction"] == pytest.approx(result["achieved_tb_per_s"] / result["roof_tb_per_s"])
     assert result["weight_bytes_per_step"] < alone_bytes, "no rank touches both experts of every token"
     assert "output_dir" not in result, "nothing is written"
@@ -123,6 +126,7 @@ def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
         (["generate.top_p=1.5"], "generate: top_p=1.5 must be above 0 and at most 1"),
         (["generate.top_k=0"], "generate: top_k=0 must be at least 1"),
         (["generate.dtype=int8"], "generate.dtype='int8' must be one of auto, float32, bfloat16"),
+        (["generate.cuda_graph=maybe"], "generate.cuda_graph='maybe' must be one of auto, on, off"),
         (["generate.promt=x"], "override 'generate.promt=x': 'generate.promt' is no setting and no group"),
     ],
 )
@@ -171,6 +175,25 @@ def test_source_and_prompt_must_be_given_and_fit(trained, tmp_path):
     job = replace(job, generate=GenerateConfig(source=str(trained), prompt="x" * 33))
     with pytest.raises(ValueError, match=r"generate\.prompt of 33 tokens must be shorter than the .* context of 32"):
         generate_job(job, Rank())
+
+
+def test_a_graph_that_is_insisted_on_must_be_possible(trained, tmp_path):
+    job = job_of_command(compose([f"generate.source={trained}", "generate.prompt=x", "generate.cuda_graph=on"]), 1)
+    assert job.generate.cuda_graph == "on"
+    job = make_job(tmp_path, model=TRAINED, generate=job.generate)
+    with pytest.raises(
+        ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: the model is on the device 'cpu'"
+    ):
+        generate_job(job, Rank())
+
+
+def test_the_table_says_how_steps_were_launched():
+    result = dict.fromkeys(["prompt_tokens", "new_tokens", "weight_bytes_per_step"], 1)
+    result |= dict.fromkeys(["tokens_per_second", "achieved_tb_per_s", "roof_fraction", "roof_tb_per_s"], 0.5)
+    result |= {"time_to_first_token_s": 0.1, "cuda_graph": True, "why_eager": None}
+    assert "0.5 tokens/s, each step replayed from a CUDA graph" in table(result)
+    assert "tokens/s, without a CUDA graph (on another rank)" in table({**result, "cuda_graph": False})
+    assert "(too hot)" in table({**result, "cuda_graph": False, "why_eager": "too hot"})
 
 
 def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(trained, tmp_path, capsys, caplog):

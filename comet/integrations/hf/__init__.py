@@ -2,11 +2,22 @@
 
 ``register`` makes Comet an experts implementation to choose by name, ``convert`` replaces the experts of a model in
 place, on one rank or a group, and ``load_pretrained`` loads a checkpoint folder with each rank's part only.
+``StaticDecoder`` extends sequences token by token from a CUDA graph.
 """
 
 from comet.integrations.hf.convert import check, convert, register
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import FAMILIES, moe_config
 from comet.integrations.hf.loading import load_pretrained
+from comet.integrations.hf.static import StaticDecoder
 
-__all__ = ["FAMILIES", "CometExperts", "check", "convert", "load_pretrained", "moe_config", "register"]
+__all__ = [
+    "FAMILIES",
+    "CometExperts",
+    "StaticDecoder",
+    "check",
+    "convert",
+    "load_pretrained",
+    "moe_config",
+    "register",
+]

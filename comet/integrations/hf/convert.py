@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.decode.runners import LocalRunner, ReplicatedRunner, Runner
+from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
 from comet.group import ExpertGroup
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import check_experts, moe_config, require_transformers, stock_experts
@@ -58,11 +58,11 @@ def comet_experts_forward(
     num_experts, ids = module.gate_up_proj.shape[0], top_k_index.to(torch.int32)
     if getattr(module, "_is_expert_parallel", True):  # older versions do not say
         ids = ids.masked_fill(ids >= num_experts, -1)
-    run = LocalRunner(ids.shape[1], MAX_DECODE_TOKENS)
+    run = LocalRunner(ids.shape[1])
     return run(hidden_states, ids, top_k_weights.float(), module.gate_up_proj, module.down_proj)
 
 
-def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = MAX_DECODE_TOKENS) -> nn.Module:
+def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:
     """Replace the experts of every MoE layer in place; router, shared experts and all else stay the model's own.
 
     On a group (collective) every rank holds the same model and passes it the same input; each keeps only its part of
@@ -133,7 +133,7 @@ class Place:
     runner: Runner
 
     @classmethod
-    def create(cls, config: Any, group: ExpertGroup | None, decode_tokens: int = MAX_DECODE_TOKENS) -> Place:
+    def create(cls, config: Any, group: ExpertGroup | None, decode_tokens: int = DECODE_TOKENS) -> Place:
         """This rank's place among the experts of a model with this configuration; raises ``ValueError`` as above."""
         require(
             0 <= decode_tokens <= MAX_DECODE_TOKENS,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from comet.config import MOE_DTYPES, require
-from comet.decode import MAX_DECODE_TOKENS
+from comet.decode.runners import DECODE_TOKENS
 from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard, StoredTensor, open_checkpoint, shard_checkpoint
 from comet.integrations.hf.convert import Place, keep_from_saving
@@ -27,7 +27,7 @@ def load_pretrained(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    decode_tokens: int = MAX_DECODE_TOKENS,
+    decode_tokens: int = DECODE_TOKENS,
     **options: Any,
 ) -> Any:
     """Build a causal language model from a local folder, with its experts converted and sharded over a group.

@@ -1,0 +1,192 @@
+"""Whole decode steps on one GPU: tokens/s over context lengths, Comet with and without a CUDA graph, and transformers.
+
+    python benchmarks/bench_generate.py --model qwen3_30b_a3b --layers 4 --contexts 128,1024,4096,16384
+    python benchmarks/bench_generate.py --device cpu --model tiny --layers 1 --contexts 8,40
+
+A timed call takes ``--steps`` decode steps (embedding, all layers, logits, most probable token) from the end of a
+context of random keys and values; a step's time is its part of the call. All paths run interleaved (``timing``) on the
+same random weights, made on the device:
+
+    comet, comet_graph                 Comet's GPT, launched kernel by kernel, and replayed from a CUDA graph
+    hf_comet, hf_comet_graph           transformers' Qwen3-MoE with Comet's experts (its attention, its small kernels)
+    hf_grouped_mm, hf_batched_mm, ...  the same with transformers' own experts; its loop over experts (hf_eager) asks
+                                       the device which of them were hit, so it cannot be captured
+    hf_generate                        ``model.generate`` with static cache and default experts, not compiled: the
+                                       compiler takes minutes. Its preparations count, once for all steps of a call
+
+Bytes are those of the weights a step touches (each distinct expert once) and of the keys and values of the context;
+the roof is a read measured in the same run. ``cosine`` compares the logits of the first step with those of ``comet``.
+Writes ``bench_generate.csv``, ``.png`` and ``.json`` to ``--out``; prints a table and, as the last line, the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from bench_decode import read_roof_tbs
+from bench_moe import gather_facts
+from generate_models import ATTENTION, library_version, make_gpt, model_config
+from generate_paths import COMET, Paths, StepPath, Stepwise
+from generate_report import Row, draw, format_table, path_rows, write
+from points import Ranks, attempt
+from timing import Variant, time_interleaved
+from torch import Tensor
+
+from comet.config import ParallelConfig, require
+from comet.decode import MAX_DECODE_TOKENS
+from comet.generation.step import WARM_STEPS
+from comet.group import make_expert_group
+from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT
+
+ALIGNMENT = 64  # positions a cache has room for
+LEAST_COSINE = 0.9  # experts of nearly equal probability change places where the router is rounded differently
+
+
+def measure_context(paths: Paths, context: int, arguments: argparse.Namespace, roof_tbs: float) -> list[Row]:
+    """Check and time every path at one length of the context."""
+    gpt = paths.gpt
+    device, config = gpt.rotary.device, gpt.config
+    generator = torch.Generator(device).manual_seed(context)
+    shape = (2, config.num_layers, arguments.batch, config.num_kv_heads, context, config.head_width)
+    contents = torch.randn(shape, generator=generator, device=device, dtype=gpt.dtype)
+    first = torch.randint(config.vocab_size, (arguments.batch,), generator=generator, device=device)
+    num_places = room(context, arguments.steps)
+    ready, cosines, failures = prepare(paths, contents, first, num_places)
+
+    def rewind() -> None:
+        for path in ready.values():
+            path.rewind()
+
+    variants: dict[str, Variant] = {
+        name: partial(take_steps, path, first, arguments.steps) for name, path in ready.items()
+    }
+    timings = time_interleaved(variants, rounds=arguments.rounds, barrier=rewind, rotate=1, device=device, warmup=1)
+    num_bytes = step_bytes(gpt, contents, first, num_places, arguments.steps)
+    keys: Row = {"model": config.name, "layers": config.num_layers, "batch": arguments.batch, "context": context}
+    found = path_rows(timings, cosines, failures, steps=arguments.steps, batch=arguments.batch, num_bytes=num_bytes)
+    return [keys | row | {"of_roof": None if row["tbs"] is None else row["tbs"] / roof_tbs} for row in found]
+
+
+def room(context: int, steps: int) -> int:
+    """Positions of a cache: the context and the steps from it, those of the warm-up too."""
+    return -(-(context + max(steps, WARM_STEPS + 2)) // ALIGNMENT) * ALIGNMENT
+
+
+def take_steps(path: StepPath, first: Tensor, steps: int, index: int) -> Tensor:
+    """What is timed."""
+    return path.decode(first, steps)
+
+
+def prepare(
+    paths: Paths, contents: Tensor, first: Tensor, num_places: int
+) -> tuple[dict[str, StepPath], dict[str, float], dict[str, str]]:
+    """Every path that works, warm and captured; the cosine of its first logits and Comet's; what failed and why."""
+    ranks = Ranks(0, contents.device, None)
+    ready: dict[str, StepPath] = {}
+    cosines: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    reference: Tensor | None = None
+    makers = paths.makers(contents, num_places, with_graphs=contents.is_cuda)
+    for name in sorted(makers, key=lambda name: name != COMET):
+        made, failure = attempt(partial(warm_path, makers[name], first), ranks)
+        if made is None:
+            failures[name] = failure
+            continue
+        path, logits = made
+        reference = logits if name == COMET else reference
+        if logits is not None and reference is not None:
+            cosines[name] = torch.cosine_similarity(logits.double(), reference.double(), dim=1).min().item()
+        if cosines.get(name, 1.0) < LEAST_COSINE:
+            failures[name] = f"its logits are not Comet's: cosine {cosines[name]:.4f}"
+        else:
+            ready[name] = path
+    return ready, cosines, failures
+
+
+def warm_path(maker: Callable[[], StepPath], first: Tensor) -> tuple[StepPath, Tensor | None]:
+    """A path after its first steps, and the logits of the very first, where it shows them."""
+    path = maker()
+    path.rewind()
+    logits = path.step(first) if isinstance(path, Stepwise) else None
+    path.decode(first, WARM_STEPS + 1)
+    return path, logits
+
+
+def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps: int) -> float:
+    """Bytes one step touches on average: weights (distinct experts, rows of the embedding), keys and values."""
+    _, _, batch, _, positions, _ = contents.shape
+    held = KeyValueCache(gpt.config, num_sequences=batch, length=num_places, dtype=gpt.dtype, device=contents.device)
+    held.keys[:, :, :, :positions], held.values[:, :, :, :positions] = contents
+    held.lengths.fill_(positions)
+    ids, touched = first, 0
+    for _ in range(steps):
+        output = gpt.decode(ids, held)
+        touched += int((output.expert_load > 0).sum())
+        ids = output.logits[:, 0].argmax(-1)
+    embedding, (w1, w2) = gpt.embedding.weight, gpt.moe_layers()[0].expert_parameters()
+    dense = sum(weight.nbytes for weight in gpt.dense_parameters()) - embedding.nbytes + batch * embedding[0].nbytes
+    context = contents.nbytes * (1 + (steps + 1) / 2 / positions)
+    return dense + touched / steps * (w1[0].nbytes + w2[0].nbytes) + context
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace) -> None:
+    """Measure all contexts."""
+    device = torch.device("cpu" if arguments.device == "cpu" or not torch.cuda.is_available() else "cuda")
+    ranks = Ranks(0, device, None)
+    config = model_config(arguments.model, arguments.layers, room(max(arguments.contexts), arguments.steps))
+    group = make_expert_group(
+        config.moe, ParallelConfig(), max_tokens=MAX_DECODE_TOKENS, dtype=ranks.dtype, device=device
+    )
+    paths = Paths(make_gpt(config, group))
+    facts = gather_facts(ranks) | {
+        "read_roof_tbs": read_roof_tbs(ranks),
+        "transformers": library_version(),
+        "parameters": paths.gpt.num_parameters(),
+        "steps": arguments.steps,
+        "rounds": arguments.rounds,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for context in arguments.contexts:
+        rows += measure_context(paths, context, arguments, facts["read_roof_tbs"])
+        gc.collect()  # graphs keep their memory
+        line = write(arguments.out, rows, facts)
+        print(f"context {context}: done", file=sys.stderr, flush=True)
+    draw(arguments.out / "bench_generate.png", rows)
+    print(format_table(rows))
+    print(line)
+    group.close()
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small or too large."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3_30b_a3b", help=", ".join(ATTENTION))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--contexts", default="128,1024,4096,16384", help="positions before the first timed step")
+    parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a timed call")
+    parser.add_argument("--rounds", type=int, default=5, help="counted calls of each path")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench_generate"))
+    arguments = parser.parse_args(command_line)
+    arguments.contexts = [int(number) for number in arguments.contexts.split(",")]
+    require(arguments.model in ATTENTION, f"model={arguments.model!r} must be one of {', '.join(ATTENTION)}")
+    for name in ("layers", "batch", "steps", "rounds"):
+        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
+    require(min(arguments.contexts) >= 1, f"contexts={arguments.contexts} must each be at least 1")
+    most = MAX_DECODE_TOKENS
+    require(arguments.batch <= most, f"batch={arguments.batch} must be at most {most}, which warp decode takes")
+    return arguments
+
+
+if __name__ == "__main__":
+    run(parse(sys.argv[1:]))

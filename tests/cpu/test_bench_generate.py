@@ -1,0 +1,169 @@
+"""The generation benchmark: one model in two libraries, every path's tokens, the arithmetic, and a run on a CPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bench_generate import parse, room, step_bytes
+from generate_cases import graphs_on_cpu
+from generate_models import draws_on, library_version, make_gpt, make_library_model, model_config
+from generate_paths import Paths
+from generate_report import path_rows
+from timing import Timing
+
+from comet.config import ParallelConfig
+from comet.group import make_expert_group
+from comet.models.gpt import GPT
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+needs_library = pytest.mark.skipif(library_version() is None, reason="needs pip install 'comet-moe[hf]'")
+
+
+def tiny_gpt(layers: int = 2) -> GPT:
+    config = model_config("tiny", layers, 128)
+    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=64, dtype=torch.float32, device="cpu")
+    return make_gpt(config, group)
+
+
+def contents_of(gpt: GPT, batch: int, positions: int) -> torch.Tensor:
+    config = gpt.config
+    generator = torch.Generator().manual_seed(positions)
+    shape = (2, config.num_layers, batch, config.num_kv_heads, positions, config.head_width)
+    return torch.randn(shape, generator=generator)
+
+
+@needs_library
+@torch.no_grad()
+def test_both_libraries_run_the_same_model() -> None:
+    gpt = tiny_gpt()
+    ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
+    wanted = gpt(ids).logits
+    for experts in (None, "eager", "batched_mm"):
+        model = make_library_model(gpt, experts)
+        assert model.model.layers[1].mlp.experts.gate_up_proj.data_ptr() == gpt.moe_layers()[1].w1.data_ptr()
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-3)
+    assert wanted.std() > 0.3, "there is something to compare"
+
+
+@needs_library
+@torch.no_grad()
+def test_all_paths_choose_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured ones, too, as far as the step asks no tensor (the twin of warp decode is replaced, see there)."""
+    captures = graphs_on_cpu(monkeypatch)
+    gpt = tiny_gpt()
+    first = torch.tensor([7, 200])
+    makers = Paths(gpt).makers(contents_of(gpt, 2, 21), 64, with_graphs=True)
+    assert makers.pop("hf_generate")
+    assert len(makers) == 9
+    made = {}
+    for name, maker in makers.items():
+        path = maker()
+        for _ in range(2):
+            path.rewind()
+            chosen = [path.decode(first, count) for count in (1, 2, 3)]
+        made[name] = torch.stack(chosen)
+    assert captures.count == sum(name.endswith("_graph") for name in makers) == 4
+    assert captures.replays == 4 * (2 * (1 + 2 + 3) - 1), "all but the first step of each"
+    for name, tokens in made.items():
+        assert torch.equal(tokens, made["comet"]), name
+
+
+@needs_library
+@torch.no_grad()
+def test_generate_of_the_library_takes_the_same_steps() -> None:
+    gpt = tiny_gpt()
+    first = torch.tensor([9])
+    makers = Paths(gpt).makers(contents_of(gpt, 1, 21), 64, with_graphs=False)
+    made = []
+    for name in ("comet", "hf_generate"):
+        path = makers[name]()
+        for count in (3, 6):
+            path.rewind()
+            made.append(path.decode(first, count))
+    assert torch.equal(made[0], made[2])
+    assert torch.equal(made[1], made[3])
+
+
+@torch.no_grad()
+def test_without_transformers_comet_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generate_paths.library_version", lambda: None)
+    gpt = tiny_gpt(1)
+    makers = Paths(gpt).makers(contents_of(gpt, 1, 5), 64, with_graphs=True)
+    assert list(makers) == ["comet_graph", "comet"]
+    assert makers["comet"]().decode(torch.tensor([3]), 2).shape == (1,)
+
+
+@torch.no_grad()
+def test_bytes_of_a_step() -> None:
+    gpt = tiny_gpt(2)
+    contents = contents_of(gpt, 1, 30)
+    hidden, expert = 64, 3 * 64 * 64
+    attention = hidden * (4 + 2 * 2) * 16 + 4 * 16 * hidden + 2 * hidden
+    weights = 2 * (attention + 2 * expert + 8 * hidden) + hidden + 256 * hidden + hidden
+    cached = 2 * 2 * 2 * 16 * (30 + 5 / 2)
+    assert step_bytes(gpt, contents, torch.tensor([5]), 64, steps=4) == 4 * (weights + cached)
+
+
+def test_path_rows_example() -> None:
+    timings = {"comet": Timing(4, 3, 5), "comet_graph": Timing(2, 2, 2)}
+    rows = path_rows(timings, {"comet": 1.0}, {"hf_eager": "too hot"}, steps=8, batch=2, num_bytes=1e9)
+    assert [row["path"] for row in rows] == ["comet_graph", "comet", "hf_eager"]
+    fast, slow, failed = rows
+    assert (slow["ms"], slow["tokens_per_s"], slow["tbs"], slow["cosine"]) == (0.5, 4000, 2, 1)
+    assert slow["quantiles"] == {"median_ms": 0.5, "p10_ms": 0.375, "p90_ms": 0.625}
+    assert (fast["tokens_per_s"], fast["cosine"]) == (8000, None)
+    assert (failed["failure"], failed["ms"], failed["tbs"]) == ("too hot", None, None)
+
+
+def test_draws_are_made_on_the_device() -> None:
+    with draws_on(torch.device("meta")):
+        assert torch.randn((2, 3), generator=torch.Generator()).device.type == "meta"
+    assert torch.randn(2).device.type == "cpu"
+
+
+def test_room_for_the_warm_up() -> None:
+    assert [room(context, steps) for context, steps in ((61, 1), (62, 1), (48, 16), (49, 16))] == [64, 128, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt"], "model='gpt' must be one of qwen3_30b_a3b, tiny"),
+        (["--layers", "0"], "layers=0 must be at least 1"),
+        (["--contexts", "128,0"], "contexts=.* must each be at least 1"),
+        (["--batch", "65"], "batch=65 must be at most 64, which warp decode takes"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(arguments)
+
+
+def test_run_on_a_cpu(tmp_path: Path) -> None:
+    program = [sys.executable, str(ROOT / "benchmarks/bench_generate.py"), "--device", "cpu", "--model", "tiny"]
+    settings = ["--layers", "1", "--contexts", "8,40", "--batch", "2", "--rounds", "2", "--steps", "3"]
+    child = subprocess.run(
+        [*program, *settings, "--out", str(tmp_path)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert child.returncode == 0, child.stderr
+    run = json.loads(child.stdout.splitlines()[-1])
+    library = ["hf_comet", "hf_grouped_mm", "hf_batched_mm", "hf_eager", "hf_generate"] if library_version() else []
+    expected = {(context, path) for context in (8, 40) for path in ("comet", *library)}
+    assert {(row["context"], row["path"]) for row in run["rows"]} == expected
+    for row in run["rows"]:
+        assert row["failure"] is None
+        assert row["tokens_per_s"] == pytest.approx(2e3 / row["ms"])
+        assert row["tbs"] == pytest.approx(row["mbytes"] / row["ms"] / 1e3)
+        assert row["of_roof"] == pytest.approx(row["tbs"] / run["facts"]["read_roof_tbs"])
+        assert row["path"] == "hf_generate" or row["cosine"] > 0.9999
+    with (tmp_path / "bench_generate.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(run["rows"])
+    assert (tmp_path / "bench_generate.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "bench_generate.json").read_text()) == run

@@ -1,0 +1,121 @@
+"""A CUDA graph's rules on a CPU: a capture records operations without their effect, a replay repeats just these.
+
+Whatever a step keeps in Python (a counted position, a new tensor under an old name, a value read from the device)
+stands still between replays, as it would in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ATEN = torch.ops.aten
+WAITS_FOR_THE_DEVICE = {
+    ATEN._local_scalar_dense.default,
+    ATEN.nonzero.default,
+    ATEN.masked_select.default,
+    ATEN.equal.default,
+    ATEN._unique2.default,
+    ATEN.lift_fresh.default,  # a tensor made of numbers of the host
+}
+NOT_PERMITTED = "operation not permitted when stream is capturing"
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations; what they write is put back by ``restore``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._known: set[int] = set()
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        masks = func in (ATEN.index.Tensor, ATEN.index_put_.default) and any(
+            leaf.dtype == torch.bool for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)
+        )
+        if func in WAITS_FOR_THE_DEVICE or masks:
+            raise RuntimeError(f"{func}: {NOT_PERMITTED}")
+        for leaf in leaves:
+            storage = leaf.untyped_storage()
+            if storage.data_ptr() not in self._known and func._schema.is_mutable:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self._written.setdefault(storage.data_ptr(), (whole, whole.clone()))
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):  # what the capture made itself needs no restoring
+            if isinstance(leaf, Tensor) and not any(_shared(leaf, given) for given in leaves):
+                self._known.add(leaf.untyped_storage().data_ptr())
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+    def restore(self) -> None:
+        """Undo what the capture wrote."""
+        for memory, before in self._written.values():
+            memory.copy_(before)
+
+    def replay(self) -> None:
+        """Repeat the operations, into the memory their results had."""
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def _shared(left: Tensor, right: Tensor) -> bool:
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+
+class Captures:
+    """Stands in for ``comet.generation.step.capture`` and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.replays = 0
+
+    def __call__(
+        self, run: Callable[[], Tensor], stream: object, keep: list[object]
+    ) -> tuple[Callable[[], None], Tensor]:
+        self.count += 1
+        recorder = Recorder()
+        try:
+            with recorder:
+                logits = run()
+        finally:
+            recorder.restore()
+
+        def replay() -> None:
+            self.replays += 1
+            recorder.replay()
+
+        return replay, logits
+
+
+def graphs_on_cpu(monkeypatch: Any) -> Captures:
+    """Let ``DecodeStep`` capture on a CPU; returns what counts its captures."""
+    captures = Captures()
+    monkeypatch.setattr("comet.generation.step.capture", captures)
+    monkeypatch.setattr("comet.generation.step.device_obstacle", lambda device: "")
+    # On a CPU these ask the tensors; on a GPU an assertion of the device and kernels take their place.
+    monkeypatch.setattr("comet.router.check_finite", lambda logits: None)
+    for runner in ("LocalRunner", "ReplicatedRunner"):
+        monkeypatch.setattr(f"comet.decode.runners.{runner}.__call__", all_experts)
+    return captures
+
+
+def all_experts(
+    runner: object, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor
+) -> Tensor:
+    """A ``Runner`` on one rank: every expert for every token, so that no id is read."""
+    gate, up = torch.einsum("td,efd->tef", tokens, w1).chunk(2, dim=2)
+    outputs = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, w2)
+    shares = torch.zeros(tokens.shape[0], w1.shape[0], dtype=tokens.dtype)
+    shares = shares.scatter(1, top_k_ids.long(), top_k_weights.to(tokens.dtype))
+    return (shares[:, :, None] * outputs).sum(1)

@@ -1,0 +1,243 @@
+"""Decode steps of whole models replayed from a CUDA graph: the tokens of eager steps, in fixed memory, no waiting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from training_cases import MODEL, MOE, Rank, make_job
+
+from comet.config import ParallelConfig
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import Engine, GPTEngine
+from comet.generation.job import generate_job
+from comet.generation.step import DecodeStep
+from comet.group import make_expert_group
+from comet.models.cache import CHUNK, attend_to_cache
+from comet.models.gpt import GPT
+from comet.training.run import train
+
+GPU = torch.device("cuda", 0)
+MODEL_GPU = replace(
+    MODEL, context=1024, hidden_size=128, dense_layers=1, num_heads=4, num_kv_heads=2,
+    moe=replace(MOE, hidden_size=128, ffn_size=128, num_experts=8, shared_ffn_size=64),
+)  # fmt: skip
+BATCHES = {1: (5,), 2: (4, 2), 5: (6, 1, 3, 6, 2)}
+STEPS = 12
+
+
+def prompts_of(num_sequences: int, seed: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random ids ``(B, S)`` and the lengths, which leave padding."""
+    lengths = torch.tensor(BATCHES[num_sequences])
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (num_sequences, int(lengths.max())), generator=generator)
+    return ids.to(device), lengths.to(device)
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Whatever makes the host wait for the device in here raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def continued(engine: Engine, ids: Tensor, lengths: Tensor, room: int = 64) -> tuple[Tensor, Tensor]:
+    """Greedy tokens ``(B, STEPS)`` and the logits ``(STEPS, B, V)`` they were chosen from."""
+    logits = [engine.prefill(ids, lengths, room)]
+    for taken in range(STEPS - 1):
+        chosen = logits[-1].argmax(-1)
+        if taken < 2 or engine.why_eager:  # the warm-up and the capture may wait
+            logits.append(engine.decode(chosen))
+        else:
+            with no_wait():
+                logits.append(engine.decode(chosen))
+    return torch.stack([each.argmax(-1) for each in logits], dim=1), torch.stack(logits)
+
+
+def assert_same(eager: Engine, captured: Engine, vocabulary: int, num_sequences: int, room: int = 64) -> None:
+    """Two prompts, one after the other in the same memory."""
+    for seed in (1, 2):
+        ids, lengths = prompts_of(num_sequences, seed, vocabulary, eager.device)
+        wanted, wanted_logits = continued(eager, ids, lengths, room)
+        tokens, logits = continued(captured, ids, lengths, room)
+        assert torch.equal(tokens, wanted), f"seed {seed}: {tokens.tolist()}, not {wanted.tolist()}"
+        torch.testing.assert_close(logits, wanted_logits, rtol=1e-5, atol=1e-5)
+        assert captured.weight_bytes_per_step() == eager.weight_bytes_per_step() > 0
+    assert eager.why_eager == "cuda_graph='off'"
+    assert captured.why_eager == ""
+    for engine in (eager, captured):
+        engine.check()
+
+
+def gpt_engines(dtype: torch.dtype, device: torch.device, ep: int = 1) -> tuple[list[GPTEngine], Any]:
+    """The same model twice, for eager and for captured steps."""
+    moe = MODEL_GPU.moe
+    group = make_expert_group(moe, ParallelConfig(ep=ep), max_tokens=512, dtype=dtype, device=device)
+    engines = []
+    for mode in ("off", "on"):
+        model = GPT(MODEL_GPU, group, seed=1)
+        with torch.no_grad():
+            drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
+            model.head.weight.copy_(drawn * 0.3)
+        engines.append(GPTEngine(model, group, cuda_graph=mode))
+    return engines, group
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_sequences", BATCHES)
+def test_comet_gpt(num_sequences: int, dtype: torch.dtype) -> None:
+    (eager, captured), group = gpt_engines(dtype, GPU)
+    assert_same(eager, captured, 256, num_sequences)
+    lengths = captured._cache.lengths.tolist()
+    assert lengths == [length + STEPS - 1 for length in BATCHES[num_sequences]]
+    torch.testing.assert_close(captured._cache.keys, eager._cache.keys, rtol=1e-5, atol=1e-5)
+    group.close()
+
+
+@pytest.mark.gpu
+def test_comet_gpt_with_a_long_cache_and_a_long_prompt() -> None:
+    """The prompt takes the fused path, attention several chunks."""
+    (eager, captured), group = gpt_engines(torch.bfloat16, GPU)
+    ids = torch.randint(256, (1, 700), generator=torch.Generator().manual_seed(5)).to(GPU)
+    lengths = torch.tensor([700], device=GPU)
+    found = [continued(engine, ids, lengths, 1000) for engine in (eager, captured)]
+    assert torch.equal(found[0][0], found[1][0])
+    whole = torch.cat([ids, found[0][0][:, :-1]], dim=1)
+    with torch.no_grad():
+        logits = eager.model.prefill(whole, torch.tensor([whole.shape[1]], device=GPU), eager._cache).logits[:, 0]
+    assert torch.cosine_similarity(found[1][1][-1].double(), logits.double()).min() > 0.99
+    group.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_sequences", BATCHES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_transformers(family: str, num_sequences: int, dtype: torch.dtype) -> None:
+    engines = [hf_engine(family, dtype, mode) for mode in ("off", "on")]
+    assert_same(*engines, 64, num_sequences)
+    for layer, other in zip(*(engine._decoder.cache.layers for engine in engines), strict=True):
+        assert layer.cumulative_length.item() == other.cumulative_length.item() == max(BATCHES[num_sequences]) + 11
+        torch.testing.assert_close(layer.keys, other.keys, rtol=1e-5, atol=1e-5)
+
+
+def hf_engine(family: str, dtype: torch.dtype, cuda_graph: str, **changes: Any) -> Any:
+    """A converted tiny model."""
+    pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+    from hf_cases import tiny_model
+
+    from comet.generation.hf import HFEngine
+    from comet.integrations import hf
+
+    return HFEngine(hf.convert(tiny_model(family, dtype, **changes).to(GPU)), cuda_graph=cuda_graph)
+
+
+@pytest.mark.gpu
+def test_a_sliding_window_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    ids, lengths = prompts_of(2, 1, 64, GPU)
+    found = [
+        continued(hf_engine("mixtral", torch.float32, mode, sliding_window=64), ids, lengths)
+        for mode in ("off", "auto")
+    ]
+    assert torch.equal(found[0][0], found[1][0])
+    assert ["counts the positions of StaticSlidingWindowLayer" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_of_the_training_job(tmp_path: Path) -> None:
+    """The task itself: texts, draws included, and what the report says."""
+    train(make_job(tmp_path, model=MODEL_GPU, steps=30, batch_size=8, checkpoint_every=30), Rank(device=GPU))
+    made = {}
+    for mode in ("off", "on", "auto"):
+        settings = GenerateConfig(source=str(tmp_path / "out"), prompts=("3 times 4", "17"), max_new_tokens=60)
+        job = make_job(tmp_path, model=MODEL_GPU, generate=replace(settings, cuda_graph=mode))
+        made[mode] = generate_job(job, Rank(device=GPU))
+    assert made["off"]["texts"] == made["on"]["texts"] == made["auto"]["texts"]
+    assert [made[mode]["cuda_graph"] for mode in ("off", "on", "auto")] == [False, True, True]
+    assert [made[mode]["why_eager"] for mode in ("off", "on", "auto")] == ["cuda_graph='off'", None, None]
+
+
+@pytest.mark.gpu
+def test_replays_allocate_nothing_that_stays() -> None:
+    (_, engine), group = gpt_engines(torch.bfloat16, GPU)
+    engine.prefill(*prompts_of(2, 1, 256, GPU), 512)
+    chosen = torch.tensor([1, 2], device=GPU)
+    for _ in range(5):
+        logits = engine.decode(chosen)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(300):
+        logits = engine.decode(logits.argmax(-1))
+    assert torch.cuda.memory_allocated() == before
+    group.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("places", [5, CHUNK, 16 * CHUNK])
+def test_attention_to_a_cache(places: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator(GPU).manual_seed(places)
+    query = torch.randn(2, 8, 1, 64, generator=generator, device=GPU).to(dtype)
+    keys, values = torch.randn(2, 2, 2, places, 64, generator=generator, device=GPU).to(dtype)
+    unseen = (torch.arange(places, device=GPU) >= torch.tensor([[places], [3]], device=GPU))[:, None, None]
+    wide = [part.repeat_interleave(4, 1).double() for part in (keys, values)]
+    scores = (query.double() @ wide[0].mT / 8).masked_fill(unseen, -torch.inf)
+    exact = scores.softmax(-1) @ wide[1]
+    with torch.autocast("cuda", torch.bfloat16):
+        found = attend_to_cache(query, keys, values, unseen)
+    assert found.dtype == dtype
+    assert (found.double() - exact).abs().max() < (1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def on_two_ranks(rank: int, world_size: int) -> None:
+    """Steps of a model whose experts lie on two GPUs; the sums over ranks are inside the graph."""
+    torch.cuda.set_device(rank)
+    (eager, captured), group = gpt_engines(torch.bfloat16, torch.device("cuda", rank), ep=world_size)
+    assert_same(eager, captured, 256, 2)
+    group.close()
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_two_ranks() -> None:
+    run_ranks(on_two_ranks, 2, backend="cpu:gloo,cuda:nccl", timeout=400)
+
+
+@pytest.mark.gpu
+def test_what_waits_for_the_device_runs_eagerly_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Last in the file, for what a failed capture might leave behind."""
+    ids = torch.zeros(2, dtype=torch.int64, device=GPU)
+    count = torch.zeros(1, dtype=torch.int64, device=GPU)
+
+    def waits() -> Tensor:
+        count.add_(1)
+        return ids[:, None].float() + count.item()
+
+    here = torch.cuda.current_stream()
+    with caplog.at_level(logging.WARNING):
+        step = DecodeStep(waits, ids)
+        for number in range(1, 5):
+            assert step(torch.tensor([10, 20], device=GPU)).tolist() == [[10.0 + number], [20.0 + number]]
+    assert step.why_eager.startswith("the step cannot be captured: ")
+    assert len(caplog.messages) == 1
+    assert torch.cuda.current_stream() == here
+    insisting = DecodeStep(waits, ids, cuda_graph="on")
+    insisting(ids)
+    with pytest.raises(ValueError, match="cuda_graph='on' must be 'auto' or 'off' here: the step cannot be captured"):
+        insisting(ids)
+    assert torch.cuda.current_stream() == here
+    assert torch.rand(1000, device=GPU).std() > 0.2, "the device still draws"
+    (eager, captured), group = gpt_engines(torch.float32, GPU)
+    assert_same(eager, captured, 256, 2)
+    group.close()
