@@ -52,7 +52,7 @@ class DecodeConfig:
         gate_up: Block of the first kernel; in the vector form its rows divide 16.
         down: Block of the second kernel; in the vector form its rows divide 16.
         fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
-        dependent: Start each kernel while the one before drains (programmatic dependent launch).
+        dependent: Start down while gate/up drains (programmatic dependent launch).
     """
 
     form: Literal["vector", "matrix"]
@@ -205,13 +205,15 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     routed_rows = num_tokens * top_k
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
+    gathered = landing is not None and landing.gather is not None
     least = 1 if config.form == "vector" else 16
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
         BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),
         SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
+        GATHERED=gathered,
     )  # fmt: skip
-    if landing is not None and landing.gather is not None:
+    if gathered:
         gather(step, landing, dependent=_starts_early(config))
     _gate_up(step, config, landing, groups, constants)
     _down(step, config, landing, groups, constants)
@@ -242,7 +244,7 @@ def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: 
     if config.form == "matrix":
         gate_and_up = w1.view(num_slots, 2, ffn_size, hidden_size)
         w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, shape.depth])
-    options = {"launch_pdl": True} if constants["DEPENDENT"] else {}
+    options = {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
         step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
         step.tickets if landing is None else landing.epoch,
@@ -275,7 +277,6 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
         step.out, *network,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
-        GATHERED=landing is not None and landing.gather is not None,
         WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=triton.knobs.runtime.interpret,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip

@@ -76,7 +76,7 @@ class Setting:
             max(16, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
             LANE=LOAD_BYTES // self.weight_dtype.itemsize,
             SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.dependent,
-            **({} if self.quantised else {"scales_ptr": None}),
+            GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
         )  # fmt: skip
 
     def weight_type(self, block: list[int]) -> str:
@@ -136,7 +136,7 @@ def _down(setting: Setting) -> KernelCase:
     }  # fmt: skip
     constants = dict(
         FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
-        W=setting.ranks, GATHERED=setting.gathered, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
+        W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)

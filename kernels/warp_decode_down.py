@@ -16,7 +16,6 @@ import triton.language as tl
 from .warp_decode_gather import ABSENT
 from .warp_decode_routing import (
     NO_ROW,
-    allow_next,
     load_columns,
     prefetch,
     row_of,
@@ -179,7 +178,6 @@ def down_kernel(
     GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``."""
-    allow_next(DEPENDENT)  # the gate/up kernel of the next step, which waits for this one before it does anything
     groups = T * K
     if FOLD:
         groups = T

@@ -82,15 +82,16 @@ def gate_up_kernel(
     x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    SCALES: tl.constexpr, PRECISION: tl.constexpr, ADVANCE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr, ADVANCE: tl.constexpr, GATHERED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
 
     With ADVANCE the first block adds one to the epoch, which the down kernel reads and, before this one, the gather
-    kernel. This one may start while the kernel before it drains; the down kernel, which reads ids early, not before
-    that has ended.
+    kernel. With GATHERED this one may start while that drains, the down kernel not before it ended: it reads ids early.
     """
-    wait_for_previous(DEPENDENT)
+    if GATHERED:
+        wait_for_previous(DEPENDENT)
     allow_next(DEPENDENT)
     group, block = tl.program_id(0), tl.program_id(1)
     if ADVANCE:

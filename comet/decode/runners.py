@@ -26,8 +26,8 @@ from comet.layout import ExpertLayout
 from comet.paths import ExpertPath, make_path
 from comet.plain import plain_experts
 
-# Most tokens that take warp decode where the caller does not say: all that it takes. On an H200 no other path was faster
-# for the experts of Qwen3-30B at any number up to it (``benchmarks/bench_decode.py`` reports the crossover).
+# Most tokens that take warp decode where the caller does not say: all that it takes. On an H200 no other path was
+# faster for the experts of Qwen3-30B at any number up to it (``benchmarks/bench_decode.py`` reports the crossover).
 DECODE_TOKENS = MAX_DECODE_TOKENS
 
 
