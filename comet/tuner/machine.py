@@ -23,6 +23,8 @@ class Machine:
         num_sms: SMs, and thread blocks of a fused kernel.
         gemm_tflops: 16-bit grouped GEMM on all SMs without tile overhead and heat. Fit; cuBLAS dense reaches 790.
         fp32_tflops: The same in IEEE float32, without tensor cores. Data sheet, 67 at boost clock, less 25 %.
+        narrow_share: Rate of tiles of fewer than 128 rows over that of 128, whose warp groups share operands. Fit to
+            ``comet tune`` on two H200.
         tile_overhead_ms: Start and end of one tile that no pipeline hides. Fit.
         l2_gbs_per_sm: Tile operands from L2 to one SM: 64 bytes per clock at 1.7 GHz. Architecture.
         hbm_gbs: Memory reads. Design section 6.
@@ -32,7 +34,8 @@ class Machine:
         power_exponent: Of SMs in the power relief: 116 of 132 SMs lose 6.5 %, not 12 %. Design section 5.
         reread_share: Part of the time of reading the layer-0 weights again that a further phase costs. Design section
             8.3: +3 % (Mixtral), +7 % (Qwen3), +15-20 % (DeepSeek) for three more phases.
-        push_gbs: (comm blocks, rate) of a stand-alone push in flagged chunks, ascending. Design sections 6 and 8.2.
+        push_gbs: (comm blocks, rate) of a stand-alone push in flagged chunks, ascending. Design sections 6 and 8.2; up
+            to 8 blocks a fit to what 4 of them cost beside a GEMM, ``comet tune`` on two H200.
         push_share: Rate beside a running GEMM over the stand-alone rate. Design section 8, "comm only" columns.
         link_gbs: Copy-engine rate, which no kernel exceeds. Design section 6.
         reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
@@ -54,6 +57,7 @@ class Machine:
     num_sms: int = 132
     gemm_tflops: float = 770.0
     fp32_tflops: float = 50.0
+    narrow_share: float = 0.72
     tile_overhead_ms: float = 0.0018
     l2_gbs_per_sm: float = 109.0
     hbm_gbs: float = 4600.0
@@ -62,7 +66,7 @@ class Machine:
     heat_full_ms: float = 8.0
     power_exponent: float = 0.48
     reread_share: float = 0.45
-    push_gbs: tuple[tuple[int, float], ...] = ((1, 40.0), (4, 160.0), (8, 305.0), (16, 325.0), (64, 361.0))
+    push_gbs: tuple[tuple[int, float], ...] = ((1, 24.0), (4, 95.0), (8, 190.0), (16, 325.0), (64, 361.0))
     push_share: float = 0.8
     link_gbs: float = 385.0
     reduce_gbs_per_block: float = 3.2
@@ -96,7 +100,7 @@ class Machine:
     def push_rate(self, comm_blocks: int) -> float:
         """GB/s that ``comm_blocks`` push beside a GEMM: linear between the measured points, flat past the last.
 
-        Example: of the H200, 12 blocks: 0.8 * (305 + 325) / 2 = 252.
+        Example: of the H200, 12 blocks: 0.8 * (190 + 325) / 2 = 206.
         """
         blocks, rates = zip(*self.push_gbs, strict=True)
         at = bisect_left(blocks, comm_blocks)

@@ -88,7 +88,8 @@ def layer_gemms(problem: Problem, block_rows: int, machine: Machine) -> tuple[Ge
     for number, (block_n, contraction, outputs) in enumerate(
         ((2 * tile.block_f, hidden_size, 2 * width), (tile.block_n, width, hidden_size))
     ):
-        flops = 2 * block_rows * block_n * contraction / sm_flops
+        rate = sm_flops * (machine.narrow_share if block_rows < max(BLOCK_ROWS) else 1.0)
+        flops = 2 * block_rows * block_n * contraction / rate
         operands = (block_rows + block_n) * contraction * itemsize / machine.l2_gbs_per_sm / 1e6
         weight_bytes = problem.experts_local * outputs * contraction * itemsize * min(1.0, num_tiles)
         traffic = weight_bytes + (reads[number] + writes[number]) * itemsize

@@ -132,8 +132,8 @@ def test_model_agrees_with_measured_layers(name: str, tokens: int, fused_ms: flo
 
 
 def test_machine_examples_and_rules() -> None:
-    assert H200.push_rate(12) == pytest.approx(0.8 * (305 + 325) / 2)
-    assert H200.push_rate(8) == pytest.approx(0.8 * 305)
+    assert H200.push_rate(12) == pytest.approx(0.8 * (190 + 325) / 2)
+    assert H200.push_rate(8) == pytest.approx(0.8 * 190)
     assert H200.push_rate(1000) == pytest.approx(0.8 * 361)
     assert H200.throttle(10, 132) == pytest.approx(1.10)
     assert H200.throttle(10, 116) == pytest.approx(1.034, abs=1e-3)

@@ -1,0 +1,62 @@
+"""The profiles that ship with Comet: each entry can be used, and the model would have chosen about as well."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.tuner import H200, Problem, predict
+from comet.tuner.choice import check_setting, resolve
+from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries
+
+SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))
+# Mean of the model's choice over the best measured; the model was fitted to these measurements, among others.
+MOST_REGRET = 1.05
+
+
+def problem_of(entry: ProfileEntry) -> Problem:
+    key = entry.key
+    moe = MoEConfig(num_experts=key.num_experts, top_k=key.top_k, hidden_size=key.hidden_size, ffn_size=key.ffn_size)
+    return Problem.create(moe, ParallelConfig(ep=key.ep, tp=key.tp), key.tokens, getattr(torch, key.dtype))
+
+
+def regret(entry: ProfileEntry) -> float:
+    """Measured time of what the model likes best of all that was measured, over the best of it."""
+    problem = problem_of(entry)
+    ran = [item for item in entry.measured if item.ms is not None]
+    favourite = min(ran, key=lambda item: predict(problem, item.setting, H200).ms)
+    return favourite.ms / entry.winner.ms
+
+
+def test_there_are_profiles() -> None:
+    assert [path.name for path in SHIPPED] == ["nvidia_h200_x2.json"]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_entry_is_read_and_used(path: Path) -> None:
+    device = json.loads(path.read_text())["device"]
+    entries, trouble = read_entries(path, device)
+    assert entries
+    assert not trouble
+    for key, entry in entries.items():
+        world_size = key.ep * key.tp
+        assert path.name == profile_path(Path(), device, world_size).name
+        problem, store = problem_of(entry), ProfileStore.open(None, device, world_size)
+        chosen = resolve(problem, store, H200)
+        assert chosen.source == "profile"
+        assert chosen.setting == entry.winner.setting
+        assert chosen.setting is not None, "the plain path is slower on every shape that was measured"
+        check_setting(chosen.setting, problem, H200)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_model_chooses_about_as_well(path: Path) -> None:
+    entries, _ = read_entries(path, json.loads(path.read_text())["device"])
+    regrets = {key: regret(entry) for key, entry in entries.items()}
+    assert mean(regrets.values()) <= MOST_REGRET, regrets
