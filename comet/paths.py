@@ -60,6 +60,7 @@ class SymmetricPath:
         self.use_kernels = use_kernels
         self.ops = importlib.import_module("comet.fused" if use_kernels else "comet.twin")
         self.expert_capacity = expert_capacity(config, group)
+        self.max_imbalance = config.max_imbalance
         self.max_routed_rows = routed_row_capacity(
             self.layout, self.workspace.max_tokens, self.overlap.block_rows, config.max_imbalance
         )
@@ -102,7 +103,7 @@ class SymmetricPath:
         if not self.use_kernels and plan.status[2]:
             raise CapacityError(
                 f"rank {self.layout.rank} needs {int(plan.status[0])} routed rows, more than the "
-                f"{self.max_routed_rows} that max_imbalance reserves; raise max_imbalance or leave it unset"
+                f"{self.max_routed_rows} that max_imbalance={self.max_imbalance} reserves; raise it or leave it unset"
             )
         return plan
 

@@ -121,7 +121,8 @@ class NvshmemCommunicator(CommunicatorBase):
         except self._nvshmem.NvshmemError as failure:
             raise UnavailableError(
                 f"{self.device} of rank {self.rank} cannot address the GPU of rank {rank} by load and store; "
-                "the MoE group must lie inside one NVLink domain"
+                "the MoE group must lie inside one NVLink domain: lower parallel.ep or parallel.tp until it does; the "
+                "other ranks are data-parallel then"
             ) from failure
 
     def _barrier(self) -> None:

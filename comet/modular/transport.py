@@ -98,7 +98,8 @@ class SymmetricTransport:
             if not path.use_kernels and plan.status[2]:
                 raise CapacityError(
                     f"rank {self.layout.rank} needs {int(plan.status[0])} routed rows, more than the "
-                    f"{path.max_routed_rows} that max_imbalance reserves; raise max_imbalance or leave it unset"
+                    f"{path.max_routed_rows} that max_imbalance={path.max_imbalance} reserves; raise it or leave it "
+                    "unset"
                 )
             return plan, path.ops.dispatch(routed.tokens.contiguous(), plan, path.workspace, path.settings)
 

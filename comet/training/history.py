@@ -21,6 +21,7 @@ class Window:
         learning_rate: Of the last step.
         expert_load: Routed rows per MoE layer and expert, summed over the steps.
         tokens_per_second: Of all ranks.
+        dropped_rows: Routed rows beyond the experts' capacity, summed over layers and steps.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Window:
     learning_rate: float
     expert_load: list[list[float]]
     tokens_per_second: float
+    dropped_rows: float = 0.0
 
     @property
     def imbalance(self) -> float:
@@ -38,6 +40,14 @@ class Window:
         """
         ratios = [max(load) * len(load) / max(sum(load), 1.0) for load in self.expert_load]
         return sum(ratios) / len(ratios) if ratios else 1.0
+
+    @property
+    def dropped_share(self) -> float:
+        """Dropped over all routed rows.
+
+        Example: ``dropped_rows=2`` of ``expert_load=[[6, 2], [4, 4]]`` gives ``2 / 16 = 0.125``.
+        """
+        return self.dropped_rows / max(sum(map(sum, self.expert_load)), 1.0)
 
 
 @dataclass(slots=True)

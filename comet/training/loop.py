@@ -14,6 +14,7 @@ from torch.optim import AdamW
 
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT, next_token_loss
+from comet.paths import expert_capacity
 from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
 from comet.training.optimizer import clip_gradients, learning_rate, synchronize_gradients
@@ -26,12 +27,14 @@ class StepMetrics:
     Args:
         loss: ``()`` float32: mean loss in nats per byte.
         grad_norm: ``()`` float32: global gradient norm before clipping.
-        expert_load: ``(L, E)`` float32: routed rows per MoE layer and expert.
+        expert_load: ``(L, E)`` float32: routed rows per MoE layer and expert, those that were dropped included.
+        dropped_rows: ``()`` float32: routed rows of all layers beyond the experts' capacity; 0 if nothing is dropped.
     """
 
     loss: Tensor
     grad_norm: Tensor
     expert_load: Tensor
+    dropped_rows: Tensor
 
 
 class Trainer:
@@ -51,6 +54,7 @@ class Trainer:
         self.group = group
         self.text = text
         self.config = config
+        self.capacity = expert_capacity(model.config.moe, group)
 
     @property
     def tokens_per_step(self) -> int:
@@ -59,7 +63,7 @@ class Trainer:
 
     def step(self, step: int) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0 (collective)."""
-        loss, expert_load = self._backward(step)
+        loss, dropped_rows, expert_load = self._backward(step)
         synchronize_gradients(self.model, self.group)
         grad_norm = clip_gradients(self.model, self.group, self.config.grad_clip)
         for parameters in self.optimizer.param_groups:
@@ -69,10 +73,10 @@ class Trainer:
         for layer, load in zip(self.model.moe_layers(), expert_load, strict=True):
             if layer.config.balance == "bias":
                 layer.router.update_bias(load)
-        return StepMetrics(loss, grad_norm, expert_load)
+        return StepMetrics(loss, grad_norm, expert_load, dropped_rows)
 
-    def _backward(self, step: int) -> tuple[Tensor, Tensor]:
-        """Fill the gradients; return mean loss and expert load over all ranks."""
+    def _backward(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill the gradients; return the mean loss, and dropped rows and expert load of all ranks."""
         batch = sample_batch(
             self.text,
             batch_size=self.config.batch_size,
@@ -84,10 +88,32 @@ class Trainer:
         output = self.model(batch[:, :-1])
         loss = next_token_loss(output.logits, batch[:, 1:])
         (loss + output.router_loss).backward()
-        sums = torch.cat([loss.detach().view(1), output.expert_load.flatten()])
+        dropped_rows = count_dropped_rows(output.expert_load, self.capacity, self.group)
+        sums = torch.cat([loss.detach().view(1), dropped_rows.view(1), output.expert_load.flatten()])
         if self.group.world_size > 1:
             dist.all_reduce(sums)
-        return sums[0] / self.group.world_size, sums[1:].view_as(output.expert_load)
+        return sums[0] / self.group.world_size, sums[1], sums[2:].view_as(output.expert_load)
+
+
+def count_dropped_rows(expert_load: Tensor, capacity: int | None, group: ExpertGroup) -> Tensor:
+    """Routed rows beyond the capacity of their expert (collective).
+
+    Args:
+        expert_load: ``(L, E)`` float32: routed rows of this rank's tokens per MoE layer and expert.
+        capacity: Rows an expert keeps of those its MoE group routes to it; ``None``: all.
+        group: The ranks.
+
+    Returns:
+        ``()`` float32: this rank's share, an equal part of what its MoE group drops; the shares of all ranks add up.
+
+    Example: capacity 3, two ranks with loads ``[[2, 1]]`` and ``[[3, 1]]``: expert 0 drops 2 rows, the share is 1.
+    """
+    if capacity is None:
+        return expert_load.new_zeros(())
+    load = expert_load.clone()
+    if group.process_group is not None:
+        dist.all_reduce(load, group=group.process_group)
+    return (load - capacity).clamp(min=0).sum() / group.parallel.world_size
 
 
 @contextmanager

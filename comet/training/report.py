@@ -66,6 +66,8 @@ class Reporter:
             f"loss {loss:.3f}, {window.tokens_per_second:,.0f} tokens/s, "
             f"busiest expert {window.imbalance:.2f}x, {memory_bytes / GIB:.2f} GiB"
         )
+        if window.dropped_rows:
+            text += f", {window.dropped_share:.1%} of routed rows dropped"
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(len(window.losses))
 

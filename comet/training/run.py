@@ -183,6 +183,7 @@ class Job:
             "tokens_per_second": tokens / seconds if seconds else 0.0,
             "train_seconds": seconds,
             "peak_memory_bytes": peak_memory,
+            "dropped_rows": sum(window.dropped_rows for window in self.reporter.history.windows),
             "output_dir": str(self.output_dir),
             "checkpoint": str(self.checkpoint_path),
         }
@@ -206,6 +207,7 @@ class Job:
             learning_rate=learning_rate(done - 1, settings),
             expert_load=torch.stack([metrics.expert_load for metrics in window]).sum(0).tolist(),
             tokens_per_second=len(window) * self.trainer.tokens_per_step / seconds,
+            dropped_rows=float(sum(metrics.dropped_rows for metrics in window)),
         )
         self.reporter.window(record, peak_memory_bytes(self.group.device, self.group.workspace.num_bytes))
 

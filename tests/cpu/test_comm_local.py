@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from comet.comm import Communicator, emulated_group, make_communicator
 from comet.comm.base import SymmTensor
 from comet.comm.local import LocalCommunicator
 from comet.comm.signals import late, signal, wait, waited
-from comet.errors import CommTimeoutError
+from comet.errors import CommTimeoutError, UnavailableError
 
 # ---- a rank alone ----------------------------------------------------------------------------------------------------
 
@@ -109,3 +110,37 @@ def test_view_refuses_what_does_not_fit() -> None:
         pool.view(768, (65,), torch.float32)
     with pytest.raises(ValueError, match=r"dtype=torch.float32 of the pool must be torch.uint8"):
         pool.view(0, (4,), torch.float32).view(0, (4,), torch.int32)
+
+
+# ---- GPUs that cannot reach each other, as far as a CPU can tell -----------------------------------------------------
+
+
+def test_symm_mem_says_what_to_use_where_gpus_cannot_map_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from comet.comm import symm_mem
+
+    def rendezvous(tensor: torch.Tensor, group_name: str) -> None:
+        raise RuntimeError("peer access is not supported")
+
+    monkeypatch.setattr(symm_mem.torch_symm_mem, "rendezvous", rendezvous)
+    rank = object.__new__(symm_mem.SymmMemCommunicator)
+    rank.device, rank._group = torch.device("cuda", 1), SimpleNamespace(group_name="moe")
+    with pytest.raises(
+        UnavailableError, match=r"cuda:1 cannot map .*peer access is not supported.*use backend='nvshmem'"
+    ):
+        rank._exchange(torch.zeros(8))
+
+
+def test_nvshmem_says_what_to_change_where_a_gpu_is_out_of_reach() -> None:
+    from comet.comm.nvshmem import NvshmemCommunicator
+
+    class NvshmemError(Exception):
+        pass
+
+    def get_peer_tensor(tensor: torch.Tensor, rank: int) -> None:
+        raise NvshmemError("no pointer")
+
+    rank = object.__new__(NvshmemCommunicator)
+    rank.rank, rank.device = 0, torch.device("cuda", 0)
+    rank._nvshmem = SimpleNamespace(NvshmemError=NvshmemError, get_peer_tensor=get_peer_tensor)
+    with pytest.raises(UnavailableError, match=r"rank 0 cannot address the GPU of rank 9 .*lower parallel.ep"):
+        rank._peer(torch.zeros(8), 9)

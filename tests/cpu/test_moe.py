@@ -74,7 +74,7 @@ def test_many_epochs_with_delayed_ranks(path: str) -> None:
     run_ranks(run_case, 2, case, path, "cpu", True, interpret=path == "fused", timeout=300)
 
 
-def test_outputs_are_bitwise_equal_from_run_to_run_and_to_the_twin() -> None:
+def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
     case = LayerCase("ep2", 2, 1, (40, 33), num_experts=8, top_k=4)
     runs = [
         run_ranks(run_case, 2, case, path, interpret=path == "fused") for path in ("fused", "fused", "twin", "twin")
@@ -177,7 +177,8 @@ def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str) -> 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
 def test_too_little_reserved_memory_is_an_error_that_names_the_setting(path: str) -> None:
-    with pytest.raises(AssertionError, match="max_imbalance reserves; raise max_imbalance or leave it unset"):
+    said = r"max_imbalance(=1\.0)? reserves; raise (it|max_imbalance) or leave it unset"
+    with pytest.raises(AssertionError, match=said):
         run_ranks(overflow, 2, path, interpret=path == "fused")
 
 
