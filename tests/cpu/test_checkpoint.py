@@ -80,10 +80,10 @@ def test_one_process_goes_on_bit_for_bit(tmp_path):
     assert same
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
-def test_two_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp):
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1), (2, 2)])
+def test_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp):
     folder = str(tmp_path)
-    ranks = run_ranks(save_and_go_on, 2, folder, ep, tp)
+    ranks = run_ranks(save_and_go_on, max(2, ep * tp), folder, ep, tp)
     for _, losses, resumed_losses, same in ranks:
         assert resumed_losses == losses
         assert same
@@ -99,9 +99,10 @@ def test_two_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp)
     torch.testing.assert_close(halves, torch.tensor(moments), rtol=1e-4, atol=0)
 
 
-def test_one_process_checkpoint_loads_on_two_ranks(tmp_path):
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
+def test_one_process_checkpoint_loads_on_more_ranks(tmp_path, ep, tp):
     trainer = save_steps(tmp_path, [2])
-    for found, _ in run_ranks(load_logits, 2, str(tmp_path), 2, 1):
+    for found, _ in run_ranks(load_logits, ep * tp, str(tmp_path), ep, tp):
         torch.testing.assert_close(torch.tensor(found), logits(trainer), rtol=1e-5, atol=1e-5)
 
 

@@ -26,7 +26,7 @@ from comet.training.run import train
 TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
 # Without the load-balancing loss, which is not a mean over tokens, the global objective does not depend on the split.
 LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
-LAYOUTS = [(2, 1), (1, 2), (1, 1)]
+LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 
 
 def test_learning_rate_example_of_the_docstring():
@@ -49,13 +49,13 @@ def test_only_matrices_decay():
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
 
 
-def local_norm(rank, world_size, ep, tp, max_norm):
-    """The norm before clipping, and the dense and expert gradients afterwards."""
-    model, group = make_model(LINEAR, ep=ep, tp=tp)
+def local_norm(rank, world_size, ep, tp, max_norm, num_batches):
+    """The norm before clipping, and the dense and expert gradients afterwards; one rank takes all batches."""
+    model, group = make_model(LINEAR, ep=ep, tp=tp, max_tokens=512)
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
-    batches = [sample_batch(TEXT, batch_size=4, context=32, seed=0, step=0, rank=other) for other in range(2)]
-    batch = batches[rank] if world_size == 2 else torch.cat(batches)
+    batches = [sample_batch(TEXT, batch_size=4, context=32, seed=0, step=0, rank=r) for r in range(num_batches)]
+    batch = batches[rank] if world_size > 1 else torch.cat(batches)
     output = model(batch[:, :-1])
     (next_token_loss(output.logits, batch[:, 1:]) + output.router_loss).backward()
     synchronize_gradients(model, group)
@@ -66,14 +66,13 @@ def local_norm(rank, world_size, ep, tp, max_norm):
     return norm, dense, experts
 
 
-@pytest.mark.parametrize(("ep", "tp"), LAYOUTS)
+@pytest.mark.parametrize(("ep", "tp"), [*LAYOUTS, (2, 2)])
 def test_clipped_gradients_are_those_of_one_process(ep, tp):
-    max_norm = 0.1
-    norm, dense, experts = local_norm(0, 1, 1, 1, max_norm)
+    max_norm, world_size = 0.1, max(2, ep * tp)
+    norm, dense, experts = local_norm(0, 1, 1, 1, max_norm, world_size)
     assert norm > max_norm
-    ranks = run_ranks(local_norm, 2, ep, tp, max_norm)
-    assert ranks[0][0] == ranks[1][0]
-    assert ranks[0][1] == ranks[1][1]
+    ranks = run_ranks(local_norm, world_size, ep, tp, max_norm, world_size)
+    assert all(found[:2] == ranks[0][:2] for found in ranks)
     for rank, (rank_norm, rank_dense, rank_experts) in enumerate(ranks):
         assert rank_norm == pytest.approx(norm, rel=1e-5)
         for found, expected in zip(rank_dense, dense, strict=True):
@@ -125,12 +124,16 @@ def test_every_layout_of_two_ranks_learns_the_same():
         assert held_out == pytest.approx(data_parallel[3], rel=2e-3)
 
 
-def test_two_ranks_learn_what_one_process_with_both_batches_learns():
-    curve = run_ranks(loss_curve, 2, 2, 1, 4, LINEAR)[0][0]
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
+def test_ranks_learn_what_one_process_with_all_batches_learns(ep, tp):
+    ranks = range(ep * tp)
+    outcomes = run_ranks(loss_curve, len(ranks), ep, tp, 4, LINEAR)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    curve = outcomes[0][0]
     model, _ = make_model(LINEAR, max_tokens=512)
     optimizer = make_optimizer(model, TRAIN)
     for step, (loss, norm) in enumerate(curve):
-        batch = torch.cat([sample_batch(TEXT, batch_size=4, context=32, seed=0, step=step, rank=r) for r in range(2)])
+        batch = torch.cat([sample_batch(TEXT, batch_size=4, context=32, seed=0, step=step, rank=r) for r in ranks])
         output = model(batch[:, :-1])
         expected = next_token_loss(output.logits, batch[:, 1:])
         (expected + output.router_loss).backward()

@@ -1,0 +1,287 @@
+"""Signals broken on purpose, one at a time: the tests that should notice, do.
+
+A break is applied in the processes of the ranks, before they run what the test gives them. Under the interpreter a
+kernel looks its device functions up among the globals of its module, so a break is a plain function put there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import comm_conformance
+import layer_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from comm_conformance import Site
+from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
+from layer_ranks import build_layer
+from ranks import run_ranks
+
+import comet.autograd
+import comet.plan_kernels
+import comet.plan_twin
+import comet.twin
+from comet.comm import cpu_shm, signals
+from comet.errors import CommTimeoutError
+from comet.kernels import combine, dispatch, dispatch_gemm, gemm_combine, gemm_panels, metadata, primitives
+from comet.layout import CHUNK_ROWS
+from comet.paths import SymmetricPath
+
+COPY = "broken_"  # before the name of a test file that runs over broken ranks
+WINDOW_S = 0.3  # between a flag that comes too early and its payload
+LATE_S = 1.0
+WRONG = r"(not finite|error [\d.e+-]+ > )"
+FAILED = r"(AssertionError|DID NOT RAISE)"
+NO_RESULT = r"^$"  # the bare assertion of a test that compares what the ranks returned
+
+LATE = "test_moe::test_a_late_rank_is_waited_for_in_each_layer"
+STOPPED = "test_moe::test_a_rank_that_stops_is_named"
+PLAN_NAMED = "test_plan::test_a_late_rank_is_named"
+PLAN_RIGHT = "test_plan::test_kernels_between_ranks"
+BARRIER = "test_comm::test_device_barrier_orders_ranks_and_names_a_late_one"
+
+
+# ---- what is broken --------------------------------------------------------------------------------------------------
+
+
+def nothing(*args: Any, **kwargs: Any) -> int:
+    """A wait that does not wait, or a signal that never comes."""
+    return 0
+
+
+def skip(module: ModuleType, function: str, rank: int) -> None:
+    """Make a function of ``module`` do nothing."""
+    assert hasattr(module, function), f"{module.__name__} has no {function} to break"
+    setattr(module, function, nothing)
+
+
+def skip_with_deadline(module: ModuleType, function: str, rank: int) -> None:
+    """The same, and who waits in vain gives up soon."""
+    skip(module, function, rank)
+    make_group = layer_ranks.make_expert_group
+    layer_ranks.make_expert_group = lambda *args, **kwargs: make_group(*args, **{**kwargs, "timeout_s": 0.1})
+
+
+def never_late(module: ModuleType, rank: int) -> None:
+    """Host side: every poll finds at once what it looks for."""
+    module.poll = lambda condition, timeout_s: True
+
+
+def flag_first(module: ModuleType, payload: str, rank: int) -> None:
+    """On rank 1, raise each flag before the rows that ``payload`` stores, instead of after them."""
+    if rank != 1:
+        return
+    store, raise_flag, waiting = getattr(module, payload), module.signal, []
+
+    def raise_then_store(flag_ptr: Any, epoch: Any) -> None:
+        raise_flag(flag_ptr, epoch)
+        if waiting:
+            time.sleep(WINDOW_S)
+        while waiting:
+            store(*waiting.pop())
+
+    setattr(module, payload, lambda *args: waiting.append(args))
+    module.signal = raise_then_store
+
+
+def ids_flag_first(rank: int) -> None:
+    """On rank 1, raise the flags of the ids before the kernel that stores both."""
+    exchange = comet.plan_kernels.exchange
+
+    def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any) -> None:
+        chunks = pool.max_tokens // CHUNK_ROWS
+        for address in pool.flag_pointers.tolist():
+            for chunk in range(chunks):
+                ctypes.c_int32.from_address(address + 4 * (rank * chunks + chunk)).value = int(pool.epoch) + 1
+        time.sleep(WINDOW_S)
+        exchange(ids, weights, pool, *others)
+
+    if rank == 1:
+        comet.plan_kernels.exchange = raise_then_exchange
+
+
+BREAKS: dict[str, Callable[[int], None]] = {
+    "nothing": nothing,
+    "plan does not wait": partial(skip, metadata, "wait_flag"),
+    "plan's flag first": ids_flag_first,
+    "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
+    "layer 0's flag first": partial(flag_first, dispatch, "push_chunk"),
+    "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal"),
+    "backward dispatch does not wait": partial(skip, dispatch, "wait_flags"),
+    "reduce does not wait": partial(skip, combine, "wait_flag"),
+    "final sum does not wait": partial(skip, combine, "wait_flags"),
+    "layer 1's flag first": partial(flag_first, combine, "reduce_rows"),
+    "gradients' flag first": partial(flag_first, combine, "send_grads"),
+    "layer 1 does not signal": partial(skip_with_deadline, combine, "signal"),
+    "device barrier does not wait": partial(skip, primitives, "wait_flags"),
+    "twin does not wait": partial(skip, comet.twin, "wait"),
+    "twin's plan does not wait": partial(skip, comet.plan_twin, "wait"),
+    "host barrier does not wait": partial(never_late, cpu_shm),
+    "host wait does not wait": partial(never_late, signals),
+}
+
+
+# ---- the tests that exist, over broken ranks -------------------------------------------------------------------------
+
+
+def load(name: str) -> ModuleType:
+    """The test file of that name beside this one, as a module of its own."""
+    spec = importlib.util.spec_from_file_location(COPY + name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None, name
+    assert spec.loader is not None, name
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_broken(broken: str, fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """``run_ranks`` for a test that runs over broken ranks."""
+    return run_ranks(broken_rank, world_size, broken, fn.__module__, fn.__qualname__, args, **options)
+
+
+def broken_rank(rank: int, world_size: int, broken: str, name: str, function: str, args: tuple[Any, ...]) -> Any:
+    """Break something, then do what the test wants of a rank."""
+    module = load(name.removeprefix(COPY)) if name.startswith(COPY) else importlib.import_module(name)
+    BREAKS[broken](rank)
+    return getattr(module, function)(rank, world_size, *args)
+
+
+NOTICED = [
+    ("plan does not wait", PLAN_NAMED, (True,), NO_RESULT),
+    ("plan's flag first", PLAN_RIGHT, (2,), "epoch 0 rank 0: .* differs"),
+    ("layer 0 does not wait", LATE, ("fused", 0), WRONG),
+    ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch"), NO_RESULT),
+    ("layer 0's flag first", LATE, ("fused", 0), WRONG),
+    ("final sum does not wait", LATE, ("fused", 1), WRONG),
+    ("final sum does not wait", STOPPED, ("fused", "layer 1 combine"), NO_RESULT),
+    ("layer 1's flag first", LATE, ("fused", 1), WRONG),
+    ("device barrier does not wait", BARRIER, (), FAILED),
+    ("twin does not wait", LATE, ("twin", 0), WRONG),
+    ("twin does not wait", LATE, ("twin", 1), WRONG),
+    ("twin's plan does not wait", PLAN_NAMED, (False,), NO_RESULT),
+]
+
+
+@pytest.mark.parametrize(
+    ("broken", "test", "args", "complaint"),
+    NOTICED,
+    ids=[f"{broken}: {test} {args}" for broken, test, args, _ in NOTICED],
+)
+def test_the_break_is_noticed(broken: str, test: str, args: tuple[Any, ...], complaint: str) -> None:
+    file, function = test.split("::")
+    module = load(file)
+    module.run_ranks = partial(run_broken, broken)
+    with pytest.raises(AssertionError, match=complaint):
+        getattr(module, function)(*args)
+
+
+@pytest.mark.parametrize("place", ["layer 0 dispatch", "layer 1 combine"])
+def test_a_signal_that_never_comes_is_noticed(place: str) -> None:
+    module = load("test_moe")
+    module.run_ranks = partial(run_broken, f"{place[:7]} does not signal")
+    with pytest.raises(AssertionError, match=rf"CommTimeoutError: rank \d waited 0\.1 s for rank \d \({place}"):
+        module.test_kernels_in_the_interpreter(module.CASES[1])
+
+
+# ---- the host's barrier and wait -------------------------------------------------------------------------------------
+
+
+def conformance(rank: int, world_size: int, broken: str, check: str) -> None:
+    BREAKS[broken](rank)
+    getattr(comm_conformance, check)(Site(rank, world_size, "cpu_shm", kernels=False))
+
+
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [("host barrier does not wait", "check_late_rank"), ("host wait does not wait", "check_signal_wait")],
+)
+def test_the_break_of_the_host_is_noticed(broken: str, check: str) -> None:
+    with pytest.raises(AssertionError, match=FAILED):
+        run_ranks(conformance, 2, broken, check)
+
+
+# ---- waits of the backward pass, and of a layer for its own GEMM -----------------------------------------------------
+
+
+def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> None:
+    """Rank 1 does one step of a training pass late, over landing zones full of NaN; gradients against the oracle."""
+    BREAKS[broken](rank)
+    case = LayerCase("ep2", 2, 1, (40, 40))
+    moe = build_layer(case, rank, "fused")
+    assert isinstance(moe.experts, SymmetricPath)
+    module = comet.autograd if place == "keep_rows" else moe.experts.ops
+    if rank == 1:
+        setattr(module, place, partial(after_sleep, getattr(module, place)))
+    inputs = rank_inputs(case, rank)
+    x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
+    y = moe.routed_experts(x, inputs.top_k_ids, weights)
+    if place != "keep_rows":
+        layer_ranks.poison(moe.group)
+    y.backward(inputs.grad_output)
+    moe.group.workspace.check()
+    exact, same = (oracle(case, rank, dtype) for dtype in (torch.float64, case.dtype))
+    for what, leaf in (("tokens", x), ("top_k", weights), ("w1", moe.w1), ("w2", moe.w2)):
+        assert leaf.grad is not None
+        truth, plain = (getattr(result, f"grad_{what}") for result in (exact, same))
+        assert_as_close(leaf.grad, truth, plain, case.dtype, f"rank {rank}: {what}")
+    dist.barrier()
+
+
+def after_sleep(step: Callable[..., Any], *args: Any) -> Any:
+    time.sleep(LATE_S)
+    return step(*args)
+
+
+@pytest.mark.parametrize("place", ["keep_rows", "dispatch", "grad_tokens"])
+def test_a_late_rank_is_waited_for_in_the_backward_pass(place: str) -> None:
+    run_ranks(late_in_backward, 2, "nothing", place, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "place"),
+    [
+        ("device barrier does not wait", "keep_rows"),
+        ("backward dispatch does not wait", "dispatch"),
+        ("final sum does not wait", "grad_tokens"),
+        ("gradients' flag first", "grad_tokens"),
+    ],
+)
+def test_the_break_of_the_backward_pass_is_noticed(broken: str, place: str) -> None:
+    with pytest.raises(AssertionError, match=WRONG):
+        run_ranks(late_in_backward, 2, broken, place, interpret=True)
+
+
+def without_gemm(rank: int, world_size: int, broken: str, beside: bool) -> str:
+    """Layer 1 with compute blocks that do nothing; returns the complaint."""
+    BREAKS[broken](rank)
+    skip(gemm_panels, "gemm_panels", rank)
+    skip(gemm_combine, "gemm_panels", rank)
+    case = LayerCase("one rank", 1, 1, (37,), num_phases=1, beside=beside)
+    moe = build_layer(case, rank, "fused")
+    moe.group.comm.timeout_s = 0.02
+    inputs = rank_inputs(case, rank)
+    with torch.no_grad():
+        moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    try:
+        moe.group.workspace.check()
+    except CommTimeoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_reduce_waits_for_the_gemm_of_its_rank(beside: bool) -> None:
+    found, broken = (
+        run_ranks(without_gemm, 1, how, beside, interpret=True)[0] for how in ("nothing", "reduce does not wait")
+    )
+    assert found.startswith("rank 0 waited 0.0 s for rank 0 (layer 1 panel")
+    assert broken == ""
