@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_library import PREFIX
+from report import align, cell
 from timing import Timing
 
 Row = dict[str, Any]
@@ -99,9 +100,7 @@ def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row; below it what was launched without a graph or not measured, and the crossovers."""
     hidden = (*IN_JSON_ONLY, *BELOW_TABLE)
     shown = [name for name in columns(rows, hidden) if any(row.get(name) is not None for row in rows)]
-    lines = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(shown))]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    table = align([shown, *([cell(row.get(name), near_one=7) for name in shown] for row in rows)])
     return "\n".join([*table, *_remarks(rows), *map(_sentence, crossovers(rows))])
 
 
@@ -188,11 +187,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return "; ".join(f"{name}: {reason}" for name, reason in value.items())
     return value
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.7f}" if 0.99 < value < 1 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

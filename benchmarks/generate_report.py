@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from report import align, cell
 from timing import Timing
 
 Row = dict[str, Any]
@@ -57,9 +58,7 @@ def path_rows(
 def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row."""
     shown = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
-    lines = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(shown))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(align([shown, *([cell(row.get(name), near_one=6) for name in shown] for row in rows)]))
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Row) -> str:
@@ -91,11 +90,3 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.6f}" if 0.99 < value < 1 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -11,7 +11,7 @@ from typing import Any
 from accounting import geometric_mean
 from bench_moe import describe
 from layer_points import Split
-from report import Row
+from report import Row, align
 from timing import Timing
 
 # A layer, its GEMM and its communication.
@@ -93,8 +93,7 @@ def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row; columns in which nothing was measured are left out."""
     shown = [name for name in TABLE if any(row.get(name) not in (None, "") for row in rows)]
     lines = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(shown))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(align(lines))
 
 
 def _cell(value: Any) -> str:

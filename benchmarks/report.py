@@ -56,9 +56,13 @@ def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row, then the geometric means."""
     means: Row = {"model": "geometric mean"} | {name: geometric_mean(row.get(name) for row in rows) for name in MEANS}
     shown = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in (*rows, means))]
-    lines = [shown, *([_cell(row.get(name)) for name in shown] for row in (*rows, means))]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(shown))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(align([shown, *([cell(row.get(name)) for name in shown] for row in (*rows, means))]))
+
+
+def align(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of equally many cells, every column to the right of its width."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
 def append_csv(path: Path, row: Row) -> None:
@@ -101,9 +105,15 @@ def as_json(rows: Sequence[Row], facts: Row) -> str:
     return json.dumps({"facts": facts, "geometric_mean": means, "rows": list(rows)})
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any, near_one: int | None = None) -> str:
+    """A value as it stands in a table; ``near_one`` digits tell similarities just below 1 apart.
+
+    Example: ``None``, 0.99871, 0.12345 and 123.4: ``-``, ``0.999`` (with 4 digits ``0.9987``), ``0.123`` and ``123``.
+    """
     if value is None:
         return "-"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-    return str(value)
+    if not isinstance(value, float):
+        return str(value)
+    if near_one is not None and 0.99 < value < 1:
+        return f"{value:.{near_one}f}"
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

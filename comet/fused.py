@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
-from comet.kernels.arguments import GradWire, Returns, TileTable, Wire
+from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, aligned
 from comet.kernels.dispatch import DispatchConfig, Sends
 from comet.kernels.dispatch import dispatch as launch_dispatch
 from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
@@ -26,7 +26,7 @@ def layer0(
     x: Tensor, w1: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Dispatch || grouped GEMM || SwiGLU in one launch; see ``comet.twin.layer0``."""
-    x = _aligned(x)
+    x = aligned(x)
     rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
     hidden = x.new_empty(rows, ffn)
     pre = x.new_empty(rows, 2 * ffn) if save_pre else None
@@ -109,11 +109,6 @@ def barrier(workspace: Workspace) -> None:
         flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
         W_BLOCK=triton.next_power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
     )  # fmt: skip
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """``x`` itself, or a copy where it does not start at 16 bytes: its rows are read in pieces of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:

@@ -100,12 +100,16 @@ class SymmetricPath:
             max_routed_rows=self.max_routed_rows,
             use_kernels=self.use_kernels,
         )
+        self.check_reserved(plan)
+        return plan
+
+    def check_reserved(self, plan: Plan) -> None:
+        """Raise ``CapacityError`` on the CPU where a plan needs more routed rows than are reserved; see ``plan``."""
         if not self.use_kernels and plan.status[2]:
             raise CapacityError(
                 f"rank {self.layout.rank} needs {int(plan.status[0])} routed rows, more than the "
                 f"{self.max_routed_rows} that max_imbalance={self.max_imbalance} reserves; raise it or leave it unset"
             )
-        return plan
 
 
 class CollectivePath:

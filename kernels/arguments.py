@@ -109,3 +109,8 @@ class GradWire:
 def as_triton_dtype(dtype: torch.dtype) -> str:
     """Triton's short name of a torch element type, for signatures: ``bf16``, ``fp16`` or ``fp32``."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """``rows`` itself, or a copy where it does not start at 16 bytes: kernels read rows in pieces of 16 bytes."""
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()

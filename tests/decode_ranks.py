@@ -12,7 +12,7 @@ from decode_cases import DecodeCase, draw_ids
 from gemm_cases import assert_as_good
 from torch import Tensor
 
-from comet.comm import make_communicator
+from comet.comm import Communicator, make_communicator
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode, rank_slots, warp_decode_torch
 from comet.decode.gathered import Batch
 from comet.layout import ExpertLayout
@@ -43,6 +43,15 @@ def shard(case: DecodeCase, layout: ExpertLayout, dtype: torch.dtype, device: st
     return DecodeWeights(w1=w1.contiguous().to(device), w2=w2.contiguous().to(device), slots=rank_slots(layout, device))
 
 
+def open_rank(
+    rank: int, world_size: int, case: DecodeCase, tp: int, dtype: torch.dtype, device: str
+) -> tuple[Communicator, DecodeWeights]:
+    """This rank's communicator, and what it holds of the experts."""
+    comm = make_communicator("auto", dist.group.WORLD, device, timeout_s=60.0)
+    layout = ExpertLayout(num_experts=case.E, top_k=case.K, ep=world_size // tp, tp=tp, rank=rank)
+    return comm, shard(case, layout, dtype, device)
+
+
 def run_steps(
     rank: int,
     world_size: int,
@@ -55,9 +64,7 @@ def run_steps(
     delay_s: float = 0.0,
 ) -> list[Tensor]:
     """Steps one after the other without a barrier, checked against the oracle afterwards; returns the outputs."""
-    comm = make_communicator("auto", dist.group.WORLD, device, timeout_s=60.0)
-    layout = ExpertLayout(num_experts=case.E, top_k=case.K, ep=world_size // tp, tp=tp, rank=rank)
-    weights = shard(case, layout, dtype, device)
+    comm, weights = open_rank(rank, world_size, case, tp, dtype, device)
     decode = RankDecode(comm, hidden_size=case.D, max_tokens=max(num_tokens), use_kernels=use_kernels)
     scratch = DecodeScratch.create(weights, case.K, dtype, max_tokens=max(num_tokens))
     sleeper, outputs = random.Random(rank + case.seed), []
@@ -104,9 +111,7 @@ def run_gathered(
     delay_s: float = 0.0,
 ) -> list[Tensor]:
     """``run_steps`` of tokens that differ between ranks; then all of them replicated, which must give the same bits."""
-    comm = make_communicator("auto", dist.group.WORLD, device, timeout_s=60.0)
-    layout = ExpertLayout(num_experts=case.E, top_k=case.K, ep=world_size // tp, tp=tp, rank=rank)
-    weights = shard(case, layout, dtype, device)
+    comm, weights = open_rank(rank, world_size, case, tp, dtype, device)
     most = max(max(of_step) for of_step in counts)
     arguments = dict(hidden_size=case.D, use_kernels=use_kernels)
     decode = RankDecode(comm, max_tokens=most, replicated=False, **arguments)

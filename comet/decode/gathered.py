@@ -9,11 +9,10 @@ from torch import Tensor
 
 from comet.comm.base import Communicator
 from comet.config import MAX_TOP_K, MOE_DTYPES, require
-from comet.decode.local import aligned
+from comet.kernels.arguments import aligned
 from comet.kernels.warp_decode_gather import ABSENT
 from comet.kernels.warp_decode_step import Gather
-
-LOW_HALF = 0xFFFFFFFF
+from comet.kernels.warp_decode_words import LOW_HALF
 
 
 class Batch(NamedTuple):
@@ -107,7 +106,7 @@ class TokenGather:
 
 def words_of(values: Tensor, epoch: int) -> Tensor:
     """Every 32 bits along the last axis of ``values`` below ``epoch``, as int64 words."""
-    return (aligned(values.contiguous()).view(torch.int32).long() & LOW_HALF) | (epoch << 32)
+    return (aligned(values.contiguous()).view(torch.int32).long() & LOW_HALF.value) | (epoch << 32)
 
 
 def _payload(words: Tensor, epoch: int) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs, check_kernel_inputs
+from comet.kernels.arguments import aligned
 from comet.kernels.warp_decode import DecodeConfig, decode, select
 from comet.kernels.warp_decode_step import Landing, Step
 
@@ -91,8 +92,3 @@ def run_kernels(
         config = select(tokens.dtype, num_tokens, top_k, *sizes, shared_scale=weights.shared_scale)
     decode(step, config, landing)
     return out
-
-
-def aligned(tokens: Tensor) -> Tensor:
-    """``tokens`` itself, or a copy where it does not start at 16 bytes: its rows are read in pieces of 16 bytes."""
-    return tokens if tokens.data_ptr() % 16 == 0 else tokens.clone()

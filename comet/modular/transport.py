@@ -10,7 +10,6 @@ from torch import Tensor
 
 from comet import twin
 from comet.config import MoEConfig, OverlapConfig, require
-from comet.errors import CapacityError
 from comet.group import ExpertGroup
 from comet.modular.interfaces import RoutedTokens
 from comet.paths import SymmetricPath
@@ -95,12 +94,7 @@ class SymmetricTransport:
 
         def arrive() -> tuple[Plan, Tensor]:
             plan = finish()
-            if not path.use_kernels and plan.status[2]:
-                raise CapacityError(
-                    f"rank {self.layout.rank} needs {int(plan.status[0])} routed rows, more than the "
-                    f"{path.max_routed_rows} that max_imbalance={path.max_imbalance} reserves; raise it or leave it "
-                    "unset"
-                )
+            path.check_reserved(plan)
             return plan, path.ops.dispatch(routed.tokens.contiguous(), plan, path.workspace, path.settings)
 
         return arrive

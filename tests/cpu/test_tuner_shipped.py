@@ -13,6 +13,7 @@ import torch
 from comet.config import MoEConfig, ParallelConfig
 from comet.tuner import H200, Problem, predict
 from comet.tuner.choice import check_setting, resolve
+from comet.tuner.explain import model_regret
 from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries
 
 SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))
@@ -27,11 +28,12 @@ def problem_of(entry: ProfileEntry) -> Problem:
 
 
 def regret(entry: ProfileEntry) -> float:
-    """Measured time of what the model likes best of all that was measured, over the best of it."""
+    """``model_regret`` where the model chooses among what was measured."""
     problem = problem_of(entry)
-    ran = [item for item in entry.measured if item.ms is not None]
-    favourite = min(ran, key=lambda item: predict(problem, item.setting, H200).ms)
-    return favourite.ms / entry.winner.ms
+    predictions = [predict(problem, item.setting, H200) for item in entry.measured if item.ms is not None]
+    found = model_regret(predictions, entry)
+    assert found is not None
+    return found
 
 
 def test_there_are_profiles() -> None:
