@@ -21,6 +21,7 @@ from .warp_decode_scales import BLOCK, MX
 from .warp_decode_step import Landing, Step
 
 LOAD_BYTES = 16
+LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15
 FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
 WORD_COLS = 2 * 32  # columns of the all-reduce for each warp: two for each thread, or stores get narrower
 QUANTISED_DEPTH = 32  # least step of the matrix form for weights of a byte: a scale of MXFP8, and what TMA swizzles
@@ -53,6 +54,7 @@ class DecodeConfig:
         down: Block of the second kernel; in the vector form its rows divide 16.
         fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
         dependent: Start down while gate/up drains (programmatic dependent launch).
+        ahead: Steps of w2 that down loads before gate/up has ended, at most its contraction (vector form).
     """
 
     form: Literal["vector", "matrix"]
@@ -60,12 +62,15 @@ class DecodeConfig:
     down: BlockShape
     fold: bool = False
     dependent: bool = False
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.form not in ("vector", "matrix"):
             raise ValueError(f"form={self.form!r} must be 'vector' or 'matrix'")
         if self.fold and self.form != "vector":
             raise ValueError(f"fold={self.fold} must go with form='vector', not {self.form!r}")
+        if self.ahead and (self.ahead < 0 or self.form != "vector"):
+            raise ValueError(f"ahead={self.ahead} must be 0, or at least 1 with form='vector', not {self.form!r}")
         for name in ("gate_up", "down"):
             shape = getattr(self, name)
             least, most = (1, 16) if self.form == "vector" else (16, 128)
@@ -95,9 +100,10 @@ def select(
 ) -> DecodeConfig:
     """The default for a step.
 
-    16-bit tokens: matrix, the fastest of about 30 blocks of each kernel on an H200 for Qwen3-30B, and with bfloat16
-    weights for a slice of DeepSeek-V3 (see ``benchmarks/RESULTS.md``). float32, not measured: vector for one token (and
-    fold) and two (so that an expert both chose is read once), else matrix.
+    16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models (see
+    ``benchmarks/RESULTS.md``): vector for one token, and for two where experts are large or quantised; else matrix.
+    float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once), else
+    matrix.
 
     Args:
         dtype: Of the tokens.
@@ -110,6 +116,10 @@ def select(
     """
     if dtype == torch.float32:
         config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, 1 if shared_scale else 4, dependent)
+    elif num_tokens <= 2 and shared_scale:
+        config = _few_quantised(num_tokens, dependent)
+    elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
+        config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
     elif shared_scale:
         config = _quantised_blocks(num_tokens, dtype, shared_scale, dependent)
     else:
@@ -131,6 +141,33 @@ def _float32_blocks(
         gate_up=_vector_block(itemsize, hidden_size, rows=loads // 2),
         down=_vector_block(itemsize, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
         fold=num_tokens == 1,
+        dependent=dependent,
+    )
+
+
+def is_large(hidden_size: int, ffn_size: int) -> bool:
+    """Whether an expert is as large as those of Mixtral and DeepSeek-V3, rather than as those of Qwen3."""
+    return hidden_size * ffn_size >= LARGE_EXPERT
+
+
+def _few_quantised(num_tokens: int, dependent: bool) -> DecodeConfig:
+    """One or two tokens, weights of a byte: half a warp for a row of w2, as much of which is loaded early as fits."""
+    gate_up, down = BlockShape(rows=2, depth=512, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
+    ahead = 3 if num_tokens == 1 else 1
+    return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=ahead)
+
+
+def _few_blocks(num_tokens: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
+    """One or two tokens, weights of 16 bits: small blocks of one warp; large experts leave nothing to load early."""
+    is_one = num_tokens == 1
+    if not is_large(hidden_size, ffn_size):
+        gate_up, down = BlockShape(rows=2, depth=256, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
+        return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=1)
+    return DecodeConfig(
+        form="vector",
+        gate_up=BlockShape(rows=1, depth=1024, num_warps=4 if is_one else 2),
+        down=BlockShape(rows=1 if is_one else 4, depth=256, num_warps=1),
+        fold=is_one,
         dependent=dependent,
     )
 
@@ -160,7 +197,9 @@ def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: in
     else:
         enough = routed_rows * ffn_size >= FEW_BLOCKS * 32
         gate_up = BlockShape(rows=32 if enough else 16, depth=128, num_stages=4)
-    if num_tokens > 32:
+    if num_tokens > 32 and is_large(hidden_size, ffn_size):
+        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
+    elif num_tokens > 32:
         down = BlockShape(rows=64, depth=64, num_stages=4)
     elif num_tokens > 16:
         down = BlockShape(rows=64, depth=128, num_stages=3)
@@ -206,7 +245,7 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
     gathered = landing is not None and landing.gather is not None
-    least = 1 if config.form == "vector" else 16
+    least = 1 if config.form == "vector" else 8
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
         BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),
@@ -277,6 +316,7 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
         step.out, *network,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
-        WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=triton.knobs.runtime.interpret,
+        WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),
+        INTERPRET=triton.knobs.runtime.interpret,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip

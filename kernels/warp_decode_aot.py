@@ -15,8 +15,8 @@ from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import COLS, NUM_WARPS, gather_kernel
 from .warp_decode_scales import BLOCK, MX
 
+WGMMA_ROWS, WGMMA_TOKENS = 64, 16  # smaller products take the older matrix instruction
 # name: E, K, D, F
-WGMMA_ROWS = 64  # narrower blocks take the older matrix instruction
 SHAPES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "deepseek": (256, 8, 7168, 2048)}
 RANKS = 4
 SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value}
@@ -73,7 +73,7 @@ class Setting:
         vector = self.config.form == "vector"
         return dict(
             K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=self.num_tokens if vector else
-            max(16, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
+            max(8, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
             LANE=LOAD_BYTES // self.weight_dtype.itemsize,
             SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.dependent,
             GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
@@ -137,6 +137,7 @@ def _down(setting: Setting) -> KernelCase:
     constants = dict(
         FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
         W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
+        AHEAD=min(setting.config.ahead, triton.cdiv(ffn_size, shape.depth)),
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)
@@ -163,7 +164,8 @@ def _case(
 ) -> KernelCase:
     """Wide stores where a thread has 16 bytes of the tile to store; the vector form stores a value per row.
 
-    MXFP8 in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step; in the matrix
+    MXFP8 in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step, those loaded
+    ahead among them; in the matrix
     form one load is narrow where a step has less than four scales for each thread.
     """
     constants = setting.constants() | of_kernel
@@ -176,13 +178,14 @@ def _case(
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize
         if shape.rows * constants["T_BLOCK"] * item_bytes >= 32 * shape.num_warps * LOAD_BYTES:
             expects |= {"wide_stores"}
-        if constants["PRECISION"] != "ieee" and rows >= WGMMA_ROWS:
+        if constants["PRECISION"] != "ieee" and rows >= WGMMA_ROWS and constants["T_BLOCK"] >= WGMMA_TOKENS:
             expects |= {"wgmma"}
     scale_bytes = 0
     if setting.quantised == "mxfp8":
         lanes_of_row = min(32, shape.depth // constants["LANE"])
         few_scales = rows * shape.depth // MX.value < 4 * 32 * shape.num_warps
-        scale_bytes = rows * lanes_of_row // 32 if config.form == "vector" else int(few_scales)
+        steps = 1 + constants.get("AHEAD", 0)
+        scale_bytes = steps * rows * lanes_of_row // 32 if config.form == "vector" else int(few_scales)
     return KernelCase(
         name=setting.label,
         fn=kernel,

@@ -14,15 +14,7 @@ import triton
 import triton.language as tl
 
 from .warp_decode_gather import ABSENT
-from .warp_decode_routing import (
-    NO_ROW,
-    load_columns,
-    prefetch,
-    row_of,
-    serving,
-    slot_of,
-    wait_for_previous,
-)
+from .warp_decode_routing import NO_ROW, row_of, serving, slot_of, wait_for_previous
 from .warp_decode_scales import lane_columns, lane_scales, load_lanes, scaled_dot, scaled_products, step_scales
 from .warp_decode_words import push_words, sum_words
 
@@ -30,38 +22,65 @@ SUM_TOKENS = tl.constexpr(16)  # tokens the last block of a column block adds up
 
 
 @triton.jit
+def weight_tile(
+    w2_ptr, scales_ptr, slot, first_col, f, D, F,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """``(weights (BLOCK_D, BLOCK_K), their scales)`` of a slot, from column ``f`` of w2 on; zeros for slot -1."""
+    legal_slot = tl.maximum(slot, 0)
+    cols, ks = first_col + tl.arange(0, BLOCK_D), f + tl.arange(0, BLOCK_K)
+    ptrs = w2_ptr + legal_slot.to(tl.int64) * D * F + cols[:, None] * F + ks[None, :]
+    # Masked, not skipped: a branch would keep the loads of several experts from being in flight together.
+    mask = (slot >= 0) & (EVEN_K | (ks < F)[None, :])
+    weights = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    return weights, lane_scales(scales_ptr, legal_slot, first_col, f, D, F, BLOCK_D, BLOCK_K, LANE, SCALES, EVEN_K)
+
+
+@triton.jit
+def times_hidden(
+    tile, hidden_ptr, row, f, F,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """``(BLOCK_D, BLOCK_K / LANE)`` float32: a ``weight_tile`` times one routed row's hidden."""
+    hs = f + lane_columns(BLOCK_D, BLOCK_K, LANE, SCALES)
+    hidden = load_lanes(hidden_ptr + row * F + hs, hs < F, LANE, SCALES, EVEN_K, "evict_last")
+    return scaled_products(tile[0], hidden, tile[1], LANE, SCALES)
+
+
+@triton.jit
 def down_fold(
     hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2_ptr, scales_ptr, token, first_col, D, F, E, S,
-    K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    SCALES: tl.constexpr, DEPENDENT: tl.constexpr,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    LANE: tl.constexpr, SCALES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``(BLOCK_D,)`` columns of one token's output: its experts one after the other, the loads of all in flight."""
-    cols = first_col + tl.arange(0, BLOCK_D)
-    ks = tl.arange(0, BLOCK_K)
-    hs = lane_columns(BLOCK_D, BLOCK_K, LANE, SCALES)
-    offsets = cols[:, None] * F + ks[None, :]
-    if DEPENDENT:
-        for k in tl.static_range(K):
-            slot = slot_of(tl.load(ids_ptr + token * K + k).to(tl.int32), slots_ptr, E, S)
-            if slot >= 0:
-                prefetch_rows(w2_ptr + slot.to(tl.int64) * D * F, cols, F, BLOCK_D)
-        wait_for_previous(DEPENDENT)
+    """``(BLOCK_D,)`` columns of one token's output; the first AHEAD steps of all its experts are loaded early."""
+    places = tl.arange(0, K_BLOCK)
+    ids = tl.load(ids_ptr + token * K + places, mask=places < K, other=-1).to(tl.int32)
+    slots = slot_of(ids, slots_ptr, E, S)
+    tiles = ()
+    for index in tl.static_range(K * AHEAD):
+        slot = tl.sum(tl.where(places == index // AHEAD, slots, 0))
+        f = index % AHEAD * BLOCK_K
+        tile = weight_tile(w2_ptr, scales_ptr, slot, first_col, f, D, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
+        tiles = tiles + (tile,)  # noqa: RUF005 - the compiler knows no other way
+    wait_for_previous(DEPENDENT)
+    weights = tl.load(weights_ptr + token * K + places, mask=slots >= 0, other=0.0)
     total = tl.zeros((BLOCK_D, BLOCK_K // LANE), dtype=tl.float32)
-    for f in range(0, F, BLOCK_K):
-        in_depth = EVEN_K | (f + ks < F)
-        for k in tl.static_range(K):
-            row = token * K + k
-            slot = slot_of(tl.load(ids_ptr + row).to(tl.int32), slots_ptr, E, S)
-            # Masked, not skipped: a branch would keep the loads of the K experts from being in flight together.
-            mask = in_depth & (slot >= 0)
-            legal_slot = tl.maximum(slot, 0)
-            w2_ptrs = w2_ptr + legal_slot.to(tl.int64) * D * F + offsets + f
-            w = tl.load(w2_ptrs, mask=mask[None, :], other=0.0, eviction_policy="evict_first")
-            scales = lane_scales(scales_ptr, legal_slot, first_col, f, D, F, BLOCK_D, BLOCK_K, LANE, SCALES, EVEN_K)
-            in_hidden = (EVEN_K | (f + hs < F)) & (slot >= 0)
-            hidden = load_lanes(hidden_ptr + row * F + f + hs, in_hidden, LANE, SCALES, False, "")
-            weight = tl.load(weights_ptr + row, mask=slot >= 0, other=0.0)
-            total += weight * scaled_products(w, hidden, scales, LANE, SCALES)
+    for k in tl.static_range(K):
+        here = places == k
+        slot, weight = tl.sum(tl.where(here, slots, 0)), tl.sum(tl.where(here, weights, 0.0))
+        # An expert named twice may have left its hidden at the first of the two alone.
+        row = token * K + tl.min(tl.where(ids == tl.sum(tl.where(here, ids, 0)), places, K_BLOCK))
+        sums = tl.zeros((BLOCK_D, BLOCK_K // LANE), dtype=tl.float32)
+        for index in tl.static_range(AHEAD):
+            sums += times_hidden(
+                tiles[k * AHEAD + index], hidden_ptr, row, index * BLOCK_K, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES
+            )
+        for f in range(AHEAD * BLOCK_K, F, BLOCK_K):
+            tile = weight_tile(w2_ptr, scales_ptr, slot, first_col, f, D, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
+            sums += times_hidden(tile, hidden_ptr, row, f, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
+        # Hidden of an expert that is not held was never stored.
+        total += tl.where(slot >= 0, weight * sums, 0.0)
     return tl.sum(total, axis=1)
 
 
@@ -69,26 +88,38 @@ def down_fold(
 def down_vector(
     hidden_ptr, w2_ptr, scales_ptr, partials_ptr, slot, rows, first_col, D, F,
     T_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of one expert for one or two tokens; one without this expert computes on row 0, stores nothing."""
+    """Partial sums of one expert for one or two tokens; one without this expert computes on row 0, stores nothing.
+
+    The first AHEAD steps of the weights are loaded before hidden is there.
+    """
     cols = first_col + tl.arange(0, BLOCK_D)
-    ks = tl.arange(0, BLOCK_K)
     row, other_row = row_of(rows, 0), row_of(rows, T_BLOCK - 1)
-    hs = lane_columns(BLOCK_D, BLOCK_K, LANE, SCALES)
-    hidden_ptrs = hidden_ptr + tl.where(row < NO_ROW, row, other_row) * F + hs
-    other_hidden_ptrs = hidden_ptr + tl.where(other_row < NO_ROW, other_row, row) * F + hs
-    w2_ptrs = w2_ptr + slot.to(tl.int64) * D * F + cols[:, None] * F + ks[None, :]
+    legal_row = tl.where(row < NO_ROW, row, other_row)
+    legal_other_row = tl.where(other_row < NO_ROW, other_row, row)
+    tiles = ()
+    for index in tl.static_range(AHEAD):
+        tile = weight_tile(
+            w2_ptr, scales_ptr, slot, first_col, index * BLOCK_K, D, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES
+        )
+        tiles = tiles + (tile,)  # noqa: RUF005 - the compiler knows no other way
+    wait_for_previous(DEPENDENT)
     total = tl.zeros((BLOCK_D, BLOCK_K // LANE), dtype=tl.float32)
     other_total = total
-    for f in range(0, F, BLOCK_K):
-        w = load_columns(w2_ptrs + f, (f + ks < F)[None, :], EVEN_K, "evict_first")
-        scales = lane_scales(scales_ptr, slot, first_col, f, D, F, BLOCK_D, BLOCK_K, LANE, SCALES, EVEN_K)
-        hidden = load_lanes(hidden_ptrs + f, f + hs < F, LANE, SCALES, EVEN_K, "evict_last")
-        total += scaled_products(w, hidden, scales, LANE, SCALES)
+    for index in tl.static_range(AHEAD):
+        total += times_hidden(
+            tiles[index], hidden_ptr, legal_row, index * BLOCK_K, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES
+        )
         if T_BLOCK == 2:
-            other_hidden = load_lanes(other_hidden_ptrs + f, f + hs < F, LANE, SCALES, EVEN_K, "evict_last")
-            other_total += scaled_products(w, other_hidden, scales, LANE, SCALES)
+            other_total += times_hidden(
+                tiles[index], hidden_ptr, legal_other_row, index * BLOCK_K, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES
+            )
+    for f in range(AHEAD * BLOCK_K, F, BLOCK_K):
+        tile = weight_tile(w2_ptr, scales_ptr, slot, first_col, f, D, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
+        total += times_hidden(tile, hidden_ptr, legal_row, f, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
+        if T_BLOCK == 2:
+            other_total += times_hidden(tile, hidden_ptr, legal_other_row, f, F, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES)
     tl.store(partials_ptr + row * D + cols, tl.sum(total, axis=1), mask=(row < NO_ROW) & (cols < D))
     if T_BLOCK == 2:
         mask = (other_row < NO_ROW) & (cols < D)
@@ -115,13 +146,6 @@ def down_matrix(
         accumulator = scaled_dot(w, hidden, accumulator, scales, SCALES, PRECISION)
     targets = partials_ptr + legal_rows[None, :] * D + cols[:, None]
     tl.store(targets, accumulator, mask=valid[None, :] & (cols < D)[:, None])
-
-
-@triton.jit
-def prefetch_rows(w2_ptr, cols, F, BLOCK_D: tl.constexpr):
-    """Bring the start of the block's rows of w2 into L2: up to 8 cache lines each."""
-    lines = tl.arange(0, 8) * (128 // (w2_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    prefetch(w2_ptr + cols[:, None] * F + tl.minimum(lines, F - 1)[None, :])
 
 
 @triton.jit
@@ -175,7 +199,7 @@ def down_kernel(
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
-    GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, INTERPRET: tl.constexpr,
+    GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, AHEAD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``."""
     groups = T * K
@@ -197,7 +221,7 @@ def down_kernel(
         if FOLD:
             total = down_fold(
                 hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, group, block * BLOCK_D, D, F, E, S,
-                K, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, DEPENDENT,
+                K, K_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT,
             )  # fmt: skip
             token = group + tl.arange(0, 1)
             publish(
@@ -206,18 +230,19 @@ def down_kernel(
             )  # fmt: skip
         else:
             slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
-            wait_for_previous(DEPENDENT)
-            if slot >= 0:
-                if VECTOR:
-                    down_vector(
-                        hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
-                        T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES,
-                    )  # fmt: skip
-                else:
-                    down_matrix(
-                        hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
-                        T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, SCALES, PRECISION,
-                    )  # fmt: skip
+            if slot < 0:
+                wait_for_previous(DEPENDENT)
+            elif VECTOR:
+                down_vector(
+                    hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
+                    T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT,
+                )  # fmt: skip
+            else:
+                wait_for_previous(DEPENDENT)
+                down_matrix(
+                    hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
+                    T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, SCALES, PRECISION,
+                )  # fmt: skip
             # ---- the last of the column block adds up
             tl.debug_barrier()
             if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") == groups - 1:

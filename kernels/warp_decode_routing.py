@@ -101,16 +101,3 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
     """Return when the kernel before has finished and its stores can be read."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch(addresses):
-    """Ask for the cache lines at a block of addresses to come into L2; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [addresses.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -12,7 +12,7 @@ from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_in
 from ranks import run_ranks
 
 from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode, warp_decode_torch
-from comet.kernels.warp_decode import BlockShape, DecodeConfig, select
+from comet.kernels.warp_decode import BlockShape, DecodeConfig, is_large, select
 from comet.kernels.warp_decode_routing import NO_ROW, serving
 from comet.reference import reference_experts
 from comet.shared_expert import SharedExpert
@@ -25,6 +25,16 @@ CASES = [
     DecodeCase(name="two tokens by expert", T=2, K=2, E=3, D=48, F=48, config=VECTOR),
     DecodeCase(name="two tokens by row", T=2, K=2, E=9, D=32, F=32, config=VECTOR, routing="one", held=7),
     DecodeCase(name="two tokens, unknown", T=2, K=3, E=7, D=32, F=32, config=VECTOR, routing="unknown"),
+    DecodeCase(
+        name="fold, all ahead", T=1, K=3, E=7, D=32, F=80, config=replace(FOLD, ahead=3), routing="unknown", held=4
+    ),
+    DecodeCase(name="fold, some ahead", T=1, K=5, E=5, D=32, F=80, config=replace(FOLD, ahead=2), routing="masked"),
+    DecodeCase(name="fold, repeated, by expert", T=1, K=3, E=3, D=32, F=16, config=FOLD, routing="repeated"),
+    DecodeCase(name="fold of two tokens", T=2, K=3, E=7, D=32, F=48, config=replace(FOLD, ahead=1), held=5),
+    DecodeCase(name="partial sums, ahead", T=1, K=3, E=5, D=32, F=48, config=replace(VECTOR, ahead=9), held=4),
+    DecodeCase(
+        name="two tokens, ahead", T=2, K=2, E=9, D=32, F=80, config=replace(VECTOR, ahead=2), routing="one", held=7
+    ),
     DecodeCase(name="matrix by row", T=3, K=2, E=30, D=48, F=32, config=MATRIX, routing="one"),
     DecodeCase(name="matrix by expert", T=17, K=3, E=4, D=48, F=48, config=MATRIX, routing="masked", held=3),
     DecodeCase(name="matrix, repeated", T=4, K=3, E=6, D=32, F=16, config=MATRIX, routing="repeated"),
@@ -216,6 +226,8 @@ def test_bad_input_is_named(build, message: str) -> None:
     [
         ({"form": "tensor"}, "form='tensor' must be 'vector' or 'matrix'"),
         ({"fold": True}, "fold=True must go with form='vector'"),
+        ({"ahead": 1}, "ahead=1 must be 0, or at least 1 with form='vector', not 'matrix'"),
+        ({"ahead": -1}, "ahead=-1 must be 0, or at least 1"),
         ({"gate_up": BlockShape(rows=8, depth=32)}, r"gate_up.rows=8 must be a power of two from 16 to 128"),
         ({"down": BlockShape(rows=48, depth=32)}, r"down.rows=48 must be a power of two"),
         ({"form": "vector"}, r"down.rows=32 must be a power of two from 1 to 16"),
@@ -234,8 +246,9 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
     for top_k in (1, 2, 8, 32):
         config = select(dtype, num_tokens, top_k, *shape)
         assert isinstance(config, DecodeConfig)
-        assert config.form == ("vector" if num_tokens <= 2 and dtype == torch.float32 else "matrix")
+        is_vector = num_tokens == 1 or (num_tokens == 2 and (dtype == torch.float32 or is_large(*shape)))
+        assert config.form == ("vector" if is_vector else "matrix")
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             lanes = 32 * block.num_warps * 16 // dtype.itemsize
-            if config.form == "vector":
-                assert block.depth == min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"
+            if is_vector:
+                assert block.depth >= min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"

@@ -36,6 +36,7 @@ CASES = {
         DecodeCase(name="two tokens, unknown", T=2, K=2, E=3, D=96, F=32, config=VECTOR, routing="unknown"),
         DecodeCase(name="two tokens by row", T=2, K=1, E=5, D=32, F=96, config=VECTOR, routing="one"),
         DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=544, F=32, config=WIDE),
+        DecodeCase(name="ahead", T=1, K=2, E=4, D=64, F=160, config=replace(VECTOR, ahead=2), held=3),
         DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=160, F=96, config=MATRIX, routing="masked", held=3),
         DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
         DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
@@ -47,6 +48,8 @@ CASES = {
         DecodeCase(name="fold, not all held", T=1, K=3, E=3, D=144, F=16, config=FOLD, held=2),
         DecodeCase(name="two tokens, repeated", T=2, K=2, E=3, D=144, F=48, config=VECTOR, routing="repeated"),
         DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=528, F=16, config=WIDE),
+        DecodeCase(name="fold, ahead", T=1, K=2, E=4, D=48, F=208, config=replace(FOLD, ahead=3), routing="masked"),
+        DecodeCase(name="two tokens, ahead", T=2, K=2, E=4, D=48, F=144, config=replace(VECTOR, ahead=1), held=3),
         DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=176, F=208, config=MATRIX, routing="masked", held=3),
         DecodeCase(name="matrix, small steps", T=3, K=2, E=9, D=144, F=144, routing="one", config=replace(
             MATRIX, gate_up=BlockShape(rows=64, depth=32), down=BlockShape(rows=16, depth=64))),
@@ -233,14 +236,16 @@ def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, messa
 @pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048), (16, 16)])
 @pytest.mark.parametrize("shared_scale", [32, 128])
 def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int], shared_scale: int) -> None:
-    """The vector form keeps 16 bytes per lane, and half a warp to a row only where a whole one leaves a tail."""
+    """The vector form keeps 16 bytes per lane; float32: half a warp to a row only where a whole one leaves a tail."""
     for top_k in (1, 2, 8, 32):
         config = select(dtype, num_tokens, top_k, *shape, shared_scale=shared_scale)
-        assert config.form == ("vector" if num_tokens <= 2 and dtype == torch.float32 else "matrix")
+        assert config.form == ("vector" if num_tokens <= 2 else "matrix")
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             longest = max(32, triton.next_power_of_2(contraction))
             if config.form == "matrix":
                 assert 32 <= block.depth <= (256 if shared_scale == 32 else 128)
+            elif dtype != torch.float32:
+                assert block.rows * block.depth >= min(block.rows * longest, 512 * block.num_warps)
             elif contraction % 512 == 0:
                 assert block.depth == min(512 * block.num_warps, longest)
                 assert contraction % block.depth == 0

@@ -22,6 +22,9 @@ QWEN3 = dict(K=8, E=32, D=2048, F=768)
 def test_selected_blocks(num_tokens: int, dtype: torch.dtype) -> None:
     check_decode(DecodeCase(name="qwen3", T=num_tokens, **QWEN3), dtype, "cuda", runs=5)
     check_decode(DecodeCase(name="two experts", T=num_tokens, K=2, E=4, D=1024, F=3584, held=3), dtype, "cuda", runs=5)
+    check_decode(
+        DecodeCase(name="large experts", T=num_tokens, K=2, E=4, D=4096, F=2048, held=3), dtype, "cuda", runs=5
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,6 +48,9 @@ def test_random_cases(seed: int) -> None:
         (1, VECTOR),
         (2, VECTOR),
         (2, FOLD),
+        (1, replace(FOLD, ahead=24)),
+        (1, replace(VECTOR, ahead=2)),
+        (2, replace(VECTOR, ahead=4)),
         (1, replace(FOLD, gate_up=BlockShape(rows=1, depth=256, num_warps=1), down=BlockShape(rows=8, depth=1024))),
         (1, MATRIX),
         (9, MATRIX),
