@@ -28,7 +28,7 @@ def combine_alone(path: SymmetricPath, plan: Plan, hidden: Tensor, w2: Tensor) -
         without_tiles = replace(plan, tile_starts=torch.zeros_like(plan.tile_starts))
         return lambda: path.ops.layer1(hidden, w2, without_tiles, path.workspace, path.settings)
     y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
-    return lambda: path.ops.combine(y, plan, path.workspace, weighted=True, row_grads=None)
+    return lambda: path.ops.combine(y, plan, path.workspace, path.settings, weighted=True)
 
 
 def exchange_alone(

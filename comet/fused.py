@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
 
+from comet.comm.base import SymmTensor
 from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
 from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, aligned
 from comet.kernels.dispatch import DispatchConfig, Sends
@@ -48,8 +51,22 @@ def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, setting
 def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
     """Dispatch alone; see ``comet.twin.dispatch``."""
     config = DispatchConfig(push_cols=_move_cols(rows, 1024))
-    launch_dispatch(rows, _recv_wire(workspace), _sends(plan), _table(plan, launch=2).counters, config)
-    return workspace.recv_rows.local
+    landing = workspace.recv_rows.with_columns(rows.shape[1])
+    wire = _wire(workspace, landing, workspace.recv_flags)
+    launch_dispatch(rows, wire, _sends(plan), _table(plan, launch=2).counters, config)
+    return landing.local
+
+
+def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, weighted: bool) -> Tensor:
+    """Reduce routed rows ``y (Q, D)`` and send the sums home; see ``comet.twin.combine``.
+
+    The launch of layer 1 with no tile to multiply: what remains of it is the combine.
+    """
+    out = y.new_empty(plan.num_tokens, y.shape[1])
+    config = replace(_combine_config(replace(settings, beside=False), 1, out), flatten=False)
+    table = replace(_table(plan, launch=1), num_tiles=plan.tile_starts.new_zeros(1))
+    gemm_combine(y, y[None], y, out, _combine_wire(workspace), _returns(plan, weighted=weighted), table, config)
+    return out
 
 
 def grad_hidden(grad_rows: Tensor, w2: Tensor, plan: Plan) -> Tensor:
@@ -147,15 +164,14 @@ def _move_cols(rows: Tensor, most: int) -> int:
 
 
 def _recv_wire(workspace: Workspace) -> Wire:
-    return _wire(workspace, "recv")
+    return _wire(workspace, workspace.recv_rows, workspace.recv_flags)
 
 
 def _combine_wire(workspace: Workspace) -> Wire:
-    return _wire(workspace, "combine")
+    return _wire(workspace, workspace.combine_rows, workspace.combine_flags)
 
 
-def _wire(workspace: Workspace, name: str) -> Wire:
-    rows, flags = getattr(workspace, f"{name}_rows"), getattr(workspace, f"{name}_flags")
+def _wire(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> Wire:
     return Wire(
         rows=rows.local,
         row_pointers=rows.pointers,

@@ -249,6 +249,17 @@ def check_inputs(
     tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, layout: ExpertLayout
 ) -> None:
     """Raise ``ValueError`` unless shapes and dtypes are those of ``plain_experts``."""
+    check_shapes(tokens, top_k_ids, top_k_weights, w1, w2, layout)
+    require(
+        w1.dtype == w2.dtype == tokens.dtype,
+        f"w1 and w2 of dtype {w1.dtype} and {w2.dtype} must have the dtype of tokens, {tokens.dtype}",
+    )
+
+
+def check_shapes(
+    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, layout: ExpertLayout
+) -> None:
+    """``check_inputs`` for weights of any dtype."""
     require(tokens.dim() == 2, f"tokens of shape {tuple(tokens.shape)} must be (T, D)")
     slots = (tokens.shape[0], layout.top_k)
     for name, tensor in (("top_k_ids", top_k_ids), ("top_k_weights", top_k_weights)):
@@ -262,10 +273,6 @@ def check_inputs(
     )
     shape = (layout.experts_local, 2 * w2.shape[2], tokens.shape[1])
     require(w1.shape == shape, f"w1 of shape {tuple(w1.shape)} must be (e, 2F/TP, D) = {shape}")
-    require(
-        w1.dtype == w2.dtype == tokens.dtype,
-        f"w1 and w2 of dtype {w1.dtype} and {w2.dtype} must have the dtype of tokens, {tokens.dtype}",
-    )
 
 
 def _raise_for_bad_ids(num_bad: list[int], top_k_ids: Tensor, bad: Tensor, layout: ExpertLayout) -> None:

@@ -9,13 +9,14 @@ An e4m3 number has 1 sign, 4 exponent and 3 fraction bits, at most 448 and in st
 infinity. Rounding is to the nearest, ties to even, and what would round past 448 becomes 448. Scales are chosen such
 that element times scale is exact in float32, hence quantising a dequantised float32 tensor gives the same bits.
 
-These functions are plain torch, run where their input lives and wait for the device, because bad numbers are errors.
+These functions are plain torch, run where their input lives and wait for the device, because bad numbers are errors;
+only where they are told to trust their input they do not look at it, and do not wait.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Literal, get_args
 
 import torch
@@ -63,13 +64,15 @@ class MXFP8:
         _check_scales(self.scales, expected, self.elements)
         _refuse(self.scales == E8M0_NAN, self.scales, "scales", "be at most 254; 255 is the NaN of e8m0")
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``.
+    def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
+        """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
 
-        Scales above 2^119, which the quantiser never makes, may give infinity.
+        Scales above 2^119, which the quantiser never makes, may give infinity. ``out`` is memory for the result, of
+        its shape and dtype.
         """
-        blocks = self.elements.float().unflatten(-1, (-1, MX_BLOCK))
-        return (blocks * decode_e8m0(self.scales).unsqueeze(-1)).flatten(-2).to(dtype)
+        out = _memory_for(self.elements, dtype, out)
+        out.unflatten(-1, (-1, MX_BLOCK)).mul_(decode_e8m0(self.scales).unsqueeze(-1))
+        return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,6 +83,8 @@ class FP8:
         elements: ``(..., N, K)`` float8_e4m3fn.
         scales: ``(..., ceil(N / block_rows), ceil(K / 128))`` float32; element times scale is the value.
         block_rows: Rows that share a scale: 128 for weights, 1 for tokens.
+        trusted: Take the scales' values unseen, without waiting for the device: of rows that arrived, some of which may
+            hold anything.
 
     Raises:
         ValueError: If a dtype, shape or device is wrong, or a scale is negative or not finite.
@@ -88,8 +93,9 @@ class FP8:
     elements: Tensor
     scales: Tensor
     block_rows: int = FP8_BLOCK
+    trusted: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
         require(self.block_rows in (1, FP8_BLOCK), f"block_rows={self.block_rows} must be 1 or {FP8_BLOCK}")
         _check_elements(self.elements)
         _check_matrix("elements", self.elements)
@@ -97,12 +103,27 @@ class FP8:
         *outer, rows, columns = self.elements.shape
         expected = (*outer, math.ceil(rows / self.block_rows), math.ceil(columns / FP8_BLOCK))
         _check_scales(self.scales, expected, self.elements)
-        is_bad = ~self.scales.isfinite() | (self.scales < 0)
-        _refuse(is_bad, self.scales, "scales", "be finite and not negative")
+        if not trusted:
+            is_bad = ~self.scales.isfinite() | (self.scales < 0)
+            _refuse(is_bad, self.scales, "scales", "be finite and not negative")
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``(..., N, K)``: element times scale in float32, rounded once more in another ``dtype``."""
-        return (self.elements.float() * _spread(self.scales, self.elements, self.block_rows)).to(dtype)
+    def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
+        """``(..., N, K)``: element times scale in float32, rounded once more in another ``dtype``; never waits.
+
+        ``out`` is memory for the result, of its shape and dtype.
+        """
+        out = _memory_for(self.elements, dtype, out)
+        columns = out.shape[-1]
+        scales = _by_row(self.scales, out.shape[-2], self.block_rows).unsqueeze(-1)
+        whole = columns // FP8_BLOCK
+        out[..., : whole * FP8_BLOCK].unflatten(-1, (whole, FP8_BLOCK)).mul_(scales[..., :whole, :])
+        if columns % FP8_BLOCK:
+            out[..., whole * FP8_BLOCK :].mul_(scales[..., whole, :])
+        return out
+
+
+Weight = Tensor | FP8 | MXFP8
+WEIGHT_TYPES: tuple[type[Weight], ...] = (Tensor, FP8, MXFP8)
 
 
 @torch.no_grad()
@@ -153,14 +174,15 @@ def quantize_fp8(weight: Tensor) -> FP8:
     Example: the weight ``[[7, -1, 0.3]]`` has the scale 7 / 448 = 2^-6; the elements are 448, -64 and 20 (from 19.2),
     dequantised 7, -1, 0.3125.
     """
-    return _quantize_blocks("weight", weight, FP8_BLOCK)
+    return _quantize_blocks("weight", weight, FP8_BLOCK, trusted=False)
 
 
-def quantize_rows(tokens: Tensor) -> FP8:
+def quantize_rows(tokens: Tensor, *, trusted: bool = False) -> FP8:
     """Quantise activations to e4m3 with one float32 scale per token and 128 of its elements; see ``quantize_fp8``.
 
     Args:
         tokens: ``(..., T, D)`` float32, float16 or bfloat16, finite; T may be 0.
+        trusted: Do not look for NaN and infinity, and so never wait; they make NaN of the 128 elements they are among.
 
     Returns:
         Elements and scales ``(..., T, ceil(D / 128))``.
@@ -171,7 +193,7 @@ def quantize_rows(tokens: Tensor) -> FP8:
     Example: the tokens ``[[7, -1], [14, 0.3]]`` have the scales 2^-6 and 2^-5; the elements are 448, -64 and 448, 10
     (from 9.6), dequantised 7, -1 and 14, 0.3125.
     """
-    return _quantize_blocks("tokens", tokens, 1)
+    return _quantize_blocks("tokens", tokens, 1, trusted=trusted)
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:
@@ -194,7 +216,7 @@ def _e8m0_scales(amax: Tensor, rule: ScaleRule) -> Tensor:
 
 
 @torch.no_grad()
-def _quantize_blocks(name: str, values: Tensor, block_rows: int) -> FP8:
+def _quantize_blocks(name: str, values: Tensor, block_rows: int, *, trusted: bool) -> FP8:
     _check_input(name, values)
     _check_matrix(name, values)
     rows, columns = values.shape[-2:]
@@ -202,10 +224,12 @@ def _quantize_blocks(name: str, values: Tensor, block_rows: int) -> FP8:
     padding = (0, -columns % FP8_BLOCK, 0, -rows % block_rows)
     tiles = torch.nn.functional.pad(tiles, padding).unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, block_rows))
     amax = tiles.abs().amax((-3, -1))
-    _check_finite(name, values, amax)
-    scales = _clear_last_bits((amax / E4M3_MAX).clamp(min=SMALLEST_FP8_SCALE))
+    if not trusted:
+        _check_finite(name, values, amax)
+    # By a tensor, because a GPU divides by a number in that it multiplies with its rounded inverse.
+    scales = _clear_last_bits((amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_FP8_SCALE))
     elements = _to_e4m3(values.float() / _spread(scales, values, block_rows))
-    return FP8(elements=elements, scales=scales, block_rows=block_rows)
+    return FP8(elements=elements, scales=scales, block_rows=block_rows, trusted=True)
 
 
 def _clear_last_bits(scales: Tensor) -> Tensor:
@@ -215,8 +239,24 @@ def _clear_last_bits(scales: Tensor) -> Tensor:
 def _spread(scales: Tensor, like: Tensor, block_rows: int) -> Tensor:
     """The scale of every element of ``like (..., N, K)``."""
     rows, columns = like.shape[-2:]
-    by_column = scales.repeat_interleave(FP8_BLOCK, -1)[..., :columns]
-    return by_column.repeat_interleave(block_rows, -2)[..., :rows, :]
+    by_column = scales.unsqueeze(-1).expand(*scales.shape, FP8_BLOCK).flatten(-2)[..., :columns]
+    return _by_row(by_column, rows, block_rows)
+
+
+def _by_row(scales: Tensor, rows: int, block_rows: int) -> Tensor:
+    """``(..., N, C)`` of ``(..., ceil(N / block_rows), C)``; a view where every row has its own."""
+    *outer, columns = scales.shape
+    return scales.unsqueeze(-2).expand(*outer, block_rows, columns).flatten(-3, -2)[..., :rows, :]
+
+
+def _memory_for(elements: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """``out`` or new memory, filled with the elements as they are, which any dtype of ours can hold."""
+    out = torch.empty_like(elements, dtype=dtype, memory_format=torch.contiguous_format) if out is None else out
+    require(
+        out.shape == elements.shape and out.dtype == dtype,
+        f"out of shape {tuple(out.shape)} and dtype {out.dtype} must be {tuple(elements.shape)} {dtype}",
+    )
+    return out.copy_(elements)
 
 
 def _to_e4m3(values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait, waited
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from comet.plan import Plan
@@ -36,7 +37,7 @@ def layer0(
     Returns:
         hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
     """
-    push_rows(x, plan, workspace)
+    push_rows(x, plan, workspace, workspace.recv_rows)
     pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
     for rows, expert in _tile_runs(plan, workspace, settings):
         torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
@@ -58,19 +59,33 @@ def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, setting
         ``(T, D)`` for this rank's tokens.
     """
     y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
-    return combine(y, plan, workspace, weighted=True, row_grads=None)[0]
+    return combine(y, plan, workspace, settings, weighted=True)
 
 
 def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """Send ``rows (T, D)`` along the plan; returns the received rows ``(R, D)``, own rows included.
+    """Send ``rows (T, C)`` along the plan; returns the received rows ``(R, C)``, own rows included.
 
-    The result is a view of the pool: the next dispatch overwrites it.
+    The result is a view of the pool: the next dispatch overwrites it. C is at most D, the same on all ranks.
     """
-    push_rows(rows, plan, workspace)
+    landing = workspace.recv_rows.with_columns(rows.shape[1])
+    push_rows(rows, plan, workspace, landing)
     for source, count in enumerate(plan.recv_counts.tolist()):
         if source != plan.layout.rank:
             _wait_source(plan, workspace, source, count)
-    return workspace.recv_rows.local
+    return landing.local
+
+
+def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, weighted: bool) -> Tensor:
+    """Add up each received row's routed rows of ``y (Q, D)``, send the sums home, and add those up: ``(T, D)``.
+
+    Args:
+        y: ``(Q, D)`` expert outputs.
+        plan: Where rows came from; ``row_slots`` says which of ``y`` make up each.
+        workspace: The pool.
+        settings: Unused here.
+        weighted: Apply the plan's routing weights.
+    """
+    return _combine(y, plan, workspace, weighted=weighted, row_grads=None)[0]
 
 
 def grad_hidden(grad_rows: Tensor, w2: Tensor, plan: Plan) -> Tensor:
@@ -128,15 +143,15 @@ def grad_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x ``(T, D)`` and of the routing weights ``(T, K)``: grouped GEMM || reduce || combine."""
     y = _grouped_mm(grad_pre, w1, plan)
-    grad_x, grad_top_k = combine(y, plan, workspace, weighted=False, row_grads=row_grads)
+    grad_x, grad_top_k = _combine(y, plan, workspace, weighted=False, row_grads=row_grads)
     assert grad_top_k is not None
     return grad_x, grad_top_k
 
 
-def combine(
+def _combine(
     y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, row_grads: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Reduce routed rows ``y (Q, D)`` to partial sums, send them home, and add them up in rank order."""
+    """Reduce routed rows to partial sums, send them home, and add them up in rank order; see ``combine``."""
     rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
     world_size = plan.layout.world_size
     chunks = max_tokens // COMBINE_CHUNK_ROWS
@@ -160,14 +175,14 @@ def barrier(workspace: Workspace) -> None:
     workspace.epoch += 1
 
 
-def push_rows(x: Tensor, plan: Plan, workspace: Workspace) -> None:
-    """Copy this rank's rows to every rank that needs them, its own among them, chunk flags after the rows."""
+def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> None:
+    """Copy this rank's rows into ``rows`` of every rank that needs them, its own among them, then raise chunk flags."""
     rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
     chunks = max_tokens // CHUNK_ROWS
     counts = plan.send_counts.tolist()
     for step in range(1, plan.layout.world_size + 1):
         target = (rank - step) % plan.layout.world_size
-        landing = workspace.recv_rows.peers[target][rank * max_tokens :]
+        landing = rows.peers[target][rank * max_tokens :]
         if target == rank:
             landing[: plan.num_tokens] = x
             continue

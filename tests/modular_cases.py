@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,23 +13,29 @@ from layer_ranks import poison
 from torch import Tensor
 
 from comet.group import ExpertGroup, make_expert_group
-from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE
-from comet.quantize import quantize_rows
+from comet.layout import ExpertLayout
+from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE, RoutedTokens
+from comet.modular.packed import packed_columns
+from comet.quantize import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
 from comet.reference import reference_experts
 
 NAN_BYTES = 0xFF  # every float made of these bytes is NaN
+ROUTED = ("tokens", "top_k_ids", "top_k_weights")
+PLAIN_ONLY = {"uniform", "one expert", "idle experts"}  # cases that are about rows, not about weights
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Three classes."""
+    """Four classes."""
 
     prepare_finalize: type
     experts: type
     reduction: type
+    weight_type: type[Weight] = Tensor
 
     def __str__(self) -> str:
-        return " + ".join(part.__name__ for part in (self.prepare_finalize, self.experts, self.reduction))
+        parts = (self.prepare_finalize, self.experts, self.reduction, self.weight_type)
+        return " + ".join(part.__name__ for part in parts)
 
     def reason(self, world_size: int) -> str | None:
         """Words the refusal must contain, from the classes' own declarations; ``None`` if they must work."""
@@ -44,12 +51,12 @@ class Combination:
             return f"cannot reduce the {given.value} rows"
         if self.experts.takes_fp8 and not self.prepare_finalize.carries_fp8:
             return "wants its rows in FP8"
-        return None
+        return None if self.weight_type in self.experts.weight_types else f"not with {self.weight_type.__name__}"
 
 
 def combinations() -> list[Combination]:
     """All of them, compatible or not, from the registries."""
-    return [Combination(*parts) for parts in _product(PREPARE_FINALIZE, EXPERTS, REDUCTIONS)]
+    return [Combination(*parts) for parts in _product(PREPARE_FINALIZE, EXPERTS, REDUCTIONS, WEIGHT_TYPES)]
 
 
 def _product(*choices: tuple[type, ...]) -> Iterator[tuple[type, ...]]:
@@ -74,7 +81,7 @@ def compose(combination: Combination, case: LayerCase, group: ExpertGroup, **opt
     for kind, own in ((combination.prepare_finalize, {}), (combination.experts, {"reduce": combination.reduction()})):
         taken = {name: value for name, value in options.items() if name in kind.__init__.__annotations__}
         parts.append(kind(case.config, group, **own, **taken))
-    return ModularMoE(*parts)
+    return ModularMoE(*parts, weight_type=combination.weight_type)
 
 
 def try_compose(
@@ -87,29 +94,111 @@ def try_compose(
         return None, str(refusal)
 
 
-def expected(case: LayerCase, rank: int, dtype: torch.dtype, call: int, *, quantized: bool) -> Tensor:
+@functools.cache
+def rank_weights(case: LayerCase, rank: int, weight_type: type[Weight], device: str = "cpu") -> tuple[Weight, Weight]:
+    """w1 ``(e, 2F/TP, D)`` and w2 ``(e, D, F/TP)`` of a rank; quantised there, each rank its own part."""
+    w1, w2 = shard(case, rank, *full_weights(case))
+    if weight_type is Tensor:
+        return w1.flatten(1, 2).to(device), w2.to(device)
+    first, second = (_quantizers()[weight_type](weight) for weight in (w1.flatten(1, 2), w2))
+    return moved(first, device), moved(second, device)
+
+
+def moved(weight: FP8 | MXFP8, device: str) -> FP8 | MXFP8:
+    return replace(weight, elements=weight.elements.to(device), scales=weight.scales.to(device))
+
+
+def _quantizers() -> dict[type[Weight], Any]:
+    return {FP8: quantize_fp8, MXFP8: quantize_mxfp8}
+
+
+@functools.cache
+def dequantized_weights(case: LayerCase, weight_type: type[Weight]) -> tuple[Tensor, Tensor]:
+    """What the weights of all ranks stand for: ``full_weights`` in float32, or what is left of them."""
+    w1, w2 = (weight.float() for weight in full_weights(case))
+    for rank in range(case.world_size if weight_type is not Tensor else 0):
+        layout = ExpertLayout.create(case.config, case.parallel, rank)
+        width = case.ffn_size // case.tp
+        experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+        columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+        first, second = (weight.dequantize() for weight in rank_weights(case, rank, weight_type))
+        w1[experts, :, columns], w2[experts, :, columns] = first.unflatten(1, (2, -1)), second
+    return w1, w2
+
+
+@functools.cache
+def expected(
+    case: LayerCase,
+    rank: int,
+    dtype: torch.dtype,
+    call: int,
+    *,
+    quantized: bool,
+    weight_type: type[Weight] = Tensor,
+) -> Tensor:
     """The reference of this rank's tokens; after a round trip through FP8 where the layer makes one."""
     inputs = rank_inputs(case, rank, call)
     tokens = quantize_rows(inputs.tokens).dequantize(case.dtype) if quantized else inputs.tokens
-    w1, w2 = (weight.to(dtype) for weight in full_weights(case))
+    w1, w2 = (weight.to(dtype) for weight in dequantized_weights(case, weight_type))
     weights = inputs.top_k_weights.to(torch.promote_types(dtype, torch.float32))
     return reference_experts(tokens.to(dtype), inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp)
 
 
 def check_layer(layer: ModularMoE, case: LayerCase, rank: int, what: str, device: str = "cpu") -> None:
     """Run all calls of the case and compare; scratch memory is full of NaN before each."""
-    w1, w2 = (weight.to(device) for weight in shard(case, rank, *full_weights(case)))
-    quantized = layer.experts.takes_fp8
+    w1, w2 = rank_weights(case, rank, layer.weight_type, device)
+    what_is = dict(quantized=layer.experts.takes_fp8, weight_type=layer.weight_type)
     for call in range(case.calls):
         inputs = rank_inputs(case, rank, call)
         layer._pool.fill_(NAN_BYTES)
         parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
         tokens, ids, weights = (strided(part.to(device)) for part in parts)
-        y = layer(tokens, ids, weights, w1.flatten(1, 2), w2)
-        exact, same = (expected(case, rank, dtype, call, quantized=quantized) for dtype in (torch.float64, case.dtype))
+        y = layer(tokens, ids, weights, w1, w2)
+        exact, same = (expected(case, rank, dtype, call, **what_is) for dtype in (torch.float64, case.dtype))
         where = f"{what}, {case.name}, seed {case.seed}, call {call}, rank {rank}"
         assert y.dtype == case.dtype, where
         assert_as_close(y, exact, same, case.dtype, where)
+
+
+def check_fp8_rows(case: LayerCase, rank: int, kind: type, device: str = "cpu", **options: Any) -> None:
+    """Tokens that all go everywhere arrive to the bit, NaN and infinity among them, in a part of the pool's rows.
+
+    ``kind`` is a prepare/finalize over symmetric memory with contiguous rows; rows that are not quantised follow.
+    """
+    group = make_group(case, device)
+    poison(group)
+    transport = kind(case.config, group, **options)
+    tokens = [wide_tokens(case, source) for source in range(case.world_size)]
+    inputs, pool = rank_inputs(case, rank), group.workspace.recv_rows.local
+    parts = (tokens[rank], inputs.top_k_ids, inputs.top_k_weights)
+    routed = RoutedTokens(**dict(zip(ROUTED, (part.to(device) for part in parts), strict=True)))
+    rows = transport.prepare(routed, quantize=True).rows.tokens
+    most, columns = group.workspace.max_tokens, packed_columns(case.hidden_size, case.dtype)
+    for source, sent in enumerate(tokens):
+        wanted, what = (
+            quantize_rows(sent.to(device), trusted=True),
+            f"{case.name} {case.dtype} {options}, {source} to {rank}",
+        )
+        window = slice(source * most, source * most + sent.shape[0])
+        elements, scales = rows.elements[window], rows.scales[window]
+        assert torch.equal(elements.view(torch.uint8), wanted.elements.view(torch.uint8)), what
+        assert torch.equal(scales.contiguous().view(torch.int32), wanted.scales.view(torch.int32)), what
+    assert columns < case.hidden_size
+    assert pool.flatten()[pool.shape[0] * columns :].isnan().all(), "what is past the packed rows was written"
+    plain = transport.prepare(routed, quantize=False).rows.tokens
+    for source, sent in enumerate(tokens):
+        found = plain[source * most : source * most + sent.shape[0]].cpu()
+        assert torch.equal(found.nan_to_num(5.0), sent.nan_to_num(5.0)), "rows after packed ones"
+    group.workspace.check()
+    group.close()
+
+
+def wide_tokens(case: LayerCase, rank: int) -> Tensor:
+    """Tokens of all sizes, so that scales have all kinds of bits; one with a NaN, one with an infinity."""
+    tokens = rank_inputs(case, rank).tokens
+    tokens = tokens * torch.logspace(-3, 3, tokens.shape[0])[:, None].to(tokens.dtype)
+    tokens[1, 3], tokens[2, -1] = float("nan"), float("inf")
+    return tokens
 
 
 def strided(matrix: Tensor) -> Tensor:
@@ -128,6 +217,8 @@ def run_combinations(
         group = make_group(case, device)
         poison(group)
         for combination in combinations():
+            if combination.weight_type is not Tensor and case.name in PLAIN_ONLY:
+                continue
             wanted, name = combination.reason(world_size), str(combination)
             layer, refusal = try_compose(combination, case, group, **options)
             if layer is not None:
@@ -142,6 +233,12 @@ def run_combinations(
     return outcome
 
 
+def larger(case: LayerCase, dtype: torch.dtype) -> LayerCase:
+    """The case in sizes that compiled kernels are made for."""
+    sizes = (max(size, least) for size, least in ((case.hidden_size, 128), (case.ffn_size, 64)))
+    return replace(case, dtype=dtype, **dict(zip(("hidden_size", "ffn_size"), sizes, strict=True)))
+
+
 def attacks(world_size: int, seed: int) -> list[LayerCase]:
     """Unequal and no tokens, masked slots, one busy expert, idle experts, several calls."""
     tokens = {1: (70,), 2: (150, 3)}[world_size]  # more than a decode step, more than a chunk
@@ -154,4 +251,5 @@ def attacks(world_size: int, seed: int) -> list[LayerCase]:
         replace(base, name="masked", num_tokens=tokens[::-1], top_k=4, routing="masked", calls=1),
         replace(base, name="one expert", num_tokens=tuple(min(count, 40) for count in tokens), routing="one", calls=1),
         replace(base, name="idle experts", num_experts=8, routing="first_half", calls=1),
+        replace(base, name="part of a block", num_tokens=(5,) * world_size, hidden_size=160, ffn_size=288, calls=1),
     ]

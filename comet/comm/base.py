@@ -60,6 +60,20 @@ class SymmTensor:
         windows = tuple(peer[offset : offset + num_bytes].view(dtype).view(shape) for peer in self.peers)
         return SymmTensor(windows, self.pointers + offset, self.rank)
 
+    def with_columns(self, columns: int) -> SymmTensor:
+        """The same memory as a matrix of as many rows ``(R, columns)``, one after the other from its start.
+
+        Raises:
+            ValueError: If that many columns do not fit.
+        """
+        rows, most = self.local.shape
+        if not 1 <= columns <= most:
+            raise ValueError(f"columns={columns} must be between 1 and the {most} there is memory for")
+        if columns == most:
+            return self
+        narrow = tuple(peer.view(-1)[: rows * columns].view(rows, columns) for peer in self.peers)
+        return SymmTensor(narrow, self.pointers, self.rank)
+
 
 def pointer_table(peers: Sequence[Tensor]) -> Tensor:
     """The addresses of W tensors, ``(W,)`` int64, on their device."""

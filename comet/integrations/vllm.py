@@ -4,7 +4,8 @@
                             adapt_experts(GroupedContiguous(config, group), moe_config, quant_config))
 
 Written for the class names of vLLM 0.17 and later; vLLM has no registry for parts from outside, so a plug-in puts them
-in place. Covered: contiguous rows, SiLU, unquantised weights, and activations in FP8 with a scale per 128 elements.
+in place. Covered: contiguous rows, SiLU, weights unquantised, in FP8 with a scale per 128 x 128 block or in MXFP8 (by
+the ``w1_scale`` and ``w2_scale`` of the quant_config), and activations in FP8 with a scale per 128 elements.
 Not covered: batched rows, LoRA, router weights on the input, two micro-batches in flight at once (vLLM hands nothing
 from ``prepare`` to ``finalize``, so the adapter keeps it).
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from comet.config import require
 from comet.errors import UnavailableError
+from comet.integrations.vllm_quant import WeightCache, scheme, wants_fp8, weight_type_of
 from comet.layout import ExpertLayout
 from comet.modular.composer import cut, problem_of, scratch_bytes
 from comet.modular.interfaces import (
@@ -37,7 +39,7 @@ from comet.modular.interfaces import (
     TopKReduce,
 )
 from comet.modular.reduce import ContiguousReduce, DelegateReduce, NoOpReduce
-from comet.quantize import FP8, FP8_BLOCK
+from comet.quantize import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
 
 PACKAGE = "vllm.model_executor.layers.fused_moe"
 BASES = ("FusedMoEPrepareAndFinalizeModular", "FusedMoEExpertsModular", "FusedMoEActivationFormat")
@@ -78,19 +80,20 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any) -> Any:
     Args:
         inner: Takes contiguous rows.
         moe_config: vLLM's, for its base class.
-        quant_config: Likewise.
+        quant_config: Likewise; holds the scales of quantised weights.
 
     Returns:
         An instance of a subclass of vLLM's class.
 
     Raises:
         UnavailableError: If vLLM is not importable, or older than these class names.
-        ValueError: If ``inner`` takes rows in another format only.
+        ValueError: If ``inner`` takes rows in another format only, or cannot compute with such weights.
     """
     name = type(inner).__name__
     _require_contiguous(ActivationFormat.CONTIGUOUS in inner.formats, name)
     kernel = load_vllm()
-    kind = type(f"Comet{name}", (ExpertsAdapter, kernel.FusedMoEExpertsModular), {"vllm": kernel})
+    supports = {"weight_types": inner.weight_types, "takes_fp8": inner.takes_fp8}
+    kind = type(f"Comet{name}", (ExpertsAdapter, kernel.FusedMoEExpertsModular), {"vllm": kernel, **supports})
     return kind(inner, moe_config, quant_config)
 
 
@@ -161,7 +164,7 @@ class PrepareFinalizeAdapter:
         _require_weights_on_output(apply_router_weight_on_input)
         layout = self.inner.layout
         require(num_experts == layout.num_experts, f"num_experts={num_experts} must be {layout.num_experts}")
-        quantize = _wants_fp8(quant_config, defer_input_quant)
+        quantize = wants_fp8(quant_config, defer_input_quant)
         require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
         routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
         receive = self.inner.prepare_no_receive(routed, quantize=quantize)
@@ -172,7 +175,7 @@ class PrepareFinalizeAdapter:
             assert isinstance(rows, ContiguousRows)
             ids, weights = global_routing(rows, layout)
             if isinstance(rows.tokens, FP8):
-                return rows.tokens.elements, rows.tokens.scales, None, ids, weights
+                return rows.tokens.elements.contiguous(), rows.tokens.scales.contiguous(), None, ids, weights
             return rows.tokens, None, None, ids, weights
 
         return receiver
@@ -200,10 +203,15 @@ class ExpertsAdapter:
     """vLLM's calls in terms of ``Experts``; mixed into vLLM's abstract class by ``adapt_experts``."""
 
     vllm: Any
+    weight_types: frozenset[type[Weight]]
+    takes_fp8: bool
 
     def __init__(self, inner: Experts, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)  # type: ignore[call-arg]
         self.inner = inner
+        kind, name = weight_type_of(quant_config), type(inner).__name__
+        require(kind in inner.weight_types, f"{name} cannot compute with {kind.__name__} weights")
+        self._weights = WeightCache(quant_config)
 
     @staticmethod
     def activation_format() -> Any:
@@ -218,9 +226,15 @@ class ExpertsAdapter:
     def _supports_no_act_and_mul() -> bool:
         return False
 
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return weight_key is None and activation_key is None
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        rows_fit = scheme(activation_key) == ((1, FP8_BLOCK) if cls.takes_fp8 else None)
+        shared: dict[type[Weight], tuple[int, ...] | None] = {
+            Tensor: None,
+            FP8: (FP8_BLOCK, FP8_BLOCK),
+            MXFP8: (1, MX_BLOCK),
+        }
+        return rows_fit and scheme(weight_key) in [shared[kind] for kind in cls.weight_types]
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
@@ -263,7 +277,8 @@ class ExpertsAdapter:
         """
         dtype: torch.dtype = self.moe_config.in_dtype  # type: ignore[attr-defined]
         sizes = dict(num_rows=M, top_k=topk, hidden_size=K, ffn_size=N // 2, num_experts=local_num_experts)
-        shapes = self.inner.scratch_shapes(Problem(**sizes, batch_rows=0, dtype=dtype))
+        kind = weight_type_of(self.quant_config)  # type: ignore[attr-defined]
+        shapes = self.inner.scratch_shapes(Problem(**sizes, batch_rows=0, dtype=dtype, weight_type=kind))
         elements = scratch_bytes(shapes) // dtype.itemsize
         per_row = -(-elements // max(M, 1))
         return (0,), (max(M, 1), per_row), self._output_shape(shapes, M, K, topk)
@@ -281,14 +296,15 @@ class ExpertsAdapter:
             f"{type(self.inner).__name__} takes rows {'in FP8' if self.inner.takes_fp8 else 'that are not quantised'}",
         )
         rows = ContiguousRows(
-            tokens=tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1),
+            tokens=tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1, trusted=True),
             top_k_ids=map_ids(call.topk_ids, call.expert_map),
             top_k_weights=call.topk_weights.float(),
         )
-        shapes = self.inner.scratch_shapes(problem_of(rows, call.w2))
+        w1, w2 = self._weights(call.w1, call.w2)
+        shapes = self.inner.scratch_shapes(problem_of(rows, w2, call.output.dtype))
         pool = call.workspace2.flatten().view(torch.uint8)
         scratch = Scratch(regions=cut(pool, shapes), output=None if shapes.output is None else call.output)
-        outputs = self.inner.apply(rows, call.w1, call.w2, scratch)
+        outputs = self.inner.apply(rows, w1, w2, scratch)
         if outputs is not call.output:
             call.output.copy_(outputs)
 
@@ -327,15 +343,3 @@ def _require_contiguous(condition: bool, name: str) -> None:
 
 def _require_weights_on_output(apply_router_weight_on_input: bool) -> None:
     require(not apply_router_weight_on_input, "apply_router_weight_on_input=True must be False: weights go on outputs")
-
-
-def _wants_fp8(quant_config: Any, defer_input_quant: bool) -> bool:
-    dtype = getattr(quant_config, "quant_dtype", None)
-    if dtype is None or defer_input_quant:
-        return False
-    block = getattr(quant_config, "block_shape", None)
-    require(
-        dtype == torch.float8_e4m3fn and block is not None and list(block) == [FP8_BLOCK, FP8_BLOCK],
-        f"quant_dtype={dtype} with block_shape={block} must be {torch.float8_e4m3fn} with [{FP8_BLOCK}, {FP8_BLOCK}]",
-    )
-    return True

@@ -1,63 +1,67 @@
 """Any dispatch and combine with any expert compute, behind three small interfaces.
 
 ``ModularMoE(prepare_finalize, experts)`` refuses a pair that does not fit, with the reason, and is otherwise a path
-like those of ``MoE``; see ``comet.modular.interfaces`` for what travels. Names here and in vLLM, one to one:
+like those of ``MoE``; see ``comet.modular.interfaces`` for what travels. With ``weight_type=MXFP8`` or ``FP8`` (see
+``comet.quantize``) it takes weights of that type. Names here and in vLLM, one to one:
 
-=====================  =====================================================
-here                   vLLM
-=====================  =====================================================
-ActivationFormat       FusedMoEActivationFormat
-PrepareFinalize        FusedMoEPrepareAndFinalizeModular
-Experts                FusedMoEExpertsModular
-TopKReduce             TopKWeightAndReduce
-ModularMoE             FusedMoEKernel
-RoutedTokens           prepare(a1, topk_weights, topk_ids)
-Received               PrepareResultType
-Receiver               ReceiverType
-ContiguousRows         FusedMoEActivationFormat.Standard
-BatchedRows            FusedMoEActivationFormat.BatchedExperts
-FusedHandle            PrepareMonolithicResultType
-Problem                moe_problem_size
-ScratchShapes          workspace_shapes
-Scratch                apply(workspace13, workspace2)
-NoOpReduce             TopKWeightAndReduceNoOP
-ContiguousReduce       TopKWeightAndReduceContiguous
-BatchedReduce          TopKWeightAndReduceNaiveBatched
-DelegateReduce         TopKWeightAndReduceDelegate
-SingleRank             MoEPrepareAndFinalizeNoDPEPModular
-AllToAll               MoEPrepareAndFinalizeNaiveDPEPModular
-SymmetricContiguous    DeepEPHTPrepareAndFinalize
-SymmetricBatched       DeepEPLLPrepareAndFinalize
-FusedPrepareFinalize   FusedMoEPrepareAndFinalizeMonolithic
-FusedExperts           FusedMoEExpertsMonolithic
-ReferenceExperts       NaiveBatchedExperts
-GroupedContiguous      TritonExperts
-GroupedBatched         BatchedTritonExperts
-WarpDecodeExperts      (no counterpart)
-DequantizingExperts    FusedMoEQuantConfig
-=====================  =====================================================
+======================  =====================================================
+here                    vLLM
+======================  =====================================================
+ActivationFormat        FusedMoEActivationFormat
+PrepareFinalize         FusedMoEPrepareAndFinalizeModular
+Experts                 FusedMoEExpertsModular
+TopKReduce              TopKWeightAndReduce
+ModularMoE              FusedMoEKernel
+RoutedTokens            prepare(a1, topk_weights, topk_ids)
+Received                PrepareResultType
+Receiver                ReceiverType
+ContiguousRows          FusedMoEActivationFormat.Standard
+BatchedRows             FusedMoEActivationFormat.BatchedExperts
+FusedHandle             PrepareMonolithicResultType
+Problem                 moe_problem_size
+ScratchShapes           workspace_shapes
+Scratch                 apply(workspace13, workspace2)
+NoOpReduce              TopKWeightAndReduceNoOP
+ContiguousReduce        TopKWeightAndReduceContiguous
+BatchedReduce           TopKWeightAndReduceNaiveBatched
+DelegateReduce          TopKWeightAndReduceDelegate
+SingleRank              MoEPrepareAndFinalizeNoDPEPModular
+AllToAll                MoEPrepareAndFinalizeNaiveDPEPModular
+SymmetricContiguous     DeepEPHTPrepareAndFinalize
+SymmetricBatched        DeepEPLLPrepareAndFinalize
+FusedPrepareFinalize    FusedMoEPrepareAndFinalizeMonolithic
+FusedExperts            FusedMoEExpertsMonolithic
+ReferenceExperts        NaiveBatchedExperts
+GroupedContiguous       TritonExperts
+GroupedBatched          BatchedTritonExperts
+WarpDecodeExperts       (no counterpart)
+DequantizingContiguous  DeepGemmExperts
+DequantizingBatched     BatchedDeepGemmExperts
+======================  =====================================================
 
-=====================  =====================================================
-method here            method in vLLM
-=====================  =====================================================
-prepare                prepare
-prepare_no_receive     prepare_async
-finalize               finalize
-activation_format      activation_format
-scratch_shapes         workspace_shapes
-apply                  apply
-reduce                 finalize_weight_and_reduce_impl
-takes_fp8              expects_unquantized_inputs, negated
-=====================  =====================================================
+======================  =====================================================
+method here             method in vLLM
+======================  =====================================================
+prepare                 prepare
+prepare_no_receive      prepare_async
+finalize                finalize
+activation_format       activation_format
+scratch_shapes          workspace_shapes
+apply                   apply
+reduce                  finalize_weight_and_reduce_impl
+takes_fp8               expects_unquantized_inputs, negated
+weight_types            _supports_quant_scheme
+======================  =====================================================
 
-Not built: a backward pass (train with ``MoE``), FP8 over symmetric memory, quantised weights.
+Not built: a backward pass (train with ``MoE``), GEMMs in FP8 (rows and weights in FP8 or MXFP8 are dequantised before
+they are multiplied, or as they are read), the fused layer over FP8.
 """
 
 from comet.modular.all_to_all import AllToAll
 from comet.modular.composer import ModularMoE
-from comet.modular.experts import DequantizingExperts, ReferenceExperts, WarpDecodeExperts
+from comet.modular.experts import ReferenceExperts, WarpDecodeExperts
 from comet.modular.fused import FusedExperts, FusedPrepareFinalize
-from comet.modular.grouped import GroupedBatched, GroupedContiguous
+from comet.modular.grouped import DequantizingBatched, DequantizingContiguous, GroupedBatched, GroupedContiguous
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -77,14 +81,16 @@ from comet.modular.reduce import BatchedReduce, ContiguousReduce, DelegateReduce
 from comet.modular.single_rank import SingleRank
 from comet.modular.symmetric import SymmetricBatched, SymmetricContiguous
 
-# All there are, each made by (config, group), the experts with reduce= as well; the tests run every combination.
+# All there are, each made by (config, group), the experts with reduce= as well. The tests run every combination, with
+# every type of weights: comet.quantize.WEIGHT_TYPES.
 PREPARE_FINALIZE = (SingleRank, AllToAll, SymmetricContiguous, SymmetricBatched, FusedPrepareFinalize)
 EXPERTS = (
     ReferenceExperts,
     GroupedContiguous,
     GroupedBatched,
     WarpDecodeExperts,
-    DequantizingExperts,
+    DequantizingContiguous,
+    DequantizingBatched,
     FusedExperts,
 )
 REDUCTIONS = (NoOpReduce, ContiguousReduce, BatchedReduce, DelegateReduce)
@@ -100,7 +106,8 @@ __all__ = [
     "ContiguousReduce",
     "ContiguousRows",
     "DelegateReduce",
-    "DequantizingExperts",
+    "DequantizingBatched",
+    "DequantizingContiguous",
     "Experts",
     "FusedExperts",
     "FusedHandle",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from comet.config import MoEConfig
 from comet.group import ExpertGroup
-from comet.modular.interfaces import TopKReduce
+from comet.modular.interfaces import Problem, TopKReduce
+from comet.quantize import WEIGHT_TYPES, Weight
+
+Regions = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ExpertsBase:
-    """The part of ``Experts`` that does not depend on how they compute.
+    """The part of ``Experts`` that does not depend on how they compute; all parts are made alike.
 
     Args:
         config: Shape of the layer.
@@ -18,6 +24,7 @@ class ExpertsBase:
 
     reductions: tuple[type[TopKReduce], ...]
     takes_fp8 = False
+    weight_types: frozenset[type[Weight]] = frozenset(WEIGHT_TYPES)
 
     def __init__(self, config: MoEConfig, group: ExpertGroup, *, reduce: TopKReduce | None = None) -> None:
         self.layout = group.layout(config)
@@ -43,4 +50,26 @@ class KernelExperts(ExpertsBase):
         use_kernels: bool | None = None,
     ) -> None:
         super().__init__(config, group, reduce=reduce)
-        self.use_kernels = group.device.type == "cuda" if use_kernels is None else use_kernels
+        self.device = group.device
+        self.use_kernels = resolve_kernels(group, use_kernels)
+
+
+def resolve_kernels(group: ExpertGroup, use_kernels: bool | None) -> bool:
+    """Whether Triton kernels do the work: as asked for, or where there is a GPU."""
+    return group.device.type == "cuda" if use_kernels is None else use_kernels
+
+
+def weight_regions(problem: Problem) -> Regions:
+    """Room for the weights where they have to be dequantised, none for plain ones."""
+    if problem.weight_type is Tensor:
+        return {}
+    num_experts, hidden_size, ffn_size = problem.num_experts, problem.hidden_size, problem.ffn_size
+    return {
+        "w1": ((num_experts, 2 * ffn_size, hidden_size), problem.dtype),
+        "w2": ((num_experts, hidden_size, ffn_size), problem.dtype),
+    }
+
+
+def plain(values: Weight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """A tensor as it is, anything quantised in ``dtype``, in the memory of ``out`` if there is any."""
+    return values if isinstance(values, Tensor) else values.dequantize(dtype, out=out)

@@ -1,4 +1,4 @@
-"""One MoE layer from a prepare/finalize and experts that fit each other."""
+"""One MoE layer from a prepare/finalize, experts and a type of weights that fit each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from comet.config import require
+from comet.config import DIM_MULTIPLE, require
 from comet.layout import round_up
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -22,7 +22,9 @@ from comet.modular.interfaces import (
     Scratch,
     ScratchShapes,
 )
-from comet.plain import check_inputs
+from comet.paths import pad_width
+from comet.plain import check_inputs, check_shapes
+from comet.quantize import FP8, FP8_BLOCK, Weight
 
 ALIGNMENT = 256
 
@@ -35,49 +37,84 @@ class ModularMoE:
         experts: What is computed in between.
         shared: ``(T, D) -> (T, D)`` for experts every token goes through; runs on this rank's own tokens while others
             travel, and is added. Leave it out where the layer around has its own.
+        weight_type: What w1 and w2 will be: ``Tensor``, or ``FP8`` or ``MXFP8`` of ``comet.quantize``.
 
     Raises:
-        ValueError: If the two do not fit; the message names both and the reason.
+        ValueError: If they do not fit; the message names them and the reason.
     """
 
     def __init__(
-        self, prepare_finalize: PrepareFinalize, experts: Experts, shared: Callable[[Tensor], Tensor] | None = None
+        self,
+        prepare_finalize: PrepareFinalize,
+        experts: Experts,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        *,
+        weight_type: type[Weight] = Tensor,
     ) -> None:
-        reason = incompatibility(prepare_finalize, experts)
+        reason = incompatibility(prepare_finalize, experts, weight_type)
         names = f"{type(prepare_finalize).__name__} and {type(experts).__name__}"
+        names += "" if weight_type is Tensor else f" with {weight_type.__name__} weights"
         require(reason is None, f"{names} do not go together: {reason}")
         self.prepare_finalize = prepare_finalize
         self.experts = experts
         self.shared = shared
+        self.weight_type = weight_type
         self._pool = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Weight, w2: Weight) -> Tensor:
         """Compute the weighted sum of each token's experts (collective).
 
         Args:
             tokens: ``(T, D)``; T may be 0 and differ between ranks.
             top_k_ids: ``(T, K)`` int32 in ``[-1, E)``; -1 masks a slot.
             top_k_weights: ``(T, K)`` float32.
-            w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; dtype of ``tokens``.
-            w2: ``(e, D, F/TP)``.
+            w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; of ``weight_type``, plain ones in the dtype of
+                ``tokens``. Where a plain F/TP is no multiple of 16, every call pads a copy.
+            w2: ``(e, D, F/TP)``, likewise.
 
         Returns:
             ``(T, D)``, plus the shared experts' output if there are any.
 
         Raises:
-            ValueError: If a shape or dtype breaks these rules, or a gradient would be required.
+            ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
         """
-        check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, self.prepare_finalize.layout)
-        require(top_k_ids.dtype == torch.int32, f"dtype={top_k_ids.dtype} of top_k_ids must be torch.int32")
-        _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=w1, w2=w2)
+        w1, w2 = self._check(tokens, top_k_ids, top_k_weights, w1, w2)
         routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
         receive = self.prepare_finalize.prepare_no_receive(routed, quantize=self.experts.takes_fp8)
         shared = None if self.shared is None else self.shared(tokens)
         received = receive()
-        scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2)), w2)
+        scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2, tokens.dtype)), tokens)
         outputs = self.experts.apply(received.rows, w1, w2, scratch)
         combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
         return combined if shared is None else combined + shared
+
+    def _check(
+        self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Weight, w2: Weight
+    ) -> tuple[Weight, Weight]:
+        """The weights, of a width that experts take, once everything is seen to be right."""
+        for name, weight in (("w1", w1), ("w2", w2)):
+            require(
+                isinstance(weight, self.weight_type),
+                f"{name} is {type(weight).__name__}, must be the {self.weight_type.__name__} the layer was made for",
+            )
+            if isinstance(weight, FP8):
+                require(
+                    weight.block_rows == FP8_BLOCK,
+                    f"block_rows={weight.block_rows} of {name} must be {FP8_BLOCK}, as of any weight",
+                )
+        inputs, layout = (tokens, top_k_ids, top_k_weights), self.prepare_finalize.layout
+        require(top_k_ids.dtype == torch.int32, f"dtype={top_k_ids.dtype} of top_k_ids must be torch.int32")
+        _require_inference(tokens=tokens, top_k_weights=top_k_weights, w1=elements(w1), w2=elements(w2))
+        if isinstance(w1, Tensor) and isinstance(w2, Tensor):
+            check_inputs(*inputs, w1, w2, layout)
+            return pad_width(w1, w2)
+        check_shapes(*inputs, elements(w1), elements(w2), layout)
+        width = elements(w2).shape[2]
+        require(
+            width % DIM_MULTIPLE == 0,
+            f"F/TP={width} of {self.weight_type.__name__} weights must be a multiple of {DIM_MULTIPLE}",
+        )
+        return w1, w2
 
     def _scratch(self, shapes: ScratchShapes, like: Tensor) -> Scratch:
         """Regions from a pool that only grows; the output is new every time, for it may be what the caller gets."""
@@ -107,16 +144,21 @@ def cut(pool: Tensor, shapes: ScratchShapes) -> dict[str, Tensor]:
     return regions
 
 
-def problem_of(rows: Rows, w2: Tensor) -> Problem:
-    """The sizes of one call: from its rows, and from w2 ``(e, D, F)``."""
+def elements(weight: Weight) -> Tensor:
+    """The numbers of a weight, scaled or not: what has its shape."""
+    return weight if isinstance(weight, Tensor) else weight.elements
+
+
+def problem_of(rows: Rows, w2: Weight, dtype: torch.dtype) -> Problem:
+    """The sizes of one call: from its rows, from w2 ``(e, D, F)``, and the dtype of tokens and outputs."""
     batch_rows = 0
     if isinstance(rows, FusedHandle):
         num_rows, top_k = rows.plan.num_tokens, rows.plan.layout.top_k
     elif isinstance(rows, BatchedRows):
-        (num_rows, top_k), batch_rows = rows.row_slots.shape, rows.tokens.shape[1]
+        (num_rows, top_k), batch_rows = rows.row_slots.shape, rows.batch_rows
     else:
         num_rows, top_k = rows.top_k_ids.shape
-    num_experts, hidden_size, ffn_size = w2.shape
+    num_experts, hidden_size, ffn_size = elements(w2).shape
     return Problem(
         num_rows=num_rows,
         top_k=top_k,
@@ -124,12 +166,15 @@ def problem_of(rows: Rows, w2: Tensor) -> Problem:
         ffn_size=ffn_size,
         num_experts=num_experts,
         batch_rows=batch_rows,
-        dtype=w2.dtype,
+        dtype=dtype,
+        weight_type=Tensor if isinstance(w2, Tensor) else type(w2),
     )
 
 
-def incompatibility(prepare_finalize: PrepareFinalize, experts: Experts) -> str | None:
-    """Why these two cannot make a layer, or ``None`` if they can."""
+def incompatibility(
+    prepare_finalize: PrepareFinalize, experts: Experts, weight_type: type[Weight] = Tensor
+) -> str | None:
+    """Why these cannot make a layer, or ``None`` if they can."""
     ours, theirs = type(prepare_finalize).__name__, type(experts).__name__
     given, formats, reduce = prepare_finalize.activation_format, experts.formats, experts.reduce
     if given not in formats:
@@ -145,6 +190,9 @@ def incompatibility(prepare_finalize: PrepareFinalize, experts: Experts) -> str 
         return f"{type(reduce).__name__} of {theirs} cannot reduce the {given.value} rows of {ours}"
     if experts.takes_fp8 and not prepare_finalize.carries_fp8:
         return f"{theirs} wants its rows in FP8, and {ours} sends them in the dtype of the tokens"
+    if weight_type not in experts.weight_types:
+        can = " or ".join(sorted(kind.__name__ for kind in experts.weight_types))
+        return f"{theirs} computes with {can} weights, not with {weight_type.__name__}"
     if prepare_finalize.layout != experts.layout:
         return f"{ours} is made for {prepare_finalize.layout}, {theirs} for {experts.layout}"
     return None

@@ -1,16 +1,14 @@
-"""Experts beside the grouped GEMMs: the reference, warp decode, and rows that arrive in FP8."""
+"""Experts beside the grouped GEMMs: the reference and warp decode."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig
-from comet.group import ExpertGroup
-from comet.modular.base import ExpertsBase, KernelExperts
-from comet.modular.grouped import GroupedContiguous
+from comet.modular.base import ExpertsBase, KernelExperts, plain
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -22,12 +20,17 @@ from comet.modular.interfaces import (
     TopKReduce,
 )
 from comet.modular.reduce import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce, weighted_sum
-from comet.quantize import FP8
+from comet.quantize import Weight
 from comet.reference import expert_outputs, rank_partial, swiglu_expert
+
+if TYPE_CHECKING:
+    from comet.decode import DecodeWeights
 
 
 class ReferenceExperts(ExpertsBase):
     """``comet.reference`` over either format, in plain torch; waits for the device. EP, TP and EP x TP.
+
+    Quantised weights are dequantised to the tokens' dtype in every call.
 
     Args:
         config: Shape of the layer.
@@ -42,29 +45,32 @@ class ReferenceExperts(ExpertsBase):
         """None: it allocates as it goes."""
         return ScratchShapes(regions={}, output=None)
 
-    def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
         """Expert by expert; see ``Experts.apply``."""
-        reduced = isinstance(self.reduce, NoOpReduce)
+        assert isinstance(rows, ContiguousRows | BatchedRows)
+        tokens, reduced = rows.tokens, isinstance(self.reduce, NoOpReduce)
+        assert isinstance(tokens, Tensor)
+        weights = (plain(w1, tokens.dtype), plain(w2, tokens.dtype))
         if isinstance(rows, BatchedRows):
-            outputs = self._batches(rows, w1, w2)
+            outputs = self._batches(tokens, rows.counts, *weights)
             return weighted_sum(outputs.flatten(0, 1), rows.row_slots, rows.top_k_weights) if reduced else outputs
-        assert isinstance(rows, ContiguousRows)
-        assert isinstance(rows.tokens, Tensor)
         if reduced:
-            return rank_partial(rows.tokens, rows.top_k_ids, rows.top_k_weights, w1, w2, first_expert=0)
-        outputs = expert_outputs(rows.tokens, rows.top_k_ids, w1, w2, first_expert=0)
-        return outputs.view(*rows.top_k_ids.shape, rows.tokens.shape[1])
+            return rank_partial(tokens, rows.top_k_ids, rows.top_k_weights, *weights, first_expert=0)
+        outputs = expert_outputs(tokens, rows.top_k_ids, *weights, first_expert=0)
+        return outputs.view(*rows.top_k_ids.shape, tokens.shape[1])
 
     @staticmethod
-    def _batches(rows: BatchedRows, w1: Tensor, w2: Tensor) -> Tensor:
-        outputs = torch.zeros_like(rows.tokens)
-        for expert, count in enumerate(rows.counts.tolist()):
-            outputs[expert, :count] = swiglu_expert(rows.tokens[expert, :count], w1[expert], w2[expert])
+    def _batches(tokens: Tensor, counts: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        outputs = torch.zeros_like(tokens)
+        for expert, count in enumerate(counts.tolist()):
+            outputs[expert, :count] = swiglu_expert(tokens[expert, :count], w1[expert], w2[expert])
         return outputs
 
 
 class WarpDecodeExperts(KernelExperts):
     """``comet.decode`` over contiguous rows, 64 at a time; sums in the down kernel. EP, TP and EP x TP. For few tokens.
+
+    Weights in FP8 and MXFP8 are converted as they are read. The first call with a pair of them waits for the device.
 
     Args:
         config: Shape of the layer.
@@ -76,44 +82,46 @@ class WarpDecodeExperts(KernelExperts):
     formats = frozenset({ActivationFormat.CONTIGUOUS})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        group: ExpertGroup,
-        *,
-        reduce: TopKReduce | None = None,
-        use_kernels: bool | None = None,
-    ) -> None:
-        super().__init__(config, group, reduce=reduce, use_kernels=use_kernels)
-        # Rows carry local ids, so every expert is in the slot of its own number.
-        self.slots = torch.arange(self.layout.experts_local, dtype=torch.int32, device=group.device)
+    _quantized: tuple[Weight, Weight, DecodeWeights] | None = None
+
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """``(e,)``: rows carry local ids, so every expert is in the slot of its own number."""
+        return torch.arange(self.layout.experts_local, dtype=torch.int32, device=self.device)
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """The output only: what lies between the two kernels is theirs."""
         return ScratchShapes(regions={}, output=(problem.num_rows, problem.hidden_size))
 
-    def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
         """Decode step by decode step; see ``Experts.apply``."""
-        from comet.decode import MAX_DECODE_TOKENS, DecodeWeights, warp_decode  # needs triton
+        from comet.decode import MAX_DECODE_TOKENS, warp_decode  # needs triton
 
         assert isinstance(rows, ContiguousRows)
         assert isinstance(rows.tokens, Tensor)
         assert scratch.output is not None
-        weights = DecodeWeights(w1=w1.contiguous(), w2=w2.contiguous(), slots=self.slots)
+        weights = self._decode_weights(w1, w2)
         for first in range(0, rows.tokens.shape[0], MAX_DECODE_TOKENS):
             step = slice(first, first + MAX_DECODE_TOKENS)
             part = (rows.tokens[step], rows.top_k_ids[step], rows.top_k_weights[step])
             scratch.output[step] = warp_decode(*part, weights, use_kernels=self.use_kernels)
         return scratch.output
 
+    def _decode_weights(self, w1: Weight, w2: Weight) -> DecodeWeights:
+        """The weights in their slots; quantised ones are kept, because looking at their scales waits for the device."""
+        from comet.decode import DecodeWeights
 
-class DequantizingExperts(GroupedContiguous):
-    """``GroupedContiguous`` that wants its rows in FP8, so that they travel in half the bytes, and dequantises them."""
-
-    takes_fp8 = True
-
-    def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
-        """Dequantise, then as ``GroupedContiguous``."""
-        assert isinstance(rows, ContiguousRows)
-        assert isinstance(rows.tokens, FP8)
-        return super().apply(replace(rows, tokens=rows.tokens.dequantize(w1.dtype)), w1, w2, scratch)
+        if isinstance(w1, Tensor) or isinstance(w2, Tensor):
+            assert isinstance(w1, Tensor)
+            assert isinstance(w2, Tensor)
+            return DecodeWeights(w1=w1.contiguous(), w2=w2.contiguous(), slots=self.slots)
+        if self._quantized is None or self._quantized[0] is not w1 or self._quantized[1] is not w2:
+            held = DecodeWeights(
+                w1=w1.elements.contiguous(),
+                w2=w2.elements.contiguous(),
+                slots=self.slots,
+                w1_scales=w1.scales.contiguous(),
+                w2_scales=w2.scales.contiguous(),
+            )
+            self._quantized = (w1, w2, held)
+        return self._quantized[2]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig
 from comet.group import ExpertGroup
-from comet.modular.base import ExpertsBase
+from comet.modular.base import ExpertsBase, resolve_kernels
 from comet.modular.interfaces import (
     ActivationFormat,
     FusedHandle,
@@ -25,6 +25,7 @@ from comet.modular.interfaces import (
 )
 from comet.modular.reduce import NoOpReduce
 from comet.paths import SymmetricPath
+from comet.quantize import Weight
 
 
 class FusedPrepareFinalize:
@@ -48,8 +49,7 @@ class FusedPrepareFinalize:
         overlap: OverlapConfig | None = None,
         use_kernels: bool | None = None,
     ) -> None:
-        kernels = group.device.type == "cuda" if use_kernels is None else use_kernels
-        self.path = SymmetricPath(config, group, overlap, use_kernels=kernels)
+        self.path = SymmetricPath(config, group, overlap, use_kernels=resolve_kernels(group, use_kernels))
         self.layout = self.path.layout
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
@@ -79,14 +79,17 @@ class FusedExperts(ExpertsBase):
 
     formats = frozenset({ActivationFormat.HANDLE})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)
+    weight_types: frozenset[type[Weight]] = frozenset({Tensor})
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """None: how many rows there are is known on the device only, where the plan reserves them."""
         return ScratchShapes(regions={}, output=None)
 
-    def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
         """Run both fused pipelines: ``(T, D)``, finished (collective)."""
         assert isinstance(rows, FusedHandle)
+        assert isinstance(w1, Tensor)
+        assert isinstance(w2, Tensor)
         path, plan = rows.path, rows.plan
         settings = path.settings_for(plan.num_tokens)
         hidden, _ = path.ops.layer0(rows.tokens, w1, plan, path.workspace, settings, save_pre=False)

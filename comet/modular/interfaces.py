@@ -20,7 +20,7 @@ from torch import Tensor
 from comet.layout import ExpertLayout
 from comet.paths import SymmetricPath
 from comet.plan import Plan
-from comet.quantize import FP8
+from comet.quantize import FP8, Weight
 
 
 class ActivationFormat(Enum):
@@ -67,16 +67,23 @@ class BatchedRows:
     """Received rows copied to each of their local experts.
 
     Args:
-        tokens: ``(e, B, D)``; row j of expert i is valid below ``counts[i]`` and may hold anything past it.
+        tokens: ``(e, B, D)``, or in FP8 with a scale per 128 elements of a row; row j of expert i is valid below
+            ``counts[i]`` and may hold anything past it.
         counts: ``(e,)`` int32.
         row_slots: ``(N, K)`` int32: where slot k of received row n is, as ``expert * B + row``; -1 where nowhere.
         top_k_weights: ``(N, K)`` float32; anything where ``row_slots`` is -1.
     """
 
-    tokens: Tensor
+    tokens: Tensor | FP8
     counts: Tensor
     row_slots: Tensor
     top_k_weights: Tensor
+
+    @property
+    def batch_rows(self) -> int:
+        """B."""
+        tokens = self.tokens.elements if isinstance(self.tokens, FP8) else self.tokens
+        return tokens.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +131,8 @@ class Problem:
         ffn_size: F, this rank's slice.
         num_experts: e.
         batch_rows: B; 0 in the contiguous format.
-        dtype: Element type of weights and outputs.
+        dtype: Element type of tokens and outputs.
+        weight_type: What the weights are: ``Tensor`` (of ``dtype``), ``FP8`` or ``MXFP8``.
     """
 
     num_rows: int
@@ -134,6 +142,7 @@ class Problem:
     num_experts: int
     batch_rows: int
     dtype: torch.dtype
+    weight_type: type[Weight]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +215,7 @@ class Experts(Protocol):
         reductions: Kinds of reduction it can leave to ``finalize``, the default first.
         reduce: The one it leaves.
         takes_fp8: Whether it wants its rows in FP8.
+        weight_types: What weights it computes with: ``Tensor``, ``FP8``, ``MXFP8``.
     """
 
     layout: ExpertLayout
@@ -213,18 +223,19 @@ class Experts(Protocol):
     reductions: tuple[type[TopKReduce], ...]
     reduce: TopKReduce
     takes_fp8: bool
+    weight_types: frozenset[type[Weight]]
 
     def scratch_shapes(self, problem: Problem) -> ScratchShapes:
         """The memory ``apply`` needs for a problem of these sizes."""
         ...
 
-    def apply(self, rows: Rows, w1: Tensor, w2: Tensor, scratch: Scratch) -> Tensor:
+    def apply(self, rows: Rows, w1: Weight, w2: Weight, scratch: Scratch) -> Tensor:
         """Compute the outputs that ``reduce`` expects.
 
         Args:
             rows: In one of ``formats``.
-            w1: ``(e, 2F, D)`` gate rows, then up rows.
-            w2: ``(e, D, F)``.
+            w1: ``(e, 2F, D)`` gate rows, then up rows; of one of ``weight_types``.
+            w2: ``(e, D, F)``, of the type of ``w1``.
             scratch: As declared.
 
         Returns:

@@ -35,12 +35,13 @@ class SingleRank:
         """The tokens as contiguous rows.
 
         Raises:
-            ValueError: On a CPU, if an id is out of range; on a GPU, where looking would wait for the device, ids are
-                trusted, as a router made them.
+            ValueError: On a CPU, if an id is out of range, or a token that is quantised is not finite; on a GPU, where
+                looking would wait for the device, both are trusted, as a router and a layer made them.
         """
-        if routed.tokens.device.type == "cpu":
+        on_cpu = routed.tokens.device.type == "cpu"
+        if on_cpu:
             check_ids(routed, self.layout.num_experts)
-        tokens = quantize_rows(routed.tokens) if quantize else routed.tokens.contiguous()
+        tokens = quantize_rows(routed.tokens, trusted=not on_cpu) if quantize else routed.tokens.contiguous()
         ids, weights = routed.top_k_ids.contiguous(), routed.top_k_weights.contiguous()
         return Received(rows=ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights), route=None)
 

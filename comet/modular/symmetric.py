@@ -7,7 +7,7 @@ rounded up), of which the plan says on the device which are in use.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from comet.modular.interfaces import (
     Rows,
     TopKReduce,
 )
+from comet.modular.packed import unpack_rows
 from comet.modular.reduce import DelegateReduce, slot_rows
 from comet.modular.transport import SymmetricTransport
 from comet.plan import Plan
@@ -42,7 +43,7 @@ class _Symmetric(ABC):
         use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 
-    carries_fp8 = False
+    carries_fp8 = True
 
     def __init__(
         self,
@@ -60,13 +61,20 @@ class _Symmetric(ABC):
         return self.prepare_no_receive(routed, quantize=quantize)()
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
-        """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver."""
-        assert not quantize, "the composer refuses FP8 over symmetric memory"
-        arrive = self.transport.start(routed)
+        """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver.
+
+        Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
+        token it is in.
+        """
+        arrive, hidden_size = self.transport.start(routed, quantize=quantize), routed.tokens.shape[1]
 
         def receive() -> Received:
             plan, tokens = arrive()
-            return Received(rows=self._rows(plan, tokens), route=plan)
+            rows = self._rows(plan, tokens)
+            if quantize:
+                assert isinstance(rows.tokens, Tensor)
+                rows = replace(rows, tokens=unpack_rows(rows.tokens, hidden_size))
+            return Received(rows=rows, route=plan)
 
         return receive
 
@@ -78,8 +86,8 @@ class _Symmetric(ABC):
         return self.transport.combine_partials(reduce.apply(outputs, received.rows), plan)
 
     @abstractmethod
-    def _rows(self, plan: Plan, tokens: Tensor) -> Rows:
-        """Received rows ``(R, D)`` in the format of the class."""
+    def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows | BatchedRows:
+        """Received rows ``(R, D)``, or packed ones, in the format of the class."""
 
     @abstractmethod
     def _row_slots(self, rows: Rows) -> Tensor:
@@ -88,7 +96,7 @@ class _Symmetric(ABC):
 
 class SymmetricContiguous(_Symmetric):
     """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
-    per rank; masked slots; a capacity factor. No FP8: the pool's rows have the tokens' dtype.
+    per rank; masked slots; a capacity factor.
 
     Args:
         config: Shape of the layer.
@@ -99,7 +107,7 @@ class SymmetricContiguous(_Symmetric):
 
     activation_format = ActivationFormat.CONTIGUOUS
 
-    def _rows(self, plan: Plan, tokens: Tensor) -> Rows:
+    def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows:
         return ContiguousRows(tokens=tokens, top_k_ids=local_experts(plan), top_k_weights=plan.row_weights)
 
     def _row_slots(self, rows: Rows) -> Tensor:
@@ -123,7 +131,7 @@ class BatchTable:
 class SymmetricBatched(_Symmetric):
     """Received rows copied into one batch per local expert, with room for every row of every rank: B = W * M. Meant for
     few tokens. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor; K distinct experts per
-    token. No FP8: the pool's rows have the tokens' dtype.
+    token.
 
     More than B rows for one expert, which only tokens that name it twice can cause, are a ``CapacityError``: on a CPU
     when they arrive, on a GPU of ``workspace.check``.
@@ -137,7 +145,7 @@ class SymmetricBatched(_Symmetric):
 
     activation_format = ActivationFormat.BATCHED
 
-    def _rows(self, plan: Plan, tokens: Tensor) -> Rows:
+    def _rows(self, plan: Plan, tokens: Tensor) -> BatchedRows:
         batch_rows = tokens.shape[0]
         self._check(plan, batch_rows)
         table = batch_table(plan, batch_rows)

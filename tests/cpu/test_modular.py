@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from layer_ranks import poison
 from modular_cases import (
     Combination,
     attacks,
+    check_fp8_rows,
     check_layer,
     combinations,
     compose,
@@ -34,7 +36,8 @@ from comet.group import ExpertGroup
 from comet.modular import (
     AllToAll,
     DelegateReduce,
-    DequantizingExperts,
+    DequantizingBatched,
+    DequantizingContiguous,
     FusedExperts,
     FusedPrepareFinalize,
     GroupedBatched,
@@ -51,12 +54,22 @@ from comet.modular import (
 )
 from comet.modular.composer import problem_of
 from comet.moe import MoE
-from comet.quantize import FP8
+from comet.quantize import FP8, MXFP8
 from comet.reference import reference_experts
 
 SMALL = LayerCase("small", 1, 1, (9,), num_phases=1)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Thousands of small tensors, which several threads only slow down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_every_combination_on_one_rank() -> None:
     cases = [*attacks(1, seed=11), replace(SMALL, name="bfloat16", dtype=torch.bfloat16, seed=4)]
     outcome = run_combinations(0, 1, cases, {})
@@ -70,7 +83,7 @@ def names(pair: Combination) -> list[str]:
 
 def test_two_ranks_all_combinations_no_waiting_and_kernels() -> None:
     """One pair of processes for all three, because starting them costs more than running them."""
-    cases = [*attacks(2, seed=12), LayerCase("tp2", 1, 2, (31, 0), seed=13, calls=2)]
+    cases = [*attacks(2, seed=12), LayerCase("tp2", 1, 2, (31, 0), ffn_size=64, seed=13, calls=2)]
     run_ranks(on_two_ranks, 2, cases, LayerCase("kernels", 2, 1, (21, 5), seed=15), interpret=True, timeout=300)
 
 
@@ -86,12 +99,20 @@ def test_every_combination_on_ep_x_tp() -> None:
 
 def run_kernels(rank: int, case: LayerCase) -> None:
     """Triton kernels under the interpreter: dispatch, both ways to combine, both grouped GEMMs, warp decode."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        sent = replace(case, dtype=dtype, num_tokens=(9, 4), top_k=4, hidden_size=160)
+        for use_kernels in (False, True):
+            check_fp8_rows(sent, rank, SymmetricContiguous, overlap=case.overlap, use_kernels=use_kernels)
     group = make_group(case)
     poison(group)
     pairs = [
         Combination(SymmetricContiguous, GroupedContiguous, DelegateReduce),
         Combination(SymmetricBatched, GroupedBatched, NoOpReduce),
         Combination(AllToAll, WarpDecodeExperts, NoOpReduce),
+        Combination(SymmetricContiguous, DequantizingContiguous, DelegateReduce, MXFP8),
+        Combination(SymmetricBatched, DequantizingBatched, NoOpReduce, FP8),
+        Combination(SymmetricContiguous, WarpDecodeExperts, NoOpReduce, FP8),
+        Combination(AllToAll, WarpDecodeExperts, NoOpReduce, MXFP8),
     ]
     for pair in pairs:
         layer = compose(pair, case, group, use_kernels=True, overlap=case.overlap)
@@ -202,7 +223,7 @@ def one_rank_first(rank: int) -> None:
         dist.barrier()
     layer = ModularMoE(*parts)
     received = receive()
-    scratch = layer._scratch(parts[1].scratch_shapes(problem_of(received.rows, w2)), w2)
+    scratch = layer._scratch(parts[1].scratch_shapes(problem_of(received.rows, w2, w2.dtype)), w2)
     y = parts[0].finalize(parts[1].apply(received.rows, w1.flatten(1, 2), w2, scratch), received, parts[1].reduce)
     exact, same = (expected(case, rank, dtype, 0, quantized=False) for dtype in (torch.float64, case.dtype))
     assert_as_close(y, exact, same, case.dtype, f"rank {rank}")
@@ -227,7 +248,7 @@ def test_fp8_is_made_before_rows_travel(group: ExpertGroup) -> None:
         assert isinstance(rows.tokens, FP8)
         assert rows.tokens.elements.dtype == torch.float8_e4m3fn
     plain = call(ModularMoE(AllToAll(SMALL.config, group), GroupedContiguous(SMALL.config, group)))
-    rounded = call(ModularMoE(AllToAll(SMALL.config, group), DequantizingExperts(SMALL.config, group)))
+    rounded = call(ModularMoE(AllToAll(SMALL.config, group), DequantizingContiguous(SMALL.config, group)))
     assert 1e-4 < float((plain - rounded).abs().max() / plain.abs().max()) < 0.1
 
 

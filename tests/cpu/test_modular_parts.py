@@ -9,11 +9,10 @@ from comet.config import OverlapConfig
 from comet.layout import ExpertLayout
 from comet.modular.all_to_all import destinations, local_ids, pack, unpack
 from comet.modular.composer import cut, scratch_bytes
-from comet.modular.grouped import routed_capacity, tiles_of_batches, tiles_of_ids
 from comet.modular.interfaces import Problem, ScratchShapes
 from comet.modular.reduce import slot_rows, weighted_sum
 from comet.modular.symmetric import batch_table, local_experts
-from comet.modular.transport import power_of_2
+from comet.modular.tiles import routed_capacity, tiles_of_batches, tiles_of_ids
 from comet.plan import Plan, plan_from_ids, routed_row_capacity
 
 NAN = float("nan")
@@ -32,6 +31,7 @@ def problem(num_rows: int, top_k: int, num_experts: int) -> Problem:
         num_experts=num_experts,
         batch_rows=0,
         dtype=torch.float32,
+        weight_type=torch.Tensor,
     )
 
 
@@ -55,10 +55,6 @@ def test_scratch_bytes_example() -> None:
     views = cut(torch.zeros(768, dtype=torch.uint8), shapes)
     assert {name: (tuple(view.shape), view.dtype) for name, view in views.items()} == regions
     assert views["b"].data_ptr() - views["a"].data_ptr() == 256
-
-
-def test_power_of_2_example() -> None:
-    assert power_of_2(48) == 64
 
 
 def test_destinations_and_local_ids_examples() -> None:

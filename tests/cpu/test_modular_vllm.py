@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import types
-from abc import ABC, abstractmethod
-from enum import Enum
-from inspect import Parameter, Signature
 from typing import Any
 
 import pytest
 import torch
-from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, shard
-from modular_cases import expected, make_group
+from layer_cases import LayerCase, assert_as_close, rank_inputs
+from modular_cases import expected, make_group, rank_weights
 from ranks import run_ranks
 from torch import Tensor
+from vllm_stub import (
+    PACKAGE,
+    FusedMoEActivationFormat,
+    FusedMoEExpertsModular,
+    FusedMoEPrepareAndFinalizeModular,
+    MoEActivation,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOP,
+    install_stub,
+)
 
 from comet.errors import UnavailableError
 from comet.group import ExpertGroup
 from comet.integrations.vllm import adapt_experts, adapt_prepare_finalize, global_routing, map_ids
+from comet.integrations.vllm_quant import WeightCache, weight_type_of
 from comet.layout import ExpertLayout
 from comet.modular import (
     AllToAll,
     ContiguousRows,
     DelegateReduce,
-    DequantizingExperts,
+    DequantizingContiguous,
     GroupedBatched,
     GroupedContiguous,
     NoOpReduce,
@@ -35,135 +45,10 @@ from comet.modular import (
     SymmetricContiguous,
     WarpDecodeExperts,
 )
+from comet.modular.composer import elements
+from comet.quantize import MXFP8, WEIGHT_TYPES, Weight
 
-PACKAGE = "vllm.model_executor.layers.fused_moe"
 CASE = LayerCase("vllm", 1, 1, (13,), seed=8, routing="masked")
-
-
-APPLY_NAMES = (
-    "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale "
-    "workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
-).split()
-
-
-# ---- the stub: names and arguments of vLLM's classes, nothing of what they do
-class FusedMoEActivationFormat(Enum):
-    Standard = "standard"
-    BatchedExperts = "batched_experts"
-
-
-class MoEActivation(Enum):
-    SILU = "silu"
-    GELU = "gelu"
-
-
-class FusedMoEPrepareAndFinalizeModular(ABC):
-    def __init__(self, moe_config, quant_config) -> None:
-        self.moe_config, self.quant_config = moe_config, quant_config
-
-    def post_init_setup(self, fused_experts) -> None:
-        return
-
-    @property
-    @abstractmethod
-    def activation_format(self): ...
-
-    @abstractmethod
-    def topk_indices_dtype(self): ...
-
-    @abstractmethod
-    def max_num_tokens_per_rank(self): ...
-
-    @abstractmethod
-    def num_dispatchers(self): ...
-
-    @abstractmethod
-    def output_is_reduced(self): ...
-
-    def supports_async(self):
-        return False
-
-    @abstractmethod
-    def prepare(
-        self, a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config,
-        defer_input_quant,
-    ): ...  # fmt: skip
-
-    @abstractmethod
-    def finalize(
-        self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-    ): ...
-
-
-class FusedMoEExpertsModular(ABC):
-    def __init__(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None) -> None:
-        assert self.activation_format() is FusedMoEActivationFormat.Standard
-        self.moe_config, self.quant_config = moe_config, quant_config
-
-    @staticmethod
-    @abstractmethod
-    def activation_format(): ...
-
-    @staticmethod
-    @abstractmethod
-    def _supports_current_device(): ...
-
-    @staticmethod
-    @abstractmethod
-    def _supports_no_act_and_mul(): ...
-
-    @staticmethod
-    @abstractmethod
-    def _supports_quant_scheme(weight_key, activation_key): ...
-
-    @staticmethod
-    @abstractmethod
-    def _supports_activation(activation): ...
-
-    @staticmethod
-    @abstractmethod
-    def _supports_parallel_config(moe_parallel_config): ...
-
-    @abstractmethod
-    def workspace_shapes(
-        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
-    ): ...
-
-    @abstractmethod
-    def finalize_weight_and_reduce_impl(self): ...
-
-    @abstractmethod
-    def apply(self, *args, **kwargs): ...
-
-    apply.__signature__ = Signature(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in APPLY_NAMES)
-
-
-class TopKWeightAndReduceNoOP: ...
-
-
-class TopKWeightAndReduceContiguous: ...
-
-
-class TopKWeightAndReduceDelegate: ...
-
-
-class TopKWeightAndReduceNaiveBatched: ...
-
-
-def install_stub(setitem: Any = None) -> None:
-    """Put the stub into ``sys.modules`` under vLLM's names."""
-    setitem = setitem or (lambda modules, name, module: modules.__setitem__(name, module))
-    parts = PACKAGE.split(".")
-    for depth in range(len(parts)):
-        name = ".".join(parts[: depth + 1])
-        setitem(sys.modules, name, types.ModuleType(name))
-    kernel, reduce = (types.ModuleType(f"{PACKAGE}.{name}") for name in ("modular_kernel", "topk_weight_and_reduce"))
-    for kind in (FusedMoEActivationFormat, FusedMoEPrepareAndFinalizeModular, FusedMoEExpertsModular):
-        setattr(kernel, kind.__name__, kind)
-    for kind in (TopKWeightAndReduceNoOP, TopKWeightAndReduceContiguous, TopKWeightAndReduceDelegate):
-        setattr(reduce, kind.__name__, kind)
-    for module in (kernel, reduce):
-        setitem(sys.modules, module.__name__, module)
 
 
 @pytest.fixture
@@ -183,8 +68,8 @@ NOT_QUANT = types.SimpleNamespace(quant_dtype=None, block_shape=None)
 def drive(prepare_finalize: Any, experts: Any, case: LayerCase, rank: int, *, positional: bool = False) -> Tensor:
     """prepare -> allocate workspaces full of NaN, the output in the first of them -> apply -> finalize."""
     layout = ExpertLayout.create(case.config, case.parallel, rank)
-    inputs, (w1, w2) = rank_inputs(case, rank), shard(case, rank, *full_weights(case))
-    w1 = w1.flatten(1, 2)
+    inputs = rank_inputs(case, rank)
+    w1, w2 = (elements(weight) for weight in rank_weights(case, rank, weight_type_of(experts.quant_config)))
     quant = NOT_QUANT if experts.expects_unquantized_inputs else QUANT
     expert_map = None
     if case.ep > 1:
@@ -227,20 +112,23 @@ def run_adapted(rank: int, world_size: int, case: LayerCase) -> None:
         GroupedContiguous(config, group, reduce=DelegateReduce()),
         GroupedContiguous(config, group, reduce=NoOpReduce()),
         WarpDecodeExperts(config, group),
-        DequantizingExperts(config, group),
+        DequantizingContiguous(config, group),
     ]
-    for transport in transports:
-        for index, inner in enumerate(compute):
-            if inner.takes_fp8 and not transport.carries_fp8:
-                continue
-            adapted = adapt_prepare_finalize(transport(config, group)), adapt_experts(inner, moe_config, None)
-            y = drive(*adapted, case, rank, positional=index == 2)
-            exact, same = (
-                expected(case, rank, dtype, 0, quantized=inner.takes_fp8) for dtype in (torch.float64, case.dtype)
-            )
-            what = f"{transport.__name__} + {type(inner).__name__} {type(inner.reduce).__name__}, rank {rank}"
-            assert_as_close(y, exact, same, case.dtype, what)
+    for transport, weight_type, (index, inner) in itertools.product(transports, WEIGHT_TYPES, enumerate(compute)):
+        quant_config = quant_config_of(case, rank, weight_type)
+        adapted = adapt_prepare_finalize(transport(config, group)), adapt_experts(inner, moe_config, quant_config)
+        y = drive(*adapted, case, rank, positional=index == 2)
+        what_is = dict(quantized=inner.takes_fp8, weight_type=weight_type)
+        exact, same = (expected(case, rank, dtype, 0, **what_is) for dtype in (torch.float64, case.dtype))
+        parts = (transport, type(inner), type(inner.reduce), weight_type)
+        assert_as_close(y, exact, same, case.dtype, " + ".join(part.__name__ for part in parts) + f", rank {rank}")
     group.close()
+
+
+def quant_config_of(case: LayerCase, rank: int, weight_type: type[Weight]) -> Any:
+    """vLLM's, which holds the scales of the weights, if they have any."""
+    scales = (getattr(weight, "scales", None) for weight in rank_weights(case, rank, weight_type))
+    return types.SimpleNamespace(**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)))
 
 
 def test_adapted_parts_equal_the_reference(stub: None) -> None:
@@ -266,7 +154,6 @@ def test_adapters_are_vllm_classes(stub: None, group: ExpertGroup) -> None:
     assert parts[0].max_num_tokens_per_rank() is None
     assert parts[1]._supports_activation(MoEActivation.SILU)
     assert not parts[1]._supports_activation(MoEActivation.GELU)
-    assert not parts[1]._supports_quant_scheme("fp8", None)
     assert isinstance(parts[1].finalize_weight_and_reduce_impl(), TopKWeightAndReduceContiguous)
 
 
@@ -297,12 +184,50 @@ def test_what_is_not_covered_is_refused(stub: None, group: ExpertGroup) -> None:
     per_tensor = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=None)
     with pytest.raises(ValueError, match=r"quant_dtype=torch.float8_e4m3fn with block_shape=None must be"):
         adapted.prepare(*arguments[:6], per_tensor, False)
+    inner = SymmetricContiguous(config, group)
+    inner.carries_fp8 = False
     with pytest.raises(ValueError, match="SymmetricContiguous cannot send rows in FP8"):
-        adapt_prepare_finalize(SymmetricContiguous(config, group)).prepare(*arguments[:6], QUANT, False)
+        adapt_prepare_finalize(inner).prepare(*arguments[:6], QUANT, False)
     with pytest.raises(ValueError, match="weight_and_reduce_impl=TopKWeightAndReduceNaiveBatched must be one of"):
         adapted.finalize(None, None, None, None, False, TopKWeightAndReduceNaiveBatched())
     with pytest.raises(ValueError, match="finalize needs the rows of a prepare that came before it"):
         adapted.finalize(None, None, None, None, False, TopKWeightAndReduceNoOP())
+
+
+def key(group_shape: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
+    """A ``QuantKey`` of vLLM."""
+    return types.SimpleNamespace(dtype=dtype, scale=types.SimpleNamespace(group_shape=group_shape))
+
+
+def test_quant_schemes_are_those_of_the_experts(stub: None, group: ExpertGroup) -> None:
+    weights = [None, key((128, 128)), key((1, 32))]
+    unscaled = types.SimpleNamespace(dtype=torch.float8_e4m3fn, scale=None)
+    refused = [key((-1, -1)), key((1, 128)), key((1, 32), torch.uint8), unscaled]
+    for kind, rows in ((GroupedContiguous, None), (DequantizingContiguous, key((1, 128)))):
+        adapted = adapt_experts(kind(CASE.config, group), None, None)
+        assert all(type(adapted)._supports_quant_scheme(weight, rows) for weight in weights)
+        assert not any(adapted._supports_quant_scheme(weight, rows) for weight in refused)
+        for other in (None, key((1, 128)), key((1, -1))):
+            assert adapted._supports_quant_scheme(None, other) == (other == rows)
+
+
+def test_weights_that_are_not_covered_are_refused(stub: None, group: ExpertGroup) -> None:
+    class PlainOnly(GroupedContiguous):
+        weight_types = frozenset({Tensor})
+
+    config = quant_config_of(CASE, 0, MXFP8)
+    with pytest.raises(ValueError, match="PlainOnly cannot compute with MXFP8 weights"):
+        adapt_experts(PlainOnly(CASE.config, group), None, config)
+    w1, w2 = (weight.elements for weight in rank_weights(CASE, 0, MXFP8))
+    made = WeightCache(config)
+    assert all(first is second for first, second in zip(made(w1, w2), made(w1, w2), strict=True))
+    assert made(w1, w2)[0] is not made(w1.clone(), w2)[0]
+    config.w2_scale = None
+    with pytest.raises(ValueError, match="w1_scale and w2_scale of the quant_config must both be given, or neither"):
+        WeightCache(config)(w1, w2)
+    per_tensor = types.SimpleNamespace(w1_scale=torch.ones(4), w2_scale=torch.ones(4))
+    with pytest.raises(ValueError, match=r"scales.shape=\(4,\) must be \(4, 1, 1\) for elements"):
+        WeightCache(per_tensor)(w1, w2)
 
 
 def test_global_routing_and_map_ids_examples() -> None:

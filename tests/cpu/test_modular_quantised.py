@@ -1,0 +1,235 @@
+"""Modular layers over FP8 rows and over FP8 and MXFP8 weights: what is refused, kept, and where NaN goes.
+
+That they equal the reference is for ``test_modular.py``, which runs every combination.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from layer_cases import LayerCase, rank_inputs
+from layer_ranks import poison
+from modular_cases import make_group, rank_weights
+from torch import Tensor
+
+import comet.decode.weights
+from comet.comm.base import SymmTensor
+from comet.group import ExpertGroup
+from comet.modular import (
+    AllToAll,
+    DequantizingBatched,
+    DequantizingContiguous,
+    FusedExperts,
+    FusedPrepareFinalize,
+    GroupedContiguous,
+    ModularMoE,
+    ReferenceExperts,
+    SingleRank,
+    SymmetricBatched,
+    SymmetricContiguous,
+    WarpDecodeExperts,
+)
+from comet.modular.packed import pack_rows, packed_columns, unpack_rows
+from comet.quantize import FP8, MXFP8, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
+
+CASE = LayerCase("quantised", 1, 1, (9,), num_phases=1)
+TYPES = [FP8, MXFP8]
+
+
+@pytest.fixture
+def group() -> ExpertGroup:
+    return make_group(CASE)
+
+
+def call(layer: ModularMoE, w1: Weight | None = None, tokens: Tensor | None = None) -> Tensor:
+    inputs, weights = rank_inputs(CASE, 0), rank_weights(CASE, 0, layer.weight_type)
+    tokens = inputs.tokens if tokens is None else tokens
+    return layer(tokens, inputs.top_k_ids, inputs.top_k_weights, weights[0] if w1 is None else w1, weights[1])
+
+
+def make(group: ExpertGroup, experts: type, weight_type: type[Weight]) -> ModularMoE:
+    return ModularMoE(SingleRank(CASE.config, group), experts(CASE.config, group), weight_type=weight_type)
+
+
+@pytest.mark.parametrize("weight_type", TYPES)
+def test_the_fused_layer_takes_plain_weights_only(group: ExpertGroup, weight_type: type[Weight]) -> None:
+    parts = FusedPrepareFinalize(CASE.config, group), FusedExperts(CASE.config, group)
+    name = weight_type.__name__
+    with pytest.raises(ValueError) as refused:
+        ModularMoE(*parts, weight_type=weight_type)
+    assert str(refused.value) == (
+        f"FusedPrepareFinalize and FusedExperts with {name} weights do not go together: FusedExperts computes with "
+        f"Tensor weights, not with {name}"
+    )
+
+
+def test_what_is_no_type_of_weights_is_refused(group: ExpertGroup) -> None:
+    with pytest.raises(ValueError, match=r"computes with FP8 or MXFP8 or Tensor weights, not with int"):
+        make(group, GroupedContiguous, int)  # type: ignore[arg-type]
+
+
+def test_rows_in_fp8_need_someone_who_carries_them(group: ExpertGroup) -> None:
+    transport = SymmetricContiguous(CASE.config, group)
+    transport.carries_fp8 = False
+    with pytest.raises(ValueError, match="DequantizingContiguous wants its rows in FP8, and SymmetricContiguous sends"):
+        ModularMoE(transport, DequantizingContiguous(CASE.config, group))
+
+
+@pytest.mark.parametrize("made_for", [Tensor, *TYPES])
+@pytest.mark.parametrize("given", [Tensor, *TYPES])
+def test_weights_of_another_type_are_named(group: ExpertGroup, made_for: type, given: type) -> None:
+    layer = make(group, ReferenceExperts, made_for)
+    w1, w2 = rank_weights(CASE, 0, given)
+    if given is made_for:
+        call(layer, w1)
+        return
+    with pytest.raises(
+        ValueError, match=rf"w1 is {given.__name__}, must be the {made_for.__name__} the layer was made for"
+    ):
+        call(layer, w1)
+    inputs, right = rank_inputs(CASE, 0), rank_weights(CASE, 0, made_for)[0]
+    with pytest.raises(ValueError, match=rf"w2 is {given.__name__}, must be the {made_for.__name__}"):
+        layer(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, right, w2)
+
+
+@pytest.mark.parametrize("experts", [ReferenceExperts, GroupedContiguous, WarpDecodeExperts])
+def test_bad_quantised_weights_are_named(group: ExpertGroup, experts: type) -> None:
+    layer, plain = make(group, experts, FP8), rank_weights(CASE, 0, Tensor)[0]
+    with pytest.raises(ValueError, match=r"w1 of shape \(4, 64, 64\) must be \(e, 2F/TP, D\) = \(4, 64, 32\)"):
+        call(layer, quantize_fp8(torch.zeros(4, 64, 64)))
+    with pytest.raises(ValueError, match="block_rows=1 of w1 must be 128, as of any weight"):
+        call(layer, quantize_rows(plain))
+    narrow = [quantize_fp8(torch.zeros(shape)) for shape in ((4, 48, 32), (4, 32, 24))]
+    inputs = rank_inputs(CASE, 0)
+    with pytest.raises(ValueError, match="F/TP=24 of FP8 weights must be a multiple of 16"):
+        layer(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, *narrow)
+    good = quantize_fp8(plain)
+    with pytest.raises(ValueError, match=r"scales.shape=\(4, 1, 2\) must be \(4, 1, 1\) for elements"):
+        FP8(elements=good.elements, scales=torch.ones(4, 1, 2))
+    with pytest.raises(ValueError, match=r"scales\[0, 0, 0\]=nan must be finite"):
+        FP8(elements=good.elements, scales=torch.full((4, 1, 1), float("nan")))
+    with pytest.raises(ValueError, match="contraction=24 must be a positive multiple of 32"):
+        quantize_mxfp8(torch.zeros(4, 32, 24))
+
+
+@pytest.mark.parametrize("weight_type", TYPES)
+def test_scales_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch, group: ExpertGroup, weight_type: type[Weight]
+) -> None:
+    """Looking waits for the device, which a decode step must not do, nor can it inside a CUDA graph."""
+    looks: list[object] = []
+    check = comet.decode.weights.check_scales
+    monkeypatch.setattr(comet.decode.weights, "check_scales", lambda *args: (looks.append(args), check(*args)))
+    layer = make(group, WarpDecodeExperts, weight_type)
+    first = [call(layer) for _ in range(3)]
+    assert len(looks) == 1
+    assert all(torch.equal(y, first[0]) for y in first)
+    kind = {FP8: quantize_fp8, MXFP8: quantize_mxfp8}[weight_type]
+    other = call(layer, kind(2 * rank_weights(CASE, 0, Tensor)[0]))
+    assert len(looks) == 2, "other weights are looked at"
+    assert not torch.equal(other, first[0])
+
+
+@pytest.mark.parametrize(
+    ("transport", "experts"), [(SymmetricContiguous, DequantizingContiguous), (SymmetricBatched, DequantizingBatched)]
+)
+def test_a_token_that_is_no_number_spoils_itself_only(group: ExpertGroup, transport: type, experts: type) -> None:
+    poison(group)
+    layer = ModularMoE(transport(CASE.config, group), experts(CASE.config, group))
+    tokens = rank_inputs(CASE, 0).tokens
+    clean, bad = call(layer), tokens.clone()
+    bad[2, 5], bad[7, 0] = float("nan"), float("inf")
+    spoilt = call(layer, tokens=bad)
+    assert spoilt[[2, 7]].isnan().all()
+    others = [row for row in range(tokens.shape[0]) if row not in (2, 7)]
+    assert torch.equal(spoilt[others], clean[others])
+    for kind in (SingleRank, AllToAll):
+        with pytest.raises(ValueError, match=r"tokens\[2, 5\]=nan must be finite"):
+            call(ModularMoE(kind(CASE.config, group), DequantizingContiguous(CASE.config, group)), tokens=bad)
+
+
+def test_packed_columns_examples() -> None:
+    assert packed_columns(2048, torch.bfloat16) == 1056
+    assert packed_columns(16, torch.bfloat16) == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_packed_rows_fit_and_come_back(dtype: torch.dtype) -> None:
+    for hidden_size in (*range(16, 2064, 16), 4096, 7168):
+        columns = packed_columns(hidden_size, dtype)
+        assert columns <= hidden_size
+        assert columns % 16 == 0, "rows that kernels move in pieces of 16 bytes"
+    for shape in ((0, 32), (5, 16), (3, 144), (2, 3, 272)):
+        rows = quantize_rows(torch.randn(shape))
+        found = unpack_rows(pack_rows(rows, dtype), shape[-1])
+        assert torch.equal(found.elements.view(torch.uint8), rows.elements.view(torch.uint8))
+        assert torch.equal(found.scales, rows.scales)
+
+
+def test_narrow_rows_of_symmetric_memory() -> None:
+    memory = SymmTensor((torch.arange(12.0).view(3, 4),), torch.zeros(1, dtype=torch.int64), 0)
+    narrow = memory.with_columns(2)
+    assert narrow.local.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert narrow.local.data_ptr() == memory.local.data_ptr()
+    assert narrow.pointers is memory.pointers
+    for columns in (0, 5):
+        with pytest.raises(ValueError, match=rf"columns={columns} must be between 1 and the 4 there is memory for"):
+            memory.with_columns(columns)
+
+
+@pytest.mark.parametrize("weight_type", TYPES)
+def test_grouped_experts_declare_room_for_what_they_dequantise(group: ExpertGroup, weight_type: type[Weight]) -> None:
+    layer, plain = make(group, DequantizingContiguous, weight_type), make(group, DequantizingContiguous, Tensor)
+    call(layer)
+    call(plain)
+    case_bytes = 4 * CASE.num_experts * 3 * CASE.hidden_size * CASE.ffn_size
+    assert layer._pool.numel() - plain._pool.numel() == case_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_width_that_is_no_multiple_of_16_is_padded(dtype: torch.dtype) -> None:
+    case = replace(CASE, dtype=dtype)
+    group, inputs = make_group(case), rank_inputs(case, 0)
+    w1, w2 = torch.randn(4, 2, 24, 32).to(dtype) / 4, torch.randn(4, 32, 24).to(dtype) / 4
+    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
+    found = [
+        ModularMoE(SingleRank(case.config, group), kind(case.config, group))(*arguments)
+        for kind in (ReferenceExperts, GroupedContiguous, WarpDecodeExperts)
+    ]
+    for y in found[1:]:
+        torch.testing.assert_close(y, found[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 32), (2, 130, 288), (1, 128), (0, 160)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dequantised_into_memory_at_hand(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randn(shape) * torch.logspace(-4, 4, shape[-1])
+    for packed in (quantize_mxfp8(values), quantize_fp8(values), quantize_rows(values)):
+        out = torch.full((*shape[:-1], 2 * shape[-1]), 7.0, dtype=dtype)
+        half = out[..., : shape[-1]]
+        assert packed.dequantize(dtype, out=half) is half
+        assert torch.equal(half, packed.dequantize().to(dtype))
+        assert bool((out[..., shape[-1] :] == 7).all())
+        with pytest.raises(ValueError, match=r"out of shape .* must be .*float"):
+            packed.dequantize(dtype, out=out)
+
+
+def test_trusted_rows_carry_what_is_no_number_as_nan_of_its_block() -> None:
+    tokens = torch.randn(4, 160)
+    clean = quantize_rows(tokens)
+    for column, bad in ((3, math.nan), (130, math.inf), (159, -math.inf)):
+        spoilt = tokens.clone()
+        spoilt[1, column] = bad
+        packed = quantize_rows(spoilt, trusted=True)
+        block = slice(0, 128) if column < 128 else slice(128, 160)
+        found, wanted = packed.dequantize(), clean.dequantize()
+        assert found[1, block].isnan().all()
+        found[1, block] = wanted[1, block]
+        assert torch.equal(found, wanted)
+    again = FP8(elements=packed.elements, scales=packed.scales, block_rows=1, trusted=True)
+    assert again.dequantize()[1, 128:].isnan().all()
+    with pytest.raises(ValueError, match=r"scales\[1, 1\]=inf must be finite"):
+        FP8(elements=packed.elements, scales=packed.scales, block_rows=1)
