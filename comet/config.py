@@ -121,7 +121,8 @@ class ParallelConfig:
 
     Args:
         ep: Expert-parallel shards; must divide ``num_experts``.
-        tp: Ranks each expert's F is split over; must divide ``ffn_size`` into multiples of 16.
+        tp: Ranks each expert's F is split over; must divide ``ffn_size``. Where F / TP is no multiple of 16, each call
+            pads the weights (``comet.paths.pad_width``).
     """
 
     ep: int = 1
@@ -139,10 +140,7 @@ class ParallelConfig:
     def check(self, moe: MoEConfig) -> None:
         """Raise ``ValueError`` unless the experts and their width divide over the ranks."""
         require(moe.num_experts % self.ep == 0, f"num_experts={moe.num_experts} must be divisible by ep={self.ep}")
-        require(
-            moe.ffn_size % (self.tp * DIM_MULTIPLE) == 0,
-            f"ffn_size={moe.ffn_size} must be divisible by tp={self.tp} into multiples of {DIM_MULTIPLE}",
-        )
+        require(moe.ffn_size % self.tp == 0, f"ffn_size={moe.ffn_size} must be divisible by tp={self.tp}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from torch.distributed import ProcessGroup
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
-from comet.config import MoEConfig, ParallelConfig, require
+from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
 from comet.side_stream import SideStream
 from comet.tuner.choice import Resolver
 from comet.tuner.shared import shared_resolver
 from comet.workspace import Workspace, WorkspaceShape
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +112,8 @@ def make_expert_group(
         world_size % parallel.world_size == 0,
         f"world_size={world_size} must be divisible by ep x tp = {parallel.ep} x {parallel.tp} = {parallel.world_size}",
     )
+    if world_rank == 0:
+        _tell_of_padding(moe.ffn_size, parallel.tp)
     group, expert_data_group = _process_groups(world_rank, world_size, parallel.world_size)
     comm = make_communicator(backend, group if parallel.world_size > 1 else None, device, timeout_s=timeout_s)
     workspace = Workspace(comm, WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype))
@@ -124,6 +129,15 @@ def make_expert_group(
         side_stream=SideStream.create(comm.device),
         plan_stream=SideStream.create(comm.device, urgent=True),
     )
+
+
+def _tell_of_padding(ffn_size: int, tp: int) -> None:
+    width = ffn_size // tp
+    if padded := -width % DIM_MULTIPLE:
+        logger.warning(
+            "ffn_size=%d over tp=%d is %d columns per rank, no multiple of %d: every call copies the rank's expert "
+            "weights, padded to %d columns", ffn_size, tp, width, DIM_MULTIPLE, width + padded,
+        )  # fmt: skip
 
 
 def _world() -> tuple[int, int]:

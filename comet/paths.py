@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Protocol, get_args
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from comet.autograd import Pieces, routed_experts
-from comet.config import MoEConfig, OverlapConfig, Path, require
+from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
 from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
@@ -68,6 +69,7 @@ class SymmetricPath:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """Plan, then layer 0 and layer 1; see ``ExpertPath``."""
+        w1, w2 = pad_width(w1, w2)
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
         plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
         return routed_experts(tokens, w1, w2, top_k_weights, plan, pieces)
@@ -129,7 +131,27 @@ class CollectivePath:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``."""
+        w1, w2 = pad_width(w1, w2)
         return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
+
+
+def pad_width(w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights, copied where F/TP is no multiple of 16: padded with zeros, to the next one, which the kernels take.
+
+    Exact: a hidden column of zero weights is silu(0) * 0 = 0 and meets a zero column of w2; gradients are those of the
+    weights themselves.
+
+    Args:
+        w1: ``(e, 2F/TP, D)``, gate rows first, then up rows.
+        w2: ``(e, D, F/TP)``.
+
+    Returns:
+        Both, of a width that is a multiple of 16; F/TP = 24: ``(e, 64, D)``, ``(e, D, 32)``.
+    """
+    missing = -w2.shape[2] % DIM_MULTIPLE
+    if not missing:
+        return w1, w2
+    return pad(w1.unflatten(1, (2, -1)), (0, 0, 0, missing)).flatten(1, 2), pad(w2, (0, missing))
 
 
 def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from comet.analysis import pipelines
-from comet.config import MoEConfig, OverlapConfig
-from comet.layout import MAX_PANELS, ExpertLayout
+from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig
+from comet.layout import MAX_PANELS, ExpertLayout, round_up
 from comet.schedule import TileSchedule
 
 GROUP_TILES = 8
@@ -78,7 +78,7 @@ class LayerSettings:
         Example: bfloat16, D=512, F=768, TP=2, ``num_panels=4``: a rank's 384 hidden columns are 3 column blocks of 128
         in layer 0; the 512 output columns of layer 1 are 2 column blocks of 256, so 2 panels.
         """
-        width = moe.ffn_size // layout.tp
+        width = round_up(moe.ffn_size // layout.tp, DIM_MULTIPLE)
         tile = TileShape.select(dtype, moe.hidden_size, width)
         columns = {"layer0": -(-width // tile.block_f), "layer1": -(-moe.hidden_size // tile.block_n)}
         columns["layer0_backward"] = columns["layer1"]

@@ -18,7 +18,13 @@ FEW_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer call on all ranks; ``num_tokens`` has one entry per rank."""
+    """One layer call on all ranks.
+
+    Args:
+        num_tokens: One entry per rank.
+        strided: What the layer is passed is not contiguous.
+        relabel: Seed of a random relabelling of the experts, by which they move to other ranks; 0: none.
+    """
 
     name: str
     ep: int
@@ -36,6 +42,8 @@ class LayerCase:
     beside: bool = True
     seed: int = 0
     calls: int = 1
+    strided: bool = False
+    relabel: int = 0
 
     @property
     def world_size(self) -> int:
@@ -64,6 +72,17 @@ class LayerCase:
             block_rows=self.block_rows,
             beside=self.beside,
         )
+
+    @property
+    def placed_experts(self) -> Tensor:
+        """``(E,)`` the expert, as inputs and oracle number them, at each id of the layer."""
+        if not self.relabel:
+            return torch.arange(self.num_experts)
+        return torch.randperm(self.num_experts, generator=torch.Generator().manual_seed(self.relabel))
+
+    def relabelled(self, ids: Tensor) -> Tensor:
+        """Ids as the layer numbers its experts."""
+        return torch.where(ids < 0, ids, self.placed_experts.argsort()[ids.clamp(min=0).long()].to(ids.dtype))
 
     def with_seed(self, seed: int) -> LayerCase:
         """The same case with other numbers."""
@@ -108,10 +127,17 @@ def full_weights(case: LayerCase) -> tuple[Tensor, Tensor]:
 def shard(case: LayerCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """The part of full weights that ``rank`` owns: ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``."""
     layout = ExpertLayout.create(case.config, case.parallel, rank)
-    experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    experts = case.placed_experts[layout.first_expert : layout.first_expert + layout.experts_local]
     width = case.ffn_size // case.tp
     columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
-    return w1[experts, :, columns].contiguous(), w2[experts, :, columns].contiguous()
+    return w1[experts][:, :, columns].contiguous(), w2[experts][:, :, columns].contiguous()
+
+
+def as_strided(tensor: Tensor) -> Tensor:
+    """The same numbers as every other column of a wider matrix, whose other columns are NaN or no id at all."""
+    wide = tensor.new_full((*tensor.shape, 2), float("nan") if tensor.is_floating_point() else -(2**31))
+    wide[..., 0] = tensor
+    return wide[..., 0]
 
 
 @dataclass(frozen=True)
@@ -146,16 +172,16 @@ def oracle(case: LayerCase, rank: int, dtype: torch.dtype, call: int = 0) -> Ora
 def assert_as_close(actual: Tensor, exact: Tensor, same_dtype: Tensor, dtype: torch.dtype, what: str) -> None:
     """The error to fp64 is at most twice that of plain torch in the same dtype, plus a rounding of the largest value.
 
-    In float32 four roundings, and more for a handful of elements, over which plain torch's own error is luck: 3000
-    random cases had one of 8 elements where it was a fifth of ours. ``dtype`` is the one the layer computes in:
-    gradients of routing weights are float32 numbers made of products in that type.
+    In float32 four roundings, and in every type more for a handful of elements, over which plain torch's own error is
+    luck: 3000 random cases had one of 8 elements where it was a fifth of ours. ``dtype`` is the one the layer computes
+    in: gradients of routing weights are float32 numbers made of products in that type.
     """
-    error, allowed = (value.double() - exact.double() for value in (actual.cpu(), same_dtype))
+    error, allowed = (value.double() - exact.double() for value in (actual.to(exact.device), same_dtype))
     if exact.numel() == 0:
         assert actual.shape == exact.shape, what
         return
     few = max(1.0, math.sqrt(FEW_ELEMENTS / exact.numel()))
-    roundings = 4 * few if dtype == torch.float32 else 1
+    roundings = few * (4 if dtype == torch.float32 else 1)
     rounding = roundings * torch.finfo(dtype).eps * float(exact.abs().max())
     worst = int(error.abs().argmax())
     limit = 2 * float(allowed.abs().max()) + rounding

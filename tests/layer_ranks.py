@@ -7,7 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from layer_cases import LayerCase, assert_as_close, full_weights, oracle, rank_inputs, shard
+from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, oracle, rank_inputs, shard
 
 from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
@@ -59,14 +59,17 @@ def run_case(
         inputs = rank_inputs(case, rank, call)
         if delays:
             time.sleep(sleeper.random() * 0.05)
-        x = inputs.tokens.to(device).requires_grad_()
-        weights = inputs.top_k_weights.to(device).requires_grad_()
+        given = (inputs.tokens, case.relabelled(inputs.top_k_ids), inputs.top_k_weights, inputs.grad_output)
+        given = tuple(as_strided(tensor.to(device)) if case.strided else tensor.to(device) for tensor in given)
+        x, ids, weights, grad_output = given
+        x.requires_grad_()
+        weights.requires_grad_()
         for parameter in moe.expert_parameters():
             parameter.grad = None
-        y = moe.routed_experts(x, inputs.top_k_ids.to(device), weights)
+        y = moe.routed_experts(x, ids, weights)
         if delays:
             time.sleep(sleeper.random() * 0.05)
-        y.backward(inputs.grad_output.to(device))
+        y.backward(grad_output)
         moe.group.workspace.check()
         outputs.append(y.detach().cpu())
         _compare(moe, case, rank, call, y.detach(), x, weights)

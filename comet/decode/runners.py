@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from comet.collectives import all_gather_stacked
-from comet.config import MoEConfig, require
+from comet.config import DIM_MULTIPLE, MoEConfig, require
 from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.scratch import DecodeScratch
@@ -134,6 +134,11 @@ class ReplicatedRunner:
             f"hidden_size={pool.hidden_size} of the group must be the model's {moe.hidden_size}",
         )
         require(pool.top_k >= moe.top_k, f"top_k={pool.top_k} of the group must be at least the model's {moe.top_k}")
+        require(
+            moe.ffn_size % (group.parallel.tp * DIM_MULTIPLE) == 0,
+            f"ffn_size={moe.ffn_size} must be divisible by tp={group.parallel.tp} into multiples of {DIM_MULTIPLE} for "
+            "warp decode",
+        )
         self.group = group
         self.decode = Decoder(moe.top_k, decode_tokens)
         self.slots = rank_slots(group.layout(moe), group.device)

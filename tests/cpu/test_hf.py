@@ -224,7 +224,9 @@ def test_refused_models() -> None:
 def test_refused_groups() -> None:
     model = tiny_model("mixtral")
     refuse(model, "num_experts=4 must be divisible by ep=3", group_for(model, parallel=ParallelConfig(ep=3)))
-    refuse(model, "ffn_size=32 must be divisible by tp=4", group_for(model, parallel=ParallelConfig(tp=4)))
+    refuse(model, "ffn_size=32 must be divisible by tp=3", group_for(model, parallel=ParallelConfig(tp=3)))
+    narrow_slices = group_for(model, parallel=ParallelConfig(tp=4))
+    refuse(model, "ffn_size=32 must be divisible by tp=4 into multiples of 16 for warp decode", narrow_slices)
     refuse(
         model, "dtype=torch.float32 of .* must be the group's torch.bfloat16", make_group(model, dtype=torch.bfloat16)
     )

@@ -16,12 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from training_cases import Rank
 
 from comet.errors import CapacityError
 from comet.launch.cli import PROGRAM, help_page, main
+from comet.launch.config import compose, make_job
 from comet.launch.distributed import LaunchContext
 from comet.launch.failures import is_peer_error, is_user_error, one_line
 from comet.launch.tasks import TASKS, find_task
+from comet.training.checkpoint_folder import choose_checkpoint
+from comet.training.run import train
 
 APP = str(Path(__file__).parents[1] / "launch_app.py")
 TIMEOUT_S = 180
@@ -127,6 +131,59 @@ def test_train_ends_with_its_result_in_one_json_line(tmp_path):
     result = json.loads(out[-1])
     assert (result["task"], result["steps"], result["world_size"], result["ep"]) == ("train", 2, 2, 2)
     assert not [line for line in err if "Traceback" in line or "Warning" in line]
+
+
+def kill_rank_1(launcher: subprocess.Popen[str], ranks: dict[int, int]) -> None:
+    os.kill(ranks[1], signal.SIGKILL)
+
+
+def press_ctrl_c(launcher: subprocess.Popen[str], ranks: dict[int, int]) -> None:
+    """A terminal interrupts the whole process group in its foreground."""
+    os.killpg(launcher.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "message"),
+    [
+        (kill_rank_1, 1, "comet: error: rank 1 (pid {pid}) was killed by SIGKILL; the other ranks were ended"),
+        (press_ctrl_c, 130, "comet: stopped by SIGINT; all ranks were ended"),
+    ],
+)
+def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, status, message, tmp_path, capfd):
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
+    folder = tmp_path / "run"
+    settings = [*TINY, f"data.path={tmp_path}/text.txt", f"output_dir={folder}", "train.checkpoint_every=5"]
+    job = start("train", *settings, "train.steps=1000000", "parallel=ep2", program=PROGRAM)
+    try:
+        saved = wait_for_checkpoint(job, folder)
+        children = psutil.Process(job.pid).children(recursive=True)
+        ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+        assert ranks.keys() == {0, 1}
+        stop(job, ranks)
+        _, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == status, err
+    assert err.endswith(message.format(pid=ranks[1]) + "\n"), err
+    assert err.count("comet:") == 2, f"more than the note at the start and the message: {err}"
+    assert "Traceback" not in err
+    assert all_gone([child.pid for child in children])
+    newest, _ = choose_checkpoint("auto", str(folder))
+    assert newest is not None
+    assert newest.step >= saved
+    words = [*settings, "resume=auto", f"train.steps={newest.step + 1}", "parallel=single"]
+    assert train(make_job(compose(words), 1), Rank())["steps"] == newest.step + 1
+    assert f"continuing {newest.path} from step {newest.step}" in capfd.readouterr().err
+
+
+def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> int:
+    """The step of the first complete checkpoint, while training goes on."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (complete := sorted(folder.glob("step-??????"))):
+        assert job.poll() is None, job.communicate()[1]
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
+    return int(complete[-1].name.removeprefix("step-"))
 
 
 def test_a_path_that_all_ranks_miss_is_one_line(tmp_path):

@@ -34,12 +34,17 @@ CASES = [
     LayerCase("ep2 odd widths", 2, 1, (18, 11), hidden_size=48, ffn_size=80, num_panels=3),
     LayerCase("tp2", 1, 2, (31, 29)),
     LayerCase("ep2 four calls", 2, 1, (25, 14), calls=4),
+    LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2),
+    LayerCase("ep2 experts anywhere", 2, 1, (40, 29), num_experts=8, top_k=3, routing="first_half", relabel=5),
+    LayerCase("tp2 of 24 columns", 1, 2, (31, 29), ffn_size=48),
     LayerCase("ep2 split", 2, 1, (40, 70), top_k=3, num_panels=3, hidden_size=48, beside=False),
 ]
 WIDE_CASES = [
     LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3),
     LayerCase("tp4", 1, 4, (10, 12, 9, 8), ffn_size=64),
     LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4),
+    LayerCase("ep2 x tp2 of 8 columns", 2, 2, (14, 22, 5, 9), ffn_size=16, relabel=3),
+    LayerCase("tp4 of 20 columns", 1, 4, (10, 12, 9, 8), ffn_size=80, top_k=3, hidden_size=48),
 ]
 
 
@@ -59,7 +64,7 @@ def test_kernels_in_the_interpreter(case: LayerCase) -> None:
 
 @pytest.mark.parametrize("path", ["plain", "reference"])
 def test_other_paths(path: str) -> None:
-    case = LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64)
+    case = LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=80, relabel=7, strided=True)
     run_ranks(run_case, case.world_size, case, path)
 
 
@@ -263,8 +268,8 @@ def test_uneven_parallelism_is_named() -> None:
     config = MoEConfig(hidden_size=32, ffn_size=48, num_experts=6, top_k=2)
     with pytest.raises(ValueError, match="num_experts=6 must be divisible by ep=4"):
         ParallelConfig(ep=4).check(config)
-    with pytest.raises(ValueError, match="ffn_size=48 must be divisible by tp=2 into multiples of 16"):
-        ParallelConfig(tp=2).check(config)
+    with pytest.raises(ValueError, match="ffn_size=48 must be divisible by tp=5"):
+        ParallelConfig(tp=5).check(config)
     with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1"):
         OverlapConfig(comm_blocks=0)
 

@@ -1,0 +1,149 @@
+"""The whole ``MoE`` layer over ranks, router and shared expert included, against the reference in one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from layer_ranks import poison
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.group import make_expert_group
+from comet.layout import ExpertLayout
+from comet.moe import MoE
+from comet.paths import pad_width
+from comet.reference import reference_experts
+from comet.router_losses import RouterStats
+from comet.settings import LayerSettings
+
+SEED = 11
+CONFIG = MoEConfig(hidden_size=48, ffn_size=64, num_experts=8, top_k=3, shared_ffn_size=32, aux_loss_coef=0.1)
+NUM_TOKENS = (21, 0, 34, 9)
+MAX_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Step:
+    """Output, loss, and gradients of one rank, by the names of the layer's parameters."""
+
+    output: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def written_out(layer: MoE, x: Tensor) -> tuple[Tensor, RouterStats]:
+    """The layer in plain torch: every expert on every rank, nothing fused."""
+    routing = layer.router(x)
+    w1, w2 = layer.expert_parameters()
+    routed = reference_experts(x, routing.top_k_ids, routing.top_k_weights, w1.flatten(1, 2), w2)
+    assert layer.shared is not None
+    gate, up = linear(x, layer.shared.w1).chunk(2, dim=1)
+    y = routed + linear(silu(gate) * up, layer.shared.w2)
+    return y, layer.router.measure(routing.logits, routing.scores, routing.top_k_ids)
+
+
+def train_step(layer: MoE, rank: int, forward: Callable[[MoE, Tensor], tuple[Tensor, RouterStats]]) -> Step:
+    """Forward and backward of one rank's tokens, the router's losses included."""
+    generator = torch.Generator().manual_seed(SEED + rank)
+    x, grad = (torch.randn(NUM_TOKENS[rank], CONFIG.hidden_size, generator=generator) for _ in range(2))
+    x.requires_grad_()
+    layer.zero_grad()
+    y, stats = forward(layer, x)
+    loss = (y * grad).sum() + stats.loss
+    loss.backward()
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    missing = [name for name, leaf in leaves.items() if leaf.grad is None]
+    assert not missing, f"no gradient reached {missing}"
+    gradients = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
+    return Step(y.detach(), loss.item(), gradients)
+
+
+def on_ranks(rank: int, world_size: int, config: MoEConfig, parallel: ParallelConfig, path: str) -> Step:
+    group = make_expert_group(config, parallel, max_tokens=MAX_TOKENS, dtype=torch.float32, device="cpu")
+    poison(group)
+    overlap = OverlapConfig(comm_blocks=2, num_panels=2, block_rows=16)
+    step = train_step(MoE(config, group, path=path, overlap=overlap, seed=SEED), rank, MoE.__call__)
+    group.workspace.check()
+    group.close()
+    return step
+
+
+def in_one_process(config: MoEConfig, world_size: int) -> list[Step]:
+    """Every rank's step by plain torch, with the expert gradients of all ranks' tokens in every step."""
+    group = make_expert_group(config, ParallelConfig(), max_tokens=MAX_TOKENS, dtype=torch.float32, device="cpu")
+    layer = MoE(config, group, seed=SEED)
+    steps = [train_step(layer, rank, written_out) for rank in range(world_size)]
+    for name in ("w1", "w2"):
+        total = torch.stack([step.gradients[name] for step in steps]).sum(0)
+        for step in steps:
+            step.gradients[name] = total
+    return steps
+
+
+@pytest.mark.parametrize("path", ["fused", "twin"])
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
+def test_router_and_shared_expert_over_ranks(path: str, ep: int, tp: int) -> None:
+    parallel = ParallelConfig(ep=ep, tp=tp)
+    steps = run_ranks(on_ranks, ep * tp, CONFIG, parallel, path, interpret=path == "fused", timeout=300)
+    for rank, (found, wanted) in enumerate(zip(steps, in_one_process(CONFIG, ep * tp), strict=True)):
+        actual, expected = {"output": found.output, **found.gradients}, {"output": wanted.output, **wanted.gradients}
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-4, abs=1e-4)
+        assert actual.keys() == expected.keys() >= {"x", "router.weight", "shared.w1", "shared.w2", "w1", "w2"}
+        layout = ExpertLayout.create(CONFIG, parallel, rank)
+        for name, tensor in expected.items():
+            part = tensor.chunk(ep)[layout.ep_rank].chunk(tp, dim=2)[layout.tp_rank] if name in ("w1", "w2") else tensor
+            said = f"{path}, seed {SEED}, rank {rank}: output or gradient of {name}: "
+            torch.testing.assert_close(actual[name], part, rtol=1e-4, atol=1e-5, msg=said.__add__)
+
+
+def test_padding_adds_zero_columns_to_gate_up_and_down() -> None:
+    w1, w2 = torch.arange(1.0, 7).view(1, 6, 1), torch.arange(1.0, 4).view(1, 1, 3)
+    wide1, wide2 = pad_width(w1, w2)
+    zeros = [0.0] * 13
+    assert wide1.flatten().tolist() == [1, 2, 3, *zeros, 4, 5, 6, *zeros]
+    assert wide2.flatten().tolist() == [1, 2, 3, *zeros]
+    whole = torch.zeros(1, 32, 1), torch.zeros(1, 1, 16)
+    assert all(a is b for a, b in zip(pad_width(*whole), whole, strict=True)), "a copy that nobody needs"
+
+
+def test_tiles_are_those_of_the_padded_width() -> None:
+    settings = []
+    for ffn_size, tp in ((16, 2), (32, 2)):
+        config = MoEConfig(hidden_size=64, ffn_size=ffn_size, num_experts=2, top_k=1)
+        layout = ExpertLayout.create(config, ParallelConfig(tp=tp), 0)
+        settings.append(LayerSettings.create(config, layout, OverlapConfig(), torch.bfloat16))
+    assert settings[0] == settings[1]
+    assert settings[0].tile.block_k == 16, "tensor cores take no less"
+
+
+def make_narrow(rank: int, world_size: int, ffn_size: int) -> tuple[list[str], list[list[int]]]:
+    """What is logged while two layers are made and called, and the shapes of the parameters."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("comet").addHandler(handler)
+    config = MoEConfig(hidden_size=16, ffn_size=ffn_size, num_experts=2, top_k=1)
+    parallel = ParallelConfig(tp=world_size)
+    group = make_expert_group(config, parallel, max_tokens=4, dtype=torch.float32, device="cpu")
+    layers = [MoE(config, group) for _ in range(2)]
+    for layer in (*layers, *layers):
+        layer(torch.randn(3, 16))
+    group.close()
+    return told, [list(parameter.shape) for parameter in layers[0].expert_parameters()]
+
+
+def test_padding_is_told_once_by_one_rank_and_parameters_stay_narrow() -> None:
+    (told, shapes), (told_by_other, _) = run_ranks(make_narrow, 2, 48)
+    assert told == [
+        "WARNING ffn_size=48 over tp=2 is 24 columns per rank, no multiple of 16: every call copies the rank's expert "
+        "weights, padded to 32 columns"
+    ]
+    assert told_by_other == []
+    assert shapes == [[2, 2, 24, 16], [2, 16, 24]]
+    assert run_ranks(make_narrow, 2, 64)[0][0] == []

@@ -1,0 +1,126 @@
+"""Tokens of one rank go to the only expert of another and come back unchanged, both ranks played by one process.
+
+The expert is the identity, exactly: gate is 32 everywhere (silu(32) = 32), up is the token, and w2 is 1/32. Rows name
+their token, so a row that came from or went to a wrong address shows. Nothing waits in vain although the ranks take
+turns: rank 1 sends first and rank 0 computes first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import comet.fused
+from comet.comm import emulated_group
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
+from comet.plan import Plan, begin_plan
+from comet.settings import LayerSettings
+from comet.workspace import Workspace, WorkspaceShape
+
+SOURCE, COMPUTES = 1, 0
+PARALLEL = ParallelConfig(ep=2)
+ROUTED_EVERYWHERE_BUT = 97  # every 97th token is masked, so that rows and tokens are not numbered alike
+ROWS_AT_ONCE = 4096
+
+
+def layer_config(hidden_size: int) -> MoEConfig:
+    """Two experts as wide as a token, of which a token takes one."""
+    return MoEConfig(hidden_size=hidden_size, ffn_size=hidden_size, num_experts=2, top_k=1)
+
+
+def pool_shape(num_tokens: int, hidden_size: int, dtype: torch.dtype) -> WorkspaceShape:
+    """The pool of one rank: ``2 x num_tokens x hidden_size`` elements of received rows, as many of combine rows."""
+    return WorkspaceShape.create(layer_config(hidden_size), PARALLEL.world_size, num_tokens, dtype)
+
+
+def numbered_rows(num_tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> Tensor:
+    """``(T, D)`` small integers: 1, the token's number in three digits of base 128, then noise."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (num_tokens, hidden_size)
+    rows = torch.randint(-120, 121, shape, dtype=torch.int8, device=device, generator=generator).to(dtype)
+    tokens = torch.arange(num_tokens, device=device)
+    for column, digit in enumerate((torch.ones_like(tokens), tokens, tokens // 128, tokens // 128**2)):
+        rows[:, column] = digit % 128
+    return rows
+
+
+def identity_expert(hidden_size: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """w1 ``(1, 2D, D)`` and w2 ``(1, D, D)`` of an expert that returns every row whose first element is 1."""
+    w1 = torch.zeros(1, 2 * hidden_size, hidden_size, dtype=dtype, device=device)
+    w1[0, :hidden_size, 0] = 32
+    w1[0, hidden_size:].fill_diagonal_(1)
+    w2 = torch.zeros(1, hidden_size, hidden_size, dtype=dtype, device=device)
+    w2[0].fill_diagonal_(1 / 32)
+    return w1, w2
+
+
+def check_rows_return(num_tokens: int, hidden_size: int, dtype: torch.dtype, device: str, block_rows: int) -> None:
+    """Layer 0, layer 1 and the dispatch of the backward pass: every row is where it belongs, bit for bit."""
+    shape = pool_shape(num_tokens, hidden_size, dtype)
+    pools = [Workspace(comm, shape) for comm in emulated_group(PARALLEL.world_size, device, timeout_s=60.0)]
+    for pool in pools:
+        pool.recv_rows.local.fill_(float("nan"))
+        pool.combine_rows.local.fill_(float("nan"))
+    overlap, ops = OverlapConfig(block_rows=block_rows), comet.fused
+    x = numbered_rows(num_tokens, hidden_size, dtype, device)
+    tokens = [x[:0], x]
+    plans = _plans(pools, [len(rows) for rows in tokens], overlap, device)
+    w1, w2 = identity_expert(hidden_size, dtype, device)
+    settings = LayerSettings.create(layer_config(hidden_size), plans[0].layout, overlap, dtype)
+    run = {rank: (plans[rank], pools[rank], settings) for rank in (SOURCE, COMPUTES)}
+
+    hidden = {rank: ops.layer0(tokens[rank], w1, *run[rank], save_pre=False)[0] for rank in (SOURCE, COMPUTES)}
+    _check_received(pools, plans, x, "layer 0")
+    outputs = {rank: ops.layer1(hidden[rank], w2, *run[rank]) for rank in (COMPUTES, SOURCE)}
+    del hidden
+    for first in range(0, num_tokens, ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        expected = x[rows].where(_routed(num_tokens, device)[rows, None], 0)
+        assert torch.equal(outputs[SOURCE][rows], expected), f"layer 1 returned another row for a token of {rows}"
+
+    for pool, plan in zip(pools, plans, strict=True):
+        pool.epoch.add_(1)  # as the barrier does, which no rank that takes turns can pass
+        pool.recv_rows.local.fill_(float("nan"))
+        plan.counters.zero_()
+    for rank in (SOURCE, COMPUTES):
+        ops.dispatch(tokens[rank], *run[rank])
+    _check_received(pools, plans, x, "dispatch")
+    for pool in pools:
+        pool.check()
+
+
+def _routed(num_tokens: int, device: str) -> Tensor:
+    return torch.arange(num_tokens, device=device) % ROUTED_EVERYWHERE_BUT != 0
+
+
+def _plans(pools: list[Workspace], num_tokens: list[int], overlap: OverlapConfig, device: str) -> list[Plan]:
+    """Rank 1's tokens go to expert 0, which rank 0 holds."""
+    finishes = []
+    for rank, pool in enumerate(pools):
+        ids = torch.full((num_tokens[rank], 1), -1, dtype=torch.int32, device=device)
+        ids[_routed(num_tokens[rank], device)] = 0
+        rows = round_up(num_tokens[SOURCE], CHUNK_ROWS) if rank == COMPUTES else CHUNK_ROWS
+        finish = begin_plan(
+            ids,
+            torch.ones(ids.shape, device=device),
+            ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=rank),
+            pool,
+            overlap=overlap,
+            expert_capacity=None,
+            max_routed_rows=rows,
+            use_kernels=True,
+        )
+        finishes.append(finish)
+    return [finish() for finish in finishes]
+
+
+def _check_received(pools: list[Workspace], plans: list[Plan], x: Tensor, what: str) -> None:
+    """Rank 0 has the routed tokens of rank 1, in order and without gaps, behind its own rows."""
+    routed = _routed(len(x), str(x.device)).nonzero().flatten()
+    assert int(plans[COMPUTES].recv_counts[SOURCE]) == len(routed)
+    received = pools[COMPUTES].recv_rows.local[SOURCE * pools[COMPUTES].max_tokens :]
+    for first in range(0, len(routed), ROWS_AT_ONCE):
+        sent = routed[first : first + ROWS_AT_ONCE]
+        found = received[first : first + len(sent)]
+        assert torch.equal(found, x[sent]), f"{what}: rows from {first} on are not those of tokens from {sent[0]} on"
