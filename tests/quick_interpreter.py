@@ -23,6 +23,7 @@ def quicken() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     _patch_once_per_launch()
+    _make_types_once()
     _rewrite_kernels()
 
 
@@ -49,6 +50,44 @@ def _patch_once_per_launch() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def _make_types_once() -> None:
+    """Look up what follows from a type or a shape alone: every operation makes its result's type and shape anew."""
+    core = interpreter.tl.core
+    block_type, tensor, numpy_type = core.block_type, core.tensor, interpreter._get_np_dtype
+    make_block, make_tensor, make_equal = block_type.__init__, tensor.__init__, core.tuple.__eq__
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+    scalar = tensor(None, core.int32)
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        lengths = tuple(length.value if isinstance(length, core.constexpr) else length for length in shape)
+        known = blocks.get((element_ty.name, lengths))
+        if known is None:
+            make_block(self, element_ty, shape)
+            like = object.__new__(tensor)
+            make_tensor(like, None, self)
+            self.of_tensor = like.shape, like.numel
+            known = blocks[element_ty.name, lengths] = dict(vars(self))
+        vars(self).update(known)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensor if isinstance(type, block_type) else (scalar.shape, scalar.numel)
+
+    def equal(self: Any, other: Any) -> Any:
+        values = other.values if isinstance(other, core.tuple) else other
+        return core.constexpr(self.values == values) if isinstance(values, list) else make_equal(self, other)
+
+    def look_up(type: Any) -> Any:
+        of = type.element_ty if isinstance(type, block_type) else type
+        if of.name not in numpy_types:
+            numpy_types[of.name] = numpy_type(of)
+        return numpy_types[of.name]
+
+    block_type.__init__, tensor.__init__ = init_block, init_tensor
+    core.tuple.__eq__, interpreter._get_np_dtype = equal, look_up
 
 
 def _rewrite_kernels() -> None:

@@ -1,15 +1,17 @@
 """Run random cases of the whole layer on real ranks against the reference: ``python tests/stress.py --help``.
 
-Layouts, shapes, routing, splits, delays and the number of epochs on a workspace are drawn from the seed. Outputs and
-gradients are compared with ``comet.reference`` within twice the error of plain torch, and bit for bit between calls
-with the same inputs. A case that fails is printed with the command that runs it again (with the cases before it on the
-same workspace), the last line is JSON, and the exit status is 1 if any failed.
+Layouts, shapes, routing, splits, delays and the number of epochs on a workspace are drawn from the seed: what kernels
+are compiled for once per family of cases, all else per case (``stress_cases`` lists both). Outputs and gradients are
+compared with ``comet.reference`` within twice the error of plain torch, and bit for bit between calls with the same
+inputs. A case that fails is printed with the command that runs it again (with the cases of its family before it, which
+share its workspace), the last line is JSON, and the exit status is 1 if any failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import threading
@@ -19,13 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ranks import run_ranks
-from stress_cases import CASES_PER_POOL, Stress
+from stress_cases import Stress, sizes_of
 from stress_ranks import Outcome, run_batch
 from tqdm import tqdm
 
 Batch = Callable[..., Outcome]
 
 START_S = 120.0
+DAY_S = 86_400.0
+FAMILY_HELP = "1000 on a GPU, 25 on a CPU, where only joining the ranks costs"
 TIMEOUT_HELP = "30 s; under the interpreter, whose clock counts polls as 20 us each, 5 s"
 
 
@@ -38,19 +42,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--path", default="fused", choices=("fused", "twin"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
     parser.add_argument(
-        "--batch", type=int, default=200, help="cases per start of the processes, which also start anew after a failure"
+        "--batch",
+        type=int,
+        default=5000,
+        help="cases per start of the processes, which also start anew after a failure",
     )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so long, but the first")
     parser.add_argument("--max-failures", type=int, default=10, help="stop after so many failed cases")
     parser.add_argument("--timeout", type=float, help=f"deadline of a wait between ranks ({TIMEOUT_HELP})")
     parser.add_argument("--case-limit", type=float, default=1800.0, help="seconds after which a case counts as hung")
     options = parser.parse_args(argv)
     if options.timeout is None:
         options.timeout = 5.0 if is_interpreted(options.path, options.device) else 30.0
-    for name in ("cases", "world_size", "batch", "max_failures"):
+    if options.family is None:
+        options.family = sizes_of(options.path, options.device).family
+    for name in ("cases", "world_size", "family", "batch", "max_failures"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 1")
-    for name in ("first", "timeout", "case_limit"):
+    for name in ("first", "seconds", "timeout", "case_limit"):
         if getattr(options, name) < 0:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must not be negative")
     return options
@@ -64,7 +75,16 @@ def is_interpreted(path: str, device: str) -> bool:
 def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
     """Run the cases the command line asks for; ``batch`` is what each rank does with a range of them."""
     options = parse(argv)
-    stress = Stress(options.seed, options.world_size, options.path, options.device, options.timeout, options.case_limit)
+    stress = Stress(
+        seed=options.seed,
+        world_size=options.world_size,
+        path=options.path,
+        device=options.device,
+        family=options.family,
+        timeout_s=options.timeout,
+        case_limit_s=options.case_limit,
+        until=time.time() + options.seconds,
+    )
     reached, end, start = options.first, options.first + options.cases, time.monotonic()
     failed: list[int] = []
     with tqdm(total=options.cases, unit="case", mininterval=1.0) as bar:
@@ -74,10 +94,14 @@ def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
             if outcome.wrong:
                 failed.append(reached - 1)
                 bar.write(report(stress, options.first, reached - 1, outcome.wrong), file=sys.stdout)
+            if time.time() > stress.until:
+                break
+    cases, seconds = reached - options.first, time.monotonic() - start
     summary = {
-        "cases": reached - options.first,
+        "cases": cases,
         "mismatches": len(failed),
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": round(seconds, 1),
+        "cases_per_s": round(cases / seconds, 2),
         "seed": options.seed,
         "failed_cases": failed,
     }
@@ -99,7 +123,7 @@ def run_indices(stress: Stress, indices: range, batch: Batch, bar: tqdm) -> Outc
                     indices,
                     journal,
                     interpret=is_interpreted(stress.path, stress.device),
-                    timeout=START_S + stress.case_limit_s * len(indices),
+                    timeout=min(START_S + stress.case_limit_s * len(indices), DAY_S),
                     backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 )
             except AssertionError as error:
@@ -110,7 +134,7 @@ def run_indices(stress: Stress, indices: range, batch: Batch, bar: tqdm) -> Outc
 
 def case_at_work(journal: Path, indices: range) -> int:
     """The case a rank noted last; the first one if it had not come so far."""
-    text = journal.read_text() if journal.exists() else ""
+    text = journal.read_text().strip() if journal.exists() else ""
     return int(text) if text else indices.start
 
 
@@ -139,14 +163,14 @@ def progress(journal: Path, indices: range, bar: tqdm) -> Iterator[None]:
 
 
 def command(stress: Stress, first: int, index: int) -> str:
-    """What runs case ``index`` again, after the cases that came before it on its workspace.
+    """What runs case ``index`` again, after the cases of its family that came before it.
 
-    Example: case 12 of seed 3, 5 cases per workspace: ``--seed 3 --first 10 --cases 3``.
+    Example: case 12 of seed 3, families of 5: ``--seed 3 --first 10 --cases 3 --family 5``.
     """
-    first = max(first, index - index % CASES_PER_POOL)
+    first = max(first, stress.family_of(index) * stress.family)
     return (
         f"python tests/stress.py --seed {stress.seed} --first {first} --cases {index + 1 - first} "
-        f"--world-size {stress.world_size} --path {stress.path} --device {stress.device}"
+        f"--family {stress.family} --world-size {stress.world_size} --path {stress.path} --device {stress.device}"
     )
 
 

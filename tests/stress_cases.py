@@ -1,61 +1,127 @@
-"""Random cases of the stress tool: everything about case ``i`` follows from the seed, the ranks and the device."""
+"""Random cases of the stress tool: everything about case ``i`` follows from the seed, the ranks and the device.
+
+What a kernel is compiled for is drawn once for many cases, the *family*; what costs nothing is drawn for each case.
+Kernels are compiled anew for their constants (layout, K, experts per rank, phases, rows of a tile, element type, tile
+widths, which follow from D and F) and for integers that are 1 or no multiple of 16; not for numbers of tokens, panels,
+comm blocks and capacity.
+
+* Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
+* Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks, expert weights.
+* Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, how many calls with
+  which inputs, backward or not, strided inputs, delays of each rank.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from random import Random
 
 import torch
-from layer_cases import MASKED, LayerCase, RankInputs, full_weights, rank_inputs, shard
-from torch import Tensor
+from layer_cases import LayerCase
 
-from comet.config import OverlapConfig
-from comet.reference import reference_experts
+from comet.config import MoEConfig, OverlapConfig
 
-CASES_PER_POOL = 5
+LAYERS = 2
 ROUTINGS = ("uniform", "zipf", "hot", "masked", "one", "first_half", "none")
 ROUTING_ODDS = (3, 4, 2, 3, 2, 1, 1)
 BACKWARD_SHARE = 1 / 3
+CAPACITY_SHARE = 1 / 5
+CAPACITY_FACTORS = (0.02, 0.1, 0.3, 1.0)
 CHUNK_EDGES = (127, 128, 129, 256, 257)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large cases get on one kind of device; dimensions in multiples of 16."""
+    """What is drawn from on one kind of device; delays in seconds.
+
+    D is a multiple of 16, F mostly one of 16 x TP; where it is not, a rank's share of F is padded.
+    """
 
     hidden: tuple[int, ...]
     ffn: tuple[int, ...]
     max_tokens: tuple[int, ...]
+    top_k: tuple[int, ...]
     comm_blocks: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    longest_delay_s: float
+    calls: tuple[tuple[int, ...], ...]
+    longest_delays: tuple[float, ...]
+    family: int
 
 
-# The interpreter adds two blocks in float32 tiles of 64 columns: 5 x 16 columns and more make several panels.
-CPU_SIZES = Sizes(
-    (1, 2, 3, 4, 5, 8, 13), (1, 2, 3, 5), (40, 40, 300), (1, 2, 3, 4), (torch.float32, torch.float16), 0.03
+# In float32 a tile has 64 columns: 5 x 16 columns and more make several panels.
+TWIN_SIZES = Sizes(
+    hidden=(1, 2, 3, 4, 5, 8, 13),
+    ffn=(1, 2, 3, 5),
+    max_tokens=(40, 40, 300),
+    top_k=(1, 2, 3, 4, 6, 8),
+    comm_blocks=(1, 2, 3, 4),
+    dtypes=(torch.float32, torch.float16),
+    calls=((0,), (0,), (0, 0), (0, 1), (0, 1, 0), (0, 1, 2)),
+    longest_delays=(0.0, 0.0, 0.0, 0.001, 0.02),
+    family=25,
 )
-GPU_SIZES = Sizes((8, 16, 21, 32, 64), (4, 8, 13, 32), (300, 1100), (1, 8, 16, 40, 100), (torch.bfloat16,), 0.01)
+# The interpreter takes a while for every operation of a kernel, and less for fewer rows and experts per token.
+INTERPRETER_SIZES = replace(
+    TWIN_SIZES,
+    hidden=(1, 2, 3, 4, 5, 8),
+    max_tokens=(12, 12, 12, 150),
+    top_k=(1, 1, 2, 2, 3, 5),
+    calls=((0,), (0,), (0,), (0, 0), (0, 1)),
+)
+GPU_SIZES = Sizes(
+    hidden=(8, 16, 21, 32, 64),
+    ffn=(4, 8, 13, 32),
+    max_tokens=(300, 1100),
+    top_k=(1, 2, 3, 4, 6, 8),
+    comm_blocks=(1, 8, 16, 40, 100),
+    dtypes=(torch.bfloat16,),
+    calls=((0,), (0,), (0, 0), (0, 1), (0, 1, 0), (0, 1, 2)),
+    longest_delays=(0.0, 0.0, 0.0, 0.0002, 0.003),
+    family=1000,
+)
+
+
+def sizes_of(path: str, device: str) -> Sizes:
+    """What cases of a path on a device are drawn from."""
+    if device == "cuda":
+        return GPU_SIZES
+    return INTERPRETER_SIZES if path == "fused" else TWIN_SIZES
 
 
 @dataclass(frozen=True)
 class StressCase(LayerCase):
-    """One layer on a pool it shares with other cases; ``inputs`` numbers the inputs of its calls, in order.
+    """A case, and before it is drawn to the end a layer or a family.
 
-    A number that comes twice must give the same bits twice.
+    ``inputs`` numbers the inputs of its calls, in order: a number that comes twice must give the same bits twice.
+    ``layer`` is its layer in the family, ``weight_seed`` that of the layer's expert weights.
     """
 
+    layer: int = 0
+    weight_seed: int = 0
     comm_blocks: int = 2
+    capacity_factor: float | None = None
     inputs: tuple[int, ...] = (0,)
     backward: bool = True
-    strided: bool = False
     delay_s: float = 0.0
     max_tokens: int = 128
+
+    @property
+    def config(self) -> MoEConfig:
+        """The layer's configuration."""
+        return replace(super().config, capacity_factor=self.capacity_factor)
 
     @property
     def overlap(self) -> OverlapConfig:
         """Split and order under test."""
         return replace(super().overlap, comm_blocks=self.comm_blocks)
+
+    @property
+    def expert_capacity(self) -> int | None:
+        """Routed rows an expert keeps; ``None``: all."""
+        if self.capacity_factor is None:
+            return None
+        return math.ceil(self.capacity_factor * self.world_size * self.max_tokens * self.top_k / self.num_experts)
 
 
 @dataclass(frozen=True)
@@ -67,104 +133,89 @@ class Stress:
         world_size: W; every EP x TP layout with this product is drawn.
         path: Path of the layer.
         device: ``cpu`` or ``cuda``.
+        family: Cases of a family.
         timeout_s: Deadline of every wait between ranks.
         case_limit_s: A rank that spends longer on a case ends with its stack.
+        until: After this time (seconds since 1970) no case begins.
     """
 
     seed: int
     world_size: int
     path: str
     device: str
+    family: int
     timeout_s: float = 30.0
     case_limit_s: float = 1800.0
+    until: float = math.inf
 
-    def pool_case(self, pool: int) -> StressCase:
-        """What the cases of a pool have in common: layout, D, element type, and the most of K and tokens."""
-        dice, sizes = Random(f"{self.seed} pool {pool}"), GPU_SIZES if self.device == "cuda" else CPU_SIZES
+    @property
+    def sizes(self) -> Sizes:
+        """What cases are drawn from."""
+        return sizes_of(self.path, self.device)
+
+    def family_of(self, index: int) -> int:
+        """The family of case ``index``."""
+        return index // self.family
+
+    def family_case(self, family: int) -> StressCase:
+        """What the layers of a family have in common."""
+        dice, sizes = Random(f"{self.seed} family {family}"), self.sizes
         ep = dice.choice([ep for ep in range(1, self.world_size + 1) if self.world_size % ep == 0])
+        top_k = dice.choice((max(sizes.top_k), dice.choice(sizes.top_k)))
         return StressCase(
-            name=f"pool {pool}",
+            name=f"family {family}",
             ep=ep,
             tp=self.world_size // ep,
             num_tokens=(0,) * self.world_size,
-            num_experts=8 * ep,
-            top_k=8,
+            num_experts=top_k * ep,
+            top_k=top_k,
             hidden_size=16 * dice.choice(sizes.hidden),
             ffn_size=16 * (self.world_size // ep),
             dtype=dice.choice(sizes.dtypes),
             max_tokens=dice.choice(sizes.max_tokens),
         )
 
-    def case(self, index: int) -> StressCase:
-        """Case ``index`` of this seed."""
-        dice, sizes = Random(f"{self.seed} case {index}"), GPU_SIZES if self.device == "cuda" else CPU_SIZES
-        pool = self.pool_case(index // CASES_PER_POOL)
+    def layer_case(self, family: int, layer: int) -> StressCase:
+        """What the cases of a layer have in common."""
+        dice, sizes = Random(f"{self.seed} family {family} layer {layer}"), self.sizes
+        pool = self.family_case(family)
         num_experts = pool.ep * dice.randint(1, 6)
         return replace(
             pool,
-            name=f"case {index}",
-            num_tokens=tuple(draw_tokens(dice, pool.max_tokens) for _ in range(self.world_size)),
+            name=f"family {family}, layer {layer}",
+            layer=layer,
+            weight_seed=dice.getrandbits(40),
             num_experts=num_experts,
-            top_k=dice.randint(1, min(num_experts, pool.top_k)),
-            ffn_size=16 * pool.tp * dice.choice(sizes.ffn),
-            routing=dice.choices(ROUTINGS, ROUTING_ODDS)[0],
+            top_k=dice.choice([top_k for top_k in sizes.top_k if top_k <= min(num_experts, pool.top_k)]),
+            ffn_size=16 * dice.choice(sizes.ffn) * dice.choice((pool.tp, pool.tp, pool.tp // math.gcd(pool.tp, 16))),
             num_phases=dice.randint(min(2, self.world_size), self.world_size),
+            block_rows=dice.choice((16, 32, 64, 128, 128)),
+            beside=dice.random() < 0.5,
+        )
+
+    def case(self, index: int) -> StressCase:
+        """Case ``index`` of this seed."""
+        dice, sizes = Random(f"{self.seed} case {index}"), self.sizes
+        layer = self.layer_case(self.family_of(index), dice.randrange(LAYERS))
+        return replace(
+            layer,
+            name=f"case {index}",
+            num_tokens=tuple(draw_tokens(dice, layer.max_tokens) for _ in range(self.world_size)),
+            routing=dice.choices(ROUTINGS, ROUTING_ODDS)[0],
             num_panels=dice.randint(1, 4),
-            block_rows=dice.choice((16, 32, 64, 128)),
             comm_blocks=dice.choice(sizes.comm_blocks),
-            inputs=dice.choice([(0,), (0,), (0, 0), (0, 1), (0, 1, 0), (0, 1, 2)]),
+            capacity_factor=dice.choice(CAPACITY_FACTORS) if dice.random() < CAPACITY_SHARE else None,
+            inputs=dice.choice(sizes.calls),
             backward=dice.random() < BACKWARD_SHARE,
             strided=dice.random() < 0.2,
-            delay_s=dice.choice((0.0, sizes.longest_delay_s)),
+            delay_s=dice.choice(sizes.longest_delays),
             seed=self.seed * 1_000_003 + index,
         )
 
 
 def draw_tokens(dice: Random, most: int) -> int:
-    """Tokens of one rank: none, a few, some, any number, or at the edge of a chunk."""
+    """Tokens of one rank: none, a few, some, any number, as many as there may be, or at the edge of a chunk."""
     edges = [edge for edge in CHUNK_EDGES if edge <= most] or [most]
-    kinds = (0, dice.randint(1, 9), dice.randint(9, 40), dice.randint(9, 40), dice.randint(0, most), dice.choice(edges))
+    some = dice.randint(min(9, most), min(40, most))
+    kinds = (0, dice.randint(1, min(9, most)), some, some, dice.randint(0, most), dice.choice([most, *edges]))
     return dice.choice(kinds)
-
-
-def stress_inputs(case: StressCase, rank: int, number: int) -> RankInputs:
-    """Inputs ``number`` of ``rank``: those of ``layer_cases``, and three more kinds of routing."""
-    inputs = rank_inputs(case, rank, number)
-    generator = torch.Generator().manual_seed(case.seed * 31 + number * 7 + rank)
-    ids = inputs.top_k_ids
-    if case.routing == "zipf" and ids.numel():
-        popularity = 1.0 / torch.arange(1, case.num_experts + 1) ** 1.5
-        order = torch.randperm(case.num_experts, generator=torch.Generator().manual_seed(case.seed))
-        drawn = torch.multinomial(popularity.expand(ids.shape[0], -1), case.top_k, generator=generator)
-        ids = order[drawn].to(torch.int32)
-    elif case.routing == "hot":
-        ids[:, 0] = case.seed % case.num_experts  # some tokens name it twice
-    elif case.routing == "none":
-        ids = torch.full_like(ids, MASKED)
-    return replace(inputs, top_k_ids=ids)
-
-
-def expected(case: StressCase, number: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
-    """The layer in one process, in ``dtype``: every rank's output, and with ``backward`` its gradients."""
-    w1, w2 = (weight.to(dtype).requires_grad_(case.backward) for weight in full_weights(case))
-    found: dict[str, list[Tensor]] = {"output": []}
-    for source in range(case.world_size):
-        inputs = stress_inputs(case, source, number)
-        x = inputs.tokens.to(dtype).requires_grad_(case.backward)
-        weights = inputs.top_k_weights.to(torch.promote_types(dtype, torch.float32)).requires_grad_(case.backward)
-        y = reference_experts(x, inputs.top_k_ids, weights, w1.flatten(1, 2), w2, ep=case.ep, tp=case.tp)
-        found["output"].append(y.detach())
-        if case.backward:
-            y.backward(inputs.grad_output.to(dtype))
-            found.setdefault("grad_tokens", []).append(gradient(x))
-            found.setdefault("grad_top_k_weights", []).append(gradient(weights))
-    if case.backward:
-        shards = [shard(case, rank, gradient(w1), gradient(w2)) for rank in range(case.world_size)]
-        found["grad_w1"], found["grad_w2"] = ([pair[which] for pair in shards] for which in range(2))
-    return found
-
-
-def gradient(leaf: Tensor) -> Tensor:
-    """The gradient that reached a leaf."""
-    assert leaf.grad is not None, f"no gradient reached a leaf of shape {tuple(leaf.shape)}"
-    return leaf.grad

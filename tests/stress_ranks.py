@@ -1,23 +1,26 @@
-"""What each rank does in a batch of the stress tool: pool after pool, case after case, all in one process."""
+"""What each rank does in a batch of the stress tool: family after family, case after case, all in one process."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import time
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from random import Random
+from typing import Self
 
 import torch
 import torch.distributed as dist
-from layer_cases import assert_as_close, full_weights, shard
-from layer_ranks import poison
-from stress_cases import CASES_PER_POOL, Stress, StressCase, expected, stress_inputs
+from layer_cases import RankInputs, assert_as_close
+from stress_cases import LAYERS, Stress, StressCase
+from stress_numbers import FullWeights, expected, gradient, shard, stress_inputs
 from torch import Tensor
 
 from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
+from comet.paths import make_path
 
 Results = dict[str, Tensor]
 
@@ -30,113 +33,163 @@ class Outcome:
     stop: int
 
 
+class Journal:
+    """Tells the parent which case a rank is at, and ends the rank, with its stacks in the log, when one takes too long.
+
+    Args:
+        path: Journal of the batch; the file ``path.rank`` is this rank's.
+        rank: This rank.
+        case_limit_s: Time of a case.
+    """
+
+    def __init__(self, path: Path, rank: int, case_limit_s: float) -> None:
+        self.file = os.open(path.with_suffix(f".{rank}"), os.O_WRONLY | os.O_CREAT)
+        self.case_limit_s = case_limit_s
+
+    def begin(self, index: int) -> None:
+        """Note the case at work, and give it its time."""
+        os.pwrite(self.file, f"{index:<20}".encode(), 0)
+        faulthandler.dump_traceback_later(self.case_limit_s, exit=True)
+
+    def close(self) -> None:
+        """No case is at work any more."""
+        faulthandler.cancel_dump_traceback_later()
+        os.close(self.file)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The layers of a family on the pool they share, as one rank has them."""
+
+    group: ExpertGroup
+    layers: list[tuple[MoE, FullWeights]]
+
+    @classmethod
+    def join(cls, stress: Stress, family: int, device: torch.device) -> Self:
+        """Join the ranks (collective)."""
+        pool = stress.family_case(family)
+        group = make_expert_group(
+            pool.config,
+            pool.parallel,
+            max_tokens=pool.max_tokens,
+            dtype=pool.dtype,
+            device=device,
+            timeout_s=stress.timeout_s,
+        )
+        layers = [make_layer(stress.layer_case(family, layer), stress.path, group) for layer in range(LAYERS)]
+        return cls(group, layers)
+
+    def leave(self) -> None:
+        """Give memory and process groups back: a batch joins many families."""
+        self.group.close()
+        for process_group in (self.group.process_group, self.group.expert_data_group):
+            if process_group is not None:
+                dist.destroy_process_group(process_group)
+
+
+def make_layer(layer: StressCase, path: str, group: ExpertGroup) -> tuple[MoE, FullWeights]:
+    """A layer with its known weights."""
+    moe = MoE(layer.config, group, path=path, overlap=layer.overlap, param_dtype=layer.dtype)
+    weights = FullWeights.draw(layer, group.device)
+    with torch.no_grad():
+        mine = shard(layer, group.rank, weights.w1, weights.w2)
+        for parameter, weight in zip(moe.expert_parameters(), mine, strict=True):
+            parameter.copy_(weight)
+    return moe, weights
+
+
 def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journal: Path) -> Outcome:
-    """Run the cases ``indices`` up to the first that fails; the file ``journal``.rank holds the one at work.
+    """Run the cases ``indices`` up to the first that fails, or until time is up; ``journal`` tells the one at work.
 
     Wrong numbers are returned; whatever else goes wrong ends the rank.
     """
     device = torch.device(stress.device, rank if stress.device == "cuda" else None)
     torch.use_deterministic_algorithms(device.type == "cpu")
-    outcome = Outcome([], indices.stop)
-    for pool, members in groupby(indices, key=lambda index: index // CASES_PER_POOL):
+    notes, outcome = Journal(journal, rank, stress.case_limit_s), Outcome([], indices.stop)
+    for number, members in groupby(indices, key=stress.family_of):
         cases = list(members)
-        begin(cases[0], rank, journal, stress)
-        group = join_pool(stress, pool, device)
+        notes.begin(cases[0])
+        family = Family.join(stress, number, device)
         for index in cases:
-            begin(index, rank, journal, stress)
-            case = stress.case(index)
-            wrong = wrong_results(case, rank, run_case(rank, case, group, stress))
-            if any_rank(bool(wrong)):
+            notes.begin(index)
+            wrong = check_case(stress.case(index), rank, family, stress.path)
+            if any_rank(bool(wrong) or time.time() > stress.until):
                 outcome = Outcome(wrong, index + 1)
                 break
-        leave_pool(group)
+        family.leave()
         if outcome.stop < indices.stop:
             break
-    faulthandler.cancel_dump_traceback_later()
+    notes.close()
     return outcome
 
 
 def any_rank(here: bool) -> bool:
     """Whether it is so on some rank."""
-    everywhere: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
-    return any(everywhere)
+    anywhere = torch.tensor([here], dtype=torch.int32)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+    return bool(anywhere)
 
 
-def begin(index: int, rank: int, journal: Path, stress: Stress) -> None:
-    """Note the case at work, and give it its time: past that the rank ends, with its stacks in the log."""
-    journal.with_suffix(f".{rank}").write_text(str(index))
-    faulthandler.dump_traceback_later(stress.case_limit_s, exit=True)
-
-
-def join_pool(stress: Stress, pool: int, device: torch.device) -> ExpertGroup:
-    """One workspace for several layers."""
-    case = stress.pool_case(pool)
-    return make_expert_group(
-        case.config,
-        case.parallel,
-        max_tokens=case.max_tokens,
-        dtype=case.dtype,
-        device=device,
-        timeout_s=stress.timeout_s,
-    )
-
-
-def leave_pool(group: ExpertGroup) -> None:
-    """Give memory and process groups back: a batch joins many pools."""
-    group.close()
-    for process_group in (group.process_group, group.expert_data_group):
-        if process_group is not None:
-            dist.destroy_process_group(process_group)
-
-
-def run_case(rank: int, case: StressCase, group: ExpertGroup, stress: Stress) -> list[Results]:
-    """Every call of a case; ranks meet before the first one only."""
-    moe = MoE(case.config, group, path=stress.path, overlap=case.overlap, param_dtype=case.dtype)
-    with torch.no_grad():
-        for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):
-            parameter.copy_(weight)
-    poison(group)
+def check_case(case: StressCase, rank: int, family: Family, path: str) -> list[str]:
+    """Run a case; what is wrong with this rank's results."""
+    (moe, weights), group = family.layers[case.layer], family.group
+    moe.experts = make_path(path, case.config, group, case.overlap)
+    of_ranks = {
+        number: [stress_inputs(case, source, number, group.device) for source in range(case.world_size)]
+        for number in set(case.inputs)
+    }
     sleeper = Random(f"{case.seed} delays of rank {rank}")
-    results = []
-    for number in case.inputs:
-        results.append(run_call(moe, case, rank, number, sleeper))
-        group.workspace.check()
-    return results
+    results = [run_call(moe, case, of_ranks[number][rank], sleeper) for number in case.inputs]
+    group.workspace.check()
+    return wrong_results(case, rank, results, of_ranks, weights)
 
 
-def run_call(moe: MoE, case: StressCase, rank: int, number: int, sleeper: Random) -> Results:
+def run_call(moe: MoE, case: StressCase, inputs: RankInputs, sleeper: Random) -> Results:
     """Forward, and backward if the case has one, with pauses before each."""
-    inputs, device = stress_inputs(case, rank, number), moe.group.device
-    x, ids, weights = (tensor.to(device) for tensor in (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights))
+    x, ids, weights = inputs.tokens.clone(), inputs.top_k_ids, inputs.top_k_weights.clone()
     if case.strided:
         x, ids, weights = (torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in (x, ids, weights))
-    pause(case, device, sleeper)
+    pause(case, moe.group.device, sleeper)
+    poison_landing(moe.group)
     if not case.backward:
         with torch.no_grad():
-            return {"output": moe.routed_experts(x, ids, weights).cpu()}
+            return {"output": moe.routed_experts(x, ids, weights)}
     x.requires_grad_()
     weights.requires_grad_()
     for parameter in moe.expert_parameters():
         parameter.grad = None
     y = moe.routed_experts(x, ids, weights)
-    pause(case, device, sleeper)
-    y.backward(inputs.grad_output.to(device))
+    pause(case, moe.group.device, sleeper)
+    poison_landing(moe.group)
+    y.backward(inputs.grad_output)
     leaves = {"grad_tokens": x, "grad_top_k_weights": weights, "grad_w1": moe.w1, "grad_w2": moe.w2}
-    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    assert len(gradients) == len(leaves), f"{case.name}: only {list(gradients)} have gradients"
-    return {"output": y.detach().cpu(), **{name: gradient.cpu() for name, gradient in gradients.items()}}
+    return {"output": y.detach(), **{name: gradient(leaf) for name, leaf in leaves.items()}}
+
+
+def poison_landing(group: ExpertGroup) -> None:
+    """Fill where rows land with NaN, in stream order: what is read unwritten, or too early, shows in the result.
+
+    No rank need wait: the others write to this one only after it has sent ids, or come to the barrier of a backward.
+    """
+    for landing in (group.workspace.recv_rows, group.workspace.combine_rows, group.workspace.combine_grads):
+        landing.local.fill_(float("nan"))
 
 
 def pause(case: StressCase, device: torch.device, sleeper: Random) -> None:
-    """Hold up the host, and on a GPU the stream, each by a random time."""
-    if case.delay_s:
+    """Hold up the host, and on a GPU the stream, each by a random time, half of the times at all."""
+    if case.delay_s and sleeper.random() < 0.5:
         time.sleep(sleeper.random() * case.delay_s)
         if device.type == "cuda":
             torch.cuda._sleep(int(sleeper.random() * case.delay_s * 1e9))
 
 
-def wrong_results(case: StressCase, rank: int, results: list[Results]) -> list[str]:
+def wrong_results(
+    case: StressCase,
+    rank: int,
+    results: list[Results],
+    of_ranks: dict[int, list[RankInputs]],
+    weights: FullWeights,
+) -> list[str]:
     """What differs from the oracle, or between two calls with the same inputs."""
     wrong, first_calls = [], {}
     for call, (number, found) in enumerate(zip(case.inputs, results, strict=True)):
@@ -150,7 +203,7 @@ def wrong_results(case: StressCase, rank: int, results: list[Results]) -> list[s
             ]
             continue
         first_calls[number] = found
-        exact, same = (expected(case, number, dtype) for dtype in (torch.float64, case.dtype))
+        exact, same = (expected(case, of_ranks[number], weights, dtype) for dtype in (torch.float64, case.dtype))
         for name, tensor in found.items():
             # All ranks' elements tell how far plain torch is off; over the few of one rank that would be luck.
             parts = [tensor if other == rank else part for other, part in enumerate(exact[name])]

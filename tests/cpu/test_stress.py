@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 import stress
 import torch
-from stress_cases import CASES_PER_POOL, CPU_SIZES, GPU_SIZES, ROUTINGS, Stress, StressCase, stress_inputs
-from stress_ranks import Outcome, begin, run_batch
+from stress_cases import LAYERS, ROUTINGS, Stress, StressCase
+from stress_numbers import FullWeights, expected, stress_inputs
+from stress_ranks import Journal, Outcome, run_batch
+
+CPU = torch.device("cpu")
+FAMILY = 10
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
@@ -21,10 +25,10 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("path", "cases"), [("twin", 15), ("fused", 2)])
+@pytest.mark.parametrize(("path", "cases"), [("twin", 30), ("fused", 6)])
 def test_random_cases_agree_with_the_reference(path: str, cases: int, capsys: pytest.CaptureFixture[str]) -> None:
-    # From case 3 on: two workspaces in four cases, EP and TP, a rank without tokens, several chunks, a repeated call.
-    status = stress.main(["--path", path, "--seed", "459", "--first", "3", "--cases", str(cases)])
+    # Interpreted: EP and TP, both placements of comm blocks, a rank without tokens, several chunks, a repeated call.
+    status = stress.main(["--path", path, "--seed", "42", "--family", "3", "--cases", str(cases)])
     summary = last_line(capsys)
     assert summary["cases"] == cases
     assert (status, summary["mismatches"], summary["failed_cases"]) == (0, 0, [])
@@ -44,13 +48,13 @@ def dies_in_case_3(rank: int, world_size: int, of: Stress, indices: range, journ
     if 3 not in indices:
         return run_batch(rank, world_size, of, indices, journal)
     run_batch(rank, world_size, of, range(indices.start, 3), journal)
-    begin(3, rank, journal, of)
+    Journal(journal, rank, of.case_limit_s).begin(3)
     raise RuntimeError("a rank dies")
 
 
 def hangs(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
     """A batch that never ends."""
-    begin(indices.start, rank, journal, of)
+    Journal(journal, rank, of.case_limit_s).begin(indices.start)
     time.sleep(60)
     return Outcome([], indices.stop)
 
@@ -72,7 +76,8 @@ def test_a_rank_that_dies_costs_one_case(capsys: pytest.CaptureFixture[str]) -> 
     assert stress.main(["--path", "twin", "--cases", "6", "--world-size", "1"], dies_in_case_3) == 1
     out = capsys.readouterr().out
     assert "RuntimeError: a rank dies" in out
-    assert "again: python tests/stress.py --seed 0 --first 0 --cases 4 --world-size 1 --path twin --device cpu" in out
+    again = "--seed 0 --first 0 --cases 4 --family 25 --world-size 1 --path twin --device cpu"
+    assert f"again: python tests/stress.py {again}" in out
     summary = json.loads(out.splitlines()[-1])
     assert (summary["cases"], summary["mismatches"], summary["failed_cases"]) == (6, 1, [3])
 
@@ -86,55 +91,103 @@ def test_a_hang_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out.splitlines()[-1])["failed_cases"] == [0]
 
 
+def test_time_that_is_up_ends_the_run_with_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stress.main(["--path", "twin", "--cases", "500", "--world-size", "2", "--seconds", "0"]) == 0
+    summary = last_line(capsys)
+    assert (summary["cases"], summary["mismatches"]) == (1, 0)
+
+
 def test_the_worked_example_of_the_command() -> None:
-    of = Stress(3, 2, "fused", "cpu")
-    assert CASES_PER_POOL == 5
-    assert "--seed 3 --first 10 --cases 3 " in stress.command(of, 0, 12)
-    assert "--seed 3 --first 11 --cases 2 " in stress.command(of, 11, 12)
+    of = Stress(3, 2, "fused", "cpu", family=5)
+    assert "--seed 3 --first 10 --cases 3 --family 5 " in stress.command(of, 0, 12)
+    assert "--seed 3 --first 11 --cases 2 --family 5 " in stress.command(of, 11, 12)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+KINDS = [("fused", "cpu"), ("twin", "cpu"), ("fused", "cuda")]
+
+
+@pytest.mark.parametrize(("path", "device"), KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_cases_are_legal_repeatable_and_varied(world_size: int, device: str) -> None:
-    of, sizes = Stress(5, world_size, "fused", device), GPU_SIZES if device == "cuda" else CPU_SIZES
+def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, device: str) -> None:
+    of = Stress(5, world_size, path, device, FAMILY)
     cases = [of.case(index) for index in range(400)]
-    assert cases == [Stress(5, world_size, "twin", device).case(index) for index in range(400)]
-    assert cases != [Stress(6, world_size, "fused", device).case(index) for index in range(400)]
+    assert cases == [Stress(5, world_size, path, device, FAMILY).case(index) for index in range(400)]
+    assert cases != [Stress(6, world_size, path, device, FAMILY).case(index) for index in range(400)]
     for index, case in enumerate(cases):
         case.parallel.check(case.config)
-        pool = of.pool_case(index // CASES_PER_POOL)
+        pool = of.family_case(index // FAMILY)
         assert (pool.ep, pool.tp, pool.hidden_size, pool.dtype) == (case.ep, case.tp, case.hidden_size, case.dtype)
         assert case.world_size == world_size
-        assert max(case.num_tokens) <= case.max_tokens
+        assert max(case.num_tokens) <= case.max_tokens == pool.max_tokens
         assert case.top_k <= pool.top_k
         assert case.overlap.comm_blocks == case.comm_blocks
-    for name in ("ep", "top_k", "routing", "num_panels", "block_rows", "inputs", "backward", "strided", "delay_s"):
+    varied = "ep top_k routing num_panels block_rows beside capacity_factor inputs backward strided delay_s"
+    for name in varied.split():
         values = {getattr(case, name) for case in cases}
         assert len(values) > 1 or (name, world_size) == ("ep", 1), name
-    assert {case.dtype for case in cases} == set(sizes.dtypes)
-    assert {field.name for field in fields(StressCase)} >= {"comm_blocks", "inputs"}
+    assert {case.dtype for case in cases} == set(of.sizes.dtypes)
     assert sum(0 in case.num_tokens for case in cases) > 20
+    assert any(max(case.num_tokens) == case.max_tokens for case in cases)
     assert any(max(case.num_tokens) > 128 for case in cases)
+
+
+PER_LAYER = "ep tp num_experts top_k hidden_size ffn_size dtype num_phases block_rows beside max_tokens weight_seed"
+PER_CASE = "num_tokens routing num_panels comm_blocks capacity_factor inputs backward strided delay_s seed"
+
+
+def test_what_kernels_are_compiled_for_is_drawn_per_layer_and_the_rest_per_case() -> None:
+    of = Stress(2, 2, "fused", "cuda", family=200)
+    for layer in range(LAYERS):
+        cases = [case for case in map(of.case, range(200)) if case.layer == layer]
+        assert len(cases) > 50
+        for name in PER_LAYER.split():
+            assert len({getattr(case, name) for case in cases}) == 1, name
+        for name in PER_CASE.split():
+            assert len({getattr(case, name) for case in cases}) > 1, name
+    named = {"name", "layer", "calls", "relabel"} | set(f"{PER_LAYER} {PER_CASE}".split())
+    assert {field.name for field in fields(StressCase)} == named, "a field that is drawn nowhere"
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routings(routing: str) -> None:
-    cases = [case for case in map(Stress(1, 2, "fused", "cpu").case, range(300)) if case.routing == routing]
-    ids = [stress_inputs(case, 0, 0).top_k_ids for case in cases]
+    cases = [case for case in map(Stress(1, 2, "twin", "cpu", FAMILY).case, range(300)) if case.routing == routing]
+    ids = [stress_inputs(case, 0, 0, CPU).top_k_ids for case in cases]
     for case, found in zip(cases, ids, strict=True):
         assert found.shape == (case.num_tokens[0], case.top_k)
         assert found.dtype == torch.int32
-        assert torch.equal(found, stress_inputs(case, 0, 0).top_k_ids)
+        assert torch.equal(found, stress_inputs(case, 0, 0, CPU).top_k_ids)
         assert bool(((found >= -1) & (found < case.num_experts)).all())
         if routing in ("none", "one"):
             assert bool((found[:, 1:] == -1).all())
         if routing == "hot":
             assert len(set(found[:, 0].tolist())) <= 1
+        if routing in ("uniform", "zipf"):
+            assert all(len(set(row)) == case.top_k for row in found.tolist()), "an expert twice"
     assert sum(found.numel() for found in ids) > 0
 
 
+def test_zipf_has_experts_that_most_tokens_name() -> None:
+    case = StressCase("zipf", 1, 1, (2000,), 8, 1, routing="zipf", seed=3)
+    counts = stress_inputs(case, 0, 0, CPU).top_k_ids.flatten().bincount(minlength=8).sort(descending=True).values
+    shares = 1 / torch.arange(1, 9) ** 1.5
+    assert torch.allclose(counts / 2000, shares / shares.sum(), atol=0.04), counts
+
+
+def test_the_oracle_drops_what_a_capacity_drops_in_the_order_of_ranks() -> None:
+    case = StressCase(
+        "two", 2, 1, (1, 2), 2, 1, 16, 16, routing="one", backward=False, capacity_factor=0.5, max_tokens=2
+    )
+    assert case.expert_capacity == 1, "ceil(0.5 * 2 ranks * 2 tokens * 1 / 2 experts)"
+    inputs = [stress_inputs(case, rank, 0, CPU) for rank in range(2)]
+    output = expected(case, inputs, FullWeights.draw(case, CPU), torch.float64)["output"]
+    assert [part.shape for part in output] == [(1, 16), (2, 16)]
+    assert output[0].any()
+    assert not output[1].any(), "the expert was full with the token of rank 0"
+
+
 @pytest.mark.parametrize(
-    "argument", ["--cases=0", "--world-size=0", "--batch=-1", "--first=-1", "--path=plain", "--device=tpu"]
+    "argument",
+    "--cases=0 --world-size=0 --family=0 --batch=-1 --first=-1 --seconds=-1 --path=plain --device=tpu".split(),
 )
 def test_bad_arguments_are_named(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -14,8 +14,9 @@ import torch
 def test_random_cases_agree_with_the_reference(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
-    status = stress.main(["--cases", "24", "--device", "cuda", "--world-size", str(world_size)])
+    arguments = ["--cases", "300", "--family", "150", "--device", "cuda", "--world-size", str(world_size)]
+    status = stress.main(arguments)
     out = capsys.readouterr().out
     print(out)
     summary = json.loads(out.splitlines()[-1])
-    assert (status, summary["cases"], summary["mismatches"]) == (0, 24, 0)
+    assert (status, summary["cases"], summary["mismatches"]) == (0, 300, 0)

@@ -1,0 +1,127 @@
+"""Numbers of a stress case: weights, inputs of every rank, and what must come out, all on the device under test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from layer_cases import MASKED, RankInputs
+from stress_cases import StressCase
+from torch import Tensor
+
+from comet.layout import ExpertLayout
+from comet.reference import reference_experts
+
+ZIPF_EXPONENT = 1.5
+MASKED_SHARE = 0.4
+SEED_BITS = 63
+
+
+@dataclass(frozen=True)
+class FullWeights:
+    """w1 ``(E, 2, F, D)`` and w2 ``(E, D, F)`` of all experts of a layer, as it has them and as float64."""
+
+    w1: Tensor
+    w2: Tensor
+    wide: tuple[Tensor, Tensor]
+
+    @classmethod
+    def draw(cls, layer: StressCase, device: torch.device) -> Self:
+        """The weights of a layer."""
+        generator = seeded(device, layer.weight_seed)
+        experts, ffn, hidden = layer.num_experts, layer.ffn_size, layer.hidden_size
+        w1 = (torch.randn(experts, 2, ffn, hidden, generator=generator, device=device) / 4).to(layer.dtype)
+        w2 = (torch.randn(experts, hidden, ffn, generator=generator, device=device) / 4).to(layer.dtype)
+        return cls(w1, w2, (w1.double(), w2.double()))
+
+    def leaves(self, dtype: torch.dtype, *, requires_grad: bool) -> tuple[Tensor, Tensor]:
+        """w1 and w2 in ``dtype``: float64 or the layer's own."""
+        w1, w2 = self.wide if dtype == torch.float64 else (self.w1, self.w2)
+        return w1.detach().requires_grad_(requires_grad), w2.detach().requires_grad_(requires_grad)
+
+
+def seeded(device: torch.device, *numbers: int) -> torch.Generator:
+    """A generator on ``device`` for these numbers."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number) % 2**SEED_BITS
+    return torch.Generator(device).manual_seed(seed)
+
+
+def stress_inputs(case: StressCase, rank: int, number: int, device: torch.device) -> RankInputs:
+    """Inputs ``number`` of ``rank``."""
+    generator = seeded(device, case.seed, number, rank)
+    tokens, like = case.num_tokens[rank], dict(generator=generator, device=device)
+    ids = draw_ids(case, tokens, generator)
+    x, grad = (torch.randn(tokens, case.hidden_size, **like).to(case.dtype) for _ in range(2))
+    return RankInputs(x, ids, torch.rand(tokens, case.top_k, **like), grad)
+
+
+def draw_ids(case: StressCase, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """``(T, K)`` int32 of the case's routing; the popular experts of a case are the same for all ranks."""
+    device, chosen = generator.device, case.seed % case.num_experts
+    popularity = torch.zeros(case.num_experts, device=device)
+    if case.routing == "zipf":
+        order = torch.randperm(case.num_experts, generator=seeded(device, case.seed), device=device)
+        popularity = -ZIPF_EXPONENT * (1 + order).log()
+    # The largest of these are a draw without repetition in proportion to exp(popularity).
+    uniform = torch.rand(num_tokens, case.num_experts, generator=generator, device=device).clamp(1e-6, 1 - 1e-6)
+    ids = (popularity - (-uniform.log()).log()).argsort(dim=1, descending=True)[:, : case.top_k].to(torch.int32)
+    if case.routing == "one":
+        ids.fill_(MASKED)
+        ids[:, 0] = chosen
+    elif case.routing == "masked":
+        ids[torch.rand(ids.shape, generator=generator, device=device) < MASKED_SHARE] = MASKED
+    elif case.routing == "first_half":
+        ids = ids % max(1, case.num_experts // 2)
+    elif case.routing == "hot":
+        ids[:, 0] = chosen  # some tokens name it twice
+    elif case.routing == "none":
+        ids.fill_(MASKED)
+    return ids.contiguous()
+
+
+def expected(
+    case: StressCase, inputs: list[RankInputs], weights: FullWeights, dtype: torch.dtype
+) -> dict[str, list[Tensor]]:
+    """The layer in one process, in ``dtype``, on the inputs of all ranks: outputs and with ``backward`` gradients.
+
+    A token's result does not depend on the others: the ranks' tokens go through the reference together.
+    """
+    w1, w2 = weights.leaves(dtype, requires_grad=case.backward)
+    x = torch.cat([of_rank.tokens for of_rank in inputs]).to(dtype).requires_grad_(case.backward)
+    routing = torch.cat([of_rank.top_k_weights for of_rank in inputs]).to(torch.promote_types(dtype, torch.float32))
+    routing.requires_grad_(case.backward)
+    y = reference_experts(
+        x,
+        torch.cat([of_rank.top_k_ids for of_rank in inputs]),
+        routing,
+        w1.flatten(1, 2),
+        w2,
+        ep=case.ep,
+        tp=case.tp,
+        expert_capacity=case.expert_capacity,
+    )
+    found = {"output": list(y.detach().split(case.num_tokens))}
+    if case.backward:
+        y.backward(torch.cat([of_rank.grad_output for of_rank in inputs]).to(dtype))
+        found["grad_tokens"] = list(gradient(x).split(case.num_tokens))
+        found["grad_top_k_weights"] = list(gradient(routing).split(case.num_tokens))
+        shards = [shard(case, rank, gradient(w1), gradient(w2)) for rank in range(case.world_size)]
+        found["grad_w1"], found["grad_w2"] = ([pair[which] for pair in shards] for which in range(2))
+    return found
+
+
+def shard(layer: StressCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of what ``rank`` owns of full weights or their gradients: ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``."""
+    layout, width = ExpertLayout.create(layer.config, layer.parallel, rank), layer.ffn_size // layer.tp
+    experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+    return w1[experts, :, columns], w2[experts, :, columns]
+
+
+def gradient(leaf: Tensor) -> Tensor:
+    """The gradient that reached a leaf."""
+    assert leaf.grad is not None, f"no gradient reached a leaf of shape {tuple(leaf.shape)}"
+    return leaf.grad
