@@ -7,6 +7,7 @@ itself cannot: it decides what the plan is made of.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,9 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
         """Run the layer.
 
+        What goes wrong on a GPU (a rank that does not come, a capacity that is too small, logits that are not finite)
+        shows in ``group.workspace.check()``, which waits for it: call it where the host waits anyway.
+
         Args:
             x: ``(..., D)`` this rank's tokens, any number of them, also none.
 
@@ -99,7 +103,8 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         # The plan waits for neither; first the one that can fill the GPU while the plan cannot.
         shared = None if self.shared is None else side.start(self.shared, tokens)
-        stats = side.start(self.router.measure, routing.logits, routing.scores, routing.top_k_ids)
+        measure = partial(self.router.measure, largest_logit=self.group.workspace.largest_logit)
+        stats = side.start(measure, routing.logits, routing.scores, routing.top_k_ids)
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
         output = routed if shared is None else routed + shared()
         return output.view_as(x), stats()

@@ -74,30 +74,39 @@ class Router(nn.Module):
             The ``Routing`` of these tokens.
 
         Raises:
-            ValueError: If ``tokens`` is not ``(T, D)`` floating, or if ``check_finite`` refuses the logits.
+            ValueError: If ``tokens`` is not ``(T, D)`` floating, or, on a CPU, if a logit is not finite; on a GPU
+                ``measure`` looks for those.
         """
         self._check_tokens(tokens)
         config = self.config
         with torch.autocast(tokens.device.type, enabled=False):
             logits = compute_logits(tokens, self.weight)
-            check_finite(logits)
+            if logits.device.type == "cpu":
+                check_finite(logits)
             scores = score_logits(logits, config.score)
             top_k_ids = select_experts(self._selection_scores(logits, scores), config)
             top_k_weights = weigh_experts(scores, top_k_ids, config)
         return Routing(top_k_ids.int(), top_k_weights, logits, scores)
 
-    def measure(self, logits: Tensor, scores: Tensor, top_k_ids: Tensor) -> RouterStats:
+    def measure(
+        self, logits: Tensor, scores: Tensor, top_k_ids: Tensor, *, largest_logit: Tensor | None = None
+    ) -> RouterStats:
         """Losses and loads of a ``Routing``; apart from ``forward`` because no token's way depends on them.
+
+        On a GPU also the check for logits that are not finite, see ``watch_finite``.
 
         Args:
             logits: ``(T, E)``, as routed.
             scores: ``(T, E)``, as routed.
             top_k_ids: ``(T, K)``, as routed.
+            largest_logit: See ``watch_finite``.
 
         Returns:
             The statistics of these tokens.
         """
         with torch.autocast(logits.device.type, enabled=False):
+            if logits.device.type != "cpu":
+                watch_finite(logits, largest_logit)
             return measure_routing(logits, scores, top_k_ids, self.config)
 
     @torch.no_grad()
@@ -167,31 +176,40 @@ def compute_logits(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def check_finite(logits: Tensor) -> None:
-    """Refuse NaN and infinite logits, without making the host wait for a GPU.
-
-    On CPU the error is raised at once and names the place. On a GPU the check is an asynchronous device assertion: the
-    process gets a RuntimeError at its next synchronisation, and the text below appears on stderr. It costs no host
-    round trip and works inside CUDA graphs; the price is that the CUDA context cannot be used after the failure.
+    """Refuse NaN and infinite logits at once, which makes the host wait for a GPU.
 
     Args:
         logits: ``(T, E)``.
 
     Raises:
-        ValueError: On CPU, if a logit is not finite.
+        ValueError: If a logit is not finite; names the first.
     """
-    finite = logits.isfinite()
-    if logits.device.type != "cpu":
-        torch._assert_async(
-            finite.all(), "router logits must be finite: look for NaN or Inf in tokens or router weight"
-        )
-        return
-    if not bool(finite.all()):
-        bad = (~finite).nonzero()
+    bad = (~logits.isfinite()).nonzero()
+    if len(bad):
         token, expert = bad[0].tolist()
         raise ValueError(
             f"router logits[{token}, {expert}]={logits[token, expert].item()} must be finite ({len(bad)} of "
             f"{logits.numel()} are not): look for NaN or Inf in tokens or router weight"
         )
+
+
+@torch.no_grad()
+def watch_finite(logits: Tensor, largest_logit: Tensor | None) -> None:
+    """Find NaN and infinite logits without making the host wait; inside CUDA graphs, too.
+
+    Args:
+        logits: ``(T, E)`` on a GPU.
+        largest_logit: ``()`` float32, grows to the largest magnitude seen; once a logit was NaN or infinite it stays so,
+            and ``Workspace.check`` tells. ``None``: an assertion on the device ends the process at its next
+            synchronisation, with the reason on standard error.
+    """
+    if largest_logit is None:
+        torch._assert_async(
+            logits.isfinite().all(), "router logits must be finite: look for NaN or Inf in tokens or router weight"
+        )
+    elif logits.numel():
+        largest = torch.linalg.vector_norm(logits, float("inf"))
+        torch.maximum(largest_logit, largest.to(largest_logit.dtype), out=largest_logit)
 
 
 def score_logits(logits: Tensor, score: Score) -> Tensor:

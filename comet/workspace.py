@@ -115,6 +115,7 @@ class Workspace:
     Attributes:
         epoch: ``(1,)`` int32 on the device; grows by one with every plan and every barrier, equally on all ranks.
         fault: ``(8,)`` int64 record of a spin that met its deadline (see ``comet.kernels.primitives``).
+        largest_logit: ``()`` float32, NaN or infinite once a router's logits were (see ``comet.router.watch_finite``).
         recorder: Where the fused kernels note what they do and when (see ``comet.trace``); ``None``: they do not.
     """
 
@@ -142,6 +143,7 @@ class Workspace:
             offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+        self.largest_logit = torch.zeros((), device=comm.device)
         self.recorder: Recorder | None = None
 
     def _alloc(self) -> SymmTensor:
@@ -170,6 +172,7 @@ class Workspace:
         Raises:
             CommTimeoutError: If a spin of a kernel met its deadline.
             CapacityError: If a plan needed more routed rows than were reserved.
+            ValueError: If the router of a layer on a GPU met logits that are not finite.
         """
         aborted, place, peer, index, expected, seen, _, rows_needed = self.fault.tolist()
         if aborted:
@@ -181,4 +184,9 @@ class Workspace:
             raise CapacityError(
                 f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
                 "raise max_imbalance or leave it unset"
+            )
+        if not self.largest_logit.isfinite():
+            raise ValueError(
+                f"router logits on rank {self.comm.rank}, {self.largest_logit.item()} among them, must be finite: look "
+                "for NaN or Inf in tokens or router weight"
             )

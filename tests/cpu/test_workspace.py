@@ -16,6 +16,7 @@ from comet.config import MoEConfig
 from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels import primitives
 from comet.layout import round_up
+from comet.router import watch_finite
 from comet.workspace import PLACES, Workspace, WorkspaceShape, workspace_bytes
 
 CPU = torch.device("cpu")
@@ -148,6 +149,21 @@ def test_a_fault_record_becomes_a_sentence(place: int, words: str) -> None:
 def test_places_of_the_record_are_those_of_the_kernels() -> None:
     names = ("BARRIER", "EXCHANGE", "LAYER0", "PANEL", "LAYER1")
     assert [getattr(primitives, f"PLACE_{name}").value for name in names] == list(range(len(PLACES)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_reported(value: float) -> None:
+    workspace = make_workspace()
+    watch_finite(torch.tensor([[1e30, -3.0]]), workspace.largest_logit)
+    watch_finite(torch.empty(0, 2), workspace.largest_logit)
+    workspace.check()
+    assert workspace.largest_logit == 1e30
+    watch_finite(torch.tensor([[0.0, 1.0], [-value, 2.0]]), workspace.largest_logit)
+    watch_finite(torch.ones(1, 2), workspace.largest_logit)
+    with pytest.raises(
+        ValueError, match=rf"router logits on rank 0, {value} among them, must be finite: look for NaN or"
+    ):
+        workspace.check()
 
 
 def test_rows_beyond_the_reserved_ones_are_reported_after_a_timeout() -> None:

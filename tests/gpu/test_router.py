@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ import pytest
 import torch
 from router_cases import stats_of
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig
+from comet.group import make_expert_group
+from comet.moe import MoE
 from comet.router import Router
 
 pytestmark = pytest.mark.gpu
@@ -30,8 +33,9 @@ from comet.router import Router
 router = Router(MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2), device="cuda")
 tokens = torch.randn(5, 16, device="cuda")
 tokens[3, 1] = float("nan")
-router(tokens)
-print("forward returned", flush=True)
+routing = router(tokens)
+router.measure(routing.logits, routing.scores, routing.top_k_ids)
+print("measure returned", flush=True)
 torch.cuda.synchronize()
 print("not reached", flush=True)
 """
@@ -98,7 +102,25 @@ def test_forward_replays_in_a_cuda_graph(changes: dict) -> None:
     assert torch.equal(stats.expert_load, stats_of(router, expected).expert_load)
 
 
-def test_non_finite_logits_end_the_process_at_its_next_synchronisation() -> None:
+@pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "(inf|nan)"), (-math.inf, "(inf|nan)")])
+def test_a_layer_notes_non_finite_logits_for_the_next_check(value: float, shown: str) -> None:
+    moe = MoEConfig(hidden_size=64, ffn_size=64, num_experts=4, top_k=2)
+    group = make_expert_group(moe, ParallelConfig(), max_tokens=128, dtype=torch.bfloat16, device="cuda")
+    layer = MoE(moe, group, param_dtype=torch.bfloat16)
+    tokens = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
+    layer(tokens[:0])
+    layer(tokens)
+    group.workspace.check()
+    tokens[77, 3] = value
+    with no_host_synchronisation():
+        layer(tokens)
+    layer(tokens[:10])  # a later call does not make it unseen
+    with pytest.raises(ValueError, match=rf"router logits on rank 0, {shown} among them, must be finite: look for NaN"):
+        group.workspace.check()
+    group.close()
+
+
+def test_non_finite_logits_of_a_router_alone_end_the_process_at_its_next_synchronisation() -> None:
     # In a process of its own: a failed device assertion leaves the CUDA context unusable.
     child = subprocess.run([sys.executable, "-c", NAN_TOKEN], capture_output=True, text=True, timeout=300, check=False)
     assert child.returncode != 0
