@@ -199,8 +199,8 @@ def watch_finite(logits: Tensor, largest_logit: Tensor | None) -> None:
 
     Args:
         logits: ``(T, E)`` on a GPU.
-        largest_logit: ``()`` float32, grows to the largest magnitude seen; once a logit was NaN or infinite it stays so,
-            and ``Workspace.check`` tells. ``None``: an assertion on the device ends the process at its next
+        largest_logit: ``()`` float32, grows to the largest magnitude seen; stays NaN or infinite once a logit was, of
+            which ``Workspace.check`` tells. ``None``: an assertion on the device ends the process at its next
             synchronisation, with the reason on standard error.
     """
     if largest_logit is None:
