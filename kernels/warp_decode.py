@@ -21,8 +21,10 @@ from .warp_decode_scales import BLOCK, MX
 from .warp_decode_step import Landing, Step
 
 LOAD_BYTES = 16
-LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15
+LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
+LONG_EXPERT = 2**25
 FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
+LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least the matrix instructions take
 WORD_COLS = 2 * 32  # columns of the all-reduce for each warp: two for each thread, or stores get narrower
 QUANTISED_DEPTH = 32  # least step of the matrix form for weights of a byte: a scale of MXFP8, and what TMA swizzles
 
@@ -112,16 +114,18 @@ def select(
         hidden_size: D.
         ffn_size: F.
         shared_scale: Neighbouring weights that share a scale (see ``Step``); 0: weights in the dtype of the tokens.
-        dependent: See ``DecodeConfig``.
+        dependent: See ``DecodeConfig``; not where experts are too large for it to pay.
     """
+    # Where gate/up has very many blocks, those of down would take their room and wait.
+    dependent = dependent and hidden_size * ffn_size < LONG_EXPERT
     if dtype == torch.float32:
         config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, 1 if shared_scale else 4, dependent)
     elif num_tokens <= 2 and shared_scale:
         config = _few_quantised(num_tokens, dependent)
-    elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
-        config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
     elif shared_scale:
         config = _quantised_blocks(num_tokens, dtype, shared_scale, dependent)
+    elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
+        config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
     else:
         config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
     least = QUANTISED_DEPTH if shared_scale else 1
@@ -245,7 +249,7 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
     gathered = landing is not None and landing.gather is not None
-    least = 1 if config.form == "vector" else 8
+    least = 1 if config.form == "vector" else LEAST_TOKENS
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
         BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),

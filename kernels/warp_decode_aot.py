@@ -9,7 +9,7 @@ import triton
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
 from .group_gemm import dot_precision
-from .warp_decode import LOAD_BYTES, WORD_COLS, DecodeConfig, select
+from .warp_decode import LEAST_TOKENS, LOAD_BYTES, WORD_COLS, DecodeConfig, select
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import COLS, NUM_WARPS, gather_kernel
@@ -50,7 +50,7 @@ class Setting:
         words = [as_triton_dtype(self.dtype), self.quantised, self.shape, f"{self.num_tokens} tokens", self.config.form]
         words += [f"{self.ranks} ranks"] if self.ranks > 1 else []
         words += ["gathered"] if self.gathered else []
-        words += [] if self.dependent else ["not dependent"]
+        words += [] if self.config.dependent else ["not dependent"]
         return ", ".join(filter(None, words))
 
     @property
@@ -73,9 +73,9 @@ class Setting:
         vector = self.config.form == "vector"
         return dict(
             K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=self.num_tokens if vector else
-            max(8, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
+            max(LEAST_TOKENS, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
             LANE=LOAD_BYTES // self.weight_dtype.itemsize,
-            SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.dependent,
+            SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.config.dependent,
             GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
         )  # fmt: skip
 

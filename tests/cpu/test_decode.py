@@ -248,6 +248,7 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
         assert isinstance(config, DecodeConfig)
         is_vector = num_tokens == 1 or (num_tokens == 2 and (dtype == torch.float32 or is_large(*shape)))
         assert config.form == ("vector" if is_vector else "matrix")
+        assert config.dependent == (shape != (4096, 14336))
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             lanes = 32 * block.num_warps * 16 // dtype.itemsize
             if is_vector:
