@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, Score, require
 from comet.router_losses import RouterStats, measure_routing, normalize
 
+FEW_TOKENS = 64  # up to so many, logits are a product that torch's library cuts into more blocks than there are tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -171,6 +173,11 @@ def compute_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     Returns:
         ``(T, E)``.
     """
+    is_known = tokens.dtype == torch.bfloat16 and weight.dtype in (torch.float32, torch.bfloat16)
+    if tokens.is_cuda and is_known and tokens.shape[0] > FEW_TOKENS:
+        from comet.router_kernels import logits  # needs triton
+
+        return logits(tokens, weight)
     dtype = torch.promote_types(torch.promote_types(tokens.dtype, weight.dtype), torch.float32)
     return nn.functional.linear(tokens.to(dtype), weight.to(dtype))
 
@@ -256,6 +263,10 @@ def _mask_groups(scores: Tensor, num_groups: int, top_groups: int) -> Tensor:
 
 
 def _best_ids(scores: Tensor, count: int) -> Tensor:
+    if scores.is_cuda and scores.dtype == torch.float32:
+        from comet.router_kernels import top_k_ids  # needs triton
+
+        return top_k_ids(scores.contiguous(), count).long()
     # torch.topk breaks ties in any order; a stable sort gives the lowest id, hence the same routing on every device.
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 

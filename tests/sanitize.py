@@ -21,6 +21,7 @@ import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from layer_cases import assert_as_close
+from router_kernel_cases import check_logits, check_top_k
 from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, stress_inputs
 from stress_numbers import shard as shard_layer
@@ -196,6 +197,12 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
             check_decode(case, dtype, device.type, runs=1)
 
 
+def run_router(device: torch.device) -> None:
+    """The router's kernels, with tails along every axis."""
+    check_logits(70, 60, 112, torch.float32, device.type)
+    check_top_k(30, 130, 8, device.type)
+
+
 def run_rank_decode(device: torch.device, dtype: torch.dtype, *, replicated: bool) -> None:
     """Two ranks that add up their sums, of the same tokens or of each its own, in two steps."""
     case = DecodeCase(name="two ranks", T=2, K=2, E=4, D=80, F=48, config=MATRIX, seed=6)
@@ -252,6 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     for dtype in dtypes:
         run_layers(device, dtype)
         run_decode(device, dtype)
+        run_router(device)
         for replicated in (True, False):
             run_rank_decode(device, dtype, replicated=replicated)
         print(f"{dtype}: every kernel ran, all numbers are right")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from router_cases import stats_of
+from router_kernel_cases import SIZES, check_logits, check_top_k
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.group import make_expert_group
@@ -72,6 +73,35 @@ def test_gpu_routes_like_the_cpu_without_waiting(changes: dict, num_tokens: int)
     assert torch.equal(stats.expert_load.cpu(), expected_stats.expert_load)
     torch.testing.assert_close(routing.top_k_weights.cpu(), expected.top_k_weights)
     torch.testing.assert_close(stats.loss.cpu(), expected_stats.loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [*SIZES, (100, 8, 4096), (8192, 128, 2048), (3000, 256, 7168)], ids=str)
+def test_logits_are_those_of_float32(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_logits(*sizes, dtype, "cuda")
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (8, 2), (60, 4), (128, 8), (256, 8), (512, 32)])
+def test_best_ids_are_those_of_a_stable_sort(num_experts: int, top_k: int) -> None:
+    for num_tokens in (0, 1, 777):
+        check_top_k(num_tokens, num_experts, top_k, "cuda")
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_kernels_route_and_learn_like_plain_torch(changes: dict) -> None:
+    """Some tokens may be routed otherwise, where two experts are as good in float32; hence gradients, by the ids."""
+    router, tokens = make_case(changes, 500)
+    router, tokens = router.float().cuda(), tokens.bfloat16().cuda().requires_grad_()
+    routing = router(tokens)
+    logits = torch.nn.functional.linear(tokens.float(), router.weight)
+    torch.testing.assert_close(routing.logits, logits, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(logits)
+    leaves = (tokens, router.weight)
+    for actual, wanted in zip(
+        torch.autograd.grad(routing.logits, leaves, grad), torch.autograd.grad(logits, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted)
+    assert all(row.unique().numel() == 4 for row in routing.top_k_ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
