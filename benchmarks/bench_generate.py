@@ -1,6 +1,7 @@
-"""Whole decode steps on one GPU: tokens/s over context lengths, Comet with and without a CUDA graph, and transformers.
+"""Whole decode steps: tokens/s over context lengths, Comet with and without a CUDA graph, and transformers.
 
     python benchmarks/bench_generate.py --model qwen3_30b_a3b --layers 4 --contexts 128,1024,4096,16384
+    torchrun --nproc-per-node 4 benchmarks/bench_generate.py --ep 4 --layers 4
     python benchmarks/bench_generate.py --device cpu --model tiny --layers 1 --contexts 8,40
 
 A timed call takes ``--steps`` decode steps (embedding, all layers, logits, most probable token) from the end of a
@@ -14,9 +15,13 @@ same random weights, made on the device:
     hf_generate                        ``model.generate`` with static cache and default experts, not compiled: the
                                        compiler takes minutes. Its preparations count, once for all steps of a call
 
-Bytes are those of the weights a step touches (each distinct expert once) and of the keys and values of the context;
-the roof is a read measured in the same run. ``cosine`` compares the logits of the first step with those of ``comet``.
-Writes ``bench_generate.csv``, ``.png`` and ``.json`` to ``--out``; prints a table and, as the last line, the run.
+Over ranks (``--ep``, ``--tp``, with torchrun) the experts are shared, all else is on every rank, and Comet's GPT runs
+alone: the library's models hold all experts. The slowest rank counts, and all have to get the same bits.
+
+Bytes are those of the weights a step touches (each distinct expert once; over ranks, of the rank that touches the most)
+and of the keys and values of the context; the roof is a read measured in the same run. ``cosine`` compares the logits
+of the first step with those of ``comet``. Rank 0 writes ``bench_generate.csv``, ``.png`` and ``.json`` to ``--out``,
+prints a table and, as the last line, the run.
 """
 
 from __future__ import annotations
@@ -25,23 +30,27 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from bench_decode import read_roof_tbs
 from bench_moe import gather_facts
 from generate_models import ATTENTION, library_version, make_gpt, model_config
 from generate_paths import COMET, Paths, StepPath, Stepwise
 from generate_report import Row, draw, format_table, path_rows, write
 from points import Ranks, attempt
-from timing import Variant, time_interleaved
+from shapes import MODELS
+from timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.step import WARM_STEPS
 from comet.group import make_expert_group
+from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 
@@ -49,8 +58,10 @@ ALIGNMENT = 64  # positions a cache has room for
 LEAST_COSINE = 0.9  # experts of nearly equal probability change places where the router is rounded differently
 
 
-def measure_context(paths: Paths, context: int, arguments: argparse.Namespace, roof_tbs: float) -> list[Row]:
-    """Check and time every path at one length of the context."""
+def measure_context(
+    paths: Paths, context: int, arguments: argparse.Namespace, roof_tbs: float, ranks: Ranks
+) -> list[Row]:
+    """Check and time every path at one length of the context (collective)."""
     gpt = paths.gpt
     device, config = gpt.rotary.device, gpt.config
     generator = torch.Generator(device).manual_seed(context)
@@ -58,18 +69,29 @@ def measure_context(paths: Paths, context: int, arguments: argparse.Namespace, r
     contents = torch.randn(shape, generator=generator, device=device, dtype=gpt.dtype)
     first = torch.randint(config.vocab_size, (arguments.batch,), generator=generator, device=device)
     num_places = room(context, arguments.steps)
-    ready, cosines, failures = prepare(paths, contents, first, num_places)
+    ready, cosines, failures = prepare(paths, contents, first, num_places, ranks)
+    meet = rank_barrier(device, ranks.process_group)
 
     def rewind() -> None:
         for path in ready.values():
             path.rewind()
+        meet()
 
     variants: dict[str, Variant] = {
         name: partial(take_steps, path, first, arguments.steps) for name, path in ready.items()
     }
-    timings = time_interleaved(variants, rounds=arguments.rounds, barrier=rewind, rotate=1, device=device, warmup=1)
-    num_bytes = step_bytes(gpt, contents, first, num_places, arguments.steps)
-    keys: Row = {"model": config.name, "layers": config.num_layers, "batch": arguments.batch, "context": context}
+    timings = time_interleaved(
+        variants,
+        rounds=arguments.rounds,
+        barrier=rewind,
+        rotate=1,
+        device=device,
+        slowest=max_over_ranks(device, ranks.process_group),
+        warmup=1,
+    )
+    num_bytes = ranks.worst(step_bytes(gpt, contents, first, num_places, arguments.steps))
+    keys: Row = {"model": config.name, "layers": config.num_layers, "ep": arguments.ep, "tp": arguments.tp}
+    keys |= {"batch": arguments.batch, "context": context}
     found = path_rows(timings, cosines, failures, steps=arguments.steps, batch=arguments.batch, num_bytes=num_bytes)
     return [keys | row | {"of_roof": None if row["tbs"] is None else row["tbs"] / roof_tbs} for row in found]
 
@@ -85,10 +107,9 @@ def take_steps(path: StepPath, first: Tensor, steps: int, index: int) -> Tensor:
 
 
 def prepare(
-    paths: Paths, contents: Tensor, first: Tensor, num_places: int
+    paths: Paths, contents: Tensor, first: Tensor, num_places: int, ranks: Ranks
 ) -> tuple[dict[str, StepPath], dict[str, float], dict[str, str]]:
     """Every path that works, warm and captured; the cosine of its first logits and Comet's; what failed and why."""
-    ranks = Ranks(0, contents.device, None)
     ready: dict[str, StepPath] = {}
     cosines: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -103,11 +124,21 @@ def prepare(
         reference = logits if name == COMET else reference
         if logits is not None and reference is not None:
             cosines[name] = torch.cosine_similarity(logits.double(), reference.double(), dim=1).min().item()
-        if cosines.get(name, 1.0) < LEAST_COSINE:
+        if logits is not None and differs_over_ranks(logits, ranks):
+            failures[name] = "ranks have different bits"
+        elif cosines.get(name, 1.0) < LEAST_COSINE:
             failures[name] = f"its logits are not Comet's: cosine {cosines[name]:.4f}"
         else:
             ready[name] = path
     return ready, cosines, failures
+
+
+def differs_over_ranks(logits: Tensor, ranks: Ranks) -> bool:
+    """Whether a rank has other bits than rank 0 (collective)."""
+    first = logits.clone()
+    if ranks.process_group is not None:
+        dist.broadcast(first, src=0, group=ranks.process_group)
+    return bool(ranks.worst(float(not torch.equal(first, logits))))
 
 
 def warm_path(maker: Callable[[], StepPath], first: Tensor) -> tuple[StepPath, Tensor | None]:
@@ -120,7 +151,9 @@ def warm_path(maker: Callable[[], StepPath], first: Tensor) -> tuple[StepPath, T
 
 
 def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps: int) -> float:
-    """Bytes one step touches on average: weights (distinct experts, rows of the embedding), keys and values."""
+    """Bytes a rank touches in a step on average: weights (distinct experts, rows of the embedding), keys and values."""
+    layout = gpt.moe_layers()[0].layout
+    mine = slice(layout.first_expert, layout.first_expert + layout.experts_local)
     _, _, batch, _, positions, _ = contents.shape
     held = KeyValueCache(gpt.config, num_sequences=batch, length=num_places, dtype=gpt.dtype, device=contents.device)
     held.keys[:, :, :, :positions], held.values[:, :, :, :positions] = contents
@@ -128,7 +161,7 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
     ids, touched = first, 0
     for _ in range(steps):
         output = gpt.decode(ids, held)
-        touched += int((output.expert_load > 0).sum())
+        touched += int((output.expert_load[:, mine] > 0).sum())
         ids = output.logits[:, 0].argmax(-1)
     embedding, (w1, w2) = gpt.embedding.weight, gpt.moe_layers()[0].expert_parameters()
     dense = sum(weight.nbytes for weight in gpt.dense_parameters()) - embedding.nbytes + batch * embedding[0].nbytes
@@ -137,32 +170,35 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
 
 
 @torch.no_grad()
-def run(arguments: argparse.Namespace) -> None:
-    """Measure all contexts."""
-    device = torch.device("cpu" if arguments.device == "cpu" or not torch.cuda.is_available() else "cuda")
-    ranks = Ranks(0, device, None)
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure all contexts; rank 0 reports (collective)."""
     config = model_config(arguments.model, arguments.layers, room(max(arguments.contexts), arguments.steps))
     group = make_expert_group(
-        config.moe, ParallelConfig(), max_tokens=MAX_DECODE_TOKENS, dtype=ranks.dtype, device=device
+        config.moe, arguments.parallel, max_tokens=MAX_DECODE_TOKENS, dtype=ranks.dtype, device=ranks.device
     )
-    paths = Paths(make_gpt(config, group))
+    gpt = make_gpt(config, group)
+    paths = Paths(gpt)
     facts = gather_facts(ranks) | {
         "read_roof_tbs": read_roof_tbs(ranks),
         "transformers": library_version(),
-        "parameters": paths.gpt.num_parameters(),
+        "parameters": gpt.num_parameters(),
         "steps": arguments.steps,
         "rounds": arguments.rounds,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
+    line = ""
     for context in arguments.contexts:
-        rows += measure_context(paths, context, arguments, facts["read_roof_tbs"])
+        rows += measure_context(paths, context, arguments, facts["read_roof_tbs"], ranks)
+        paths.check()
         gc.collect()  # graphs keep their memory
-        line = write(arguments.out, rows, facts)
-        print(f"context {context}: done", file=sys.stderr, flush=True)
-    draw(arguments.out / "bench_generate.png", rows)
-    print(format_table(rows))
-    print(line)
+        if ranks.rank == 0:
+            line = write(arguments.out, rows, facts)
+            print(f"context {context}: done", file=sys.stderr, flush=True)
+    if ranks.rank == 0:
+        draw(arguments.out / "bench_generate.png", rows)
+        print(format_table(rows))
+        print(line, flush=True)
     group.close()
 
 
@@ -172,7 +208,9 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3_30b_a3b", help=", ".join(ATTENTION))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--contexts", default="128,1024,4096,16384", help="positions before the first timed step")
-    parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once")
+    parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once, on all ranks")
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a timed call")
     parser.add_argument("--rounds", type=int, default=5, help="counted calls of each path")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
@@ -185,8 +223,28 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     require(min(arguments.contexts) >= 1, f"contexts={arguments.contexts} must each be at least 1")
     most = MAX_DECODE_TOKENS
     require(arguments.batch <= most, f"batch={arguments.batch} must be at most {most}, which warp decode takes")
+    arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
+    arguments.parallel.check(MODELS[arguments.model])
     return arguments
 
 
+def main(command_line: Sequence[str]) -> None:
+    """One rank of the benchmark, which for a rank alone needs no torchrun."""
+    arguments = parse(command_line)
+    wanted = arguments.parallel.world_size
+    if not started_by_torchrun():
+        require(wanted == 1, f"ep={arguments.ep} x tp={arguments.tp}: start {wanted} ranks with torchrun")
+        on_gpu = arguments.device == "auto" and torch.cuda.is_available()
+        run(arguments, Ranks(0, torch.device("cuda" if on_gpu else "cpu"), None))
+        return
+    context = current_context()
+    if arguments.device == "cpu":
+        context = replace(context, device=torch.device("cpu"))
+    require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
+    with process_group(context, open_store(context)):
+        run(arguments, Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
+
+
 if __name__ == "__main__":
-    run(parse(sys.argv[1:]))
+    main(sys.argv[1:])
+    leave(0)

@@ -24,7 +24,7 @@ from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_d
 from comet.decode.local import run_kernels
 from comet.decode.runners import run_path_on_slices
 from comet.kernels.group_gemm import GemmConfig
-from comet.kernels.warp_decode import BlockShape, DecodeConfig, select
+from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, select
 
 Trial = dict[str, str]
 StepRun = Callable[[int], Tensor]

@@ -39,7 +39,7 @@ def model_config(name: str, num_layers: int, context: int) -> ModelConfig:
 
 
 def make_gpt(config: ModelConfig, group: ExpertGroup) -> GPT:
-    """Comet's GPT with random weights, ready to generate on one rank."""
+    """Comet's GPT with random weights, ready to generate; experts of different EP ranks are drawn alike."""
     with draws_on(group.device):
         model = GPT(config, group)
     nn.init.normal_(model.head.weight, std=config.hidden_size**-0.5)

@@ -13,6 +13,7 @@ import torch
 from generate_models import library_version, make_library_model
 from torch import Tensor
 
+from comet.generation.engine import FrozenExperts
 from comet.generation.step import DecodeStep, GraphMode
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
@@ -110,13 +111,13 @@ class Paths:
             with_graphs: Also replay steps from CUDA graphs.
 
         Returns:
-            Makers by name; those of transformers only where it is installed.
+            Makers by name; those of transformers only where it is installed and this rank holds all experts.
         """
         modes: Mapping[str, GraphMode] = {"_graph": "on", "": "off"} if with_graphs else {"": "off"}
         found: dict[str, Callable[[], StepPath]] = {}
         for suffix, mode in modes.items():
             found[f"{COMET}{suffix}"] = partial(self._comet, contents, num_places, mode)
-        if library_version() is None:
+        if library_version() is None or self.gpt.moe_layers()[0].layout.world_size > 1:
             return found
         for experts in (COMET, *STOCK):
             for suffix, mode in modes.items():
@@ -124,6 +125,12 @@ class Paths:
                     found[f"hf_{experts}{suffix}"] = partial(self._library, experts, contents, num_places, mode)
         found["hf_generate"] = partial(self._generate, contents, num_places)
         return found
+
+    def check(self) -> None:
+        """Raise what went wrong on the device so far, such as a rank that did not come."""
+        for layer in self.gpt.moe_layers():
+            assert isinstance(layer.experts, FrozenExperts), "the model is ready to generate"
+            layer.experts.runner.check()
 
     def _comet(self, contents: Tensor, num_places: int, cuda_graph: GraphMode) -> StepPath:
         """Comet's GPT."""

@@ -15,7 +15,8 @@ from timing import Timing
 Row = dict[str, Any]
 
 COLUMNS = (
-    "model", "layers", "batch", "context", "path", "ms", "tokens_per_s", "mbytes", "tbs", "of_roof", "cosine", "failure"
+    "model", "layers", "ep", "tp", "batch", "context",
+    "path", "ms", "tokens_per_s", "mbytes", "tbs", "of_roof", "cosine", "failure",
 )  # fmt: skip
 IN_JSON_ONLY = ("quantiles",)
 
@@ -51,7 +52,10 @@ def path_rows(
         row |= {"tbs": num_bytes / (step_ms * 1e9), "cosine": cosines.get(name), "failure": None}
         found.append(row | {"quantiles": {key: value / steps for key, value in asdict(timing).items()}})
     for name, failure in failures.items():
-        found.append(dict.fromkeys(COLUMNS[5:]) | {"path": name, "cosine": cosines.get(name), "failure": failure})
+        found.append(
+            dict.fromkeys(COLUMNS[COLUMNS.index("path") :])
+            | {"path": name, "cosine": cosines.get(name), "failure": failure}
+        )
     return found
 
 
@@ -86,7 +90,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("positions of the context")
     axes.set_ylabel("tokens per second")
-    axes.set_title("{model}, {layers} layers, batch {batch}".format(**rows[0]))
+    axes.set_title("{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**rows[0]))
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)

@@ -2,230 +2,23 @@
 
 ``warp_decode_gate_up`` and ``warp_decode_down`` hold the kernels, ``warp_decode_routing`` what both do first,
 ``warp_decode_scales`` what they do for weights of 8 bits, ``warp_decode_words`` the all-reduce over ranks,
-``warp_decode_gather`` what runs before them where ranks hold different tokens. Here: which shapes of blocks are used
-when, and the launches.
+``warp_decode_gather`` what runs before them where ranks hold different tokens. ``warp_decode_blocks`` says
+which shapes of blocks are used when. Here: the launches.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
-
-import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .group_gemm import dot_precision
+from .warp_decode_blocks import LOAD_BYTES, QUANTISED_DEPTH, DecodeConfig
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import gather
-from .warp_decode_scales import BLOCK, MX
+from .warp_decode_scales import BLOCK
 from .warp_decode_step import Landing, Step
 
-LOAD_BYTES = 16
-LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
-LONG_EXPERT = 2**25
-FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
 LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least the matrix instructions take
 WORD_COLS = 2 * 32  # columns of the all-reduce for each warp: two for each thread, or stores get narrower
-QUANTISED_DEPTH = 32  # least step of the matrix form for weights of a byte: a scale of MXFP8, and what TMA swizzles
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockShape:
-    """Block of one of the two kernels.
-
-    Args:
-        rows: Output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output.
-        depth: Step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower.
-        num_warps: Warps per block.
-        num_stages: Depth of the load pipeline (matrix form).
-    """
-
-    rows: int
-    depth: int
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeConfig:
-    """How a decode step runs; every choice computes the same sums in another order of additions.
-
-    Args:
-        form: ``vector``: rows times contraction in registers, for 1 or 2 tokens; ``matrix``: ``tl.dot``.
-        gate_up: Block of the first kernel; in the vector form its rows divide 16.
-        down: Block of the second kernel; in the vector form its rows divide 16.
-        fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
-        dependent: Start down while gate/up drains (programmatic dependent launch).
-        ahead: Steps of w2 that down loads before gate/up has ended, at most its contraction (vector form).
-    """
-
-    form: Literal["vector", "matrix"]
-    gate_up: BlockShape
-    down: BlockShape
-    fold: bool = False
-    dependent: bool = False
-    ahead: int = 0
-
-    def __post_init__(self) -> None:
-        if self.form not in ("vector", "matrix"):
-            raise ValueError(f"form={self.form!r} must be 'vector' or 'matrix'")
-        if self.fold and self.form != "vector":
-            raise ValueError(f"fold={self.fold} must go with form='vector', not {self.form!r}")
-        if self.ahead and (self.ahead < 0 or self.form != "vector"):
-            raise ValueError(f"ahead={self.ahead} must be 0, or at least 1 with form='vector', not {self.form!r}")
-        for name in ("gate_up", "down"):
-            shape = getattr(self, name)
-            least, most = (1, 16) if self.form == "vector" else (16, 128)
-            for field, value, low, high in (("rows", shape.rows, least, most), ("depth", shape.depth, 16, 4096)):
-                if not low <= value <= high or value & (value - 1):
-                    raise ValueError(
-                        f"{name}.{field}={value} must be a power of two from {low} to {high} for form={self.form!r}"
-                    )
-
-    def fit(self, hidden_size: int, ffn_size: int) -> "DecodeConfig":
-        """The same with no step longer than its contraction."""
-        gate_up = replace(self.gate_up, depth=min(self.gate_up.depth, triton.next_power_of_2(hidden_size)))
-        return replace(
-            self, gate_up=gate_up, down=replace(self.down, depth=min(self.down.depth, triton.next_power_of_2(ffn_size)))
-        )
-
-
-def select(
-    dtype: torch.dtype,
-    num_tokens: int,
-    top_k: int,
-    hidden_size: int,
-    ffn_size: int,
-    *,
-    shared_scale: int = 0,
-    dependent: bool = True,
-) -> DecodeConfig:
-    """The default for a step.
-
-    16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models (see
-    ``benchmarks/RESULTS.md``): vector for one token, and for two where experts are large or quantised; else matrix.
-    float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once), else
-    matrix.
-
-    Args:
-        dtype: Of the tokens.
-        num_tokens: T.
-        top_k: K.
-        hidden_size: D.
-        ffn_size: F.
-        shared_scale: Neighbouring weights that share a scale (see ``Step``); 0: weights in the dtype of the tokens.
-        dependent: See ``DecodeConfig``; not where experts are too large for it to pay.
-    """
-    # Where gate/up has very many blocks, those of down would take their room and wait.
-    dependent = dependent and hidden_size * ffn_size < LONG_EXPERT
-    if dtype == torch.float32:
-        config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, 1 if shared_scale else 4, dependent)
-    elif num_tokens <= 2 and shared_scale:
-        config = _few_quantised(num_tokens, dependent)
-    elif shared_scale:
-        config = _quantised_blocks(num_tokens, dtype, shared_scale, dependent)
-    elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
-        config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
-    else:
-        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
-    least = QUANTISED_DEPTH if shared_scale else 1
-    return config.fit(max(hidden_size, least), max(ffn_size, least))
-
-
-def _float32_blocks(
-    num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, itemsize: int, dependent: bool
-) -> DecodeConfig:
-    """Weights of ``itemsize`` bytes beside float32 tokens."""
-    if num_tokens > 2:
-        block = BlockShape(rows=16, depth=32, num_stages=2)
-        return DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
-    loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
-    return DecodeConfig(
-        form="vector",
-        gate_up=_vector_block(itemsize, hidden_size, rows=loads // 2),
-        down=_vector_block(itemsize, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
-        fold=num_tokens == 1,
-        dependent=dependent,
-    )
-
-
-def is_large(hidden_size: int, ffn_size: int) -> bool:
-    """Whether an expert is as large as those of Mixtral and DeepSeek-V3, rather than as those of Qwen3."""
-    return hidden_size * ffn_size >= LARGE_EXPERT
-
-
-def _few_quantised(num_tokens: int, dependent: bool) -> DecodeConfig:
-    """One or two tokens, weights of a byte: half a warp for a row of w2, as much of which is loaded early as fits."""
-    gate_up, down = BlockShape(rows=2, depth=512, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
-    ahead = 3 if num_tokens == 1 else 1
-    return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=ahead)
-
-
-def _few_blocks(num_tokens: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
-    """One or two tokens, weights of 16 bits: small blocks of one warp; large experts leave nothing to load early."""
-    is_one = num_tokens == 1
-    if not is_large(hidden_size, ffn_size):
-        gate_up, down = BlockShape(rows=2, depth=256, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
-        return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=1)
-    return DecodeConfig(
-        form="vector",
-        gate_up=BlockShape(rows=1, depth=1024, num_warps=4 if is_one else 2),
-        down=BlockShape(rows=1 if is_one else 4, depth=256, num_warps=1),
-        fold=is_one,
-        dependent=dependent,
-    )
-
-
-def _quantised_blocks(num_tokens: int, dtype: torch.dtype, shared_scale: int, dependent: bool) -> DecodeConfig:
-    """Few tokens take narrow blocks, of which there are many; MXFP8 longer steps, for its scales are loads as well.
-
-    Beside float16 tokens MXFP8 is multiplied in tf32, whose operands take twice the registers: no longer steps there.
-    """
-    is_half = dtype == torch.float16
-    if num_tokens <= 8:
-        is_long = shared_scale == MX.value and not is_half
-        gate_up = BlockShape(rows=32, depth=256 if is_long else 128, num_stages=3 if is_long else 4)
-        down = BlockShape(rows=64, depth=128, num_stages=4)
-    else:
-        depth = 64 if is_half and num_tokens > 16 else 128
-        gate_up = BlockShape(rows=64, depth=depth, num_stages=3)
-        down = BlockShape(rows=128, depth=depth, num_stages=3)
-    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
-
-
-def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
-    """Large blocks keep more loads in flight; where that makes too few of them for the GPU, narrower ones."""
-    routed_rows = num_tokens * top_k
-    if num_tokens > 8:
-        gate_up = BlockShape(rows=64, depth=128, num_warps=8, num_stages=3)
-    else:
-        enough = routed_rows * ffn_size >= FEW_BLOCKS * 32
-        gate_up = BlockShape(rows=32 if enough else 16, depth=128, num_stages=4)
-    if num_tokens > 32 and is_large(hidden_size, ffn_size):
-        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
-    elif num_tokens > 32:
-        down = BlockShape(rows=64, depth=64, num_stages=4)
-    elif num_tokens > 16:
-        down = BlockShape(rows=64, depth=128, num_stages=3)
-    elif routed_rows * hidden_size >= FEW_BLOCKS * 128:
-        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
-    else:
-        down = BlockShape(rows=32, depth=256, num_stages=3)
-    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
-
-
-def _vector_block(itemsize: int, contraction: int, *, rows: int) -> BlockShape:
-    """Every lane of up to 4 warps loads 16 bytes of a row at a time; as many warps as divide the contraction.
-
-    All warps along the contraction: a lane's piece of the tokens serves all rows of the block, and arrives where it is
-    needed without shared memory. Weights of a byte, where not even one warp divides it: half a warp for each of twice
-    the rows.
-    """
-    lanes = 32 * LOAD_BYTES // itemsize
-    if itemsize == 1 and contraction % lanes:
-        return BlockShape(rows=min(2 * rows, 16), depth=lanes // 2, num_warps=1)
-    num_warps = next(count for count in (4, 2, 1) if count == 1 or contraction % (count * lanes) == 0)
-    return BlockShape(rows=min(rows, 16), depth=num_warps * lanes, num_warps=num_warps)
 
 
 def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> None:

@@ -9,7 +9,8 @@ import triton
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
 from .group_gemm import dot_precision
-from .warp_decode import LEAST_TOKENS, LOAD_BYTES, WORD_COLS, DecodeConfig, select
+from .warp_decode import LEAST_TOKENS, WORD_COLS
+from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, select
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import COLS, NUM_WARPS, gather_kernel
@@ -17,7 +18,12 @@ from .warp_decode_scales import BLOCK, MX
 
 WGMMA_ROWS, WGMMA_TOKENS = 64, 16  # smaller products take the older matrix instruction
 # name: E, K, D, F
-SHAPES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336), "deepseek": (256, 8, 7168, 2048)}
+SHAPES = {
+    "qwen3": (128, 8, 2048, 768),
+    "mixtral": (8, 2, 4096, 14336),
+    "deepseek": (256, 8, 7168, 2048),
+    "deepseek and shared": (257, 9, 7168, 2048),  # with its shared expert as one that every token names
+}
 RANKS = 4
 SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value}
 
@@ -104,6 +110,7 @@ def aot_cases() -> list[KernelCase]:
             for dtype in (torch.float16, torch.float32)
         ]
         settings += [Setting(shape="qwen3", num_tokens=64, quantised=quantised, dtype=torch.float16)]
+    settings += [Setting(shape="deepseek and shared", num_tokens=count) for count in (1, 2, 8)]
     settings += [Setting(shape="qwen3", num_tokens=count, ranks=RANKS, gathered=True) for count in (4, 16, 64)]
     settings += [
         Setting(shape="qwen3", num_tokens=count, ranks=ranks, gathered=True, quantised="mxfp8")

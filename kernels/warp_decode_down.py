@@ -184,10 +184,11 @@ def publish(
     if W == 1:
         tl.store(out_ptr + tokens[:, None] * D + cols[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
     else:
+        # After a missed deadline the order that keeps words unread from being overwritten is lost, and gathered tokens
+        # may be half there: the others shall miss this rank, not trust it.
+        mask = mask & (tl.load(fault_ptr) == 0)
         if GATHERED:
-            # After a missed deadline tokens may be half there: the others shall miss this rank, not trust it.
-            sound = tl.load(fault_ptr) == 0
-            ids = tl.load(ids_ptr + tokens * K, mask=(tokens < T) & sound, other=ABSENT)
+            ids = tl.load(ids_ptr + tokens * K, mask=tokens < T, other=ABSENT)
             mask = mask & (ids != ABSENT)[:, None]
         push_words(values, tokens, cols, mask, landing_addresses, tl.load(epoch_ptr), rank, max_tokens, D, W, GATHERED)
 

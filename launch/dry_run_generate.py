@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from comet.decode import shared_columns
 from comet.launch.config import to_yaml
 from comet.launch.dry_run import FLOAT32_BYTES, MIB, rank_parameters
+from comet.layout import ExpertLayout
 from comet.models.cache import allocated_places
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
@@ -39,7 +41,8 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
 
     Returns:
         Bytes of weights in float32 while a checkpoint is read, of the weights afterwards (norms, router and embedding
-        counted as if they had the same dtype), of keys and values, and of symmetric memory.
+        counted as if they had the same dtype), of the pieces of shared experts that decode steps read, of keys and
+        values, and of symmetric memory. Ranks hold equally many pieces, or one less.
     """
     model, ranks = job.model, job.parallel.world_size
     prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
@@ -47,9 +50,14 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
     cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
     shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
     weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
+    layout = ExpertLayout.create(model.moe, job.parallel, 0)
+    columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
+    piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
+    pieces = (model.num_layers - model.dense_layers) * columns * piece
     return {
         "weights while loading": weights * FLOAT32_BYTES,
         "weights": weights * dtype.itemsize,
+        "shared experts in decode steps": pieces * dtype.itemsize,
         "keys and values": cached * dtype.itemsize,
         "symmetric memory": workspace_bytes(shape),
     }

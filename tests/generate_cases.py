@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from comet.decode import DecodeWeights
+
 ATEN = torch.ops.aten
 WAITS_FOR_THE_DEVICE = {
     ATEN._local_scalar_dense.default,
@@ -111,9 +113,17 @@ def graphs_on_cpu(monkeypatch: Any) -> Captures:
 
 
 def all_experts(
-    runner: object, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor
+    runner: object,
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    experts: DecodeWeights | None = None,
 ) -> Tensor:
-    """A ``Runner`` on one rank: every expert for every token, so that no id is read."""
+    """A ``Runner`` on one rank: every expert for every token, so that no id is read; slots are in the order of ids."""
+    w1, w2 = (w1, w2) if experts is None else (experts.w1, experts.w2)
     gate, up = torch.einsum("td,efd->tef", tokens, w1).chunk(2, dim=2)
     outputs = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, w2)
     shares = torch.zeros(tokens.shape[0], w1.shape[0], dtype=tokens.dtype)

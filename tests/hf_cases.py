@@ -42,7 +42,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     fields |= {
         "mixtral": dict(intermediate_size=32, num_local_experts=4),
         "qwen2_moe": dict(
-            intermediate_size=48, moe_intermediate_size=32, num_experts=8, shared_expert_intermediate_size=48
+            intermediate_size=48, moe_intermediate_size=32, num_experts=8, shared_expert_intermediate_size=64
         ),
         "qwen3_moe": dict(
             num_experts_per_tok=4,

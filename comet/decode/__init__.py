@@ -1,8 +1,11 @@
 """Decode: experts for a few tokens at a time, close to the speed of memory."""
 
 from comet.decode.local import warp_decode
+from comet.decode.own_tokens import OwnTokensRunner
 from comet.decode.ranks import RankDecode, rank_slots
+from comet.decode.runners import LocalRunner, ReplicatedRunner
 from comet.decode.scratch import DecodeScratch
+from comet.decode.shared import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 
@@ -10,8 +13,16 @@ __all__ = [
     "MAX_DECODE_TOKENS",
     "DecodeScratch",
     "DecodeWeights",
+    "LocalRunner",
+    "OwnTokensRunner",
     "RankDecode",
+    "ReplicatedRunner",
+    "SharedMatrices",
+    "SharedSlots",
+    "joins_step",
     "rank_slots",
+    "shared_columns",
+    "stand_back",
     "warp_decode",
     "warp_decode_torch",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs, check_kernel_inputs
 from comet.kernels.arguments import aligned
-from comet.kernels.warp_decode import DecodeConfig, decode, select
+from comet.kernels.warp_decode import decode
+from comet.kernels.warp_decode_blocks import DecodeConfig, select
 from comet.kernels.warp_decode_step import Landing, Step
 
 
@@ -41,11 +43,14 @@ def warp_decode(
     Raises:
         ValueError: If a shape, dtype or device breaks the rules, T is above 64, or the scratch is too small.
     """
-    if use_kernels is None:
-        use_kernels = tokens.device.type == "cuda"
-    if not use_kernels:
+    if not resolve_kernels(tokens.device, use_kernels):
         return warp_decode_torch(tokens, top_k_ids, top_k_weights, weights)
     return run_kernels(tokens, top_k_ids, top_k_weights, weights, scratch=scratch)
+
+
+def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:
+    """Whether Triton kernels do the work: as asked for, or where there is a GPU."""
+    return device.type == "cuda" if use_kernels is None else use_kernels
 
 
 def run_kernels(

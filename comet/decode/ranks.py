@@ -11,12 +11,12 @@ from torch import Tensor
 from comet.comm.base import Communicator
 from comet.config import require
 from comet.decode.gathered import Batch, TokenGather, words_of
-from comet.decode.local import run_kernels
+from comet.decode.local import resolve_kernels, run_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs
 from comet.errors import CommTimeoutError
-from comet.kernels.warp_decode import DecodeConfig
+from comet.kernels.warp_decode_blocks import DecodeConfig
 from comet.kernels.warp_decode_gather import PLACE_GATHER
 from comet.kernels.warp_decode_step import Landing
 from comet.layout import ExpertLayout
@@ -51,7 +51,8 @@ class RankDecode:
     its own tokens, as many as it has, and gets theirs, with the bits that a replicated step of all of them gives; one
     more kernel gathers them first. All ranks take part in every step then, also with no tokens at all, and a step takes
     blocks for W * max_tokens tokens: make an object for each size of batch that matters. A captured step keeps its
-    number of tokens; ids of -1 leave some out.
+    number of tokens; ids of -1 leave some out. ``comet.decode.OwnTokensRunner`` puts it under a ``MoE``, with the
+    layer's own path for more tokens.
 
     EP, TP and EP x TP alike: a rank's ``DecodeWeights`` say what it holds. Steps run in the order of one stream,
     without a barrier between them, captured in a CUDA graph or not; why that is safe stands in
@@ -90,7 +91,7 @@ class RankDecode:
         self.comm = comm
         self.hidden_size = hidden_size
         self.max_tokens = max_tokens
-        self.use_kernels = comm.device.type == "cuda" if use_kernels is None else use_kernels
+        self.use_kernels = resolve_kernels(comm.device, use_kernels)
         shape = (2, world_size, max_tokens, hidden_size)
         self.words = comm.alloc(landing_bytes(world_size, hidden_size, max_tokens)).view(0, shape, torch.int64)
         is_alone = world_size == 1

@@ -2,7 +2,7 @@
 
 Up to ``decode_tokens`` tokens take warp decode, more take the path of the group. The ranks pass equal arguments and get
 equal results, bit for bit. Nothing here waits for the device, but for the plain path of a rank without a group; hence
-decode steps can be captured in a CUDA graph.
+decode steps can be captured in a CUDA graph. For ranks that run different tokens see ``comet.decode.own_tokens``.
 
 Across ranks the all-reduce of decode is ``RankDecode``'s: it adds in rank order, in float32. Results that differed
 in the last bit from rank to rank might end in different tokens.
@@ -39,8 +39,21 @@ class Runner(Protocol):
 
     decode: Decoder
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        *,
+        experts: DecodeWeights | None = None,
+    ) -> Tensor:
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
+
+        ``experts`` is what a decode step reads in place of w1 and w2, such as those of ``SharedSlots``; only to be
+        given where the call is one (``joins_step``).
+        """
         ...
 
     def check(self) -> None:
@@ -54,7 +67,7 @@ class Decoder:
     They run one after the other, on one stream. The memory is made at the first step and kept; none on the CPU.
 
     Args:
-        top_k: K, the largest of all layers.
+        top_k: K, the largest of all layers, with what a shared expert adds to it (``shared_columns``).
         max_tokens: Most tokens of a step, the ``decode_tokens`` of its runner.
 
     Raises:
@@ -85,7 +98,7 @@ class LocalRunner:
     """All experts on this rank: warp decode, or grouped GEMMs for many tokens and wherever a gradient is needed.
 
     Args:
-        top_k: K.
+        top_k: K, with what a shared expert adds to it (``shared_columns``).
         decode_tokens: Most tokens that take warp decode; 0: none do.
 
     Raises:
@@ -96,11 +109,20 @@ class LocalRunner:
         self.decode = Decoder(top_k, decode_tokens)
         self._slots: Tensor | None = None
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        *,
+        experts: DecodeWeights | None = None,
+    ) -> Tensor:
         """See ``Runner``."""
         wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (tokens, top_k_weights, w1, w2))
         if tokens.shape[0] <= self.decode.max_tokens and not wants_grad:
-            experts = DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1))
+            experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1))
             return self.decode(tokens, top_k_ids, top_k_weights, experts)
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
         return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None)
@@ -121,32 +143,34 @@ class ReplicatedRunner:
         moe: Shape of the model's MoE layers.
         group: The ranks; any number of tokens may come, ``max_tokens`` only bounds how many are computed at once.
         decode_tokens: Most tokens that take warp decode; 0: none do.
+        shared_columns: What a shared expert adds to K in a decode step (``comet.decode.shared_columns``).
 
     Raises:
         ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
             take so many tokens.
     """
 
-    def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int = DECODE_TOKENS) -> None:
-        pool = group.workspace.shape
-        require(
-            pool.hidden_size == moe.hidden_size,
-            f"hidden_size={pool.hidden_size} of the group must be the model's {moe.hidden_size}",
-        )
-        require(pool.top_k >= moe.top_k, f"top_k={pool.top_k} of the group must be at least the model's {moe.top_k}")
-        require(
-            moe.ffn_size % (group.parallel.tp * DIM_MULTIPLE) == 0,
-            f"ffn_size={moe.ffn_size} must be divisible by tp={group.parallel.tp} into multiples of {DIM_MULTIPLE} for "
-            "warp decode",
-        )
+    def __init__(
+        self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int = DECODE_TOKENS, *, shared_columns: int = 0
+    ) -> None:
+        check_group(moe, group)
         self.group = group
-        self.decode = Decoder(moe.top_k, decode_tokens)
+        self.decode = Decoder(moe.top_k + shared_columns, decode_tokens)
         self.slots = rank_slots(group.layout(moe), group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        *,
+        experts: DecodeWeights | None = None,
+    ) -> Tensor:
         """See ``Runner``.
 
         Raises:
@@ -159,7 +183,7 @@ class ReplicatedRunner:
             "requires_grad=True of the tokens must be False: a converted model over a group is for inference, "
             "run it under torch.no_grad()",
         )
-        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
+        experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self.slots)
         if tokens.shape[0] > self.decode.max_tokens:
             return run_path_on_slices(tokens, top_k_ids, top_k_weights, experts, self.path, self.group)
         scratch = self.decode.scratch(tokens, experts)
@@ -178,6 +202,21 @@ class ReplicatedRunner:
         """
         self.group.workspace.check()
         self.decode_on_ranks.check()
+
+
+def check_group(moe: MoEConfig, group: ExpertGroup) -> None:
+    """Raise ``ValueError`` naming field, value and rule unless a group's ranks can decode layers of this shape."""
+    pool = group.workspace.shape
+    require(
+        pool.hidden_size == moe.hidden_size,
+        f"hidden_size={pool.hidden_size} of the group must be the model's {moe.hidden_size}",
+    )
+    require(pool.top_k >= moe.top_k, f"top_k={pool.top_k} of the group must be at least the model's {moe.top_k}")
+    require(
+        moe.ffn_size % (group.parallel.tp * DIM_MULTIPLE) == 0,
+        f"ffn_size={moe.ffn_size} must be divisible by tp={group.parallel.tp} into multiples of {DIM_MULTIPLE} for "
+        "warp decode",
+    )
 
 
 def run_path_on_slices(

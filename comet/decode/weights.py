@@ -18,8 +18,8 @@ MAX_DECODE_TOKENS = 64
 class DecodeWeights:
     """Expert weights in slots, and the table that finds an expert's slot.
 
-    A shared expert as wide as a routed one (F) can be one more expert that every token routes to with weight 1 (over EP
-    ranks, held by one of them); a wider or narrower one stays outside.
+    A shared expert n times as wide as a routed one can be n more experts that every token routes to with weight 1:
+    ``SharedSlots`` makes them, over ranks as well; one of another width stays outside.
 
     Example: S = 2 slots hold experts 5 and 1 of E = 8: slots ``[-1, 1, -1, -1, -1, 0, -1, -1]``.
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.generation.step import TOO_FEW, DecodeStep, GraphMode, batch_obstacle
 from comet.group import ExpertGroup
@@ -62,19 +63,39 @@ class Engine(Protocol):
 
 
 class FrozenExperts:
-    """Routed experts of layers whose tokens all ranks hold; an ``ExpertPath``, for inference.
+    """Routed experts of a layer whose tokens all ranks hold, in decode steps with its shared expert; for inference.
+
+    An ``ExpertPath``.
 
     Args:
         runner: Serves all layers.
+        layer: The layer, its weights in the dtype of the products.
+        columns: What its shared expert adds to K (``shared_columns``); 0: nothing, it runs by itself.
     """
 
-    def __init__(self, runner: ReplicatedRunner) -> None:
+    def __init__(self, runner: ReplicatedRunner, layer: MoE, columns: int) -> None:
         self.runner = runner
+        self.parameters = layer.expert_parameters()
+        self.shared: SharedSlots | None = None
+        if columns and layer.shared is not None:
+            self.shared = SharedSlots(layer.layout, columns, layer.shared, shared_matrices)
+            stand_back(layer.shared, runner.decode.max_tokens)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; equal on all ranks."""
+        experts = None
+        if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
+            experts = self.shared.weights(*self.parameters)
+            top_k_ids, top_k_weights = self.shared.routing(top_k_ids, top_k_weights)
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2)
+            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, experts=experts)
+
+
+def shared_matrices(module: nn.Module) -> SharedMatrices:
+    """Those of a ``SharedExpert``."""
+    assert isinstance(module, SharedExpert)
+    gate, up = module.w1.chunk(2)
+    return SharedMatrices(gate, up, module.w2)
 
 
 class GPTEngine:
@@ -98,10 +119,13 @@ class GPTEngine:
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
-        self.runner = ReplicatedRunner(model.config.moe, group, decode_tokens)
-        for layer in model.moe_layers():
-            layer.experts = FrozenExperts(self.runner)
-        layout = group.layout(model.config.moe)
+        moe = model.config.moe
+        layout = group.layout(moe)
+        columns = shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
+        self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
+        self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
+        for layer, experts in zip(model.moe_layers(), self._experts, strict=True):
+            layer.experts = experts
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cache: KeyValueCache | None = None
@@ -171,7 +195,8 @@ class GPTEngine:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.
 
         ``(touched experts of this rank, summed over layers and steps) / steps * bytes of one expert's part
-        + bytes of all replicated weights but the embedding + bytes of B rows of the embedding``.
+        + bytes of all replicated weights but the embedding + bytes of B rows of the embedding``. Of shared experts
+        that decode steps include, only the pieces of this rank count.
         """
         if not self._steps or self._cache is None:
             return 0.0
@@ -179,6 +204,8 @@ class GPTEngine:
         rows = len(self._cache.lengths) * embedding[0].nbytes
         dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
         expert = sum(weight[0].nbytes for weight in self.model.expert_parameters()[:2])
+        if len(self._cache.lengths) <= self.runner.decode.max_tokens:
+            dense -= sum(layer.shared.bytes_elsewhere(expert) for layer in self._experts if layer.shared is not None)
         return int(self._touched) / self._steps * expert + dense + rows
 
 

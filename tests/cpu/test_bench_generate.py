@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_generate import parse, room, step_bytes
+import torch.distributed as dist
+from bench_generate import differs_over_ranks, parse, prepare, room, step_bytes
 from generate_cases import graphs_on_cpu
 from generate_models import draws_on, library_version, make_gpt, make_library_model, model_config
 from generate_paths import Paths
 from generate_report import path_rows
+from points import Ranks
+from ranks import run_ranks
 from timing import Timing
 
 from comet.config import ParallelConfig
@@ -139,6 +142,7 @@ def test_room_for_the_warm_up() -> None:
         (["--layers", "0"], "layers=0 must be at least 1"),
         (["--contexts", "128,0"], "contexts=.* must each be at least 1"),
         (["--batch", "65"], "batch=65 must be at most 64, which warp decode takes"),
+        (["--model", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: str) -> None:
@@ -167,3 +171,62 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         assert len(list(csv.DictReader(file))) == len(run["rows"])
     assert (tmp_path / "bench_generate.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "bench_generate.json").read_text()) == run
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
+def test_torchrun_end_to_end(tmp_path: Path, ep: int, tp: int) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program += [str(ROOT / "benchmarks/bench_generate.py"), "--device", "cpu", "--model", "tiny", "--layers", "1"]
+    settings = ["--contexts", "8,40", "--rounds", "1", "--steps", "2", "--ep", str(ep), "--tp", str(tp)]
+    child = subprocess.run(
+        [*program, *settings, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    lines = child.stdout.splitlines()
+    run = json.loads(lines[-1])
+    assert sum(line.startswith("{") for line in lines) == 1, "rank 0 alone reports"
+    found = [(row["ep"], row["tp"], row["context"], row["path"], row["failure"]) for row in run["rows"]]
+    assert found == [(ep, tp, context, "comet", None) for context in (8, 40)]
+    assert (tmp_path / "bench_generate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def two_ranks(rank: int, world_size: int, ep: int, tp: int) -> tuple[list[int], float]:
+    """Tokens that a rank chooses, and the bytes it touches of them."""
+    config = model_config("tiny", 2, 128)
+    layout = ParallelConfig(ep=ep, tp=tp)
+    group = make_expert_group(config.moe, layout, max_tokens=64, dtype=torch.float32, device="cpu")
+    gpt, first, ranks = make_gpt(config, group), torch.tensor([7, 200]), Ranks(rank, CPU, dist.group.WORLD)
+    contents = contents_of(gpt, 2, 21)
+    with torch.no_grad():
+        ready, _, failures = prepare(Paths(gpt), contents, first, 64, ranks)
+        assert list(ready) == ["comet"]
+        assert not failures
+        ready["comet"].rewind()
+        chosen = ready["comet"].decode(first, 4).tolist()
+        assert differs_over_ranks(torch.full((1, 2), float(rank)), ranks)
+        num_bytes = step_bytes(gpt, contents, first, 64, 4)
+    group.close()
+    return chosen, num_bytes
+
+
+def test_ranks_take_equal_steps_and_count_their_own_bytes() -> None:
+    hidden, layers, batch = 64, 2, 2
+    attention = hidden * (4 + 2 * 2) * 16 + 4 * 16 * hidden + 2 * hidden
+    dense = layers * (attention + 8 * hidden) + hidden + 256 * hidden + batch * hidden
+    cached = 2 * layers * batch * 2 * 16 * (21 + 5 / 2)
+    expert = 3 * 64 * 64
+    for ep, tp in ((1, 2), (2, 1)):
+        found = run_ranks(two_ranks, 2, ep, tp)
+        assert found[0][0] == found[1][0], "ranks choose the same tokens"
+        touched = [(num_bytes / 4 - dense - cached) / (expert / tp) for _, num_bytes in found]
+        if tp == 2:
+            assert touched[0] == touched[1], "both hold a part of every expert"
+        else:
+            assert min(touched) < layers * 2, "each counts its own experts only"
+        total = sum(touched) / tp
+        assert layers * 2 <= total <= layers * batch * 2, f"two experts of each token, not {total}"

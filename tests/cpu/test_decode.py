@@ -12,7 +12,7 @@ from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_in
 from ranks import run_ranks
 
 from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode, warp_decode_torch
-from comet.kernels.warp_decode import BlockShape, DecodeConfig, is_large, select
+from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
 from comet.kernels.warp_decode_routing import NO_ROW, serving
 from comet.reference import reference_experts
 from comet.shared_expert import SharedExpert

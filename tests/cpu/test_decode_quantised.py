@@ -14,7 +14,7 @@ from ranks import run_ranks
 from comet.comm import make_communicator
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
 from comet.decode.twin import decode_partial_torch
-from comet.kernels.warp_decode import BlockShape, DecodeConfig, select
+from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, select
 from comet.layout import ExpertLayout
 from comet.quantize import quantize_fp8, quantize_mxfp8
 from comet.reference import shard_experts

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
-from decode_ranks import assert_ranks_agree, run_steps, shard, step_inputs
+from decode_ranks import assert_ranks_agree, compare_step, run_steps, shard, step_inputs
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
@@ -121,6 +121,38 @@ def one_rank_stops(rank: int, world_size: int) -> str:
 def test_a_rank_that_stops_is_named() -> None:
     message = run_ranks(one_rank_stops, 2, interpret=True, timeout=300)[0]
     pattern = r"rank 0 waited 0.2 s for rank 1 \(decode all-reduce, block 0, epoch 4, saw 2\)"
+    assert re.fullmatch(pattern, message), message
+
+
+def one_rank_runs_on(rank: int, world_size: int) -> str:
+    """Rank 0 meets its deadline in step 3 and runs on; rank 1, late, gets the sums of that step and then misses it."""
+    comm = make_communicator("auto", dist.group.WORLD, "cpu", timeout_s=60.0)
+    layout = ExpertLayout(num_experts=4, top_k=2, ep=2, tp=1, rank=rank)
+    weights = shard(FOLDED, layout, torch.float32, "cpu")
+    decode = RankDecode(comm, hidden_size=16, max_tokens=1, use_kernels=True)
+    for step in range(3):
+        decode(*step_inputs(FOLDED, step, 1, torch.float32), weights, config=FOLD)
+    dist.barrier()
+    comm.timeout_s = 0.2
+    if rank == 0:
+        for step in range(3, 7):  # words of steps 3 and 5, of 4 and 6 have the same places
+            with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0.2 s for rank 1 .*epoch 4, saw 2"):
+                decode(*step_inputs(FOLDED, step, 1, torch.float32), weights, config=FOLD)
+    dist.barrier()
+    message = ""
+    if rank == 1:
+        inputs = step_inputs(FOLDED, 3, 1, torch.float32)
+        compare_step(FOLDED, decode(*inputs, weights, config=FOLD), inputs, torch.float32, "the step rank 0 gave up in")
+        with pytest.raises(CommTimeoutError) as caught:
+            decode(*step_inputs(FOLDED, 4, 1, torch.float32), weights, config=FOLD)
+        message = str(caught.value)
+    dist.barrier()
+    return message
+
+
+def test_a_rank_that_met_its_deadline_sends_no_more() -> None:
+    message = run_ranks(one_rank_runs_on, 2, interpret=True, timeout=300)[1]
+    pattern = r"rank 1 waited 0.2 s for rank 0 \(decode all-reduce, block 0, epoch 5, saw 3\)"
     assert re.fullmatch(pattern, message), message
 
 

@@ -29,6 +29,7 @@ MODELS = {
     "first layer dense": replace(MODEL, dense_layers=1),
     "all layers dense": replace(MODEL, dense_layers=2),
     "shared expert": replace(MODEL, moe=replace(MOE, shared_ffn_size=16)),
+    "shared expert in decode steps": replace(MODEL, moe=replace(MOE, shared_ffn_size=2 * MOE.ffn_size)),
     "sigmoid, groups, bias": replace(
         MODEL,
         head_dim=24,
@@ -106,6 +107,8 @@ def decoded_logits(engine, ids, lengths):
     [
         *((name, torch.float32, MAX_DECODE_TOKENS) for name in MODELS),
         ("sigmoid, groups, bias", torch.float32, 4),  # the prompts take the layer's own path
+        ("shared expert in decode steps", torch.float32, 4),
+        ("shared expert in decode steps", torch.bfloat16, 4),
         ("shared expert", torch.bfloat16, MAX_DECODE_TOKENS),
         ("shared expert", torch.bfloat16, 4),
         ("shared expert", torch.bfloat16, 0),
@@ -172,6 +175,24 @@ def test_weight_bytes_are_those_of_the_touched_experts_and_all_dense_weights():
     attention = width * (2 + 2 * 1) * 16 + 2 * 16 * width + 2 * width
     head, row = 256 * width, width
     assert engine.weight_bytes_per_step() == 4 * (moe_layer + dense_layer + 2 * attention + width + head + row)
+
+
+@torch.no_grad()
+def test_decode_steps_include_the_shared_expert(monkeypatch):
+    model, group = awake_model(MODELS["shared expert in decode steps"])
+    engine, ran = GPTEngine(model, group, decode_tokens=4), []
+    plain = silu
+    monkeypatch.setattr("torch.nn.functional.silu", lambda gate: ran.append(gate.shape[0]) or plain(gate))
+    engine.prefill(random_ids(1, 6), torch.tensor([6]), 9)
+    assert ran == [6] * model.config.num_layers, "the prompt is more than a decode step"
+    engine.decode(torch.tensor([1]))
+    assert len(ran) == model.config.num_layers, "a shared expert ran by itself in a decode step"
+    layer = model.moe_layers()[0]
+    piece = sum(weight[0].nbytes for weight in layer.expert_parameters())
+    whole = sum(weight.nbytes for weight in layer.shared.parameters())
+    assert layer.experts.shared.bytes_elsewhere(piece) == 0
+    layer.experts.shared.layout = replace(layer.layout, ep=2, rank=1, num_experts=2 * layer.layout.num_experts)
+    assert layer.experts.shared.bytes_elsewhere(piece) == whole - piece
 
 
 @pytest.mark.parametrize(

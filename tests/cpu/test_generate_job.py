@@ -82,7 +82,8 @@ def test_two_tp_ranks_write_what_one_process_writes(trained):
     ranks = run_ranks(continued, 2, str(trained), 1, 2, 4, GREEDY)
     assert [texts for texts, _ in ranks] == [alone, alone]
     sizes = [size for _, size in ranks]
-    assert sizes[0] == sizes[1], "every TP rank reads its half of every touched expert"
+    shared = 3 * 16 * 32 * 4  # as wide as half a routed expert: one piece, on rank 0
+    assert sizes[0] == sizes[1] + shared, "every TP rank reads its half of every touched expert"
     expert = 3 * 32 * 32 * 4
     touched = (alone_bytes - sizes[0]) / (expert / 2)
     assert 2 <= touched <= 4, "two sequences of two experts each"
@@ -231,7 +232,20 @@ def test_memory_of_a_dry_run_is_that_of_the_run(trained):
     model, group = make_model(TRAINED)
     cache = KeyValueCache(TRAINED, num_sequences=2, length=32, dtype=torch.float32, device=torch.device("cpu"))
     assert needs["weights"] == sum(weight.nbytes for weight in model.parameters())
+    assert needs["shared experts in decode steps"] == 0
     assert needs["keys and values"] == cache.keys.nbytes + cache.values.nbytes
+    group.close()
+
+
+def test_memory_of_shared_experts_in_decode_steps(trained):
+    job = job_of_command(compose([f"generate.source={trained}", "parallel=single"]), 1)
+    wide = replace(TRAINED, dense_layers=1, moe=replace(TRAINED.moe, shared_ffn_size=2 * TRAINED.moe.ffn_size))
+    model, group = make_model(wide)
+    GPTEngine(model, group).prefill(torch.tensor([[1]]), torch.tensor([1]), 3)
+    layers = model.moe_layers()
+    held = sum(weight.untyped_storage().nbytes() for layer in layers for weight in layer.expert_parameters())
+    twice = held - sum(weight.nbytes for layer in layers for weight in layer.expert_parameters())
+    assert memory_needs(replace(job, model=wide), torch.float32)["shared experts in decode steps"] == twice > 0
     group.close()
 
 

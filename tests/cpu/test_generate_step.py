@@ -22,7 +22,7 @@ from comet.models.cache import CHUNK, KeyValueCache, allocated_places, attend_to
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 
-SHARED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
+SHARED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=32))  # a part of decode steps
 PROMPTS = torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]])
 LENGTHS = torch.tensor([4, 2])
 

@@ -87,10 +87,10 @@ def test_from_pretrained_takes_comet_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 64, 65])
 def test_experts_in_every_dtype(dtype: torch.dtype, num_tokens: int) -> None:
-    model = tiny_model("qwen2_moe", dtype)
+    model = tiny_model("mixtral", dtype)
     stock = copy.deepcopy(model.model.layers[1].mlp.experts)
     exact = copy.deepcopy(stock).double()
-    tokens, ids, weights = routed(num_tokens, seed=num_tokens)
+    tokens, ids, weights = routed(num_tokens, seed=num_tokens, num_experts=4)
     tokens, weights = tokens.to(dtype), weights.to(dtype)  # Qwen's router rounds its weights to the model's dtype
     with torch.no_grad():
         truth, same = exact(tokens.double(), ids, weights.double()), stock(tokens, ids, weights)
@@ -101,6 +101,71 @@ def test_experts_in_every_dtype(dtype: torch.dtype, num_tokens: int) -> None:
             assert actual.dtype == dtype
             assert_as_close(actual, truth, same, dtype, f"{num_tokens} tokens in {dtype}, {label}")
     group.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+@torch.no_grad()
+def test_decode_steps_include_the_shared_expert(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype)
+    stock = model.model.layers[1].mlp
+    exact = copy.deepcopy(stock).double()
+    block = hf.convert(copy.deepcopy(model), decode_tokens=DECODE_TOKENS).model.layers[1].mlp
+    shared = block.experts.shared.module
+    ran: list[str] = []
+    shared.gate_proj.register_forward_hook(lambda *_: ran.append("its own"))
+    for num_tokens in (1, DECODE_TOKENS, DECODE_TOKENS + 1):
+        tokens = routed(num_tokens, seed=num_tokens)[0].to(dtype)[None]
+        truth, same = exact(tokens.double()), stock(tokens)
+        assert_as_close(block(tokens), truth, same, dtype, f"{family}, {num_tokens} tokens in {dtype}")
+        assert len(ran) == (num_tokens > DECODE_TOKENS), "decode steps compute it once, with the routed experts"
+
+
+@torch.no_grad()
+def test_a_shared_expert_that_is_written_to_or_moved_is_read_anew() -> None:
+    model = tiny_model("deepseek_v3")
+    converted = hf.convert(copy.deepcopy(model))
+    tokens = routed(3, seed=1)[0][None]
+    block, stock = converted.model.layers[1].mlp, model.model.layers[1].mlp
+    block(tokens)
+    for mlp in (block.shared_experts, stock.shared_experts):
+        mlp.down_proj.weight.mul_(-3)
+    torch.testing.assert_close(block(tokens), stock(tokens))
+    for weight in ("gate_up_proj", "down_proj"):
+        getattr(block.experts, weight).data = getattr(stock.experts, weight).data.flip(0).clone()
+        getattr(stock.experts, weight).data = getattr(stock.experts, weight).data.flip(0)
+    torch.testing.assert_close(block(tokens), stock(tokens))
+    truth, half = copy.deepcopy(stock).to(torch.bfloat16).double(), tokens.bfloat16()
+    answers = block.to(torch.bfloat16)(half), truth(half.double()), stock.to(torch.bfloat16)(half)
+    assert_as_close(*answers, torch.bfloat16, "in another dtype")
+
+
+def test_a_shared_expert_of_another_width_stays_outside() -> None:
+    model = tiny_model("qwen2_moe", shared_expert_intermediate_size=48)
+    expected = Expected.of(model)
+    hf.convert(model, decode_tokens=DECODE_TOKENS)
+    assert model.model.layers[0].mlp.experts.shared is None
+    expected.check(model, "1.5 times as wide")
+
+
+@torch.no_grad()
+def test_a_shared_expert_with_an_adapter() -> None:
+    class Adapter(torch.nn.Linear):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return 2 * super().forward(tokens)
+
+    def adapt(block: Any) -> Any:
+        torch.manual_seed(1)
+        block.shared_experts.up_proj = Adapter(32, 64, bias=False)
+        return block
+
+    tokens = routed(1, seed=1)[0][None]
+    block = adapt(hf.convert(tiny_model("deepseek_v3")).model.layers[1].mlp)
+    with pytest.raises(ValueError, match=r"Adapter of the shared expert must be a torch\.nn\.Linear without bias"):
+        block(tokens)
+    model = tiny_model("deepseek_v3")
+    wanted = adapt(model.model.layers[1].mlp)(tokens)
+    torch.testing.assert_close(hf.convert(model).model.layers[1].mlp(tokens), wanted)
 
 
 def test_registered_experts_skip_those_of_other_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import FAMILIES, run_group, save_fused, tiny_model
+
+from hf_cases import DECODE_TOKENS, FAMILIES, greedy, make_group, prompt, run_group, save_fused, tiny_model
 from ranks import run_ranks
+
+from comet.integrations import hf
 
 
 def checkpoints(root: Path) -> dict[str, Path]:
@@ -49,3 +53,31 @@ def test_groups(tmp_path: Path) -> None:
             for label, num_bytes in read.items():
                 total = expert_bytes(label.split(" ")[0])
                 assert num_bytes * ep * tp == total, f"{label}, rank {rank} read {num_bytes} of {total} bytes"
+
+
+def generations(rank: int, world_size: int, ep: int, tp: int) -> list[torch.Tensor]:
+    """Sampled tokens, and greedy ones with and without an assistant, of one model over the ranks."""
+    model = tiny_model("deepseek_v3")
+    group = make_group(model, ep, tp)
+    hf.convert(model, group, decode_tokens=DECODE_TOKENS)
+    ids = prompt(1, 5)
+    made = [greedy(model, ids)]
+    settings = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6)
+    with torch.no_grad():
+        assistant = copy.deepcopy(model)
+        made.append(model.generate(ids, assistant_model=assistant, do_sample=False, **settings))
+        torch.manual_seed(5)
+        made.append(model.generate(ids, do_sample=True, temperature=1.5, top_p=0.95, **settings))
+    hf.check(model)
+    group.close()
+    return made
+
+
+def test_sampling_and_an_assistant_over_ranks() -> None:
+    # The assistant proposes several tokens, so steps of one and of more tokens alternate, of two models.
+    wanted = generations(0, 1, 1, 1)
+    assert torch.equal(wanted[0], wanted[1])
+    assert not torch.equal(wanted[0], wanted[2]), "a draw must be seen"
+    for made in run_ranks(generations, 2, 2, 1, timeout=300):
+        for mine, alone in zip(made, wanted, strict=True):
+            assert torch.equal(mine, alone)

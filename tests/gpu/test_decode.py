@@ -9,7 +9,7 @@ import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, check_graph, make_inputs, random_case
 
 from comet.decode import DecodeScratch, DecodeWeights, warp_decode
-from comet.kernels.warp_decode import BlockShape, select
+from comet.kernels.warp_decode_blocks import BlockShape, select
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 from decode_cases import DecodeCase, check_decode, check_every_code, check_graph, make_inputs, random_case
 
 from comet.decode import DecodeWeights, warp_decode
-from comet.kernels.warp_decode import BlockShape, DecodeConfig
+from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", ["mxfp8", "fp8"])]
 

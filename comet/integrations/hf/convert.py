@@ -9,11 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require
-from comet.decode import MAX_DECODE_TOKENS
+from comet.decode import MAX_DECODE_TOKENS, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
 from comet.group import ExpertGroup
 from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.families import check_experts, moe_config, require_transformers, stock_experts
+from comet.integrations.hf.families import (
+    SHARED,
+    check_experts,
+    moe_config,
+    require_transformers,
+    shared_ffn_size,
+    stock_experts,
+)
 from comet.layout import ExpertLayout
 from comet.reference import shard_experts
 
@@ -63,7 +70,10 @@ def comet_experts_forward(
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:
-    """Replace the experts of every MoE layer in place; router, shared experts and all else stay the model's own.
+    """Replace the experts of every MoE layer in place; router and all else stay the model's own.
+
+    Shared experts stay, too, but decode steps include them as experts that every token goes through, where their width
+    is a multiple of a routed expert's on a rank: their weights are there twice then.
 
     On a group (collective) every rank holds the same model and passes it the same input; each keeps only its part of
     the experts. Sampling needs the same seed on all ranks.
@@ -87,7 +97,7 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
         _check_weights(experts.gate_up_proj, name, group)  # type: ignore[arg-type]
     place = Place.create(model.config, group, decode_tokens)
     for name, experts in stock.items():
-        model.set_submodule(name, place.take(experts))
+        place.install(model, name, experts)
     keep_from_saving(model, place.layout)
     return model
 
@@ -127,10 +137,14 @@ class Place:
     Args:
         layout: Its part of them.
         runner: Computes them, for all layers.
+        shared_names: Of a block's shared expert and its gate, if the family has them.
+        shared_columns: What the shared expert adds to K in decode steps; 0: it is not part of them.
     """
 
     layout: ExpertLayout
     runner: Runner
+    shared_names: tuple[str, str | None] | None
+    shared_columns: int
 
     @classmethod
     def create(cls, config: Any, group: ExpertGroup | None, decode_tokens: int = DECODE_TOKENS) -> Place:
@@ -140,11 +154,23 @@ class Place:
             f"decode_tokens={decode_tokens} must be between 0 and {MAX_DECODE_TOKENS}",
         )
         moe = moe_config(config)
+        layout = ExpertLayout.create(moe, ParallelConfig(), 0) if group is None else group.layout(moe)
+        columns = shared_columns(layout, moe.ffn_size, shared_ffn_size(config))
         if group is None:
-            return cls(
-                layout=ExpertLayout.create(moe, ParallelConfig(), 0), runner=LocalRunner(moe.top_k, decode_tokens)
-            )
-        return cls(layout=group.layout(moe), runner=ReplicatedRunner(moe, group, decode_tokens))
+            runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens)
+        else:
+            runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
+        names = SHARED.get(config.model_type)
+        return cls(layout=layout, runner=runner, shared_names=names, shared_columns=columns)
+
+    def install(self, model: nn.Module, name: str, stock: nn.Module) -> None:
+        """Put this rank's part of a model's stock experts in their place, beside their block's shared expert."""
+        experts = self.take(stock)
+        model.set_submodule(name, experts)
+        block = model.get_submodule(name.rpartition(".")[0])
+        if self.shared_names is not None:
+            shared, gate = self.shared_names
+            experts.join(getattr(block, shared), None if gate is None else getattr(block, gate), self.shared_columns)
 
     def take(self, stock: nn.Module) -> CometExperts:
         """This rank's part of a stock experts module, copied unless it is all of it."""

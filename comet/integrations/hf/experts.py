@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from comet.config import require
+from comet.decode import SharedMatrices, SharedSlots, joins_step, stand_back
 from comet.decode.runners import Runner
 from comet.layout import ExpertLayout
 
@@ -27,6 +31,21 @@ class CometExperts(nn.Module):
         self.down_proj = down_proj
         self.layout = layout
         self.runner = runner
+        self.shared: SharedSlots | None = None
+        self._gates: tuple[nn.Module, ...] = ()
+
+    def join(self, shared: nn.Module, gate: nn.Module | None, columns: int) -> None:
+        """Let decode steps include the block's shared expert, whose own module then adds nothing to them.
+
+        Args:
+            shared: With ``gate_proj``, ``up_proj`` and ``down_proj``.
+            gate: ``(T, D)`` -> ``(T, 1)`` before the sigmoid that weighs it; ``None``: it weighs 1.
+            columns: From ``shared_columns``; 0 changes nothing, as does an expert of other than plain linear layers.
+        """
+        if columns and all(map(is_plain, projections(shared))):
+            self.shared = SharedSlots(self.layout, columns, shared, shared_matrices)
+            self._gates = () if gate is None else (gate,)  # in a tuple: a submodule has one name, the block's
+            stand_back(shared, self.runner.decode.max_tokens)
 
     # A compiler could only break its graph here, in the middle of the collectives.
     @torch.compiler.disable
@@ -41,11 +60,41 @@ class CometExperts(nn.Module):
         Returns:
             ``(T, D)``, same dtype as ``hidden_states``.
         """
-        ids, weights = top_k_index.to(torch.int32), top_k_weights.float()
-        return self.runner(hidden_states, ids, weights, self.gate_up_proj, self.down_proj)
+        ids, weights, experts = top_k_index.to(torch.int32), top_k_weights.float(), None
+        if self.shared is not None and joins_step(hidden_states, self.runner.decode.max_tokens):
+            experts = self.shared.weights(self.gate_up_proj, self.down_proj)
+            gate = next((module(hidden_states).sigmoid() for module in self._gates), None)
+            ids, weights = self.shared.routing(ids, weights, gate)
+        return self.runner(hidden_states, ids, weights, self.gate_up_proj, self.down_proj, experts=experts)
 
     def extra_repr(self) -> str:
         """The part of the experts held here."""
         layout = self.layout
         last = layout.first_expert + layout.experts_local - 1
         return f"experts {layout.first_expert}..{last} of {layout.num_experts}, slice {layout.tp_rank} of {layout.tp}"
+
+
+def shared_matrices(module: nn.Module) -> SharedMatrices:
+    """Those of a gated MLP of transformers.
+
+    Raises:
+        ValueError: If a projection is no plain linear layer any more, such as one that got an adapter.
+    """
+    found = projections(module)
+    for projection in found:
+        require(
+            is_plain(projection),
+            f"{type(projection).__name__} of the shared expert must be a torch.nn.Linear without bias, which decode "
+            "steps read beside the routed experts: convert the model after it got its adapters, not before",
+        )
+    return SharedMatrices(*(projection.weight for projection in found))
+
+
+def projections(module: nn.Module) -> list[Any]:
+    """Gate, up and down of a gated MLP of transformers."""
+    return [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
+
+
+def is_plain(projection: Any) -> bool:
+    """Whether all that a projection does is to multiply by its weight."""
+    return type(projection) is nn.Linear and projection.bias is None

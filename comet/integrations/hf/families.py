@@ -18,6 +18,8 @@ FAMILIES = {
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
 }
+# model_type -> names, in a MoE block, of its shared expert and of the gate that weighs it, if there is one.
+SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
 ACTIVATIONS = ("silu", "swish")
 # What transformers' decorator records on every experts module, and the only values Comet computes. Versions before a
 # flag existed record nothing, and have no experts with another value.
@@ -74,6 +76,15 @@ def moe_config(config: Any) -> MoEConfig:
         top_k=config.num_experts_per_tok,
         balance="none",
     )
+
+
+def shared_ffn_size(config: Any) -> int:
+    """F_shared, the width of a supported model's shared expert; 0 where it has none."""
+    if config.model_type == "qwen2_moe":
+        return int(config.shared_expert_intermediate_size)
+    if config.model_type == "deepseek_v3":
+        return int(config.n_shared_experts or 0) * int(config.moe_intermediate_size)
+    return 0
 
 
 def check_experts(experts: nn.Module, name: str) -> None:

@@ -128,7 +128,7 @@ def _sharded_class(stock_class: Any, place: Place) -> Any:
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             for name, experts in stock_experts(self).items():
-                self.set_submodule(name, place.take(experts))
+                place.install(self, name, experts)
 
     # transformers looks up by name how a class renames the tensors of its checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__"):

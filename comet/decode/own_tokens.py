@@ -1,0 +1,105 @@
+"""Experts of a model whose ranks decode tokens of their own: data-parallel attention, as in training."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.config import MoEConfig, require
+from comet.decode.ranks import RankDecode, rank_slots
+from comet.decode.runners import Decoder, check_group
+from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.group import ExpertGroup
+from comet.paths import ExpertPath, make_path
+
+
+class OwnTokensRunner:
+    """Experts over a group each of whose ranks brings its own tokens (data-parallel attention); collective.
+
+    An ``ExpertPath``: ``layer.experts = OwnTokensRunner(config, group)`` lets a ``MoE`` decode. Where a gradient is
+    needed (on all ranks or on none) its calls take the group's path.
+
+    Args:
+        moe: Shape of the MoE layers.
+        group: The ranks.
+        decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W.
+
+    Raises:
+        ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
+            take so many tokens.
+    """
+
+    def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int | None = None) -> None:
+        check_group(moe, group)
+        ranks = group.parallel.world_size
+        self.decode_tokens = MAX_DECODE_TOKENS // ranks if decode_tokens is None else decode_tokens
+        most = MAX_DECODE_TOKENS // ranks
+        require(
+            0 <= self.decode_tokens <= most,
+            f"decode_tokens={self.decode_tokens} must be between 0 and {MAX_DECODE_TOKENS} / W={ranks}",
+        )
+        self.group = group
+        self.decode = Decoder(moe.top_k, self.decode_tokens * ranks)
+        self.slots = rank_slots(group.layout(moe), group.device)
+        self.path: ExpertPath = make_path("auto", moe, group)
+        # Last, because it allocates symmetric memory on all ranks.
+        self.decode_on_ranks: RankDecode | None = None
+        if self.decode_tokens:
+            self.decode_on_ranks = RankDecode(
+                group.comm, hidden_size=moe.hidden_size, max_tokens=self.decode_tokens, replicated=False
+            )
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        *,
+        most_tokens: int | None = None,
+    ) -> Tensor:
+        """Compute this rank's tokens; all ranks take part, also without any.
+
+        Args:
+            tokens: ``(T, D)``; T may differ between ranks.
+            top_k_ids: ``(T, K)`` int32.
+            top_k_weights: ``(T, K)`` float32.
+            w1: ``(e, 2F/TP, D)``.
+            w2: ``(e, D, F/TP)``.
+            most_tokens: The largest T of all ranks, or a bound of it, equal on all of them. ``None``: the ranks ask
+                each other, which waits for the device and cannot be captured in a CUDA graph.
+
+        Returns:
+            ``(T, D)``.
+
+        Raises:
+            ValueError: If T is above ``most_tokens``.
+        """
+        most = self._most_tokens(tokens) if most_tokens is None else most_tokens
+        require(tokens.shape[0] <= most, f"T={tokens.shape[0]} tokens must be at most most_tokens={most}")
+        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (tokens, top_k_weights, w1, w2))
+        if most > self.decode_tokens or self.decode_on_ranks is None or wants_grad:
+            return self.path(tokens, top_k_ids, top_k_weights, w1, w2)
+        experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
+        scratch = self.decode.scratch(tokens, experts)
+        return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> OwnTokensRunner:
+        """A copied model runs on the same ranks and memory."""
+        return self
+
+    def check(self) -> None:
+        """Raise ``CommTimeoutError`` or ``CapacityError`` for what went wrong so far; waits for the device."""
+        self.group.workspace.check()
+        if self.decode_on_ranks is not None:
+            self.decode_on_ranks.check()
+
+    def _most_tokens(self, tokens: Tensor) -> int:
+        """The largest number of tokens of all ranks (collective)."""
+        if self.group.process_group is None:
+            return tokens.shape[0]
+        most = torch.tensor([tokens.shape[0]], device=tokens.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group.process_group)
+        return int(most)

@@ -1,0 +1,179 @@
+"""A shared expert among the experts of a decode step: pieces of it in slots of their own, which every token names.
+
+SwiGLU experts are sums over their neurons: a shared expert n times as wide as a routed one is n always-on experts,
+which the two launches of warp decode then read beside the routed ones. Over ranks the pieces are F/TP wide, the ranks
+hold them in turn, and the all-reduce is the one that a step has anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import MAX_TOP_K
+from comet.decode.ranks import rank_slots
+from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.layout import ExpertLayout
+
+
+class SharedMatrices(NamedTuple):
+    """A whole shared expert: gate and up ``(F_shared, D)``, down ``(D, F_shared)``."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+def shared_columns(layout: ExpertLayout, ffn_size: int, shared_ffn_size: int) -> int:
+    """How many more experts every token names for a shared one; 0 where there is none or it cannot join.
+
+    It can where its width is a multiple of F/TP, the width of a routed expert on one rank, and K has room.
+
+    Example: EP = 2, TP = 2, F = 32, F_shared = 64: four pieces of 16, one on each rank: 1. On one rank two of 32: 2.
+
+    Args:
+        layout: The ranks.
+        ffn_size: F.
+        shared_ffn_size: F_shared, or 0.
+    """
+    width = ffn_size // layout.tp
+    columns = -(-(shared_ffn_size // width) // layout.world_size)
+    return columns if shared_ffn_size % width == 0 and layout.top_k + columns <= MAX_TOP_K else 0
+
+
+def joins_step(tokens: Tensor, decode_tokens: int) -> bool:
+    """Whether a step of these tokens ``(..., D)`` includes the shared expert; else its own module runs."""
+    return tokens.shape[:-1].numel() <= decode_tokens and not torch.is_grad_enabled()
+
+
+class SharedSlots:
+    """Joins a layer's shared expert to the routed experts that this rank holds.
+
+    Both lie in one tensor, made at the first step (which takes the memory of a layer for a moment) and again where
+    somebody moved the layer's weights; these become views of it. The pieces are copies, made anew where the shared
+    expert was written to.
+
+    Args:
+        layout: The ranks.
+        columns: From ``shared_columns``, above 0.
+        module: The shared expert.
+        matrices: Its weights.
+    """
+
+    def __init__(
+        self, layout: ExpertLayout, columns: int, module: nn.Module, matrices: Callable[[nn.Module], SharedMatrices]
+    ) -> None:
+        self.layout = layout
+        self.columns = columns
+        self.module = module
+        self._matrices = matrices
+        self._joined: DecodeWeights | None = None
+        self._versions: tuple[int, ...] = ()
+        self._ids = torch.empty(0)
+        self._ones = torch.empty(0)
+
+    def weights(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
+        """What a step reads: the layer's ``(e, 2F/TP, D)`` or ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, then pieces."""
+        versions = tuple(0 if part.is_inference() else part._version for part in self._matrices(self.module))
+        joined = self._joined
+        if joined is None or joined.w1.data_ptr() != w1.data_ptr() or joined.w2.data_ptr() != w2.data_ptr():
+            self._joined = joined = self._join(w1, w2)
+        elif versions != self._versions:
+            self._fill(joined)
+        self._versions = versions
+        return joined
+
+    def routing(self, top_k_ids: Tensor, top_k_weights: Tensor, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Ids ``(T, K)`` int32 and weights ``(T, K)`` with the pieces behind: ``(T, K + columns)``; after ``weights``.
+
+        Args:
+            top_k_ids: Of the routed experts.
+            top_k_weights: Likewise.
+            gate: ``(T, 1)`` weight of the shared expert; ``None``: 1.
+        """
+        num_tokens = top_k_ids.shape[0]
+        always = self._ones[:num_tokens] if gate is None else gate.expand(num_tokens, self.columns)
+        ids, weights = (top_k_ids, self._ids[:num_tokens]), (top_k_weights, always.to(top_k_weights.dtype))
+        return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
+
+    def bytes_elsewhere(self, expert_bytes: int) -> int:
+        """Bytes of the shared expert that a step does not read on this rank, where a piece has ``expert_bytes``."""
+        whole = sum(part.nbytes for part in self._matrices(self.module))
+        return whole - len(self._pieces(expert_bytes, whole)) * expert_bytes
+
+    def _pieces(self, piece: int, whole: int) -> range:
+        """Numbers of the pieces this rank holds, of ``whole / piece`` in all."""
+        return range(self.layout.rank, whole // piece, self.layout.world_size)
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _join(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
+        experts, hidden_size, width = w2.shape
+        held = len(self._pieces(width, self._matrices(self.module).gate.shape[0]))
+        slots = torch.full((self.layout.num_experts + self.columns,), -1, dtype=torch.int32)
+        slots[: self.layout.num_experts] = rank_slots(self.layout, "cpu")
+        slots[self.layout.num_experts :][:held] = torch.arange(experts, experts + held)
+        behind = torch.arange(self.layout.num_experts, len(slots), dtype=torch.int32)
+        self._ids = behind.expand(MAX_DECODE_TOKENS, -1).contiguous().to(w1.device)
+        self._ones = torch.ones(self._ids.shape, device=w1.device)
+        all_w1 = _with_room(w1, (experts + held, 2 * width, hidden_size))
+        all_w2 = _with_room(w2, (experts + held, hidden_size, width))
+        joined = DecodeWeights(w1=all_w1, w2=all_w2, slots=slots.to(w1.device))
+        self._fill(joined)
+        return joined
+
+    @torch.no_grad()
+    def _fill(self, joined: DecodeWeights) -> None:
+        """Copy this rank's pieces into their slots."""
+        gate, up, down = self._matrices(self.module)
+        width = joined.ffn_size
+        pieces = self._pieces(width, gate.shape[0])
+        first = joined.w1.shape[0] - len(pieces)
+        for slot, piece in enumerate(pieces, start=first):
+            columns = slice(piece * width, (piece + 1) * width)
+            joined.w1[slot, :width] = gate[columns]
+            joined.w1[slot, width:] = up[columns]
+            joined.w2[slot] = down[:, columns]
+
+
+def _with_room(weight: nn.Parameter, shape: tuple[int, int, int]) -> Tensor:
+    """Move a layer's weights to the front of a tensor of this shape, of which they become a view."""
+    if weight.shape[0] == shape[0]:  # no piece is held here
+        return weight.data.view(shape)
+    room = weight.new_empty(shape)
+    front = room[: weight.shape[0]].view(weight.shape)
+    front.copy_(weight)
+    weight.data = front
+    return room
+
+
+def stand_back(module: nn.Module, decode_tokens: int) -> None:
+    """Let a shared expert add nothing to the decode steps that include it; for the last number of tokens it was told.
+
+    Args:
+        module: ``(..., D)`` -> ``(..., D)``.
+        decode_tokens: Most tokens of a step.
+    """
+    own = module.forward
+    own = own.own if isinstance(own, InDecodeSteps) else own
+    module.forward = InDecodeSteps(own, decode_tokens)
+
+
+class InDecodeSteps:
+    """The forward pass of a shared expert: ``own``, or ``()`` zero in steps of at most ``decode_tokens`` tokens."""
+
+    def __init__(self, own: Callable[[Tensor], Tensor], decode_tokens: int) -> None:
+        self.own = own
+        self._decode_tokens = decode_tokens
+        self._nothing: Tensor | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """See the class."""
+        if not joins_step(tokens, self._decode_tokens):
+            return self.own(tokens)
+        if self._nothing is None or (self._nothing.dtype, self._nothing.device) != (tokens.dtype, tokens.device):
+            self._nothing = tokens.new_zeros(())
+        return self._nothing

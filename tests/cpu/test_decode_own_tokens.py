@@ -1,0 +1,75 @@
+"""MoE layers whose ranks decode tokens of their own: warp decode for few, the layer's path for more, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
+from comet.decode import OwnTokensRunner, RankDecode
+from comet.group import ExpertGroup
+
+CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
+LIMIT = 5
+# Tokens of ranks 0 and 1 (2 and 3 likewise): none, few, as many as decode takes, and more on one rank alone.
+COUNTS = ((0, 0), (1, 0), (2, 3), (LIMIT, LIMIT), (LIMIT + 1, 0), (1, 2 * LIMIT))
+
+
+def make_group(ep: int, tp: int) -> ExpertGroup:
+    return make_expert_group(CONFIG, ParallelConfig(ep=ep, tp=tp), max_tokens=64, dtype=torch.float32, device="cpu")
+
+
+def own_tokens(rank: int, world_size: int, tp: int) -> None:
+    group = make_group(world_size // tp, tp)
+    layer = MoE(CONFIG, group, seed=4)
+    runner = OwnTokensRunner(CONFIG, group, LIMIT)
+    decoding = copy.copy(layer)
+    decoding.experts = runner
+    steps = []
+    decode = runner.decode_on_ranks
+    runner.decode_on_ranks = lambda *inputs, **settings: steps.append(len(inputs[0])) or decode(*inputs, **settings)
+    for number, counts in enumerate(COUNTS):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        tokens = torch.randn(counts[rank % 2], CONFIG.hidden_size, generator=generator)
+        with torch.no_grad():
+            wanted, actual = layer(tokens)[0], decoding(tokens)[0]
+            bound = max(counts) + number % 2  # a bound that all ranks know spares them from asking
+            routing = layer.router(tokens)
+            inputs = tokens, routing.top_k_ids, routing.top_k_weights, layer.w1.flatten(1, 2), layer.w2
+            routed = runner(*inputs, most_tokens=bound)
+        torch.testing.assert_close(actual, wanted)
+        torch.testing.assert_close(routed, layer.routed_experts(*inputs[:3]).detach())
+        expected = [len(tokens)] * ((max(counts) <= LIMIT) + (bound <= LIMIT))
+        assert steps == expected, f"rank {rank}, tokens {counts}: decode steps {steps}, not {expected}"
+        steps.clear()
+    output = decoding(torch.ones(2, CONFIG.hidden_size))[0]
+    output.sum().backward()
+    assert layer.w1.grad is not None, "a gradient takes the layer's path"
+    assert not steps
+    runner.decode_on_ranks = decode
+    runner.check()
+    group.close()
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_ranks_decode_their_own_tokens(world_size: int, tp: int) -> None:
+    run_ranks(own_tokens, world_size, tp)
+
+
+def test_sizes() -> None:
+    group = make_group(1, 1)
+    runner = OwnTokensRunner(CONFIG, group)
+    assert runner.decode_tokens == 64
+    assert isinstance(runner.decode_on_ranks, RankDecode)
+    assert copy.deepcopy(runner) is runner
+    assert OwnTokensRunner(CONFIG, group, 0).decode_on_ranks is None
+    for wrong in (-1, 65):
+        with pytest.raises(ValueError, match=rf"decode_tokens={wrong} must be between 0 and 64 / W=1"):
+            OwnTokensRunner(CONFIG, group, wrong)
+    layer = MoE(CONFIG, group)
+    tokens, ids = torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="T=3 tokens must be at most most_tokens=2"):
+        runner(tokens, ids, torch.ones(3, 2), layer.w1.flatten(1, 2), layer.w2, most_tokens=2)

@@ -1,0 +1,121 @@
+"""A shared expert within decode steps: cut over every layout of ranks, all ranks' parts add up to the whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from decode_cases import DecodeCase, make_inputs
+from torch import Tensor, nn
+
+from comet.config import MAX_TOP_K
+from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back, warp_decode_torch
+from comet.generation.engine import shared_matrices
+from comet.layout import ExpertLayout
+from comet.reference import shard_experts
+from comet.shared_expert import SharedExpert
+
+CASE = DecodeCase(name="shared", T=5, K=2, E=4, D=32, F=64, routing="masked", seed=7)
+LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2), (1, 2)]
+
+
+def rank_part(slots: SharedSlots, layout: ExpertLayout, w1: Tensor, w2: Tensor, gate: Tensor | None) -> Tensor:
+    """What one rank adds to the output of the case's tokens."""
+    inputs = make_inputs(CASE, torch.float64, "cpu")
+    parts = [nn.Parameter(part.contiguous()) for part in shard_experts(w1, w2, layout)]
+    before = [part.clone() for part in parts]
+    weights = slots.weights(*parts)
+    assert all(torch.equal(*pair) for pair in zip(parts, before, strict=True)), "the layer's weights changed"
+    assert weights.w1.data_ptr() == parts[0].data_ptr(), "the routed experts are there twice"
+    assert slots.weights(*parts) is weights, "joined again for nothing"
+    ids, routing_weights = slots.routing(inputs.ids, inputs.routing_weights.double(), gate)
+    assert ids.shape[1] == CASE.K + slots.columns
+    return warp_decode_torch(inputs.tokens, ids, routing_weights, weights)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize(("ep", "tp"), LAYOUTS)
+@torch.no_grad()
+def test_parts_of_all_ranks_add_up(ep: int, tp: int, times: int, gated: bool) -> None:
+    inputs = make_inputs(CASE, torch.float64, "cpu")
+    shared = SharedExpert(CASE.D, times * CASE.F, dtype=torch.float64)
+    gate = torch.rand(CASE.T, 1, dtype=torch.float64) if gated else None
+    total, experts = torch.zeros_like(inputs.tokens), inputs.weights.slots.long()  # in the order of their ids
+    w1, w2 = inputs.weights.w1[experts], inputs.weights.w2[experts]
+    whole = sum(part.nbytes for part in shared.parameters())
+    piece, read = 3 * (CASE.F // tp) * CASE.D * 8, 0
+    for rank in range(ep * tp):
+        layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=ep, tp=tp, rank=rank)
+        columns = shared_columns(layout, CASE.F, times * CASE.F)
+        slots = SharedSlots(layout, columns, shared, shared_matrices)
+        total += rank_part(slots, layout, w1, w2, gate)
+        read += whole - slots.bytes_elsewhere(piece)
+        assert columns == -(-times * tp // (ep * tp))
+    routed = warp_decode_torch(inputs.tokens, inputs.ids, inputs.routing_weights.double(), inputs.weights)
+    beside = shared(inputs.tokens) if gate is None else gate * shared(inputs.tokens)
+    torch.testing.assert_close(total, routed + beside, rtol=1e-10, atol=1e-10)
+    assert read == whole, "all ranks together read the shared expert once"
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "top_k", "sizes", "columns"),
+    [
+        (2, 2, 2, (32, 64), 1),  # the example of the docstring
+        (1, 1, 2, (32, 64), 2),
+        (1, 1, 2, (32, 0), 0),
+        (1, 1, 2, (32, 48), 0),
+        (1, 2, 2, (32, 48), 2),  # three pieces of 16 for two ranks
+        (1, 1, MAX_TOP_K, (32, 32), 0),
+    ],
+)
+def test_columns(ep: int, tp: int, top_k: int, sizes: tuple[int, int], columns: int) -> None:
+    layout = ExpertLayout(num_experts=64, top_k=top_k, ep=ep, tp=tp, rank=0)
+    assert shared_columns(layout, *sizes) == columns
+
+
+def test_a_gradient_or_many_tokens_leave_the_shared_expert_to_itself() -> None:
+    shared = SharedExpert(32, 64)
+    own = shared.forward
+    stand_back(shared, 9)
+    stand_back(shared, 3)
+    few, many = torch.randn(3, 32), torch.randn(4, 32)
+    assert torch.equal(shared(few), own(few))
+    with torch.no_grad():
+        assert shared(few).shape == ()
+        assert shared(few) == 0
+        assert torch.equal(shared(many), own(many)), "the last limit holds"
+        assert joins_step(torch.empty(1, 3, 32), 3)
+        assert not joins_step(torch.empty(2, 2, 32), 3)
+        assert copy.deepcopy(shared)(few) == 0
+
+
+@torch.no_grad()
+def test_a_copied_layer_has_its_own_weights() -> None:
+    layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=1, tp=1, rank=0)
+    inputs, shared = make_inputs(CASE, torch.float32, "cpu"), SharedExpert(CASE.D, CASE.F)
+    owner: dict[str, object] = {
+        "slots": SharedSlots(layout, 1, shared, shared_matrices),
+        "w1": nn.Parameter(inputs.weights.w1),
+        "w2": nn.Parameter(inputs.weights.w2),
+        "shared": shared,
+    }
+    first = owner["slots"].weights(owner["w1"], owner["w2"])
+    other = copy.deepcopy(owner)
+    other["shared"].w2.zero_()
+    second = other["slots"].weights(other["w1"], other["w2"])
+    assert second.w1.data_ptr() != first.w1.data_ptr()
+    assert torch.equal(second.w2[-1], torch.zeros(CASE.D, CASE.F))
+    assert torch.equal(first.w2[-1], shared.w2)
+
+
+def test_weights_loaded_in_inference_mode() -> None:
+    with torch.inference_mode():
+        gate, up, down = torch.randn(16, 16), torch.randn(16, 16), torch.randn(16, 16)
+        layout = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0)
+        slots = SharedSlots(layout, 1, nn.Identity(), lambda _: SharedMatrices(gate, up, down))
+        w1, w2 = nn.Parameter(torch.randn(1, 32, 16)), nn.Parameter(torch.randn(1, 16, 16))
+        joined = slots.weights(w1, w2)
+        assert torch.equal(joined.w1[1], torch.cat([gate, up]))
+        assert torch.equal(joined.w2[1], down)
