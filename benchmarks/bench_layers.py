@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --models mixtral_8x7b,deepseek_v3 --tokens 2048,8192 --ep 4
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try comm_blocks=8 --try comm_blocks=32,num_panels=8
+    torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try transport=copy --try transport=copy,num_phases=4
     torchrun --nproc-per-node 2 benchmarks/bench_layers.py --device cpu --models tiny --tokens 64 --ep 2
 
 All launches of a point are timed in one interleaved loop, on a GPU as CUDA graphs. Rank 0 writes ``bench_layers.csv``
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,13 @@ from comet.group import make_expert_group
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
-GRID = {"comm_blocks": (8, 16, 32, 64), "num_panels": (2, 4, 8), "num_phases": (2, 4), "beside": (False,)}
+GRID = {
+    "comm_blocks": (8, 16, 32, 64),
+    "num_panels": (2, 4, 8),
+    "num_phases": (2, 4),
+    "beside": (False,),
+    "transport": ("copy",),
+}
 TIMEOUT_S = 5.0  # a hang is reported quickly
 
 
@@ -113,11 +121,13 @@ def default_grid() -> list[OverlapConfig]:
 
 def parse_try(text: str) -> OverlapConfig:
     """Read ``comm_blocks=16,num_panels=4``; what is not named keeps its default; raises ``ValueError``."""
-    values, rule = {}, "must be comm_blocks=N, num_panels=N, num_phases=N or beside=0"
+    values: dict[str, Any] = {}
+    rule = "must be comm_blocks=N, num_panels=N, num_phases=N, beside=0 or transport=copy"
     for pair in text.split(","):
         name, _, value = pair.partition("=")
-        require(name in Split._fields and value.isdigit(), f"try={pair!r} {rule}")
-        values[name] = bool(int(value)) if name == "beside" else int(value)
+        known = value.isalpha() if name == "transport" else name in Split._fields and value.isdigit()
+        require(known, f"try={pair!r} {rule}")
+        values[name] = value if name == "transport" else bool(int(value)) if name == "beside" else int(value)
     return OverlapConfig(**values)
 
 
@@ -135,7 +145,7 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         dest="tries",
         action="append",
         default=[],
-        help="comm_blocks=16,num_panels=4,beside=0; repeatable",
+        help="comm_blocks=16,num_panels=4,beside=0 or transport=copy; repeatable",
     )
     parser.add_argument("--rounds", type=int, default=7, help="counted calls of each launch")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")

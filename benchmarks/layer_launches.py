@@ -46,7 +46,7 @@ def checked_pieces(
 ) -> dict[str, Launch]:
     """The pieces that run; dispatch and the layer-0 GEMM, then SwiGLU and layer 1, have to give ``wanted (T, D)``."""
     usable: dict[str, Launch] = {}
-    path, plan = point.paths[split], point.plans[split.num_phases]
+    path, plan = point.paths[split], point.plans[split.plan]
     pre = point.tokens.new_empty(plan.routed_row_ids.numel(), point.layer.w1.shape[1])
     y = point.tokens.new_empty(pre.shape[0], wanted.shape[1])
     for name, launch in piece_launches(point, split, pre, y).items():
@@ -105,14 +105,14 @@ def _record(launch: Launch, pool: Any) -> torch.cuda.CUDAGraph:
 
 def run_layers(point: Point, split: Split) -> tuple[Tensor, Tensor]:
     """Hidden ``(Q, F/TP)`` and output ``(T, D)`` of one split, layer 1 after layer 0."""
-    path, plan, workspace = point.paths[split], point.plans[split.num_phases], point.workspace
+    path, plan, workspace = point.paths[split], point.plans[split.plan], point.workspace
     hidden, _ = path.ops.layer0(point.tokens, point.layer.w1, plan, workspace, path.settings, save_pre=False)
     return hidden, path.ops.layer1(hidden, point.layer.w2, plan, workspace, path.settings)
 
 
 def layer_launches(point: Point, split: Split) -> tuple[Launch, Launch]:
     """The two fused layers of one split; layer 1 reads ``point.hidden``."""
-    path, plan, workspace = point.paths[split], point.plans[split.num_phases], point.workspace
+    path, plan, workspace = point.paths[split], point.plans[split.plan], point.workspace
 
     def layer0() -> Tensor:
         hidden, _ = path.ops.layer0(point.tokens, point.layer.w1, plan, workspace, path.settings, save_pre=False)
@@ -136,7 +136,7 @@ def piece_launches(point: Point, split: Split, pre: Tensor, y: Tensor) -> dict[s
     Returns:
         Name to launch: ``gemm0`` reads what ``dispatch`` received.
     """
-    path, plan = point.paths[split], point.plans[split.num_phases]
+    path, plan = point.paths[split], point.plans[split.plan]
     layer, workspace, settings = point.layer, point.workspace, path.settings
     hidden = point.hidden[plan.num_phases]
     table = TileTable(

@@ -16,7 +16,7 @@ from points import Layer, Ranks, attempt
 from routing import make_routing
 from torch import Tensor
 
-from comet.config import OverlapConfig
+from comet.config import OverlapConfig, Transport
 from comet.group import ExpertGroup
 from comet.paths import SymmetricPath
 from comet.plan import Plan
@@ -26,21 +26,30 @@ T = TypeVar("T")
 
 
 class Split(NamedTuple):
-    """A way to split the GPU, in the values that take effect: no more panels than column blocks, phases than ranks."""
+    """How work is shared, in the values that take effect: no more panels than column blocks, phases than ranks."""
 
     comm_blocks: int
     num_panels: int
     num_phases: int
     beside: int = 1
+    transport: Transport = "push"
 
     def __str__(self) -> str:
-        """Example: ``Split(16, 4, 2)`` is ``comm_blocks=16,num_panels=4,num_phases=2,beside=1``."""
+        """Example: ``Split(16, 4, 2)`` is ``comm_blocks=16,num_panels=4,num_phases=2,beside=1,transport=push``."""
         return ",".join(f"{name}={value}" for name, value in self._asdict().items())
 
     def launches(self) -> tuple[str, str]:
-        """Names of its layer 0, which has no panels, and of its layer 1; equal launches have equal names."""
-        layer0 = f"layer0 comm_blocks={self.comm_blocks},num_phases={self.num_phases}"
-        return layer0, f"layer1 {self}"
+        """Names of its layer 0, which has no panels, and of its layer 1; equal launches have equal names.
+
+        Copy engines leave layer 0 without comm blocks, and layer 1 as it is.
+        """
+        mover = f"comm_blocks={self.comm_blocks}" if self.transport == "push" else f"transport={self.transport}"
+        return f"layer0 {mover},num_phases={self.num_phases}", f"layer1 {self._replace(transport='push')}"
+
+    @property
+    def plan(self) -> tuple[int, Transport]:
+        """What its plan depends on."""
+        return self.num_phases, self.transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +63,7 @@ class Point:
         ids: ``(T, K)`` int32.
         weights: ``(T, K)`` float32.
         paths: Comet's path for every split; the first is the default.
-        plans: The plan for every number of phases.
+        plans: The plan for every ``Split.plan``.
         hidden: Output ``(Q, F/TP)`` of layer 0 for every number of phases, filled by ``checked_launches``.
     """
 
@@ -64,7 +73,7 @@ class Point:
     ids: Tensor
     weights: Tensor
     paths: dict[Split, SymmetricPath]
-    plans: dict[int, Plan]
+    plans: dict[tuple[int, Transport], Plan]
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -85,11 +94,17 @@ def open_point(
         overlap = replace(wanted, num_phases=min(wanted.num_phases, group.parallel.world_size))
         path = SymmetricPath(config, group, overlap, use_kernels=device.type == "cuda")
         settings = path.settings
-        split = Split(settings.comm_blocks, settings.layer1.num_panels, path.overlap.num_phases, int(settings.beside))
+        split = Split(
+            comm_blocks=settings.comm_blocks,
+            num_panels=settings.layer1.num_panels,
+            num_phases=path.overlap.num_phases,
+            beside=int(settings.beside),
+            transport=path.overlap.transport,
+        )
         paths.setdefault(split, path)
-    for path in {split.beside: path for split, path in paths.items()}.values():
+    for path in {(split.beside, split.transport): path for split, path in paths.items()}.values():
         compile_kernels(layer, path, tokens, ids, weights, ranks)
-    plans = {split.num_phases: path.plan(ids, weights) for split, path in paths.items()}
+    plans = {split.plan: path.plan(ids, weights) for split, path in paths.items()}
     group.workspace.check()
     return Point(
         layer=layer, workspace=group.workspace, tokens=tokens, ids=ids, weights=weights, paths=paths, plans=plans

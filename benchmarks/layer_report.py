@@ -23,7 +23,7 @@ FIGURES = tuple(
     for name in (*(f"{piece}_ms" for piece in pieces), f"efficiency{layer}", f"hidden{layer}")
 )
 COLUMNS = (*KEYS, *Split._fields, *FIGURES, "plan_ms", "best", "failures")
-SPLIT = "comm/panels/phases/beside"
+SPLIT = "comm/panels/phases/beside/transport"
 TABLE = ("model", "tokens", SPLIT, *COLUMNS[len(KEYS) + len(Split._fields) :])
 
 

@@ -88,7 +88,10 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def keep_rows(x: Tensor, plan: Plan, workspace: Workspace) -> Tensor:
-    """Copy the received rows ``(R, D)`` out of the pool, own tokens included, before the next layer overwrites them."""
+    """Copy the rows ``(R, D)`` as they arrived out of the pool, with own tokens, before the next layer overwrites them.
+
+    Copy engines may still be moving rows that nothing here was computed from; no one reads those in the copy, either.
+    """
     rows = workspace.recv_rows.local.clone()
     first = plan.layout.rank * plan.max_tokens
     rows[first : first + plan.num_tokens] = x

@@ -14,6 +14,7 @@ import torch
 Path = Literal["fused", "twin", "plain", "reference"]
 Score = Literal["softmax", "sigmoid"]
 Balance = Literal["aux", "bias", "none"]
+Transport = Literal["push", "copy"]
 
 MAX_TOP_K = 32
 DIM_MULTIPLE = 16
@@ -148,12 +149,15 @@ class OverlapConfig:
     """How a fused kernel shares its thread blocks and orders its work (design sections 8 and 9).
 
     Args:
-        comm_blocks: Thread blocks that start as communication blocks; they join the GEMM when done.
+        comm_blocks: Thread blocks that start as communication blocks; they join the GEMM when done. Under transport
+            ``copy`` those of layer 1 only, and it may be 0.
         num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1.
         num_panels: Layer 1: column panels of the hidden dimension.
         block_rows: Rows of a GEMM tile.
         beside: In layer 1 every multiprocessor holds a compute block and a comm block, whatever ``comm_blocks``;
             otherwise comm blocks have multiprocessors of their own.
+        transport: How layer 0 moves rows: comm blocks ``push`` to each rank the rows it needs, or copy engines ``copy``
+            all rows to every rank, beside compute blocks on every multiprocessor (``comet.copy_engine``).
     """
 
     comm_blocks: int = 16
@@ -161,9 +165,16 @@ class OverlapConfig:
     num_panels: int = 4
     block_rows: int = 128
     beside: bool = True
+    transport: Transport = "push"
 
     def __post_init__(self) -> None:
-        require(self.comm_blocks >= 1, f"comm_blocks={self.comm_blocks} must be at least 1")
+        require(self.transport in ("push", "copy"), f"transport={self.transport!r} must be 'push' or 'copy'")
+        pushes = self.transport == "push"
+        require(
+            self.comm_blocks >= int(pushes),
+            f"comm_blocks={self.comm_blocks} must be at least "
+            + ("1: comm blocks move the rows under transport='push'" if pushes else "0"),
+        )
         require(self.num_phases >= 1, f"num_phases={self.num_phases} must be at least 1")
         require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
         require(self.block_rows in (16, 32, 64, 128), f"block_rows={self.block_rows} must be one of 16, 32, 64, 128")

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from comet.comm.base import SymmTensor
+from comet.copy_engine import start_copies
 from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
 from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, aligned
 from comet.kernels.dispatch import DispatchConfig, Sends
@@ -34,7 +35,13 @@ def layer0(
     hidden = x.new_empty(rows, ffn)
     pre = x.new_empty(rows, 2 * ffn) if save_pre else None
     config = _dispatch_config(settings, x, save_pre=save_pre)
-    dispatch_gemm(x, w1, hidden, pre, _recv_wire(workspace), _sends(plan), _table(plan, launch=0), config)
+    table = replace(_table(plan, launch=0), row_ids=plan.arrival_row_ids)
+    join = None
+    if plan.transport == "copy":
+        join, config = start_copies(x, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
+    dispatch_gemm(x, w1, hidden, pre, _recv_wire(workspace), _sends(plan), table, config)
+    if join is not None:
+        join()
     return hidden, pre
 
 
@@ -93,10 +100,10 @@ def grad_weights(
     experts = plan.layout.experts_local
     grad_w1 = grad_pre.new_empty(experts, grad_pre.shape[1], rows.shape[1])
     grad_w2 = grad_pre.new_empty(experts, grad_rows.shape[1], weighted_hidden.shape[1])
-    segments = (plan.segment_starts, plan.segment_counts)
-    config, ids = GemmConfig.select(grad_pre.dtype), plan.routed_row_ids
-    group_gemm_wgrad(grad_pre, rows, grad_w1, *segments, row_ids=ids, gather="b", config=config)
-    group_gemm_wgrad(grad_rows, weighted_hidden, grad_w2, *segments, row_ids=ids, gather="a", config=config)
+    segments, config = (plan.segment_starts, plan.segment_counts), GemmConfig.select(grad_pre.dtype)
+    arrived, routed = plan.arrival_row_ids, plan.routed_row_ids
+    group_gemm_wgrad(grad_pre, rows, grad_w1, *segments, row_ids=arrived, gather="b", config=config)
+    group_gemm_wgrad(grad_rows, weighted_hidden, grad_w2, *segments, row_ids=routed, gather="a", config=config)
     return grad_w1, grad_w2
 
 

@@ -57,7 +57,9 @@ class SymmetricPath:
         check_phases(self.overlap.num_phases, group.parallel.world_size)
         self.layout = group.layout(config)
         self.workspace = group.workspace
-        self.settings = LayerSettings.create(config, self.layout, self.overlap, self.workspace.shape.dtype)
+        settings = LayerSettings.create(config, self.layout, self.overlap, self.workspace.shape.dtype)
+        # The plan, for which this stream is, and the copies of a layer never run at the same time.
+        self.settings = replace(settings, copy_stream=group.plan_stream)
         self.use_kernels = use_kernels
         self.ops = importlib.import_module("comet.fused" if use_kernels else "comet.twin")
         self.expert_capacity = expert_capacity(config, group)
@@ -81,7 +83,8 @@ class SymmetricPath:
         bucket = token_bucket(num_tokens)  # what the resolver tells apart; asking it takes tens of microseconds
         if bucket not in self.settings_of_bucket:
             choice = self.resolver(replace(self.measured, num_tokens=bucket)).setting
-            comm_blocks = self.settings.comm_blocks if choice is None else choice.comm_blocks
+            alike = choice is not None and choice.transport == self.overlap.transport
+            comm_blocks = choice.comm_blocks if choice is not None and alike else self.settings.comm_blocks
             self.settings_of_bucket[bucket] = replace(self.settings, comm_blocks=comm_blocks)
         return self.settings_of_bucket[bucket]
 

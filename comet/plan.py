@@ -12,6 +12,9 @@ Row numbering, the same on every rank:
   phase, then received row; the segment of every expert starts at a multiple of ``block_rows``. A tile is computed in
   the phase of its last row, so a phase costs no padding of its own.
 * *Combine slot* ``d*M + i`` at the source: where rank d puts the partial sum of received row ``s*M + i``: the same i.
+* *Arrival row*: where layer 0 finds the token of a received row. Pushed rows arrive as received rows; copy engines move
+  whole tensors, so that token t of source s arrives as row ``s*M + t``. All else keeps the numbers of received rows:
+  returns and gradients travel deduplicated under either transport.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comet.config import OverlapConfig, require
+from comet.config import OverlapConfig, Transport, require
 from comet.layout import ExpertLayout, round_up
 from comet.plan_rules import PlanRules, check_routing
 from comet.plan_twin import plan_tensors
@@ -39,6 +42,7 @@ class Plan:
         max_tokens: M.
         block_rows: Rows of a GEMM tile; segments start at its multiples.
         num_phases: P; phase 0 holds local rows, phase p >= 1 the rows of the p-th group of remote sources.
+        transport: How layer 0 moves rows.
         send_token_ids: ``(W, M)`` int32: token whose row is the i-th sent to rank d; -1 past the end. For d = rank it
             is the identity on the tokens that stay, -1 elsewhere.
         send_counts: ``(W,)`` int32: rows sent to each rank (for d = rank: tokens that stay).
@@ -48,6 +52,8 @@ class Plan:
             dropped or not computed here.
         row_weights: ``(R, K)`` float32: the routing weight of slot k, 0 where ``row_slots`` is -1.
         routed_row_ids: ``(Q,)`` int32: received row of each routed row; -1 in the padding of a segment.
+        arrival_row_ids: ``(Q,)`` int32: arrival row of each routed row; -1 in the padding of a segment. Under transport
+            ``push`` it is ``routed_row_ids`` itself.
         routed_slots: ``(Q,)`` int32: expert slot k of each routed row; -1 in the padding of a segment.
         segment_starts: ``(e + 1,)`` int32: first routed row of each local expert's segment; last: rows used.
         segment_counts: ``(e,)`` int32: valid routed rows of each segment.
@@ -64,6 +70,7 @@ class Plan:
     max_tokens: int
     block_rows: int
     num_phases: int
+    transport: Transport
     send_token_ids: Tensor
     send_counts: Tensor
     send_rows: Tensor
@@ -71,6 +78,7 @@ class Plan:
     row_slots: Tensor
     row_weights: Tensor
     routed_row_ids: Tensor
+    arrival_row_ids: Tensor
     routed_slots: Tensor
     segment_starts: Tensor
     segment_counts: Tensor
@@ -98,7 +106,7 @@ def make_plan(
         top_k_weights: ``(T, K)`` float32 routing weights.
         layout: The experts over the ranks.
         workspace: The pool; its epoch grows by one.
-        overlap: ``num_phases`` and ``block_rows`` are used; equal on all ranks.
+        overlap: ``num_phases``, ``block_rows`` and ``transport`` are used; equal on all ranks.
         expert_capacity: Routed rows each expert keeps, the first ones in (source rank, token, slot) order; ``None``
             keeps all. Equal on all ranks.
         max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
@@ -228,5 +236,6 @@ def _plan(layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRul
         max_tokens=max_tokens,
         block_rows=rules.block_rows,
         num_phases=rules.num_phases,
-        **tensors,
+        transport=rules.transport,
+        **{"arrival_row_ids": tensors["routed_row_ids"], **tensors},
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet.config import OverlapConfig, require
+from comet.config import OverlapConfig, Transport, require
 from comet.layout import ExpertLayout
 from comet.schedule import check_phases
 from comet.workspace import Workspace
@@ -25,12 +25,14 @@ class PlanRules:
         block_rows: Rows of a GEMM tile.
         expert_capacity: Routed rows each expert keeps.
         max_routed_rows: Q.
+        transport: How layer 0 moves rows, hence where they arrive.
     """
 
     num_phases: int
     block_rows: int
     expert_capacity: int
     max_routed_rows: int
+    transport: Transport
 
     @classmethod
     def create(cls, overlap: OverlapConfig, expert_capacity: int | None, max_routed_rows: int) -> PlanRules:
@@ -40,6 +42,7 @@ class PlanRules:
             block_rows=overlap.block_rows,
             expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
             max_routed_rows=max_routed_rows,
+            transport=overlap.transport,
         )
 
     def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
@@ -92,9 +95,13 @@ def check_routing(ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace:
 
 
 def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``."""
+    """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``.
+
+    There is no ``arrival_row_ids`` where rows arrive as the received rows they are (transport ``push``).
+    """
     ranks, rows, top_k = layout.world_size, layout.world_size * max_tokens, layout.top_k
-    return {
+    by_token = {"arrival_row_ids": (rules.max_routed_rows,)} if rules.transport == "copy" else {}
+    return by_token | {
         "send_token_ids": (ranks, max_tokens),
         "send_counts": (ranks,),
         "send_rows": (max_tokens, ranks),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from comet.analysis import pipelines
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig
 from comet.layout import MAX_PANELS, ExpertLayout, round_up
 from comet.schedule import TileSchedule
+from comet.side_stream import SideStream
 
 GROUP_TILES = 8
 
@@ -53,12 +55,13 @@ class LayerSettings:
     """Everything but the tensors that the launches of one layer share.
 
     Args:
-        comm_blocks: Thread blocks that start as communication blocks.
+        comm_blocks: Thread blocks that start as communication blocks; none in layer 0 where copy engines move its rows.
         beside: Layer 1's comm blocks share the multiprocessors of its compute blocks.
         tile: GEMM tile shape.
         layer0: Order of dispatch || GEMM.
         layer1: Order of GEMM || combine.
         layer0_backward: Order of GEMM || combine of the gradient of the tokens.
+        copy_stream: Where copy engines get their work (``comet.copy_engine``).
     """
 
     comm_blocks: int
@@ -67,6 +70,7 @@ class LayerSettings:
     layer0: TileSchedule
     layer1: TileSchedule
     layer0_backward: TileSchedule
+    copy_stream: SideStream = field(default_factory=partial(SideStream, None), compare=False)
 
     @classmethod
     def create(cls, moe: MoEConfig, layout: ExpertLayout, overlap: OverlapConfig, dtype: torch.dtype) -> LayerSettings:
@@ -93,7 +97,14 @@ class LayerSettings:
             )
             for name, num_cols in columns.items()
         }
-        return cls(comm_blocks=overlap.comm_blocks, beside=overlap.beside, tile=tile, **schedules)
+        return cls(
+            comm_blocks=overlap.comm_blocks,
+            beside=overlap.beside,
+            tile=tile,
+            layer0=schedules["layer0"],
+            layer1=schedules["layer1"],
+            layer0_backward=schedules["layer0_backward"],
+        )
 
 
 def _power_of_2(value: int) -> int:

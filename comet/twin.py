@@ -6,7 +6,7 @@ its source ranks' rows arrive; partial sums in slot order, final sums in rank or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait, waited
+from comet.copy_engine import start_copies
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from comet.plan import Plan
 from comet.settings import LayerSettings
@@ -37,10 +38,14 @@ def layer0(
     Returns:
         hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
     """
-    push_rows(x, plan, workspace, workspace.recv_rows)
+    if plan.transport == "copy":
+        keep_own_rows(x, plan, workspace.recv_rows)
+        start_copies(x, plan, workspace, settings.copy_stream)()
+    else:
+        push_rows(x, plan, workspace, workspace.recv_rows)
     pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
     for rows, expert in _tile_runs(plan, workspace, settings):
-        torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
+        torch.mm(workspace.recv_rows.local[plan.arrival_row_ids[rows]], w1[expert].T, out=pre[rows])
     gate, up = pre.chunk(2, dim=1)
     return silu(gate) * up, pre if save_pre else None
 
@@ -127,14 +132,13 @@ def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tens
 def grad_weights(
     grad_pre: Tensor, rows: Tensor, weighted_hidden: Tensor, grad_rows: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` from routed rows and received rows ``(R, D)``."""
+    """Gradients of w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` from routed rows, arrival rows and received gradients."""
     experts = plan.layout.experts_local
     grad_w1 = grad_pre.new_zeros(experts, grad_pre.shape[1], rows.shape[1])
     grad_w2 = grad_pre.new_zeros(experts, grad_rows.shape[1], weighted_hidden.shape[1])
     for segment, expert in _nonempty(plan):
-        row_ids = plan.routed_row_ids[segment]
-        grad_w1[expert].addmm_(grad_pre[segment].T, rows[row_ids])
-        grad_w2[expert].addmm_(grad_rows[row_ids].T, weighted_hidden[segment])
+        grad_w1[expert].addmm_(grad_pre[segment].T, rows[plan.arrival_row_ids[segment]])
+        grad_w2[expert].addmm_(grad_rows[plan.routed_row_ids[segment]].T, weighted_hidden[segment])
     return grad_w1, grad_w2
 
 
@@ -182,24 +186,31 @@ def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> 
     counts = plan.send_counts.tolist()
     for step in range(1, plan.layout.world_size + 1):
         target = (rank - step) % plan.layout.world_size
-        landing = rows.peers[target][rank * max_tokens :]
         if target == rank:
-            landing[: plan.num_tokens] = x
+            keep_own_rows(x, plan, rows)
             continue
+        landing = rows.peers[target][rank * max_tokens :]
         landing[: counts[target]] = x[plan.send_token_ids[target, : counts[target]]]
         for chunk in range(-(-counts[target] // CHUNK_ROWS)):
             signal(workspace.recv_flags.peers[target], rank * chunks + chunk, epoch)
 
 
+def keep_own_rows(x: Tensor, plan: Plan, rows: SymmTensor) -> None:
+    """Copy this rank's rows to where it reads them itself; the kernels of layer 0 read them from ``x``."""
+    first = plan.layout.rank * plan.max_tokens
+    rows.local[first : first + plan.num_tokens] = x
+
+
 def _tile_runs(plan: Plan, workspace: Workspace, settings: LayerSettings) -> Iterator[tuple[slice, int]]:
     """(routed rows, local expert) of neighbouring tiles in schedule order, each phase once its rows have arrived."""
-    counts, layout = plan.recv_counts.tolist(), plan.layout
-    starts = plan.tile_starts.tolist()
+    layout, starts = plan.layout, plan.tile_starts.tolist()
+    chunks = (plan.arrival_row_ids[_used_rows(plan)] // CHUNK_ROWS).unique().tolist()
+    per_source = plan.max_tokens // CHUNK_ROWS
     tiles = plan.tiles[: starts[-1]].tolist()
     for phase in range(plan.num_phases):
         for source in settings.layer0.wait_sources(phase, layout.rank, layout.world_size):
             if source != layout.rank:
-                _wait_source(plan, workspace, source, counts[source])
+                _wait_chunks(plan, workspace, [chunk for chunk in chunks if chunk // per_source == source])
         for expert, run in groupby(tiles[starts[phase] : starts[phase + 1]], key=lambda tile: tile[0]):
             entries = list(run)
             yield slice(entries[0][1], entries[-1][1] + entries[-1][2]), expert
@@ -260,9 +271,14 @@ def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool)
 
 def _wait_source(plan: Plan, workspace: Workspace, source: int, count: int) -> None:
     """Wait for all chunks of ``count`` rows from one rank."""
-    chunks = plan.max_tokens // CHUNK_ROWS
-    for chunk in range(-(-count // CHUNK_ROWS)):
-        index = source * chunks + chunk
+    first = source * (plan.max_tokens // CHUNK_ROWS)
+    _wait_chunks(plan, workspace, range(first, first + -(-count // CHUNK_ROWS)))
+
+
+def _wait_chunks(plan: Plan, workspace: Workspace, chunks: Iterable[int]) -> None:
+    """Wait for chunks of rows, numbered over all sources."""
+    for index in chunks:
+        source, chunk = divmod(index, plan.max_tokens // CHUNK_ROWS)
         _wait_flag(workspace, workspace.recv_flags.local, index, source, "layer 0 dispatch", chunk)
 
 

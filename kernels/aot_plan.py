@@ -1,5 +1,8 @@
 """The configurations of the plan's kernels that ship, for the compile-ahead tool."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from .aot_case import KernelCase
 from .metadata import (
     PlanConfig,
@@ -44,10 +47,11 @@ def aot_cases() -> list[KernelCase]:
             (exchange_kernel, exchange_constants(config, top_k, NUM_COUNTERS), 4),
             *((count_kernel, values, 4) for values in _counts(config)),
             (place_kernel, place_constants(config, top_k), place_warps(config)),
+            (place_kernel, place_constants(replace(config, by_token=True), top_k), place_warps(config)),
         ]
         cases += [
             KernelCase(
-                name=f"{name}, {values['E_BLOCK']} experts at once" if kernel is count_kernel else name,
+                name=name + _suffix(values),
                 fn=kernel,
                 signature={argument: _kind(argument) for argument in kernel.arg_names if argument not in values},
                 constexprs=values,
@@ -57,6 +61,13 @@ def aot_cases() -> list[KernelCase]:
             for kernel, values, num_warps in launches
         ]
     return cases
+
+
+def _suffix(values: Mapping[str, int | bool]) -> str:
+    """What tells the configurations of one kernel and layer apart."""
+    if "E_BLOCK" in values:
+        return f", {values['E_BLOCK']} experts at once"
+    return ", rows by token" if values.get("BY_TOKEN") else ""
 
 
 def _counts(config: PlanConfig) -> list[dict[str, int | bool]]:

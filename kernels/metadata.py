@@ -78,6 +78,7 @@ class PlanConfig:
         num_phases: P.
         block_rows: Rows of a GEMM tile.
         expert_capacity: Routed rows one expert keeps; 2**31 - 1 keeps all.
+        by_token: Rows arrive where their tokens' numbers say, not where the plan's: ``arrival_row_ids`` is written.
     """
 
     top_k: int
@@ -87,6 +88,7 @@ class PlanConfig:
     num_phases: int
     block_rows: int
     expert_capacity: int
+    by_token: bool = False
 
     @property
     def world_size(self) -> int:
@@ -258,7 +260,8 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
         pool: As for ``exchange``.
         config: As for ``exchange``.
         scratch: As ``exchange`` left it.
-        tensors: The tensor fields of ``comet.plan.Plan`` but ``counters``, by name, uninitialised.
+        tensors: The tensor fields of ``comet.plan.Plan`` but ``counters``, by name, uninitialised;
+            ``arrival_row_ids`` only ``by_token``.
     """
     num_chunks, pool_top_k = pool.max_tokens // CHUNK_ROWS, pool.ids.shape[3]
     num_programs = config.world_size * num_chunks
@@ -267,6 +270,7 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
         pool.ids, pool.flags, pool.fault, scratch.epoch, scratch.totals, scratch.counts, scratch.row_counts,
         scratch.shard_counts, scratch.positions, pool.rank, pool.timeout_ns, pool.max_tokens, **constants,
     )  # fmt: skip
+    tensors = {"arrival_row_ids": tensors["routed_row_ids"], **tensors}
     place_kernel[(2 * num_programs + config.experts_local + 1,)](
         pool.ids, pool.weights, pool.epoch, pool.fault, scratch.epoch, scratch.totals, scratch.counts,
         scratch.row_counts, scratch.shard_counts, scratch.positions, scratch.bases, pool.rank, config.expert_capacity,
@@ -310,7 +314,7 @@ def count_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
     }
 
 
-def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int]:
+def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool]:
     """Constants of ``place_kernel``; SCAN_ROWS chunks' counts are added up at a time."""
     e_pad = triton.next_power_of_2(config.experts_local)
     return {
@@ -325,6 +329,7 @@ def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int]:
         "BLOCK_ROWS": config.block_rows,
         "CHUNK": CHUNK_ROWS,
         "SCAN_ROWS": max(SCAN_ELEMENTS // e_pad, 1),
+        "BY_TOKEN": config.by_token,
     }
 
 

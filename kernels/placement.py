@@ -102,9 +102,10 @@ def place_experts(
 
 @triton.jit
 def place_rows(
-    ids_ptr, weights_ptr, row_counts_ptr, positions_ptr, bases, row_slots, row_weights, routed_row_ids, routed_slots,
-    source, chunk, rank, num_chunks,
-    K: tl.constexpr, E_LOCAL: tl.constexpr, TP: tl.constexpr, CHUNK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    ids_ptr, weights_ptr, row_counts_ptr, positions_ptr, bases, row_slots, row_weights, routed_row_ids,
+    arrival_row_ids, routed_slots, source, chunk, rank, num_chunks,
+    K: tl.constexpr, E_LOCAL: tl.constexpr, TP: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the received rows of a chunk and their routed rows; ``ids_ptr`` and ``weights_ptr`` are the source's."""
     tokens = tl.arange(0, CHUNK)
@@ -130,6 +131,9 @@ def place_rows(
     tl.store(row_weights + row * K + slots, tl.where(kept, weight, 0.0), mask=in_list)
     tl.store(routed_row_ids + base + position, row + slots * 0, mask=kept)
     tl.store(routed_slots + base + position, slots + row * 0, mask=kept)
+    if BY_TOKEN:
+        arrival = (source * num_chunks + chunk) * CHUNK + tokens
+        tl.store(arrival_row_ids + base + position, arrival[:, None] + slots * 0, mask=kept)
 
 
 @triton.jit
@@ -156,8 +160,8 @@ def place_sends(
 
 @triton.jit
 def place_segment(
-    kept, phases, routed_row_ids, routed_slots, tiles, expert, num_routed_rows,
-    E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, expert, num_routed_rows,
+    E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the tiles of an expert's segment, each among those of its phase, and mark the segment's padding."""
     experts = tl.arange(0, E_PAD)
@@ -184,6 +188,8 @@ def place_segment(
     mask = row < tl.cdiv(count, BLOCK_ROWS) * BLOCK_ROWS
     tl.store(routed_row_ids + start + row, row * 0 - 1, mask=mask)
     tl.store(routed_slots + start + row, row * 0 - 1, mask=mask)
+    if BY_TOKEN:
+        tl.store(arrival_row_ids + start + row, row * 0 - 1, mask=mask)
 
 
 @triton.jit
@@ -218,11 +224,11 @@ def place_totals(
 def place_kernel(
     ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, row_counts_ptr,
     shard_counts_ptr, positions_ptr, bases_ptr, rank, capacity, num_routed_rows, M,
-    send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids, routed_slots,
-    segment_starts, segment_counts, tiles, tile_starts, status,
+    send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids, arrival_row_ids,
+    routed_slots, segment_starts, segment_counts, tiles, tile_starts, status,
     K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,
     TP: tl.constexpr, W_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN_ROWS: tl.constexpr,
+    SCAN_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.plan.Plan``."""
     WORLD: tl.constexpr = EP * TP
@@ -247,7 +253,8 @@ def place_kernel(
         offset = half + source * (M * POOL_K)
         place_rows(
             ids_ptr + offset, weights_ptr + offset, row_counts_ptr, positions_ptr, bases, row_slots, row_weights,
-            routed_row_ids, routed_slots, source, chunk, rank, num_chunks, K, E_LOCAL, TP, CHUNK, SUM_BLOCK,
+            routed_row_ids, arrival_row_ids, routed_slots, source, chunk, rank, num_chunks, K, E_LOCAL, TP, CHUNK,
+            BY_TOKEN, SUM_BLOCK,
         )  # fmt: skip
     elif program < 2 * num_places:
         target = program // num_chunks - WORLD
@@ -257,8 +264,8 @@ def place_kernel(
         )  # fmt: skip
     elif program < 2 * num_places + E_LOCAL:
         place_segment(
-            kept, phases, routed_row_ids, routed_slots, tiles, program - 2 * num_places, num_routed_rows,
-            E_PAD, P, BLOCK_ROWS, 64,
+            kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, program - 2 * num_places,
+            num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
         )  # fmt: skip
     else:
         place_totals(

@@ -48,6 +48,7 @@ class OpenOverlap:
     num_panels: int | None = None
     block_rows: int | None = None
     beside: bool | None = None
+    transport: str | None = None
 
 
 def job_schema() -> type:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport
 from comet.layout import ExpertLayout
 from comet.reference import reference_experts
 
@@ -44,6 +44,7 @@ class LayerCase:
     calls: int = 1
     strided: bool = False
     relabel: int = 0
+    transport: Transport = "push"
 
     @property
     def world_size(self) -> int:
@@ -71,6 +72,7 @@ class LayerCase:
             num_panels=self.num_panels,
             block_rows=self.block_rows,
             beside=self.beside,
+            transport=self.transport,
         )
 
     @property

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from comet.comm import Communicator, emulated_group
-from comet.config import OverlapConfig
+from comet.config import OverlapConfig, Transport
 from comet.errors import CapacityError
 from comet.layout import ExpertLayout
 from comet.plan import Plan, begin_plan, plan_from_ids, routed_row_capacity
 from comet.workspace import Workspace, WorkspaceShape
 
+# Of a routed row: phase, received row, arrival row, expert slot, weight.
+Routed = tuple[int, int, int, int, float]
+
 MAX_TOKENS = (128, 256, 384)
 ROUTINGS = ("uniform", "one expert", "few experts", "masked", "repeated")
 FIELDS = (
     "send_token_ids", "send_counts", "send_rows", "recv_counts", "row_slots", "row_weights", "routed_row_ids",
-    "routed_slots", "segment_starts", "segment_counts", "tiles", "tile_starts", "status", "counters",
+    "arrival_row_ids", "routed_slots", "segment_starts", "segment_counts", "tiles", "tile_starts", "status", "counters",
 )  # fmt: skip
 
 
@@ -39,6 +42,7 @@ class Case:
     max_routed_rows: int
     ids: list[Tensor]
     weights: list[Tensor]
+    transport: Transport = "push"
 
     @property
     def top_k(self) -> int:
@@ -54,7 +58,7 @@ class Case:
     @property
     def arguments(self) -> dict[str, Any]:
         return {
-            "overlap": OverlapConfig(num_phases=self.num_phases, block_rows=self.block_rows),
+            "overlap": OverlapConfig(num_phases=self.num_phases, block_rows=self.block_rows, transport=self.transport),
             "expert_capacity": self.expert_capacity,
             "max_routed_rows": self.max_routed_rows,
         }
@@ -106,6 +110,7 @@ def random_case(
         max_routed_rows=draw.choice((enough + repeated, enough + repeated, block_rows, 5 * block_rows)),
         ids=ids,
         weights=weights,
+        transport=draw.choice(("push", "copy")),
     )
 
 
@@ -143,7 +148,7 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
 
     received = [[token for token in range(size) if rank in goes[source][token]] for source in range(num_ranks)]
     phases = [_phase(source, rank, num_ranks, case.num_phases) for source in range(num_ranks)]
-    segments: list[list[tuple[int, int, int, float]]] = [[] for _ in range(layout.experts_local)]
+    segments: list[list[Routed]] = [[] for _ in range(layout.experts_local)]
     taken, dropped = dict.fromkeys(mine, 0), 0
     for source in range(num_ranks):
         for i, token in enumerate(received[source]):
@@ -155,7 +160,8 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
                     dropped += 1
                     continue
                 taken[expert] += 1
-                routed = (phases[source], row, slot, weights[source][token][slot])
+                arrival = source * size + token if case.transport == "copy" else row
+                routed = (phases[source], row, arrival, slot, weights[source][token][slot])
                 segments[expert - layout.first_expert].append(routed)
     tables = _tables(case, [sorted(rows, key=lambda routed: routed[0]) for rows in segments])
     tables["status"] = [tables["status"][0], dropped, *tables["status"][1:]]
@@ -178,9 +184,9 @@ def _phase(source: int, rank: int, num_ranks: int, num_phases: int) -> int:
     return next(phase for phase, sources in enumerate(parts) if source in sources)
 
 
-def _tables(case: Case, segments: list[list[tuple[int, int, int, float]]]) -> dict[str, Any]:
+def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
     limit, block = case.max_routed_rows, case.block_rows
-    routed_row_ids, routed_slots = [-1] * limit, [-1] * limit
+    routed_row_ids, arrival_row_ids, routed_slots = ([-1] * limit for _ in range(3))
     row_slots = [[-1] * case.top_k for _ in range(case.world_size * case.max_tokens)]
     row_weights = [[0.0] * case.top_k for _ in row_slots]
     starts, counts, start = [], [], 0
@@ -188,9 +194,9 @@ def _tables(case: Case, segments: list[list[tuple[int, int, int, float]]]) -> di
     for expert, rows in enumerate(segments):
         starts.append(min(start, limit))
         counts.append(max(0, min(len(rows), limit - start)))
-        for position, (_, row, slot, weight) in enumerate(rows[: counts[-1]]):
+        for position, (_, row, arrival, slot, weight) in enumerate(rows[: counts[-1]]):
             routed = start + position
-            routed_row_ids[routed], routed_slots[routed] = row, slot
+            routed_row_ids[routed], arrival_row_ids[routed], routed_slots[routed] = row, arrival, slot
             row_slots[row][slot], row_weights[row][slot] = routed, weight
         for first in range(0, counts[-1], block):
             valid = min(block, counts[-1] - first)
@@ -203,6 +209,7 @@ def _tables(case: Case, segments: list[list[tuple[int, int, int, float]]]) -> di
         "row_slots": row_slots,
         "row_weights": row_weights,
         "routed_row_ids": routed_row_ids,
+        "arrival_row_ids": arrival_row_ids,
         "routed_slots": routed_slots,
         "segment_starts": [*starts, min(start, limit)],
         "segment_counts": counts,
@@ -215,7 +222,7 @@ def _tables(case: Case, segments: list[list[tuple[int, int, int, float]]]) -> di
 def used_part(plan: Plan, field: str) -> Tensor:
     """What is specified of a field: kernels leave routed rows and tiles past the used ones as they were."""
     tensor = getattr(plan, field)
-    if field in ("routed_row_ids", "routed_slots"):
+    if field in ("routed_row_ids", "arrival_row_ids", "routed_slots"):
         return tensor[: plan.segment_starts[-1]]
     return tensor[: plan.tile_starts[-1]] if field == "tiles" else tensor
 

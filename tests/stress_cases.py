@@ -6,7 +6,8 @@ widths, which follow from D and F) and for integers that are 1 or no multiple of
 comm blocks and capacity.
 
 * Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
-* Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks, expert weights.
+* Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks, transport of layer 0,
+  expert weights.
 * Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, how many calls with
   which inputs, backward or not, strided inputs, delays of each rank.
 """
@@ -191,6 +192,7 @@ class Stress:
             num_phases=dice.randint(min(2, self.world_size), self.world_size),
             block_rows=dice.choice((16, 32, 64, 128, 128)),
             beside=dice.random() < 0.5,
+            transport=dice.choice(("push", "copy")),
         )
 
     def case(self, index: int) -> StressCase:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
-from comet.config import require
+from comet.config import Transport, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +36,10 @@ class SweepConfig:
         models: Names of models; none takes the job's.
         layouts: Pairs (EP, TP); none takes the job's.
         tokens: Tokens per rank; none takes those of a training step.
-        comm_blocks: See ``OverlapConfig``.
+        comm_blocks: See ``OverlapConfig``; 0 needs transport ``copy``.
         num_panels: See ``OverlapConfig``.
         num_phases: See ``OverlapConfig``.
+        transport: See ``OverlapConfig``.
         rounds: Counted calls of every setting.
     """
 
@@ -47,12 +49,15 @@ class SweepConfig:
     comm_blocks: tuple[int, ...] = (4, 8, 16, 32, 64)
     num_panels: tuple[int, ...] = ()
     num_phases: tuple[int, ...] = ()
+    transport: tuple[Transport, ...] = ()
     rounds: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "comm_blocks", "num_panels", "num_phases"):
+        for name, least in (("tokens", 1), ("comm_blocks", 0), ("num_panels", 1), ("num_phases", 1)):
             values = getattr(self, name)
-            require(all(value >= 1 for value in values), f"{name}={values} must each be at least 1")
+            require(all(value >= least for value in values), f"{name}={values} must each be at least {least}")
+        known = get_args(Transport)
+        require(set(self.transport) <= set(known), f"transport={self.transport} must each be one of {known}")
         pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)
         require(pairs, f"layouts={self.layouts} must each be a pair [ep, tp] of numbers that are at least 1")
         require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")

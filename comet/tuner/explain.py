@@ -107,7 +107,7 @@ def _shape(problem: Problem) -> dict[str, int | float | str]:
     }
 
 
-def _setting(setting: OverlapConfig | None) -> dict[str, int | bool] | str:
+def _setting(setting: OverlapConfig | None) -> dict[str, int | bool | str] | str:
     return "plain" if setting is None else asdict(setting)
 
 

@@ -38,6 +38,8 @@ class Machine:
             to 8 blocks a fit to what 4 of them cost beside a GEMM, ``comet tune`` on two H200.
         push_share: Rate beside a running GEMM over the stand-alone rate. Design section 8, "comm only" columns.
         link_gbs: Copy-engine rate, which no kernel exceeds. Design section 6.
+        copy_ms: Start of the two copies, rows and flags, from one rank to one other. Design section 6: 5-7 us for each
+            copy launched by the host; not measured yet in a graph.
         reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
         beside_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
         fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
@@ -69,6 +71,7 @@ class Machine:
     push_gbs: tuple[tuple[int, float], ...] = ((1, 24.0), (4, 95.0), (8, 190.0), (16, 325.0), (64, 361.0))
     push_share: float = 0.8
     link_gbs: float = 385.0
+    copy_ms: float = 0.012
     reduce_gbs_per_block: float = 3.2
     beside_passes: float = 1.6
     fused_share: float = 0.93

@@ -2,7 +2,8 @@
 
 *Layer 0.* Compute blocks work through the phases in order. A phase starts when its sources have arrived; while rows are
 pushed, ``comm_blocks`` fewer blocks compute, afterwards all do (dynamic conversion). So the time is the longer of GEMM
-and push, plus the head (waiting for a phase) and the tail (partly filled last wave).
+and push, plus the head (waiting for a phase) and the tail (partly filled last wave). Copy engines take no block, but
+move every row to every rank.
 
 *Layer 1.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks reduce
 and send finished panels meanwhile, what is left then all blocks do, and the final sum follows.
@@ -18,7 +19,7 @@ import math
 from dataclasses import dataclass
 from itertools import islice
 
-from comet.config import OverlapConfig
+from comet.config import OverlapConfig, Transport
 from comet.layout import MAX_PANELS
 from comet.schedule import part_span
 from comet.settings import TileShape
@@ -36,6 +37,8 @@ COMM_BLOCKS = (4, 8, 16, 24, 32, 48, 64)
 PANELS = (1, 2, 4, 8, 16)
 BLOCK_ROWS = (16, 32, 64, 128)
 PLAIN = "plain"
+# Other values of each knob that are worth measuring.
+KNOBS = {"comm_blocks": 4, "num_phases": 1, "num_panels": 2, "block_rows": 1, "beside": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +109,16 @@ def layer_gemms(problem: Problem, block_rows: int, machine: Machine) -> tuple[Ge
 
 
 def candidate_name(setting: OverlapConfig | None) -> str:
-    """Short name of a candidate; the default setting is ``16 comm blocks, 2 phases, 4 panels, 128 rows, beside``."""
+    """Short name of a candidate; the default setting is ``16 comm blocks, 2 phases, 4 panels, 128 rows, beside``.
+
+    Where copy engines move the rows of layer 0, ``copy`` stands behind it.
+    """
     if setting is None:
         return PLAIN
     return (
         f"{setting.comm_blocks} comm blocks, {setting.num_phases} phases, {setting.num_panels} panels, "
         f"{setting.block_rows} rows, {'beside' if setting.beside else 'split'}"
+        f"{', copy' if setting.transport == 'copy' else ''}"
     )
 
 
@@ -134,10 +141,11 @@ def predict(problem: Problem, setting: OverlapConfig | None, machine: Machine) -
 def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """Expected time of dispatch || GEMM || SwiGLU, for the first of ``layer_gemms``."""
     ranks, num_phases = problem.world_size, fitting_phases(setting.num_phases, problem.world_size)
-    comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
+    copies = setting.transport == "copy"
+    comm_blocks = 0 if copies else min(setting.comm_blocks, machine.num_sms - 1)
     reread = (num_phases - 1) * machine.reread_share * gemm.weight_bytes / machine.hbm_gbs / 1e6
     work = gemm.ms(machine.num_sms, machine) / machine.fused_share + reread
-    push = problem.sent_rows * problem.row_bytes / machine.push_rate(comm_blocks) / 1e6
+    push = copy_rows_ms(problem, machine) if copies else push_rows_ms(problem, comm_blocks, machine)
     slowed = machine.num_sms / (machine.num_sms - comm_blocks)
     now, arrived = 0.0, 0
     for phase in range(num_phases):
@@ -147,6 +155,20 @@ def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
             now = max(now, push * arrived / (ranks - 1) + machine.signal_ms)
         now = _advance(now, work * num_sources / ranks, push, slowed)
     return now + machine.launch_ms
+
+
+def push_rows_ms(problem: Problem, comm_blocks: int, machine: Machine) -> float:
+    """Until comm blocks beside a GEMM have pushed the rows of one rank."""
+    return problem.sent_rows * problem.row_bytes / machine.push_rate(comm_blocks) / 1e6
+
+
+def copy_rows_ms(problem: Problem, machine: Machine) -> float:
+    """Until copy engines have moved all rows of one rank to every other.
+
+    Example: T=1000, W=3, rows of 384 bytes at 384 GB/s, 0.012 ms to start: 2 * (0.012 + 0.001) = 0.026.
+    """
+    others = problem.world_size - 1
+    return others * (machine.copy_ms + problem.num_tokens * problem.row_bytes / machine.link_gbs / 1e6)
 
 
 def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
@@ -195,47 +217,59 @@ def column_blocks(problem: Problem) -> tuple[int, int]:
 
 
 def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig]:
-    """Every setting the model compares; all are legal for the problem and the machine."""
+    """Every setting the model compares; all are legal for the problem and the machine.
+
+    Comm blocks that nothing depends on are 0: beside compute blocks, where copy engines move the rows of layer 0.
+    """
     ranks = problem.world_size
     phases = sorted({fitting_phases(num, ranks) for num in (2, 3, 4, ranks)})
     panels = sorted({min(num, MAX_PANELS, column_blocks(problem)[1]) for num in PANELS})
     blocks = [num for num in COMM_BLOCKS if num < machine.num_sms] or [1]
+    splits: list[tuple[Transport, bool, int]] = [("push", beside, num) for num in blocks for beside in (True, False)]
+    if ranks > 1:
+        splits += [("copy", True, 0), *(("copy", False, num) for num in blocks)]
     return [
         OverlapConfig(
-            comm_blocks=num, num_phases=num_phases, num_panels=num_panels, block_rows=block_rows, beside=beside
+            comm_blocks=num,
+            num_phases=num_phases,
+            num_panels=num_panels,
+            block_rows=block_rows,
+            beside=beside,
+            transport=transport,
         )
-        for num in blocks
+        for transport, beside, num in splits
         for num_phases in phases
         for num_panels in panels
         for block_rows in BLOCK_ROWS
-        for beside in (True, False)
     ]
 
 
 def propose(problem: Problem, machine: Machine) -> list[Prediction]:
-    """The candidates worth measuring: the best, for each knob its best other values, the default and plain; best first.
+    """The candidates worth measuring, best first.
 
-    Measured neighbours tell where the model is wrong; the next best settings of the whole list would all be alike. With
-    the default among them, a tuned layer is never slower than an untuned one.
+    They are the best of each transport, for each knob of the best that pushes its best other values, the default and
+    plain. Measured neighbours tell where the model is wrong; the next best settings of the whole list would all be
+    alike. With the default among them, a tuned layer is never slower than an untuned one.
 
     Args:
         problem: Shape, tokens and routing density.
         machine: Its rates.
 
     Returns:
-        At most 12 predictions with distinct settings, ascending in ms; the plain path is one of them.
+        At most 13 predictions with distinct settings, ascending in ms; the plain path is one of them.
     """
     gemms = {block_rows: layer_gemms(problem, block_rows, machine) for block_rows in BLOCK_ROWS}
     settings = candidates(problem, machine)
     fused = (_predict_fused(problem, setting, machine, gemms[setting.block_rows]) for setting in settings)
     ranked = sorted(fused, key=_order)
-    best = ranked[0].setting
+    firsts = {item.setting.transport: item for item in reversed(ranked) if item.setting}
+    chosen = {item.setting: item for item in firsts.values() if item.setting}
+    best = firsts["push"].setting
     assert best is not None, "ranked predictions have settings"
-    chosen = {best: ranked[0]}
     default = _default(problem)
     if default.comm_blocks < machine.num_sms:
         chosen[default] = predict(problem, default, machine)
-    for knob, num in (("comm_blocks", 4), ("num_phases", 1), ("num_panels", 2), ("block_rows", 1), ("beside", 1)):
+    for knob, num in KNOBS.items():
         others = (item for item in ranked if item.setting and _differs_only(item.setting, best, knob))
         chosen.update((item.setting, item) for item in islice(others, num) if item.setting)
     return sorted([*chosen.values(), predict(problem, None, machine)], key=_order)
@@ -299,5 +333,5 @@ def _order(prediction: Prediction) -> tuple[float, str]:
 
 
 def _differs_only(setting: OverlapConfig, other: OverlapConfig, knob: str) -> bool:
-    names = ("comm_blocks", "num_phases", "num_panels", "block_rows", "beside")
+    names = (*KNOBS, "transport")
     return [name for name in names if getattr(setting, name) != getattr(other, name)] == [knob]

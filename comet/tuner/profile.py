@@ -1,6 +1,6 @@
 """Measured winners, one JSON file per machine: written atomically, read with distrust, looked up exact then nearest.
 
-The file is ``{"version": 2, "device": ..., "entries": [...]}``. A file that cannot be used (damaged, of another device,
+The file is ``{"version": 3, "device": ..., "entries": [...]}``. A file that cannot be used (damaged, of another device,
 of another version) counts as empty, an entry that cannot be used as absent; a store says so in one warning, and the
 next ``put`` rebuilds the file, keeping the unusable one beside it as ``<name>.ignored``.
 """
@@ -25,7 +25,7 @@ from comet.tuner.problem import Problem
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 # A measurement serves token counts up to 8 times away; beyond that, whether overlap pays at all may change.
 MAX_DOUBLINGS = 3.0
 

@@ -11,14 +11,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast, get_args
 
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport, require
 from comet.training.config import JobConfig
 from comet.tuner.profile import Measured
 
 KEY_COLUMNS = tuple(
     "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
-    "comm_blocks num_panels num_phases block_rows beside".split()
+    "comm_blocks num_panels num_phases block_rows beside transport".split()
 )
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 
@@ -52,7 +53,7 @@ class Point:
             shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
             shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
             setting.comm_blocks, setting.num_panels, setting.num_phases, setting.block_rows,
-            int(setting.beside),
+            int(setting.beside), setting.transport,
         )  # fmt: skip
         return tuple(map(str, values))
 
@@ -65,14 +66,15 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
         models: The layers of ``job.sweep.models``, by name.
 
     Returns:
-        Distinct points; 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phases: 24.
+        Distinct points; one transport, 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phases: 24.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
     layers = models or {job.model.name: job.model.moe}
     layouts = [ParallelConfig(ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
     settings = [
-        replace(overlap, comm_blocks=blocks, num_panels=panels, num_phases=phases)
+        replace(overlap, comm_blocks=blocks, num_panels=panels, num_phases=phases, transport=transport)
+        for transport in sweep.transport or (overlap.transport,)
         for panels in sweep.num_panels or (overlap.num_panels,)
         for phases in sweep.num_phases or (overlap.num_phases,)
         for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
@@ -127,10 +129,16 @@ class SweepLog:
 
 
 def _measured(line: Sequence[str]) -> Measured:
-    *values, ms, failure = line[len(KEY_COLUMNS) - 5 :]
+    *values, transport, ms, failure = line[len(KEY_COLUMNS) - 6 :]
     blocks, panels, phases, rows, beside = map(int, values)
+    require(transport in get_args(Transport), f"transport={transport!r} must be one of {get_args(Transport)}")
     setting = OverlapConfig(
-        comm_blocks=blocks, num_panels=panels, num_phases=phases, block_rows=rows, beside=bool(beside)
+        comm_blocks=blocks,
+        num_panels=panels,
+        num_phases=phases,
+        block_rows=rows,
+        beside=bool(beside),
+        transport=cast(Transport, transport),
     )
     return Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
 
@@ -147,13 +155,14 @@ def best_points(results: Mapping[Point, Measured]) -> dict[Shape, Point]:
 def sweep_table(results: Mapping[Point, Measured]) -> str:
     """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
     best = set(best_points(results).values())
-    lines: list[tuple[str, ...]] = [("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "ms", "")]
+    head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "transport", "ms", "")
+    lines: list[tuple[str, ...]] = [head]
     for point, item in results.items():
         shape, setting = point.shape, point.setting
         numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, setting.comm_blocks, setting.num_panels)
         time = "failed" if item.ms is None else f"{item.ms:.4f}"
         note = "*" if point in best else item.failure
-        lines.append((shape.model, *map(str, numbers), str(setting.num_phases), time, note))
+        lines.append((shape.model, *map(str, numbers), str(setting.num_phases), setting.transport, time, note))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for name, *cells, note in lines:

@@ -31,8 +31,9 @@ def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
         axes.set_axis_off()
     for shape, axes in zip(shapes, grid, strict=False):
         lines = sweep_lines({point: item for point, item in results.items() if point.shape == shape})
-        for (panels, phases), line in lines.items():
-            axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=f"{panels} panels, {phases} phases")
+        for (panels, phases, transport), line in lines.items():
+            label = f"{panels} panels, {phases} phases, {transport}"
+            axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=label)
         axes.set(xlabel="communication blocks", ylabel="ms", title=shape.title)
         if lines:
             times = [ms for line in lines.values() for _, ms in line]
@@ -46,11 +47,12 @@ def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
     figure.savefig(path)
 
 
-def sweep_lines(results: Mapping[Point, Measured]) -> dict[tuple[int, int], list[tuple[int, float]]]:
-    """Lines of one shape: (panels, phases) -> (comm_blocks, ms) of the points that ran, ascending."""
-    lines: dict[tuple[int, int], list[tuple[int, float]]] = {}
+def sweep_lines(results: Mapping[Point, Measured]) -> dict[tuple[int, int, str], list[tuple[int, float]]]:
+    """Lines of one shape: (panels, phases, transport) -> (comm_blocks, ms) of the points that ran, ascending."""
+    lines: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
     for point, item in results.items():
         if item.ms is not None:
             setting = point.setting
-            lines.setdefault((setting.num_panels, setting.num_phases), []).append((setting.comm_blocks, item.ms))
+            name = (setting.num_panels, setting.num_phases, setting.transport)
+            lines.setdefault(name, []).append((setting.comm_blocks, item.ms))
     return {name: sorted(line) for name, line in lines.items()}

@@ -29,8 +29,15 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 # Two panels of 256 columns; two ranks have two phases whatever is asked for.
 MODEL = MoEConfig(num_experts=4, top_k=2, hidden_size=128, ffn_size=32)
-TRIES = [OverlapConfig(), OverlapConfig(comm_blocks=8), OverlapConfig(num_panels=1), OverlapConfig(num_phases=4)]
+TRIES = [
+    OverlapConfig(),
+    OverlapConfig(comm_blocks=8),
+    OverlapConfig(num_panels=1),
+    OverlapConfig(num_phases=4),
+    OverlapConfig(comm_blocks=0, transport="copy"),
+]
 DEFAULT, FEW_BLOCKS, ONE_PANEL = Split(16, 2, 2), Split(8, 2, 2), Split(16, 1, 2)
+COPIED = DEFAULT._replace(transport="copy")
 PIECES = {"plan", "dispatch", "gemm0", "gemm1", "combine"}
 
 
@@ -47,17 +54,20 @@ def test_overlap_figures_example() -> None:
 
 
 def test_launches_are_named_by_what_they_depend_on() -> None:
-    assert str(Split(16, 4, 2)) == "comm_blocks=16,num_panels=4,num_phases=2,beside=1"
+    assert str(Split(16, 4, 2)) == "comm_blocks=16,num_panels=4,num_phases=2,beside=1,transport=push"
     assert DEFAULT.launches()[0] == ONE_PANEL.launches()[0]
     assert len({split.launches()[0] for split in (DEFAULT, FEW_BLOCKS, Split(16, 2, 4))}) == 3
     assert len({split.launches()[1] for split in (DEFAULT, FEW_BLOCKS, ONE_PANEL, Split(16, 2, 4))}) == 4
+    assert COPIED.launches()[0] == COPIED._replace(comm_blocks=8).launches()[0] != DEFAULT.launches()[0]
+    assert COPIED.launches()[1] == DEFAULT.launches()[1]
+    assert len({split.plan for split in (DEFAULT, FEW_BLOCKS, COPIED, COPIED._replace(num_phases=4))}) == 3
 
 
 def test_default_grid_changes_one_setting_at_a_time() -> None:
     grid = default_grid()
     default = OverlapConfig()
     assert grid[0] == default
-    assert len(set(grid)) == len(grid) == 8
+    assert len(set(grid)) == len(grid) == 9
     for overlap in grid[1:]:
         assert sum(getattr(overlap, name) != getattr(default, name) for name in Split._fields) == 1
 
@@ -67,19 +77,32 @@ def test_tries_come_after_the_default() -> None:
     assert arguments.tries == [OverlapConfig(), OverlapConfig(comm_blocks=8), OverlapConfig(num_panels=2, num_phases=3)]
     assert settings.max_tokens == 8192
     assert parse([])[0].tries == default_grid()
+    assert parse_try("transport=copy,comm_blocks=0") == OverlapConfig(transport="copy", comm_blocks=0)
 
 
 @pytest.mark.parametrize(
-    "text", ["comm_blocks", "comm_blocks=", "comm_blocks=-1", "block_rows=64", "", "num_panels=2,"]
+    "text",
+    [
+        "comm_blocks",
+        "comm_blocks=",
+        "comm_blocks=-1",
+        "block_rows=64",
+        "",
+        "num_panels=2,",
+        "transport=",
+        "transport=1",
+    ],
 )
 def test_a_try_must_name_a_setting_and_a_number(text: str) -> None:
-    with pytest.raises(ValueError, match=r"try='.*' must be comm_blocks=N, num_panels=N, num_phases=N or beside=0"):
+    with pytest.raises(ValueError, match=r"try='.*' must be comm_blocks=N, num_panels=N, num_phases=N, beside=0 or tr"):
         parse_try(text)
 
 
 def test_a_try_obeys_the_rules_of_the_settings() -> None:
     with pytest.raises(ValueError, match=r"comm_blocks=0 must be at least 1"):
         parse_try("comm_blocks=0")
+    with pytest.raises(ValueError, match=r"transport='fly' must be 'push' or 'copy'"):
+        parse_try("transport=fly")
 
 
 def test_rows_share_the_pieces_and_mark_the_best() -> None:
@@ -156,7 +179,7 @@ def test_every_launch_runs_and_agrees(world_size: int, routing: str) -> None:
     for found in run_ranks(measure, world_size, routing, 30.0, ""):
         assert found["failures"] == {}
         assert found["launches"] >= PIECES
-        assert len(found["rows"]) == 3  # phases beyond the ranks are no other split
+        assert len(found["rows"]) == 4  # phases beyond the ranks are no other split
         for row in found["rows"]:
             assert row["failures"] == ""
             assert all(row[name] > 0 for name in COLUMNS if name.endswith("_ms"))

@@ -27,6 +27,7 @@ from layer_ranks import build_layer
 from ranks import run_ranks
 
 import comet.autograd
+import comet.copy_engine
 import comet.plan_kernels
 import comet.plan_twin
 import comet.twin
@@ -35,6 +36,8 @@ from comet.errors import CommTimeoutError
 from comet.kernels import combine, dispatch, dispatch_gemm, gemm_combine, gemm_panels, metadata, primitives
 from comet.layout import CHUNK_ROWS
 from comet.paths import SymmetricPath
+from comet.plan import Plan
+from comet.workspace import Workspace
 
 COPY = "broken_"  # before the name of a test file that runs over broken ranks
 WINDOW_S = 0.3  # between a flag that comes too early and its payload
@@ -109,12 +112,28 @@ def ids_flag_first(rank: int) -> None:
         comet.plan_kernels.exchange = raise_then_exchange
 
 
+def copied_flag_first(rank: int) -> None:
+    """On rank 1, raise the flags of copied rows before the rows are copied, instead of after them."""
+    copy_rows = comet.copy_engine.copy_rows
+
+    def raise_then_copy(x: torch.Tensor, epochs: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
+        for flags in workspace.recv_flags.peers:
+            comet.copy_engine._raise_flags(flags, rank, epochs)
+        time.sleep(WINDOW_S)
+        copy_rows(x, epochs, plan, workspace)
+
+    if rank == 1:
+        comet.copy_engine.copy_rows = raise_then_copy
+
+
 BREAKS: dict[str, Callable[[int], None]] = {
     "nothing": nothing,
     "plan does not wait": partial(skip, metadata, "wait_flag"),
     "plan's flag first": ids_flag_first,
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
     "layer 0's flag first": partial(flag_first, dispatch, "push_chunk"),
+    "copies' flag first": copied_flag_first,
+    "copies do not signal": partial(skip_with_deadline, comet.copy_engine, "_raise_flags"),
     "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal"),
     "backward dispatch does not wait": partial(skip, dispatch, "wait_flags"),
     "reduce does not wait": partial(skip, combine, "wait_flag"),
@@ -158,15 +177,20 @@ def broken_rank(rank: int, world_size: int, broken: str, name: str, function: st
 NOTICED = [
     ("plan does not wait", PLAN_NAMED, (True,), NO_RESULT),
     ("plan's flag first", PLAN_RIGHT, (2,), "epoch 0 rank 0: .* differs"),
-    ("layer 0 does not wait", LATE, ("fused", 0), WRONG),
-    ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch"), NO_RESULT),
-    ("layer 0's flag first", LATE, ("fused", 0), WRONG),
-    ("final sum does not wait", LATE, ("fused", 1), WRONG),
-    ("final sum does not wait", STOPPED, ("fused", "layer 1 combine"), NO_RESULT),
-    ("layer 1's flag first", LATE, ("fused", 1), WRONG),
+    ("layer 0 does not wait", LATE, ("fused", 0, "push"), WRONG),
+    ("layer 0 does not wait", LATE, ("fused", 0, "copy"), WRONG),
+    ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch", "push"), NO_RESULT),
+    ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch", "copy"), NO_RESULT),
+    ("layer 0's flag first", LATE, ("fused", 0, "push"), WRONG),
+    ("copies' flag first", LATE, ("fused", 0, "copy"), WRONG),
+    ("copies' flag first", LATE, ("twin", 0, "copy"), WRONG),
+    ("final sum does not wait", LATE, ("fused", 1, "push"), WRONG),
+    ("final sum does not wait", STOPPED, ("fused", "layer 1 combine", "push"), NO_RESULT),
+    ("layer 1's flag first", LATE, ("fused", 1, "push"), WRONG),
     ("device barrier does not wait", BARRIER, (), FAILED),
-    ("twin does not wait", LATE, ("twin", 0), WRONG),
-    ("twin does not wait", LATE, ("twin", 1), WRONG),
+    ("twin does not wait", LATE, ("twin", 0, "push"), WRONG),
+    ("twin does not wait", LATE, ("twin", 0, "copy"), WRONG),
+    ("twin does not wait", LATE, ("twin", 1, "push"), WRONG),
     ("twin's plan does not wait", PLAN_NAMED, (False,), NO_RESULT),
 ]
 
@@ -190,6 +214,16 @@ def test_a_signal_that_never_comes_is_noticed(place: str) -> None:
     module.run_ranks = partial(run_broken, f"{place[:7]} does not signal")
     with pytest.raises(AssertionError, match=rf"CommTimeoutError: rank \d waited 0\.1 s for rank \d \({place}"):
         module.test_kernels_in_the_interpreter(module.CASES[1])
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+def test_a_flag_that_is_never_copied_is_noticed(path: str) -> None:
+    module = load("test_moe")
+    module.run_ranks = partial(run_broken, "copies do not signal")
+    case = next(case for case in module.CASES if case.name == "ep2 copied")
+    test = module.test_twin if path == "twin" else module.test_kernels_in_the_interpreter
+    with pytest.raises(AssertionError, match=r"CommTimeoutError: rank \d waited 0\.1 s for rank \d \(layer 0 dispatch"):
+        test(case)
 
 
 # ---- the host's barrier and wait -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ranks import run_ranks
 
 import comet.autograd
 import comet.twin
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport
 from comet.errors import CommTimeoutError
 from comet.group import make_expert_group
 from comet.moe import MoE
@@ -38,6 +39,10 @@ CASES = [
     LayerCase("ep2 experts anywhere", 2, 1, (40, 29), num_experts=8, top_k=3, routing="first_half", relabel=5),
     LayerCase("tp2 of 24 columns", 1, 2, (31, 29), ffn_size=48),
     LayerCase("ep2 split", 2, 1, (40, 70), top_k=3, num_panels=3, hidden_size=48, beside=False),
+    LayerCase("ep2 copied", 2, 1, (40, 40), transport="copy"),
+    LayerCase("ep2 copied, unequal", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=3),
+    LayerCase("ep2 copied, no tokens on rank 1", 2, 1, (33, 0), routing="masked", transport="copy", beside=False),
+    LayerCase("one rank copies nothing", 1, 1, (37,), num_phases=1, transport="copy"),
 ]
 WIDE_CASES = [
     LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3),
@@ -45,6 +50,8 @@ WIDE_CASES = [
     LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4),
     LayerCase("ep2 x tp2 of 8 columns", 2, 2, (14, 22, 5, 9), ffn_size=16, relabel=3),
     LayerCase("tp4 of 20 columns", 1, 4, (10, 12, 9, 8), ffn_size=80, top_k=3, hidden_size=48),
+    LayerCase("ep4 copied", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3, transport="copy", calls=2),
+    LayerCase("ep2 x tp2 copied", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4, transport="copy"),
 ]
 
 
@@ -74,8 +81,9 @@ def test_half_precision_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
-def test_many_epochs_with_delayed_ranks(path: str) -> None:
-    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=6, seed=3)
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_many_epochs_with_delayed_ranks(path: str, transport: Transport) -> None:
+    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=6, seed=3, transport=transport)
     run_ranks(run_case, 2, case, path, "cpu", True, interpret=path == "fused", timeout=300)
 
 
@@ -87,6 +95,40 @@ def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
     for rank in range(2):
         assert torch.equal(runs[0][rank][0], runs[1][rank][0])
         assert torch.equal(runs[2][rank][0], runs[3][rank][0])
+
+
+COPIED = [
+    LayerCase("ep2", 2, 1, (200, 33), num_experts=8, top_k=4, routing="masked", calls=2),
+    LayerCase("ep4", 4, 1, (20, 150, 0, 31), num_experts=8, num_phases=3),
+    LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=2),
+]
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("case", COPIED, ids=case_id)
+def test_copied_rows_give_the_bits_of_pushed_rows(case: LayerCase, path: str) -> None:
+    pushed, copied = (
+        run_ranks(run_both_ways, case.world_size, replace(case, transport=transport), path, interpret=path == "fused")
+        for transport in ("push", "copy")
+    )
+    for mine, theirs in zip(pushed, copied, strict=True):
+        for pushed_tensor, copied_tensor in zip(mine, theirs, strict=True):
+            assert torch.equal(pushed_tensor, copied_tensor)
+
+
+def run_both_ways(rank: int, world_size: int, case: LayerCase, path: str) -> list[torch.Tensor]:
+    """Output and all gradients of every call, of a layer that has no comm block where it need not have one."""
+    overlap = replace(case.overlap, comm_blocks=0) if case.transport == "copy" else case.overlap
+    moe = build_layer(case, rank, path)
+    moe.experts = SymmetricPath(case.config, moe.group, overlap, use_kernels=path == "fused")
+    found = []
+    for call in range(case.calls):
+        inputs = rank_inputs(case, rank, call)
+        x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
+        y = moe.routed_experts(x, inputs.top_k_ids, weights)
+        found += [y.detach(), *torch.autograd.grad(y, (x, weights, moe.w1, moe.w2), inputs.grad_output)]
+    moe.group.workspace.check()
+    return found
 
 
 def local_group(moe: MoEConfig, max_tokens: int = 64):
@@ -121,13 +163,14 @@ def test_capacity_of_the_worked_example() -> None:
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("late_layer", [0, 1])
-def test_a_late_rank_is_waited_for_in_each_layer(path: str, late_layer: int) -> None:
-    run_ranks(layer_by_layer, 2, path, late_layer, interpret=path == "fused")
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_a_late_rank_is_waited_for_in_each_layer(path: str, late_layer: int, transport: Transport) -> None:
+    run_ranks(layer_by_layer, 2, path, late_layer, transport, interpret=path == "fused")
 
 
-def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int) -> None:
+def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int, transport: Transport) -> None:
     """Rank 1 starts one of the layers late, over landing zones full of NaN: what is read too early shows."""
-    case = LayerCase("ep2", 2, 1, (40, 40))
+    case = LayerCase("ep2", 2, 1, (40, 40), transport=transport)
     moe = build_layer(case, rank, path)
     pieces, workspace = moe.experts, moe.group.workspace
     assert isinstance(pieces, SymmetricPath)
@@ -150,14 +193,15 @@ def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int) -> No
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("place", ["layer 0 dispatch", "layer 1 combine"])
-def test_a_rank_that_stops_is_named(path: str, place: str) -> None:
-    messages = run_ranks(wait_for_stopped_rank, 2, path, place, interpret=path == "fused")
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_a_rank_that_stops_is_named(path: str, place: str, transport: Transport) -> None:
+    messages = run_ranks(wait_for_stopped_rank, 2, path, place, transport, interpret=path == "fused")
     assert re.fullmatch(rf"rank 0 waited 0\.0 s for rank 1 \({place}, chunk 0, epoch 1, saw 0\)", messages[0])
 
 
-def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str) -> str:
+def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str, transport: Transport) -> str:
     """Rank 1 takes part in the plan, and in layer 0 if rank 0 is to wait in layer 1, then does no more."""
-    case = LayerCase("ep2", 2, 1, (40, 40))
+    case = LayerCase("ep2", 2, 1, (40, 40), transport=transport)
     moe = build_layer(case, rank, path)
     pieces, group = moe.experts, moe.group
     assert isinstance(pieces, SymmetricPath)
@@ -208,14 +252,15 @@ def test_capacity_drops_the_later_rows_and_counts_them() -> None:
     assert (y[2:] == 0).all()
 
 
-def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
+def drop_on_rank(rank: int, world_size: int, path: str, transport: Transport) -> list[torch.Tensor]:
     """Output and gradients of two calls that drop most rows, on a pool full of NaN."""
     config = MoEConfig(hidden_size=32, ffn_size=16, num_experts=4, top_k=2, capacity_factor=0.25)
     group = make_expert_group(
         config, ParallelConfig(ep=world_size), max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=60.0
     )
     poison(group)
-    moe, found = MoE(config, group, path=path, overlap=OverlapConfig(block_rows=16)), []
+    overlap = OverlapConfig(block_rows=16, transport=transport)
+    moe, found = MoE(config, group, path=path, overlap=overlap), []
     for call, num_tokens in enumerate((64, 40)):
         generator = torch.Generator().manual_seed(7 * call + rank)
         x = torch.randn(num_tokens, 32, generator=generator).requires_grad_()
@@ -228,9 +273,10 @@ def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
     return found
 
 
-def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there() -> None:
-    fused = run_ranks(drop_on_rank, 2, "fused", interpret=True, timeout=300)
-    for found, wanted in zip(fused, run_ranks(drop_on_rank, 2, "twin"), strict=True):
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there(transport: Transport) -> None:
+    fused = run_ranks(drop_on_rank, 2, "fused", transport, interpret=True, timeout=300)
+    for found, wanted in zip(fused, run_ranks(drop_on_rank, 2, "twin", transport), strict=True):
         for actual, expected in zip(found, wanted, strict=True):
             assert (expected == 0).all(dim=1).any(), "some token lost all its rows"
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -272,6 +318,10 @@ def test_uneven_parallelism_is_named() -> None:
         ParallelConfig(tp=5).check(config)
     with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1"):
         OverlapConfig(comm_blocks=0)
+    with pytest.raises(ValueError, match=r"comm_blocks=-1 must be at least 0"):
+        OverlapConfig(comm_blocks=-1, transport="copy")
+    with pytest.raises(ValueError, match="transport='fly' must be 'push' or 'copy'"):
+        OverlapConfig(transport="fly")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("trains", [False, True])

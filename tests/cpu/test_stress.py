@@ -121,7 +121,7 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
         assert max(case.num_tokens) <= case.max_tokens == pool.max_tokens
         assert case.top_k <= pool.top_k
         assert case.overlap.comm_blocks == case.comm_blocks
-    varied = "ep top_k routing num_panels block_rows beside capacity_factor inputs backward strided delay_s"
+    varied = "ep top_k routing num_panels block_rows beside transport capacity_factor inputs backward strided delay_s"
     for name in varied.split():
         values = {getattr(case, name) for case in cases}
         assert len(values) > 1 or (name, world_size) == ("ep", 1), name
@@ -131,7 +131,9 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
     assert any(max(case.num_tokens) > 128 for case in cases)
 
 
-PER_LAYER = "ep tp num_experts top_k hidden_size ffn_size dtype num_phases block_rows beside max_tokens weight_seed"
+PER_LAYER = (
+    "ep tp num_experts top_k hidden_size ffn_size dtype num_phases block_rows beside transport max_tokens weight_seed"
+)
 PER_CASE = "num_tokens routing num_panels comm_blocks capacity_factor inputs backward strided delay_s seed"
 
 

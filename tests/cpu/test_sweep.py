@@ -70,6 +70,19 @@ def test_an_empty_list_takes_the_value_of_the_job():
     assert only.shape.parallel == job.parallel
 
 
+def test_transports_are_swept_and_no_comm_blocks_need_copy_engines(tmp_path):
+    job = job_of("sweep.comm_blocks=[8]", "sweep.transport=[push,copy]")
+    assert [item.setting.transport for item in sweep_points(job, {})] == ["push", "copy"]
+    copied = sweep_points(job_of("sweep.comm_blocks=[0]", "overlap.transport=copy"), {})
+    assert [item.setting for item in copied] == [OverlapConfig(comm_blocks=0, transport="copy")]
+    log = SweepLog(tmp_path / CSV_NAME)
+    log.put({copied[0].key("float32", "cpu"): measured(copied[0], 1.5)})
+    assert SweepLog.load(log.path).rows == log.rows
+    assert set(sweep_lines({copied[0]: measured(copied[0], 1.5)})) == {(4, 2, "copy")}
+    with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1: comm blocks move the rows"):
+        sweep_points(job_of("sweep.comm_blocks=[0]", "sweep.transport=[copy,push]"), {})
+
+
 def test_layouts_and_models_come_from_the_command_line():
     job = job_of("sweep.layouts=[[4,1],[2,2]]", "sweep.models=[mixtral_8x7b,tiny]", "sweep.comm_blocks=[8]")
     points = sweep_points(job, load_models(job.sweep.models))
@@ -86,7 +99,8 @@ def test_layouts_and_models_come_from_the_command_line():
     ("changes", "message"),
     [
         ({"tokens": (0,)}, r"tokens=\(0,\) must each be at least 1"),
-        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 1"),
+        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 0"),
+        ({"transport": ("push", "fly")}, r"transport=\('push', 'fly'\) must each be one of \('push', 'copy'\)"),
         ({"layouts": ((4,),)}, r"layouts=\(\(4,\),\) must each be a pair \[ep, tp\]"),
         ({"layouts": ((4, 0),)}, r"layouts=\(\(4, 0\),\) must each be a pair \[ep, tp\]"),
         ({"rounds": 0}, r"rounds=0 must be at least 1"),
@@ -119,9 +133,10 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
     for text, message in [
         ("", "must start with the columns model,"),
         ("a,b\n", "must start with the columns model,"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 17 columns, not 2"),
-        (f"{header}\n" + "x," * 15 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 10 + "8,2,2,128,1,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 18 columns, not 2"),
+        (f"{header}\n" + "x," * 16 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 10 + "8,2,2,128,1,fly,1.0,\n", r"sweep\.csv:2: transport='fly' must be one of"),
+        (f"{header}\n" + "1," * 10 + "8,2,2,128,1,push,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -140,7 +155,7 @@ def test_table_lines_and_picture(tmp_path):
     assert (
         len({line.index(word) + len(word) for line, word in zip(lines, ["ms", "2.0000", "1.0000"], strict=False)}) == 1
     )
-    assert sweep_lines(results) == {(4, 2): [(8, 1.0), (16, 2.0)]}
+    assert sweep_lines(results) == {(4, 2, "push"): [(8, 1.0), (16, 2.0)]}
     plot_sweep(results, tmp_path / PLOT_NAME)
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
 

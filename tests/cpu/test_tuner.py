@@ -14,7 +14,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.schedule import check_phases
 from comet.tuner import H200, Machine, Problem, predict, propose, resolve
 from comet.tuner.choice import Resolved, check_setting
-from comet.tuner.model import _advance, candidates, layer0_ms, layer1_ms, layer_gemms
+from comet.tuner.model import _advance, candidates, copy_rows_ms, layer0_ms, layer1_ms, layer_gemms
 from comet.tuner.problem import expected_tiles, shard_reach
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
@@ -181,7 +181,10 @@ def test_overlap_has_floor_and_ceiling() -> None:
     problem = problem_of(SHAPES["mixtral"])
     for setting in candidates(problem, H200):
         parts = dict(predict(problem, setting, H200).parts)
-        push = problem.sent_rows * problem.row_bytes / H200.push_rate(setting.comm_blocks) / 1e6
+        if setting.transport == "copy":
+            push = problem.num_tokens * (problem.world_size - 1) * problem.row_bytes / H200.link_gbs / 1e6
+        else:
+            push = problem.sent_rows * problem.row_bytes / H200.push_rate(setting.comm_blocks) / 1e6
         assert parts["GEMM 0"] + parts["exposed 0"] >= max(push, parts["GEMM 0"])
         assert parts["exposed 1"] > -0.05 * parts["GEMM 1"], "fewer SMs give power back, but only a little"
     first, second = layer_gemms(problem, 128, H200)
@@ -189,6 +192,27 @@ def test_overlap_has_floor_and_ceiling() -> None:
     assert panels[0] > panels[1], "nothing is sent beside the only panel"
     phases = [layer0_ms(problem, OverlapConfig(num_phases=num), H200, first) for num in (2, 4)]
     assert phases[1] > phases[0], "the push is hidden anyway: another phase only reads weights again"
+
+
+def test_copy_engines_move_more_but_take_no_block() -> None:
+    problem = problem_of(SHAPES["mixtral"])
+    copied, pushed = OverlapConfig(comm_blocks=0, transport="copy"), OverlapConfig()
+    gemm = layer_gemms(problem, 128, H200)[0]
+    assert copy_rows_ms(replace(problem, reach=0.0), H200) == copy_rows_ms(problem, H200), "needed or not"
+    fast = replace(H200, link_gbs=1e6, copy_ms=1e-9)
+    assert layer0_ms(problem, copied, fast, gemm) < layer0_ms(problem, pushed, fast, gemm)
+    slow = replace(H200, link_gbs=20.0)
+    assert layer0_ms(problem, copied, slow, gemm) > copy_rows_ms(problem, slow) > gemm.ms(132, slow)
+    for setting in candidates(problem, H200):
+        assert (setting.comm_blocks == 0) == (setting.transport == "copy" and setting.beside)
+    alone = problem_of(SHAPES["mixtral"], ep=1)
+    assert {setting.transport for setting in candidates(alone, H200)} == {"push"}, "nobody to copy to"
+
+
+def test_example_of_copy_rows_ms() -> None:
+    moe = MoEConfig(num_experts=3, top_k=1, hidden_size=192, ffn_size=16)
+    machine = replace(H200, link_gbs=384.0, copy_ms=0.012)
+    assert copy_rows_ms(problem_of(moe, 1000, 3), machine) == pytest.approx(2 * (0.012 + 0.001))
 
 
 def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
@@ -199,9 +223,11 @@ def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
         machine = replace(H200, num_sms=rng.choice([2, 20, 132]))
         proposed = propose(problem, machine)
         settings = [item.setting for item in proposed]
-        assert 2 <= len(settings) <= 12
+        assert 2 <= len(settings) <= 13
         assert len(set(settings)) == len(settings)
         assert None in settings
+        transports = {setting.transport for setting in settings if setting}
+        assert transports == ({"push", "copy"} if problem.world_size > 1 else {"push"})
         assert any(setting and setting.comm_blocks == 16 for setting in settings) == (machine.num_sms > 16)
         assert [item.ms for item in proposed] == sorted(item.ms for item in proposed)
         everything = [predict(problem, setting, machine).ms for setting in (*candidates(problem, machine), None)]
@@ -213,6 +239,6 @@ def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
 
 
 def test_plain_wins_where_overlap_does_not_pay() -> None:
-    slow_peers = replace(H200, push_gbs=((1, 0.1), (64, 0.2)), nccl_gbs=380.0, plain_ms=0.01)
+    slow_peers = replace(H200, push_gbs=((1, 0.1), (64, 0.2)), link_gbs=0.2, nccl_gbs=380.0, plain_ms=0.01)
     assert propose(problem_of(), slow_peers)[0].setting is None
     assert resolve(problem_of(), None, slow_peers) == Resolved(setting=None, source="model")

@@ -117,7 +117,9 @@ def test_explanation_is_aligned_and_ends_in_json() -> None:
         "measured at 8192 tokens, 2026-11-20, version abc"
     )
     content = json.loads(last)
-    assert content["chosen"] == dict(comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=True)
+    assert content["chosen"] == dict(
+        comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=True, transport="push"
+    )
     assert content["candidates"][2]["setting"] == "plain"
     assert content["candidates"][3]["measured_ms"] is None
     favourite = min(predictions, key=lambda item: item.ms).setting

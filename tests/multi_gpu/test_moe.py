@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import replace
 
 import pytest
 import torch
-from layer_cases import LayerCase
-from layer_ranks import run_case
+from layer_cases import LayerCase, rank_inputs
+from layer_ranks import build_layer, run_case, synchronize
 from ranks import run_ranks
 from stream_cases import assert_same, make_pair, make_tokens, train_step
+
+from comet.config import Transport
+from comet.paths import SymmetricPath
 
 BF16 = dict(dtype=torch.bfloat16, block_rows=128)
 CASES = [
@@ -23,6 +28,11 @@ CASES = [
     LayerCase("ep4", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, num_phases=3, calls=4),
     LayerCase("tp4", 1, 4, (100, 120, 90, 80), 8, 2, 256, 512, **BF16, calls=3),
     LayerCase("ep2 x tp2", 2, 2, (140, 220, 50, 90), 8, 2, 256, 512, **BF16, num_phases=4, calls=3),
+    LayerCase("ep2 copied", 2, 1, (700, 700), 8, 2, 512, 512, **BF16, calls=4, transport="copy"),
+    LayerCase("ep2 copied, unequal", 2, 1, (900, 5), 8, 1, 256, 128, **BF16, transport="copy", beside=False),
+    LayerCase("ep2 copied, none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128, **BF16, transport="copy"),
+    LayerCase("tp2 copied", 1, 2, (310, 290), 8, 2, 512, 512, **BF16, transport="copy"),
+    LayerCase("ep4 copied", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, num_phases=3, calls=4, transport="copy"),
 ]
 
 
@@ -51,8 +61,9 @@ def test_plain_path() -> None:
 
 
 @pytest.mark.multi_gpu(n=2)
-def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible() -> None:
-    case = replace(CASES[0], calls=40)
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible(transport: Transport) -> None:
+    case = replace(CASES[0], calls=40, transport=transport)
     needs(case)
     first, second = (
         run_ranks(on_gpu, 2, case, "fused", delays, backend="cpu:gloo,cuda:nccl", timeout=400)
@@ -60,6 +71,41 @@ def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible() -> None:
     )
     for rank in range(2):
         assert all(torch.equal(a, b) for a, b in zip(first[rank], second[rank], strict=True))
+
+
+def replayed(rank: int, world_size: int, case: LayerCase) -> None:
+    """A graph of the layer, replayed with other tokens and routing, against the layer that pushes, call by call."""
+    torch.cuda.set_device(rank)
+    moe, sleeper = build_layer(case, rank, "fused", f"cuda:{rank}"), random.Random(rank)
+    pushing = SymmetricPath(case.config, moe.group, replace(case.overlap, transport="push"), use_kernels=True)
+    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    first = rank_inputs(case, rank)
+    given = [tensor.cuda() for tensor in (first.tokens, first.top_k_ids, first.top_k_weights)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        for path in (moe.experts, pushing):  # compiles the kernels
+            path(*given, w1.flatten(1, 2), w2)
+        synchronize(moe.group)
+        with torch.cuda.graph(graph):
+            y = moe.experts(*given, w1.flatten(1, 2), w2)
+        for call in range(1, 9):
+            inputs = rank_inputs(case, rank, call)
+            for tensor, new in zip(given, (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights), strict=True):
+                tensor.copy_(new)
+            time.sleep(sleeper.random() * 0.02)
+            graph.replay()
+            found = y.clone()
+            assert torch.equal(found, pushing(*given, w1.flatten(1, 2), w2)), f"rank {rank}, call {call}"
+    moe.group.workspace.check()
+    moe.group.close()
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("transport", ["push", "copy"])
+@pytest.mark.parametrize("num_tokens", [(700, 700), (1100, 130)])
+def test_a_graph_is_replayed_with_other_routing(num_tokens: tuple[int, int], transport: Transport) -> None:
+    case = replace(CASES[0], num_tokens=num_tokens, transport=transport)
+    run_ranks(replayed, 2, case, backend="cpu:gloo,cuda:nccl", timeout=240)
 
 
 def with_streams(rank: int, world_size: int) -> None:
