@@ -40,13 +40,18 @@ def logits_kernel(
         in_depth = EVEN_D | (d + ds < D)[None, :]
         x = tl.load(x_ptrs + d, mask=in_batch & in_depth, other=0.0)
         rest = tl.load(w_ptrs + d, mask=known & in_depth, other=0.0).to(tl.float32)
+        # Matrix instructions round sums towards zero: over the whole of D that would add up to a hundred times the
+        # error of float32. So each step has sums of its own; the last argument, which means nothing here, keeps the
+        # compiler from joining them.
+        of_step = tl.zeros((BLOCK_E, BLOCK_T), dtype=tl.float32)
         for _ in tl.static_range(PIECES):
             piece = rest.to(tl.bfloat16)
             rest -= piece.to(tl.float32)
             if INTERPRET:  # which multiplies bfloat16 wrongly
-                sums = tl.dot(piece.to(tl.float32), x.to(tl.float32).T, sums, input_precision="ieee")
+                of_step = tl.dot(piece.to(tl.float32), x.to(tl.float32).T, of_step, input_precision="ieee")
             else:
-                sums = tl.dot(piece, x.T, sums)
+                of_step = tl.dot(piece, x.T, of_step, max_num_imprecise_acc=BLOCK_D)
+        sums += of_step
     targets = logits_ptr + tokens.to(tl.int64)[None, :] * E + experts[:, None]
     tl.store(targets, sums, mask=(tokens < T)[None, :] & known)
 

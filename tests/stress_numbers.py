@@ -79,6 +79,10 @@ def draw_ids(case: StressCase, num_tokens: int, generator: torch.Generator) -> T
         ids[:, 0] = chosen  # some tokens name it twice
     elif case.routing == "none":
         ids.fill_(MASKED)
+    if case.num_experts // case.ep < case.top_k:
+        # Rows are reserved for K distinct experts: a rank with fewer has no room for a token that names one twice.
+        same = ids[:, :, None] == ids[:, None, :]
+        ids = ids.masked_fill(same.tril(-1).any(dim=2), MASKED)
     return ids.contiguous()
 
 
