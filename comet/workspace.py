@@ -8,7 +8,7 @@ region            shape                   dtype     written by
 ``ids``           (2, W, M, K)            int32     every rank s writes its top-k ids into [parity, s] of all
 ``weights``       (2, W, M, K)            float32   likewise, its routing weights
 ``ids_flags``     (W, C)                  int32     epoch of the exchange, per chunk of 128 tokens
-``recv_rows``     (W * M, D)              dtype     dispatch: rank s writes rows s*M + i
+``recv_rows``     (W * M, D)              dtype     dispatch: rank s writes s*M + i (or token s*M + t)
 ``recv_flags``    (W, C)                  int32     epoch of the dispatch, per chunk of 128 rows
 ``combine_rows``  (W * M, D)              dtype     combine: rank d writes partial sums d*M + i
 ``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
