@@ -24,12 +24,10 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from bench_moe import gather_facts
 from decode_library import find_library
 from decode_points import measure_point
@@ -40,11 +38,12 @@ from decode_variants import ON_ONE_GPU, OVER_RANKS, Settings, configs
 from points import Ranks, attempt
 from routing import ROUTINGS
 from shapes import MODELS
+from start import start_ranks
 from timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import leave
 
 SHAPES = {
     "qwen3_30b_a3b": MODELS["qwen3_30b_a3b"],
@@ -208,20 +207,9 @@ def check(arguments: argparse.Namespace, known: Sequence[str]) -> None:
 
 
 def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark, which for a rank alone needs no torchrun."""
+    """One rank of the benchmark."""
     arguments = parse(command_line)
-    wanted = arguments.parallel.world_size
-    if not started_by_torchrun():
-        require(wanted == 1, f"ep={arguments.ep} x tp={arguments.tp}: start {wanted} ranks with torchrun")
-        on_gpu = arguments.device == "auto" and torch.cuda.is_available()
-        run(arguments, Ranks(0, torch.device("cuda" if on_gpu else "cpu"), None))
-        return
-    context = current_context()
-    if arguments.device == "cpu":
-        context = replace(context, device=torch.device("cpu"))
-    require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
-    with process_group(context, open_store(context)):
-        run(arguments, Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
+    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))
 
 
 if __name__ == "__main__":

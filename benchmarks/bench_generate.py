@@ -30,7 +30,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +42,7 @@ from generate_paths import COMET, Paths, StepPath, Stepwise
 from generate_report import Row, draw, format_table, path_rows, write
 from points import Ranks, attempt
 from shapes import MODELS
+from start import start_ranks
 from timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 
@@ -50,7 +50,7 @@ from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.step import WARM_STEPS
 from comet.group import make_expert_group
-from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import leave
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 
@@ -229,20 +229,9 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
 
 
 def main(command_line: Sequence[str]) -> None:
-    """One rank of the benchmark, which for a rank alone needs no torchrun."""
+    """One rank of the benchmark."""
     arguments = parse(command_line)
-    wanted = arguments.parallel.world_size
-    if not started_by_torchrun():
-        require(wanted == 1, f"ep={arguments.ep} x tp={arguments.tp}: start {wanted} ranks with torchrun")
-        on_gpu = arguments.device == "auto" and torch.cuda.is_available()
-        run(arguments, Ranks(0, torch.device("cuda" if on_gpu else "cpu"), None))
-        return
-    context = current_context()
-    if arguments.device == "cpu":
-        context = replace(context, device=torch.device("cpu"))
-    require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
-    with process_group(context, open_store(context)):
-        run(arguments, Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
+    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))
 
 
 if __name__ == "__main__":

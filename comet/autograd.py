@@ -45,10 +45,15 @@ def routed_experts(x: Tensor, w1: Tensor, w2: Tensor, top_k_weights: Tensor, pla
         ``(T, D)``.
     """
     # Asked out here: inside of an autograd function inputs seem to need gradients under no_grad, too.
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, w1, w2, top_k_weights)):
+    if wants_grad(x, w1, w2, top_k_weights):
         output: Tensor = _RoutedExperts.apply(x, w1, w2, top_k_weights, plan, pieces)
         return output
     return run_layers(x.contiguous(), w1, w2, plan, pieces, save_pre=False)[0]
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    """Whether a gradient is recorded for any of them."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def run_layers(

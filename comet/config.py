@@ -27,6 +27,11 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:
+    """Whether Triton kernels do the work: as asked for, or where there is a GPU."""
+    return device.type == "cuda" if use_kernels is None else use_kernels
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
     """Shape and routing of one MoE layer.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from comet.config import resolve_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs, check_kernel_inputs
@@ -46,11 +46,6 @@ def warp_decode(
     if not resolve_kernels(tokens.device, use_kernels):
         return warp_decode_torch(tokens, top_k_ids, top_k_weights, weights)
     return run_kernels(tokens, top_k_ids, top_k_weights, weights, scratch=scratch)
-
-
-def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:
-    """Whether Triton kernels do the work: as asked for, or where there is a GPU."""
-    return device.type == "cuda" if use_kernels is None else use_kernels
 
 
 def run_kernels(

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comet.autograd import wants_grad
 from comet.config import MoEConfig, require
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import Decoder, check_group
@@ -33,8 +34,8 @@ class OwnTokensRunner:
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int | None = None) -> None:
         check_group(moe, group)
         ranks = group.parallel.world_size
-        self.decode_tokens = MAX_DECODE_TOKENS // ranks if decode_tokens is None else decode_tokens
         most = MAX_DECODE_TOKENS // ranks
+        self.decode_tokens = most if decode_tokens is None else decode_tokens
         require(
             0 <= self.decode_tokens <= most,
             f"decode_tokens={self.decode_tokens} must be between 0 and {MAX_DECODE_TOKENS} / W={ranks}",
@@ -79,8 +80,8 @@ class OwnTokensRunner:
         """
         most = self._most_tokens(tokens) if most_tokens is None else most_tokens
         require(tokens.shape[0] <= most, f"T={tokens.shape[0]} tokens must be at most most_tokens={most}")
-        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (tokens, top_k_weights, w1, w2))
-        if most > self.decode_tokens or self.decode_on_ranks is None or wants_grad:
+        learns = wants_grad(tokens, top_k_weights, w1, w2)
+        if most > self.decode_tokens or self.decode_on_ranks is None or learns:
             return self.path(tokens, top_k_ids, top_k_weights, w1, w2)
         experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
         scratch = self.decode.scratch(tokens, experts)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
-from comet.config import require
+from comet.config import require, resolve_kernels
 from comet.decode.gathered import Batch, TokenGather, words_of
-from comet.decode.local import resolve_kernels, run_kernels
+from comet.decode.local import run_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs

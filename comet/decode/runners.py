@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from comet.autograd import wants_grad
 from comet.collectives import all_gather_stacked
 from comet.config import DIM_MULTIPLE, MoEConfig, require
 from comet.decode.local import warp_decode
@@ -120,8 +121,7 @@ class LocalRunner:
         experts: DecodeWeights | None = None,
     ) -> Tensor:
         """See ``Runner``."""
-        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (tokens, top_k_weights, w1, w2))
-        if tokens.shape[0] <= self.decode.max_tokens and not wants_grad:
+        if tokens.shape[0] <= self.decode.max_tokens and not wants_grad(tokens, top_k_weights, w1, w2):
             experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1))
             return self.decode(tokens, top_k_ids, top_k_weights, experts)
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
@@ -179,7 +179,7 @@ class ReplicatedRunner:
         dtype = self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
         require(
-            not (torch.is_grad_enabled() and tokens.requires_grad),
+            not wants_grad(tokens),
             "requires_grad=True of the tokens must be False: a converted model over a group is for inference, "
             "run it under torch.no_grad()",
         )

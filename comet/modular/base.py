@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, resolve_kernels
 from comet.group import ExpertGroup
 from comet.modular.interfaces import Problem, TopKReduce
 from comet.quantize import WEIGHT_TYPES, Weight
@@ -51,12 +51,7 @@ class KernelExperts(ExpertsBase):
     ) -> None:
         super().__init__(config, group, reduce=reduce)
         self.device = group.device
-        self.use_kernels = resolve_kernels(group, use_kernels)
-
-
-def resolve_kernels(group: ExpertGroup, use_kernels: bool | None) -> bool:
-    """Whether Triton kernels do the work: as asked for, or where there is a GPU."""
-    return group.device.type == "cuda" if use_kernels is None else use_kernels
+        self.use_kernels = resolve_kernels(group.device, use_kernels)
 
 
 def weight_regions(problem: Problem) -> Regions:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from comet.autograd import wants_grad
 from comet.config import DIM_MULTIPLE, require
 from comet.layout import round_up
 from comet.modular.interfaces import (
@@ -201,7 +202,7 @@ def incompatibility(
 def _require_inference(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         require(
-            not (torch.is_grad_enabled() and tensor.requires_grad),
+            not wants_grad(tensor),
             f"{name}.requires_grad=True must be False: ModularMoE has no backward pass; call it under "
             "torch.no_grad(), or train with MoE(path=...)",
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig
+from comet.config import MoEConfig, OverlapConfig, resolve_kernels
 from comet.group import ExpertGroup
-from comet.modular.base import ExpertsBase, resolve_kernels
+from comet.modular.base import ExpertsBase
 from comet.modular.interfaces import (
     ActivationFormat,
     FusedHandle,
@@ -49,7 +49,7 @@ class FusedPrepareFinalize:
         overlap: OverlapConfig | None = None,
         use_kernels: bool | None = None,
     ) -> None:
-        self.path = SymmetricPath(config, group, overlap, use_kernels=resolve_kernels(group, use_kernels))
+        self.path = SymmetricPath(config, group, overlap, use_kernels=resolve_kernels(group.device, use_kernels))
         self.layout = self.path.layout
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:

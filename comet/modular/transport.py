@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, require
+from comet.config import MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.group import ExpertGroup
-from comet.modular.base import resolve_kernels
 from comet.modular.interfaces import RoutedTokens
 from comet.modular.packed import pack_rows
 from comet.paths import SymmetricPath
@@ -32,7 +31,7 @@ class SymmetricTransport:
     def __init__(
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, use_kernels: bool | None
     ) -> None:
-        kernels = resolve_kernels(group, use_kernels)
+        kernels = resolve_kernels(group.device, use_kernels)
         self.path = SymmetricPath(config, group, overlap or OverlapConfig(), use_kernels=kernels)
         self.layout = self.path.layout
         self.workspace: Workspace = self.path.workspace

@@ -11,6 +11,7 @@ from typing import Any
 import bench_decode
 import decode_points
 import pytest
+import start
 import torch
 from bench_decode import parse
 from decode_library import find_library, make_experts
@@ -191,12 +192,12 @@ def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: s
 
 
 def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_decode, "started_by_torchrun", lambda: False)
+    monkeypatch.setattr(start, "started_by_torchrun", lambda: False)
     with pytest.raises(ValueError, match="ep=2 x tp=2: start 4 ranks with torchrun"):
         bench_decode.main([*TINY, "--ep", "2", "--tp", "2"])
     context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    monkeypatch.setattr(bench_decode, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(bench_decode, "current_context", lambda: context)
+    monkeypatch.setattr(start, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(start, "current_context", lambda: context)
     with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 1"):
         bench_decode.main(TINY)
 
