@@ -1,7 +1,8 @@
 """Router: which K experts a token goes to, and with what weights.
 
 ``score -> select -> weigh``: scores come from the logits, the selection picks ids (no gradient), the weights are read
-from the scores at those ids and carry the gradient. Arithmetic is float32 whatever the dtype of tokens and weight,
+from the scores at those ids and carry the gradient. On a GPU all three are one kernel (``comet.router_kernels``), of
+which the functions here are the specification. Arithmetic is float32 whatever the dtype of tokens and weight,
 autocast included (torch's own TF32 switch still applies); float64 tokens stay float64, the oracle of the tests.
 Nothing here waits for the GPU. Not covered: anything across ranks; loads and losses are those of this rank's tokens.
 """
@@ -85,9 +86,14 @@ class Router(nn.Module):
             logits = compute_logits(tokens, self.weight)
             if logits.device.type == "cpu":
                 check_finite(logits)
-            scores = score_logits(logits, config.score)
-            top_k_ids = select_experts(self._selection_scores(logits, scores), config)
-            top_k_weights = weigh_experts(scores, top_k_ids, config)
+            if has_kernels(logits):
+                from comet.router_kernels import select  # needs triton
+
+                top_k_ids, top_k_weights, scores = select(logits, self.selection_bias, config)
+            else:
+                scores = score_logits(logits, config.score)
+                top_k_ids = select_experts(self._selection_scores(logits, scores), config)
+                top_k_weights = weigh_experts(scores, top_k_ids, config)
         return Routing(top_k_ids.int(), top_k_weights, logits, scores)
 
     def measure(
@@ -107,6 +113,14 @@ class Router(nn.Module):
             The statistics of these tokens.
         """
         with torch.autocast(logits.device.type, enabled=False):
+            if has_kernels(logits):
+                from comet.router_kernels import measure  # needs triton
+
+                largest = logits.new_zeros(()) if largest_logit is None else largest_logit
+                stats = measure(logits, scores, top_k_ids, self.config, largest)
+                if largest_logit is None:
+                    watch_finite(largest, None)  # which is finite if all are
+                return stats
             if logits.device.type != "cpu":
                 watch_finite(logits, largest_logit)
             return measure_routing(logits, scores, top_k_ids, self.config)
@@ -161,6 +175,11 @@ class Router(nn.Module):
         if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
+
+
+def has_kernels(logits: Tensor) -> bool:
+    """Whether Triton kernels route and measure by these logits."""
+    return logits.is_cuda and logits.dtype == torch.float32
 
 
 def compute_logits(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -263,10 +282,6 @@ def _mask_groups(scores: Tensor, num_groups: int, top_groups: int) -> Tensor:
 
 
 def _best_ids(scores: Tensor, count: int) -> Tensor:
-    if scores.is_cuda and scores.dtype == torch.float32:
-        from comet.router_kernels import top_k_ids  # needs triton
-
-        return top_k_ids(scores.contiguous(), count).long()
     # torch.topk breaks ties in any order; a stable sort gives the lowest id, hence the same routing on every device.
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 

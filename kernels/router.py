@@ -1,12 +1,9 @@
-"""Router: logits in float32 by matrix instructions, and the ids of the best experts.
+"""Router: logits in float32 by matrix instructions.
 
-``logits_kernel``: a bfloat16 token times a float32 weight is exact if the weight is cut into three bfloat16 pieces, for
+A bfloat16 token times a float32 weight is exact if the weight is cut into three bfloat16 pieces, for
 24 bits are three times 8: so three products of bfloat16 with float32 sums are a product in float32, at the speed of the
 matrix instructions and without a float32 copy of the tokens. Weights are the M side of ``tl.dot``, from registers. What
 bounds it: reading the tokens, once for every BLOCK_E experts.
-
-``top_k_kernel``: K times the largest of a row. A score and its expert are one integer, so that equal scores go to the
-lowest id, as a stable sort would have it. What bounds it: reading the scores once; then its K rounds.
 """
 
 import torch
@@ -18,8 +15,6 @@ from .aot_case import KernelCase
 from .arguments import as_triton_dtype
 
 BLOCK_D = 64
-TOP_K_ELEMENTS = 1024  # of a block: 8 for each thread
-TAKEN = tl.constexpr(-(2**63))
 
 
 @triton.jit(do_not_specialize=["T", "E"])
@@ -56,23 +51,6 @@ def logits_kernel(
     tl.store(targets, sums, mask=(tokens < T)[None, :] & known)
 
 
-@triton.jit(do_not_specialize=["T", "E", "K"])
-def top_k_kernel(scores_ptr, ids_ptr, T, E, K, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """``(T, K)`` int32 ids of the best scores ``(T, E)`` float32, best first; NaN counts as the best there is."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    experts = tl.arange(0, BLOCK_E)
-    there = (tokens < T)[:, None] & (experts < E)[None, :]
-    scores = tl.load(scores_ptr + tokens[:, None] * E + experts[None, :], mask=there, other=0.0)
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0: they are equal
-    ordered = tl.where(scores != scores, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - experts)[None, :].to(tl.int64)
-    keys = tl.where(there, keys, TAKEN)
-    for k in range(K):
-        best = tl.max(keys, axis=1)
-        tl.store(ids_ptr + tokens * K + k, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=tokens < T)
-        keys = tl.where(keys == best[:, None], TAKEN, keys)
-
-
 def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """Router logits in float32, of bfloat16 tokens.
 
@@ -98,30 +76,6 @@ def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-def top_k_ids(scores: Tensor, top_k: int) -> Tensor:
-    """Ids of each row's ``top_k`` largest scores, best first; equal scores go to the lowest id.
-
-    Example: ``[[0.5, 2.0, 0.5, 1.0]]``, K = 3: ``[[1, 3, 0]]``.
-
-    Args:
-        scores: ``(T, E)`` float32, contiguous; NaN is larger than all numbers.
-        top_k: K, at most E.
-
-    Returns:
-        ``(T, K)`` int32.
-    """
-    assert scores.dtype == torch.float32, scores.dtype
-    assert scores.is_contiguous(), scores.stride()
-    (num_tokens, num_experts), width = scores.shape, triton.next_power_of_2(scores.shape[1])
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=scores.device)
-    if num_tokens == 0:
-        return ids
-    block_t = max(1, TOP_K_ELEMENTS // width)
-    grid = (triton.cdiv(num_tokens, block_t),)
-    top_k_kernel[grid](scores, ids, num_tokens, num_experts, top_k, BLOCK_T=block_t, BLOCK_E=width, num_warps=4)
-    return ids
-
-
 def _logits_constants(num_tokens: int, hidden_size: int, num_experts: int, dtype: torch.dtype) -> dict[str, int | bool]:
     """Blocks as large as still gives every multiprocessor one, at two thousand tokens and more."""
     return dict(
@@ -135,24 +89,23 @@ def _logits_constants(num_tokens: int, hidden_size: int, num_experts: int, dtype
 
 def aot_cases() -> list[KernelCase]:
     """Qwen3's and Mixtral's experts at three numbers of tokens; weights in float32 and bfloat16."""
-    pointers = {"tokens_ptr": "*bf16", "logits_ptr": "*fp32", "scores_ptr": "*fp32", "ids_ptr": "*i32"}
-
-    def case(name: str, kernel: triton.JITFunction, constants: dict, weight: str, expects: set[str]) -> KernelCase:
-        kinds = pointers | {"weight_ptr": f"*{weight}"}
-        return KernelCase(
-            name=name, fn=kernel, constexprs=constants, num_warps=4, num_stages=4, expects=frozenset(expects),
-            signature={each: kinds.get(each, "i32") for each in kernel.arg_names if each not in constants},
-        )  # fmt: skip
-
     cases = []
     for model, num_experts, hidden_size in (("qwen3", 128, 2048), ("mixtral", 8, 4096), ("tiny", 16, 48)):
         for dtype in (torch.float32, torch.bfloat16):
+            weight = as_triton_dtype(dtype)
+            kinds = {"tokens_ptr": "*bf16", "weight_ptr": f"*{weight}", "logits_ptr": "*fp32"}
             for num_tokens in (1, 2048, 8192):
                 constants = _logits_constants(num_tokens, hidden_size, num_experts, dtype) | {"INTERPRET": False}
                 expects = {"wide_loads"} | ({"wgmma"} if constants["BLOCK_E"] == 64 else set())
-                words = f"{as_triton_dtype(dtype)} weight, {model}, {num_tokens} tokens"
-                cases.append(case(words, logits_kernel, constants, as_triton_dtype(dtype), expects))
-    for width in (8, 128, 256):
-        constants = dict(BLOCK_T=TOP_K_ELEMENTS // width, BLOCK_E=width)
-        cases.append(case(f"{width} experts", top_k_kernel, constants, "fp32", set()))
+                cases.append(
+                    KernelCase(
+                        name=f"{weight} weight, {model}, {num_tokens} tokens",
+                        fn=logits_kernel,
+                        constexprs=constants,
+                        signature={e: kinds.get(e, "i32") for e in logits_kernel.arg_names if e not in constants},
+                        num_warps=4,
+                        num_stages=4,
+                        expects=frozenset(expects),
+                    )
+                )
     return cases

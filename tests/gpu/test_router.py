@@ -11,12 +11,24 @@ from contextlib import contextmanager
 import pytest
 import torch
 from router_cases import stats_of
-from router_kernel_cases import SIZES, check_logits, check_top_k
+from router_kernel_cases import (
+    MEASURES,
+    SELECTS,
+    SIZES,
+    check_extremes,
+    check_logits,
+    check_masked_experts,
+    check_measure,
+    check_measure_extremes,
+    check_select,
+    check_top_k,
+)
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.group import make_expert_group
 from comet.moe import MoE
-from comet.router import Router
+from comet.router import Router, score_logits, weigh_experts
+from comet.router_losses import measure_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +99,50 @@ def test_best_ids_are_those_of_a_stable_sort(num_experts: int, top_k: int) -> No
         check_top_k(num_tokens, num_experts, top_k, "cuda")
 
 
+WIDE = {"num_experts": 256, "top_k": 8, "num_groups": 8, "top_groups": 4, "score": "sigmoid", "balance": "bias"}
+MANY = [(8192, {"num_experts": 128, "top_k": 8}), (9000, WIDE), (5000, {"num_experts": 512, "top_k": 32})]
+
+
+@pytest.mark.parametrize(("num_tokens", "changes"), [*SELECTS, *MANY], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_selection_and_its_gradient_are_those_of_plain_torch(num_tokens: int, changes: dict, seed: int) -> None:
+    check_select(num_tokens, changes, seed, "cuda")
+
+
+@pytest.mark.parametrize("sizes", [*MEASURES, (8192, 128, 8), (9001, 256, 8), (3000, 512, 32)], ids=str)
+def test_statistics_and_their_gradients_are_those_of_plain_torch(sizes: tuple[int, int, int]) -> None:
+    check_measure(*sizes, "cuda")
+
+
+def test_scores_that_are_not_finite_or_underflow() -> None:
+    check_extremes("cuda")
+    check_masked_experts("cuda")
+    check_measure_extremes("cuda")
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 500])
+def test_kernels_measure_like_plain_torch_without_waiting(changes: dict, num_tokens: int) -> None:
+    """The router as a layer calls it, in float32, against the functions that specify it."""
+    router, tokens = make_case(changes, num_tokens)
+    router, tokens = router.float().cuda(), tokens.bfloat16().cuda()
+    router.weight.grad = torch.zeros_like(router.weight)
+    with no_host_synchronisation():
+        routing = router(tokens)
+        largest = torch.zeros((), device="cuda")
+        stats = router.measure(routing.logits, routing.scores, routing.top_k_ids, largest_logit=largest)
+        (stats.loss + routing.top_k_weights.square().sum()).backward()
+    logits = routing.logits.detach().requires_grad_()
+    scores = score_logits(logits, router.config.score)
+    weights = weigh_experts(scores, routing.top_k_ids.long(), router.config)
+    wanted = measure_routing(logits, scores, routing.top_k_ids, router.config)
+    (grad,) = torch.autograd.grad(wanted.loss + weights.square().sum(), logits)
+    torch.testing.assert_close(routing.top_k_weights, weights)
+    torch.testing.assert_close(tuple(stats), tuple(wanted))
+    torch.testing.assert_close(router.weight.grad, grad.T @ tokens.float(), rtol=1e-4, atol=1e-4)
+    assert largest == (logits.abs().max() if num_tokens else 0)
+
+
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_kernels_route_and_learn_like_plain_torch(changes: dict) -> None:
     """Some tokens may be routed otherwise, where two experts are as good in float32; hence gradients, by the ids."""
@@ -115,10 +171,11 @@ def test_ties_are_broken_like_on_the_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_forward_replays_in_a_cuda_graph(changes: dict) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_forward_replays_in_a_cuda_graph(changes: dict, dtype: torch.dtype) -> None:
     router, tokens = make_case(changes, 64)
-    router, tokens = router.cuda(), tokens.cuda()
-    router(tokens)
+    router, tokens = router.to("cuda", dtype), tokens.to("cuda", dtype)
+    stats_of(router, router(tokens))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
