@@ -140,7 +140,7 @@ def piece_launches(point: Point, split: Split, pre: Tensor, y: Tensor) -> dict[s
     layer, workspace, settings = point.layer, point.workspace, path.settings
     hidden = point.hidden[plan.num_phases]
     table = TileTable(
-        tiles=plan.tiles,
+        tiles=plan.segment_tiles,
         num_tiles=plan.tile_starts[-1:],
         row_ids=plan.routed_row_ids,
         counters=plan.counters,

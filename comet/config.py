@@ -156,7 +156,8 @@ class OverlapConfig:
     Args:
         comm_blocks: Thread blocks that start as communication blocks; they join the GEMM when done. Under transport
             ``copy`` those of layer 1 only, and it may be 0.
-        num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1.
+        num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1. With 2
+            they all send at once, in the order in which the experts are computed; with more, one after the other.
         num_panels: Layer 1: column panels of the hidden dimension.
         block_rows: Rows of a GEMM tile.
         beside: In layer 1 every multiprocessor holds a compute block and a comm block, whatever ``comm_blocks``;

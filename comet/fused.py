@@ -35,7 +35,7 @@ def layer0(
     hidden = x.new_empty(rows, ffn)
     pre = x.new_empty(rows, 2 * ffn) if save_pre else None
     config = _dispatch_config(settings, x, save_pre=save_pre)
-    table = replace(_table(plan, launch=0), row_ids=plan.arrival_row_ids)
+    table = replace(_table(plan, launch=0), tiles=plan.tiles, row_ids=plan.arrival_row_ids)
     join = None
     if plan.transport == "copy":
         join, config = start_copies(x, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
@@ -140,6 +140,7 @@ def _dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> D
     tile = settings.tile
     return DispatchGemmConfig(
         comm_blocks=settings.comm_blocks,
+        by_source=settings.layer0.num_phases > 2,
         block_f=tile.block_f,
         block_k=tile.block_k,
         group_tiles=settings.layer0.group_tiles,
@@ -207,10 +208,13 @@ def _returns(plan: Plan, *, weighted: bool) -> Returns:
 
 
 def _table(plan: Plan, *, launch: int) -> TileTable:
-    """The tiles with the counters of one of the plan's launches: 0 layer 0, 1 layer 1, 2 and 3 their backward."""
+    """The tiles by expert, which reads each weight once, with the counters of one of the plan's launches.
+
+    Launch 0 is layer 0, whose tiles go by phase instead, 1 is layer 1, 2 and 3 are their backward.
+    """
     first = launch * COUNTERS_PER_LAUNCH
     return TileTable(
-        tiles=plan.tiles,
+        tiles=plan.segment_tiles,
         num_tiles=plan.tile_starts[-1:],
         row_ids=plan.routed_row_ids,
         counters=plan.counters[first : first + COUNTERS_PER_LAUNCH],

@@ -6,16 +6,25 @@ from dataclasses import dataclass
 
 from comet.config import MoEConfig, ParallelConfig, require
 
-# Rows that share an arrival flag of the dispatch and of the combine, and flags per chunk of the combine.
-# comet.kernels.arguments holds the same values.
+# Rows that share an arrival flag of the dispatch and of the combine, flags per chunk of the combine, and most waves
+# that a list of sent rows is ordered by; comet.kernels.arguments holds the same values.
 CHUNK_ROWS = 128
 COMBINE_CHUNK_ROWS = 32
 MAX_PANELS = 16
+MAX_WAVES = 32
 
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``value``; ``round_up(129, 128) == 256``."""
     return -(-value // multiple) * multiple
+
+
+def num_waves(experts_local: int) -> int:
+    """Waves of a list of sent rows, a power of two; the last is for tokens that are not sent.
+
+    Example: 2 local experts make 4 waves (one each, one empty, the last), 32 and more make 32.
+    """
+    return min(MAX_WAVES, 1 << experts_local.bit_length())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

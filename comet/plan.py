@@ -6,11 +6,13 @@ W; P phases; R = W*M received-row slots; Q static capacity of routed rows on thi
 Row numbering, the same on every rank:
 
 * *Received row* ``r = s*M + i``: the i-th row that source rank s sent to this rank. A token that goes to several
-  experts of this rank is sent once (rank-deduplicated). Rows of one source are in token order. Rows of this rank to
-  itself do not travel: there ``i`` is simply the token, so received row ``rank*M + t`` *is* token t of this rank.
-* *Routed row* ``q``: one (received row, expert slot) pair computed here. Routed rows are laid out by local expert, then
-  phase, then received row; the segment of every expert starts at a multiple of ``block_rows``. A tile is computed in
-  the phase of its last row, so a phase costs no padding of its own.
+  experts of this rank is sent once (rank-deduplicated). Rows of one source are in the order of waves, then tokens: the
+  *wave* of a token at a rank says which of its experts needs the token first (``comet.plan_twin.waves``), so that rows
+  arrive in the order in which layer 0 goes through the experts. Rows of this rank to itself do not travel: there ``i``
+  is simply the token, so received row ``rank*M + t`` *is* token t of this rank.
+* *Routed row* ``q``: one (received row, expert slot) pair computed here. Routed rows are laid out by local expert,
+  then phase, then source and token; the segment of every expert starts at a multiple of ``block_rows``. A tile is
+  computed in the phase of its last row, so a phase costs no padding of its own.
 * *Combine slot* ``d*M + i`` at the source: where rank d puts the partial sum of received row ``s*M + i``: the same i.
 * *Arrival row*: where layer 0 finds the token of a received row. Pushed rows arrive as received rows; copy engines move
   whole tensors, so that token t of source s arrives as row ``s*M + t``. All else keeps the numbers of received rows:
@@ -59,6 +61,7 @@ class Plan:
         segment_counts: ``(e,)`` int32: valid routed rows of each segment.
         tiles: ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase of the last row; phase-major,
             then by expert and row.
+        segment_tiles: ``(max_tiles, 4)`` int32: the same tiles by expert and row, whatever their phase.
         tile_starts: ``(P + 1,)`` int32: first tile of each phase; last: number of tiles.
         status: ``(4,)`` int32: routed rows needed (with padding), routed rows dropped by the capacity mode, 1 if the
             rows needed exceed Q (then the surplus was left out and the host raises), 0.
@@ -83,6 +86,7 @@ class Plan:
     segment_starts: Tensor
     segment_counts: Tensor
     tiles: Tensor
+    segment_tiles: Tensor
     tile_starts: Tensor
     status: Tensor
     counters: Tensor

@@ -113,6 +113,7 @@ def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict
         "segment_starts": (layout.experts_local + 1,),
         "segment_counts": (layout.experts_local,),
         "tiles": (rules.max_routed_rows // rules.block_rows, 4),
+        "segment_tiles": (rules.max_routed_rows // rules.block_rows, 4),
         "tile_starts": (rules.num_phases + 1,),
         "status": (4,),
         "counters": (NUM_COUNTERS,),

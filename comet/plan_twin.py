@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comet.comm.signals import signal, wait, waited
 from comet.config import require
-from comet.layout import CHUNK_ROWS, ExpertLayout
+from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves
 from comet.plan_rules import NUM_COUNTERS, PlanRules
 from comet.schedule import phase_of_source
 from comet.workspace import Workspace
@@ -87,7 +87,7 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     mine = (local >= 0) & (local < layout.experts_local)
     needed = mine.any(dim=2)
     row_ids = torch.arange(needed.numel()).view(needed.shape)
-    place = needed.cumsum(1) - 1 + row_ids[:, :1]
+    place = _places(waves(local, mine, layout.experts_local)) + row_ids[:, :1]
     # Rows of this rank to itself do not travel: row and token are the same.
     place[layout.rank] = row_ids[layout.rank]
     source, token, slot = mine.nonzero(as_tuple=True)
@@ -117,6 +117,30 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     }
 
 
+def waves(local: Tensor, mine: Tensor, experts_local: int) -> Tensor:
+    """Wave of each token at a rank: which of its experts needs the token first, in steps; the last: none does.
+
+    Example: 8 local experts make 15 waves and the last: tokens whose first expert is 0, 1, 7 or none are in waves
+    0, 1, 13 and 15.
+
+    Args:
+        local: ``(..., K)`` expert ids relative to the rank's first.
+        mine: ``(..., K)`` bool, whether the slot names an expert of the rank.
+        experts_local: e.
+
+    Returns:
+        ``(...)`` int64.
+    """
+    last = num_waves(experts_local) - 1
+    first = torch.where(mine, local, experts_local).amin(dim=-1).long()
+    return torch.where(first < experts_local, first * last // experts_local, last)
+
+
+def _places(waves: Tensor) -> Tensor:
+    """Place of each token in its list ``(..., M)``, ordered by wave, then token: waves ``[3, 0, 3, 0]``: 2, 0, 3, 1."""
+    return waves.argsort(dim=-1, stable=True).argsort(dim=-1)
+
+
 def _segments(
     group: Tensor, num_dropped: int, experts_local: int, rules: PlanRules
 ) -> tuple[dict[str, Tensor], Tensor]:
@@ -128,21 +152,20 @@ def _segments(
     torch.cumsum((until[:, -1] + block_rows - 1) // block_rows * block_rows, 0, out=starts[1:])
     used = starts.clamp(max=limit)
     counts = torch.minimum(until[:, -1], limit - used[:-1])
-    tiles, tile_starts = _tiles(used[:-1], counts, until, rules)
+    tables = _tiles(used[:-1], counts, until, rules)
     num_rows = int(starts[-1])
     table = {
         "segment_starts": used.int(),
         "segment_counts": counts.int(),
-        "tiles": tiles,
-        "tile_starts": tile_starts,
+        **tables,
         "status": torch.tensor([num_rows, num_dropped, num_rows > limit, 0], dtype=torch.int32),
     }
     first = (starts[:-1, None] + until).flatten() - sizes
     return table, first[group] + positions
 
 
-def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> tuple[Tensor, Tensor]:
-    """Tile table and tile starts from each expert's first row, rows, and rows until each phase ``(e, P)``."""
+def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> dict[str, Tensor]:
+    """Tile tables and tile starts from each expert's first row, rows, and rows until each phase ``(e, P)``."""
     block_rows = rules.block_rows
     num_tiles = (counts + block_rows - 1) // block_rows
     experts = torch.arange(counts.numel()).repeat_interleave(num_tiles)
@@ -150,12 +173,15 @@ def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> t
     valid = (counts[experts] - index * block_rows).clamp(max=block_rows)
     # A tile is computed in the phase of its last row.
     phases = (until[experts] <= (index * block_rows + valid - 1)[:, None]).sum(1)
-    entries = torch.stack((experts, starts[experts] + index * block_rows, valid, phases), dim=1)
-    tiles = torch.zeros(rules.max_routed_rows // block_rows, 4, dtype=torch.int32)
-    tiles[: experts.numel()] = entries[phases.argsort(stable=True)]
+    entries = torch.stack((experts, starts[experts] + index * block_rows, valid, phases), dim=1).int()
+    unused = torch.zeros(rules.max_routed_rows // block_rows - len(entries), 4, dtype=torch.int32)
     tile_starts = torch.zeros(rules.num_phases + 1, dtype=torch.int32)
     tile_starts[1:] = torch.bincount(phases, minlength=rules.num_phases).cumsum(0)
-    return tiles, tile_starts
+    return {
+        "tiles": torch.cat((entries[phases.argsort(stable=True)], unused)),
+        "segment_tiles": torch.cat((entries, unused)),
+        "tile_starts": tile_starts,
+    }
 
 
 def _scatter(shape: tuple[int, ...], places: tuple[Tensor, ...], values: Tensor, fill: float) -> Tensor:
@@ -183,9 +209,11 @@ def _phases(layout: ExpertLayout, num_phases: int) -> Tensor:
 def _send_lists(ids: Tensor, layout: ExpertLayout) -> dict[str, Tensor]:
     """Send lists from this rank's ids ``(M, K)``."""
     max_tokens, ranks = ids.shape[0], layout.world_size
-    shards = torch.div(ids, layout.experts_local, rounding_mode="floor")
-    going = (shards[:, :, None] == torch.arange(layout.ep)).any(dim=1).repeat_interleave(layout.tp, dim=1)
-    places = going.cumsum(0) - 1
+    local = ids[:, None] - layout.experts_local * torch.arange(layout.ep)[:, None]
+    wave = waves(local, (local >= 0) & (local < layout.experts_local), layout.experts_local)
+    wave = wave.repeat_interleave(layout.tp, dim=1)
+    going = wave < num_waves(layout.experts_local) - 1
+    places = _places(wave.T).T.contiguous()
     places[:, layout.rank] = torch.arange(max_tokens)
     token, rank = going.nonzero(as_tuple=True)
     send_token_ids = torch.full((ranks, max_tokens), -1, dtype=torch.int32)

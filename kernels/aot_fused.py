@@ -4,6 +4,7 @@ from triton.runtime.jit import JITFunction
 
 from .aot_case import KernelCase
 from .arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
+from .combine import slot_block
 from .dispatch import dispatch_kernel
 from .dispatch_gemm import dispatch_gemm_kernel
 from .gemm_combine import COMM_REGISTERS, COMM_WARPS, COMPUTE_REGISTERS, combine_kernel, gemm_combine_kernel
@@ -84,8 +85,8 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
         "b_desc": f"tensordesc<{dtype}[1, {b_block[0]}, {b_block[1]}]>",
     }
     constants = dict(
-        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=top_k,
-        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=16, ROWS=8,
+        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=slot_block(top_k),
+        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=32, ROWS=8,
         COLS=_most_cols(dtype, 512), CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
         PRECISION=_precision(dtype), INTERPRET=False, **_recording(events),
     )  # fmt: skip

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .aot_case import KernelCase
+from .counting import count_kernel
 from .metadata import (
     PlanConfig,
     count_constants,
-    count_kernel,
     exchange_constants,
     exchange_kernel,
     place_constants,

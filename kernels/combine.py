@@ -1,6 +1,7 @@
 """Combine: weighted top-k reduce of the expert outputs, and the partial sums' way back to the rank of each token.
 
-``combine_panels`` draws tickets, panel by panel: first those of the panel's reduce, then those of its final sum.
+``combine_panels`` draws tickets, panel by panel: those of a panel's reduce, then those of the final sum of the panel
+before it, whose partial sums have had a panel's time to travel.
 
 A *reduce* ticket is (source rank, chunk of 32 received rows). It waits until the GEMM of its own rank has finished the
 panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank the row came from and
@@ -11,7 +12,7 @@ A *sum* ticket is some of this rank's own tokens. It waits for their flags and a
 
 Why it terminates: tickets only grow, so each block draws finitely many. A reduce of panel p waits for GEMM blocks only,
 which are resident and wait for nobody. A sum of panel p waits for reduces of panel p on all ranks, and each rank's
-blocks draw those before any sum of panel p: they come after nothing but reduces up to p and sums below p, so by
+blocks draw those before any sum of panel p: they come after nothing but reduces up to p and sums below p - 1, so by
 induction over the panels each flag that is waited for is raised. A rank that died is met by the deadline of the spin.
 """
 
@@ -23,22 +24,40 @@ from .recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
 from .tiles import panel_span
 
 
+def slot_block(top_k: int) -> int:
+    """K_BLOCK: a power of two; Triton's compiler cannot scan rows of fewer than eight."""
+    return max(8, triton.next_power_of_2(top_k))
+
+
 @triton.jit
-def row_block(
-    y_ptr, row_weights, slots, slot_rows, cols, inside, D, K: tl.constexpr, WEIGHTED: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+def load_slots(
+    row_slots, row_weights, rows, end, first_slot_row, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr
+):
+    """(rows, K) routed rows, -1 where none, and their routing weights."""
+    ks = tl.arange(0, K_BLOCK)[None, :]
+    offsets = (first_slot_row + rows)[:, None] * K + ks
+    mask = (rows < end)[:, None] & (ks < K)
+    slots = tl.load(row_slots + offsets, mask=mask, other=-1)
+    weights = slots.to(tl.float32)
+    if WEIGHTED:
+        weights = tl.load(row_weights + offsets, mask=mask, other=0.0)
+    return slots, weights
+
+
+@triton.jit
+def add_slots(
+    total, y_ptr, slots, weights, places, cols, inside, D, FIRST: tl.constexpr, LAST: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (ROWS, COLS) sum over the expert slots of each row, in slot order; ``slots`` is (ROWS, K), -1 where none."""
-    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
-    ks = tl.arange(0, slots.shape[1])
-    for k in tl.static_range(K):
-        slot = tl.sum(tl.where(ks[None, :] == k, slots, 0), axis=1)
-        hit = slot >= 0
+    """``total`` and the expert outputs of those slots of each row whose place among its used ones is in FIRST..LAST."""
+    for place in tl.static_range(FIRST, LAST):
+        here = (slots >= 0) & (places == place)
+        slot = tl.sum(tl.where(here, slots + 1, 0), axis=1) - 1
         offsets = tl.multiple_of(tl.maximum(slot, 0).to(tl.int64) * D, 16)
-        part = tl.load(y_ptr + offsets[:, None] + cols[None, :], mask=hit[:, None] & inside[None, :], other=0.0)
-        part = part.to(tl.float32)
+        mask = (slot >= 0)[:, None] & inside[None, :]
+        part = tl.load(y_ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if WEIGHTED:
-            part *= tl.load(row_weights + slot_rows + k, mask=hit, other=0.0)[:, None]
+            part *= tl.sum(tl.where(here, weights, 0.0), axis=1)[:, None]
         total += part
     return total
 
@@ -49,35 +68,39 @@ def reduce_rows(
     K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of the rows ``first_row .. min(first_row + CHUNK, count)`` of one source.
+    """Partial sums of the rows ``first_row .. min(first_row + CHUNK, count)`` of one source, in slot order.
 
     ``first_slot_row`` is the received row of the source's row 0; ``target_ptr`` the combine row of its row 0. The slots
     of the next rows are fetched while the present rows travel: they are the first link of a row's chain of latencies.
+    Few of a row's K experts are on one rank, so the used slots are packed, and half of K is mostly enough.
     """
-    ks = tl.arange(0, K_BLOCK)[None, :]
+    FEW: tl.constexpr = K // 2 if K >= 4 else K
     in_step = tl.arange(0, ROWS)
     end = tl.minimum(first_row + CHUNK, count)
-    rows = first_row + in_step
-    slots = tl.load(
-        row_slots + (first_slot_row + rows)[:, None] * K + ks, mask=(rows < end)[:, None] & (ks < K), other=-1
-    )
+    slots, weights = load_slots(
+        row_slots, row_weights, first_row + in_step, end, first_slot_row, K, K_BLOCK, WEIGHTED
+    )  # fmt: skip
     for start in range(first_row, end, ROWS):
         rows = start + in_step
-        ahead = rows + ROWS
-        next_slots = tl.load(
-            row_slots + (first_slot_row + ahead)[:, None] * K + ks, mask=(ahead < end)[:, None] & (ks < K), other=-1
-        )
+        next_slots, next_weights = load_slots(
+            row_slots, row_weights, rows + ROWS, end, first_slot_row, K, K_BLOCK, WEIGHTED
+        )  # fmt: skip
+        used = (slots >= 0).to(tl.int32)
+        places = tl.cumsum(used, axis=1) - 1
+        most = tl.max(tl.sum(used, axis=1), axis=0)
         for col in range(0, num_cols, COLS):
             in_panel = col + tl.arange(0, COLS)
             cols = first_col + in_panel
             inside = (in_panel < num_cols) & (cols < D)
-            total = row_block(
-                y_ptr, row_weights, slots, (first_slot_row + rows) * K, cols, inside, D, K, WEIGHTED, ROWS, COLS
-            )
+            total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+            total = add_slots(total, y_ptr, slots, weights, places, cols, inside, D, 0, FEW, WEIGHTED)
+            if most > FEW:
+                total = add_slots(total, y_ptr, slots, weights, places, cols, inside, D, FEW, K, WEIGHTED)
             target = target_ptr + rows[:, None].to(tl.int64) * D + cols[None, :]
             # Rows without a slot here, too: where a capacity dropped them, their rank still adds them up.
             tl.store(target, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & inside[None, :])
         slots = next_slots
+        weights = next_weights
 
 
 @triton.jit
@@ -94,19 +117,23 @@ def send_grads(
 
 @triton.jit
 def reduce_and_send(
-    panel, source, chunk, y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses, grad_addresses,
+    panel, source, chunk, open_panels, y_ptr, row_slots, row_weights, row_grads, recv_counts, addresses, grad_addresses,
     flag_addresses, panel_counters, fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, M, D,
     events_ptr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr,
     EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One reduce ticket."""
+    """One reduce ticket; returns how many panels this block has seen complete, ``open_panels`` before."""
     first_row = chunk * CHUNK
     count = tl.where(source == rank, M, tl.load(recv_counts + source))
     if first_row < count:
         first_block, width = panel_span(panel, num_cols, num_panels)
         begin = now(EVENTS, INTERPRET)
-        wait_flag(panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET)
+        if panel >= open_panels:
+            wait_flag(
+                panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET
+            )  # fmt: skip
+            open_panels = panel + 1
         ready = now(EVENTS, INTERPRET)
         rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
         rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
@@ -121,6 +148,7 @@ def reduce_and_send(
         flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
         signal(flags + (rank * (M // CHUNK) + chunk) * PANELS + panel, epoch)
         record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
+    return open_panels
 
 
 @triton.jit
@@ -192,25 +220,30 @@ def combine_panels(
     BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
     PANELS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Draw tickets until none is left."""
+    """Draw tickets until none is left: reduces of panel 0, then by turns reduces of panel p + 1 and sums of panel p."""
     num_reduces = M // CHUNK * W
     per_panel = num_reduces + tl.cdiv(T, TOKENS)
+    open_panels = 0
     ticket = tl.atomic_add(tickets, 1)
     while ticket < num_panels * per_panel:
-        panel = ticket // per_panel
-        item = ticket % per_panel
-        if item < num_reduces:
+        # A turn is the sums of one panel, before them the reduces of the next; the last turn has sums only.
+        turn = (ticket - num_reduces + per_panel) // per_panel - 1
+        item = ticket - num_reduces - turn * per_panel
+        is_reduce = (turn < 0) | ((item < num_reduces) & (turn < num_panels - 1))
+        if is_reduce:
+            item = tl.where(turn < 0, ticket, item)
             # Sources go round the ring, so that ranks do not all send to the same one.
-            reduce_and_send(
-                panel, (rank + 1 + item % W) % W, item // W, y_ptr, row_slots, row_weights, row_grads, recv_counts,
-                combine_addresses, combine_grad_addresses, flag_addresses, panel_counters, fault_ptr, timeout_ns,
-                epoch, rank, num_tiles, num_cols, num_panels, M, D, events_ptr, K, K_BLOCK, WEIGHTED, HAS_GRADS,
-                BLOCK_N, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+            open_panels = reduce_and_send(
+                turn + 1, (rank + 1 + item % W) % W, item // W, open_panels, y_ptr, row_slots, row_weights, row_grads,
+                recv_counts, combine_addresses, combine_grad_addresses, flag_addresses, panel_counters, fault_ptr,
+                timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, M, D, events_ptr, K, K_BLOCK, WEIGHTED,
+                HAS_GRADS, BLOCK_N, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
             )  # fmt: skip
         else:
+            item = tl.where(turn < num_panels - 1, item - num_reduces, item)
             sum_partials(
-                panel, (item - num_reduces) * TOKENS, out_ptr, grads_out, combine_ptr, combine_grads, send_rows,
-                flag_ptr, fault_ptr, timeout_ns, epoch, num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK,
-                HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+                turn, item * TOKENS, out_ptr, grads_out, combine_ptr, combine_grads, send_rows, flag_ptr, fault_ptr,
+                timeout_ns, epoch, num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK, HAS_GRADS, BLOCK_N, TOKENS,
+                ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
             )  # fmt: skip
         ticket = tl.atomic_add(tickets, 1)

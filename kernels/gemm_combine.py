@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, TileTable, Wire
-from .combine import combine_panels
+from .combine import combine_panels, slot_block
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 from .recorder import KIND_CONVERT, now, record, recording
 
@@ -66,7 +66,7 @@ class GemmCombineConfig:
     group_tiles: int = 8
     move_rows: int = 8
     move_cols: int = 512
-    sum_tokens: int = 16
+    sum_tokens: int = 32
     flatten: bool = True
     num_stages: int = 4
     num_warps: int = 8
@@ -220,7 +220,7 @@ def combine_arguments(
         BLOCK_N=config.block_n,
         W=wire.world_size,
         K=top_k,
-        K_BLOCK=triton.next_power_of_2(top_k),
+        K_BLOCK=slot_block(top_k),
         WEIGHTED=returns.row_weights is not None,
         HAS_GRADS=grads is not None,
         TOKENS=config.sum_tokens,

@@ -1,14 +1,15 @@
 """The plan on the device: three small kernels turn the top-k ids of all ranks into ``comet.plan.Plan``'s tensors.
 
 1. ``exchange_kernel``, (chunk of 128 tokens, peer): copies this rank's ids and weights into the peer's pool, signals.
-2. ``count_kernel``, (source, chunk) x block of experts: waits for the chunk, counts what comes to this rank's experts,
-   and gives every routed row its position among the rows of its expert inside the chunk.
-3. ``place_kernel``, one program per piece of output: position plus what lies before the chunk is the final address.
-   Each program adds up the few counts before it by itself, which is quicker than one more launch for a scan.
+2. ``counting.count_kernel``, (source, chunk) x block of experts: waits for the chunk, counts what comes to this rank's
+   experts, and gives every routed row its position among the rows of its expert inside the chunk; waves likewise.
+3. ``placement.place_kernel``, one program per piece of output: position plus what lies before the chunk is the final
+   address. Each program adds up the few counts before it by itself, which is quicker than one more launch for a scan.
 
-Order is (source, token, slot) everywhere. A *list* of M places (rows received from one source, tokens sent to one rank)
-is a permutation: needed tokens first, in order, then the others, whose places are marked -1. So every place is written
-once. With 4 tokens, of which 1 and 3 are needed, tokens 0..3 take the places 2, 0, 3, 1: the list is 1, 3, -1, -1.
+Routed rows are in (source, token, slot) order. A *list* of M places (rows received from one source, tokens sent to one
+rank) is a permutation by wave (see ``placement``), then token; places of the last wave, tokens that are not needed, are
+marked -1. So every place is written once. With 4 tokens, of which 1 is needed by the rank's second expert and 3 by its
+first, tokens 0..3 take the places 2, 1, 3, 0: the list is 3, 1, -1, -1.
 
 Counts and ids can disagree only after a wait met its deadline; indices are bounded so that even then nothing is written
 outside its tensor.
@@ -22,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import CHUNK_ROWS
-from .placement import place_kernel, shard_of
-from .primitives import PLACE_EXCHANGE, signal, wait_flag
+from .arguments import CHUNK_ROWS, MAX_WAVES
+from .counting import count_kernel
+from .placement import place_kernel
+from .primitives import signal
 
 EXPERT_BLOCK = 32
 NARROW_EXPERT_BLOCK = 8
@@ -95,6 +97,11 @@ class PlanConfig:
         """W."""
         return self.ep * self.tp
 
+    @property
+    def num_waves(self) -> int:
+        """Waves of a list, a power of two: 2 experts make 4 (one for each, an empty one, and the tokens not needed)."""
+        return min(MAX_WAVES, triton.next_power_of_2(self.experts_local + 1))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanScratch:
@@ -104,8 +111,11 @@ class PlanScratch:
         epoch: ``(1,)`` the epoch of this plan.
         totals: ``(W, e)`` routed rows of each source and expert.
         counts: ``(W, C, e)`` the same per chunk.
-        row_counts: ``(W, C)`` tokens of each chunk that come to this rank.
-        shard_counts: ``(C, EP)`` tokens of each own chunk that go to each EP shard.
+        recv_waves: ``(W, C, waves)`` tokens of each chunk in each wave of this rank.
+        send_waves: ``(EP, C, waves)`` tokens of each own chunk in each wave of each EP shard.
+        recv_ranks: ``(W, C, 128)`` wave * 128 + place in the chunk's part of the wave, of each token.
+        send_ranks: ``(EP, C, 128)`` the same of own tokens at each EP shard.
+        starts: ``(2 * W * C, waves)`` place in a list of the first token of each wave that a chunk holds.
         positions: ``(W, C, K, 128)`` position of a routed row among those of its expert in its chunk.
         bases: ``(W, C, 2, e)`` first routed row, and how many are kept, of each expert in each chunk.
     """
@@ -113,8 +123,11 @@ class PlanScratch:
     epoch: Tensor
     totals: Tensor
     counts: Tensor
-    row_counts: Tensor
-    shard_counts: Tensor
+    recv_waves: Tensor
+    send_waves: Tensor
+    recv_ranks: Tensor
+    send_ranks: Tensor
+    starts: Tensor
     positions: Tensor
     bases: Tensor
 
@@ -126,8 +139,11 @@ class PlanScratch:
             "epoch": (1,),
             "totals": (sources, experts),
             "counts": (sources, chunks, experts),
-            "row_counts": (sources, chunks),
-            "shard_counts": (chunks, config.ep),
+            "recv_waves": (sources, chunks, config.num_waves),
+            "send_waves": (config.ep, chunks, config.num_waves),
+            "recv_ranks": (sources, chunks, CHUNK_ROWS),
+            "send_ranks": (config.ep, chunks, CHUNK_ROWS),
+            "starts": (2 * sources * chunks, config.num_waves),
             "positions": (sources, chunks, config.top_k, CHUNK_ROWS),
             "bases": (sources, chunks, 2, experts),
         }
@@ -176,57 +192,6 @@ def exchange_kernel(
     signal(flags + rank * (M // CHUNK) + chunk, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "timeout_ns"])
-def count_kernel(
-    ids_ptr, flag_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, row_counts_ptr, shard_counts_ptr,
-    positions_ptr, rank, timeout_ns, M,
-    K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_BLOCK: tl.constexpr, EP: tl.constexpr,
-    TP: tl.constexpr, CHUNK: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Count one chunk of one source for one block of this rank's experts."""
-    source_chunk = tl.program_id(0)
-    num_chunks = M // CHUNK
-    source = source_chunk // num_chunks
-    chunk = source_chunk - source * num_chunks
-    epoch = tl.load(plan_epoch_ptr)
-    wait_flag(flag_ptr + source_chunk, epoch, fault_ptr, timeout_ns, PLACE_EXCHANGE, source, chunk, INTERPRET)
-    tokens = tl.arange(0, CHUNK)
-    chunk_ids = ids_ptr + ((epoch & 1) * (EP * TP) + source) * (M * POOL_K) + (chunk * CHUNK + tokens) * K
-    first_expert = rank // TP * E_LOCAL
-    experts = tl.program_id(1) * E_BLOCK + tl.arange(0, E_BLOCK)
-    # ---- how many of each token's slots name each expert
-    hot = tl.zeros((CHUNK, E_BLOCK), dtype=tl.int32)
-    needed = tl.zeros((CHUNK,), dtype=tl.int32)
-    for k in range(K):
-        local = tl.load(chunk_ids + k) - first_expert
-        mine = (local >= 0) & (local < E_LOCAL)
-        needed = needed | mine.to(tl.int32)
-        hot += (tl.where(mine, local, -1)[:, None] == experts[None, :]).to(tl.int32)
-    count = tl.sum(hot, axis=0)
-    tl.store(counts_ptr + source_chunk * E_LOCAL + experts, count, mask=experts < E_LOCAL)
-    # ---- position of each slot; slots of one token that name the same expert follow each other
-    if tl.sum(count, axis=0) > 0:
-        tl.atomic_add(totals_ptr + source * E_LOCAL + experts, count, mask=experts < E_LOCAL, sem="relaxed")
-        before = tl.cumsum(hot, axis=0) - hot
-        for k in range(K):
-            local = tl.load(chunk_ids + k) - first_expert
-            mine = (local >= 0) & (local < E_LOCAL)
-            here = tl.where(mine, local, -1)[:, None] == experts[None, :]
-            position = tl.sum(tl.where(here, before, 0), axis=1)
-            in_block = mine & (local // E_BLOCK == tl.program_id(1))
-            tl.store(positions_ptr + (source_chunk * K + k) * CHUNK + tokens, position, mask=in_block)
-            before += here.to(tl.int32)
-    if tl.program_id(1) == 0:
-        tl.store(row_counts_ptr + source_chunk, tl.sum(needed, axis=0))
-        if source == rank:
-            shards = tl.arange(0, triton.next_power_of_2(EP))
-            going = tl.zeros((CHUNK, triton.next_power_of_2(EP)), dtype=tl.int32)
-            for k in range(K):
-                shard = shard_of(tl.load(chunk_ids + k), E_LOCAL)
-                going = going | (shard[:, None] == shards[None, :]).to(tl.int32)
-            tl.store(shard_counts_ptr + chunk * EP + shards, tl.sum(going, axis=0), mask=shards < EP)
-
-
 def exchange(
     top_k_ids: Tensor,
     top_k_weights: Tensor,
@@ -266,14 +231,16 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
     num_chunks, pool_top_k = pool.max_tokens // CHUNK_ROWS, pool.ids.shape[3]
     num_programs = config.world_size * num_chunks
     constants = count_constants(config, pool_top_k, num_chunks)
-    count_kernel[(num_programs, triton.cdiv(config.experts_local, constants["E_BLOCK"]))](
-        pool.ids, pool.flags, pool.fault, scratch.epoch, scratch.totals, scratch.counts, scratch.row_counts,
-        scratch.shard_counts, scratch.positions, pool.rank, pool.timeout_ns, pool.max_tokens, **constants,
+    num_blocks = triton.cdiv(config.experts_local, constants["E_BLOCK"])
+    count_kernel[(num_programs, num_blocks + 2)](
+        pool.ids, pool.flags, pool.fault, scratch.epoch, scratch.totals, scratch.counts, scratch.recv_waves,
+        scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, pool.rank, pool.timeout_ns, pool.max_tokens, **constants,
     )  # fmt: skip
     tensors = {"arrival_row_ids": tensors["routed_row_ids"], **tensors}
     place_kernel[(2 * num_programs + config.experts_local + 1,)](
         pool.ids, pool.weights, pool.epoch, pool.fault, scratch.epoch, scratch.totals, scratch.counts,
-        scratch.row_counts, scratch.shard_counts, scratch.positions, scratch.bases, pool.rank, config.expert_capacity,
+        scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.starts,
+        scratch.positions, scratch.bases, pool.rank, config.expert_capacity,
         tensors["routed_row_ids"].numel(), pool.max_tokens, num_warps=place_warps(config), **tensors,
         **place_constants(config, pool_top_k),
     )  # fmt: skip
@@ -310,6 +277,7 @@ def count_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
         "EP": config.ep,
         "TP": config.tp,
         "CHUNK": CHUNK_ROWS,
+        "WAVES": config.num_waves,
         "INTERPRET": triton.knobs.runtime.interpret,
     }
 
@@ -330,6 +298,7 @@ def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool
         "CHUNK": CHUNK_ROWS,
         "SCAN_ROWS": max(SCAN_ELEMENTS // e_pad, 1),
         "BY_TOKEN": config.by_token,
+        "WAVES": config.num_waves,
     }
 
 

@@ -6,6 +6,10 @@ Programs of ``place_kernel``, W*C each for received rows and sent tokens, e for 
     [W*C, 2*W*C)                send list of a (destination, chunk)
     [2*W*C, 2*W*C + e)          tiles and padding of an expert's segment
     2*W*C + e                   segment table, tile starts, counts, status, epoch
+
+A *list* (rows received from one source, tokens sent to one rank) is ordered by wave, then token. The wave of a token
+says which of the receiving rank's experts needs it first, so that rows arrive in the order in which layer 0 goes
+through the experts; tokens that are not needed there form the last wave.
 """
 
 import triton
@@ -16,30 +20,39 @@ from .tiles import phase_of_source
 
 
 @triton.jit
-def shard_of(ids, E_LOCAL: tl.constexpr):
-    """EP shard of expert ids; -1 for a masked slot (integer division rounds towards zero)."""
-    return tl.where(ids >= 0, ids // E_LOCAL, -1)
-
-
-@triton.jit
-def sum_chunks(counts_ptr, stride, chunk, num_chunks, BLOCK: tl.constexpr):
-    """Sum of ``counts[0 .. chunk)`` and of all ``num_chunks`` counts, which lie ``stride`` apart."""
-    before = tl.zeros((BLOCK,), dtype=tl.int32)
-    total = tl.zeros((BLOCK,), dtype=tl.int32)
+def sum_chunks(counts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """(waves,): sum of the counts ``(chunks, waves)`` of chunks ``0 .. chunk`` (exclusive), and of all."""
+    before = tl.zeros((WAVES,), dtype=tl.int32)
+    total = tl.zeros((WAVES,), dtype=tl.int32)
+    waves = tl.arange(0, WAVES)[None, :]
     for start in range(0, num_chunks, BLOCK):
-        chunks = start + tl.arange(0, BLOCK)
-        counts = tl.load(counts_ptr + chunks * stride, mask=chunks < num_chunks, other=0)
-        before += tl.where(chunks < chunk, counts, 0)
-        total += counts
-    return tl.sum(before, axis=0), tl.sum(total, axis=0)
+        chunks = start + tl.arange(0, BLOCK)[:, None]
+        counts = tl.load(counts_ptr + chunks * WAVES + waves, mask=(chunks < num_chunks) & (waves >= 0), other=0)
+        before += tl.sum(tl.where(chunks < chunk, counts, 0), axis=0)
+        total += tl.sum(counts, axis=0)
+    return before, total
 
 
 @triton.jit
-def list_places(needed, chunk, before, total, CHUNK: tl.constexpr):
-    """Place of each token of a chunk in its list: needed ones first, the others behind all needed ones."""
-    tokens = tl.arange(0, CHUNK)
-    inside = tl.cumsum(needed, axis=0) - needed
-    return tl.where(needed > 0, before + inside, total + (chunk * CHUNK - before) + (tokens - inside))
+def num_needed(total, WAVES: tl.constexpr):
+    """Tokens of all waves but the last."""
+    return tl.sum(tl.where(tl.arange(0, WAVES) < WAVES - 1, total, 0), axis=0)
+
+
+@triton.jit
+def start_waves(counts_ptr, starts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the place in the list of the first token of each wave that a chunk holds; tokens needed in the whole list."""
+    before, total = sum_chunks(counts_ptr, chunk, num_chunks, WAVES, BLOCK)
+    tl.store(starts_ptr + tl.arange(0, WAVES), tl.cumsum(total, axis=0) - total + before)
+    return num_needed(total, WAVES)
+
+
+@triton.jit
+def list_places(ranks_ptr, starts_ptr, CHUNK: tl.constexpr, WAVES: tl.constexpr):
+    """Place of each token of a chunk in its list, and whether the token is needed; after a barrier."""
+    ranks = tl.load(ranks_ptr + tl.arange(0, CHUNK))
+    waves = ranks // CHUNK
+    return tl.load(starts_ptr + waves) + ranks % CHUNK, waves < WAVES - 1
 
 
 @triton.jit
@@ -102,10 +115,10 @@ def place_experts(
 
 @triton.jit
 def place_rows(
-    ids_ptr, weights_ptr, row_counts_ptr, positions_ptr, bases, row_slots, row_weights, routed_row_ids,
+    ids_ptr, weights_ptr, ranks_ptr, starts_ptr, positions_ptr, bases, row_slots, row_weights, routed_row_ids,
     arrival_row_ids, routed_slots, source, chunk, rank, num_chunks,
     K: tl.constexpr, E_LOCAL: tl.constexpr, TP: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
-    SUM_BLOCK: tl.constexpr,
+    WAVES: tl.constexpr,
 ):  # fmt: skip
     """Write the received rows of a chunk and their routed rows; ``ids_ptr`` and ``weights_ptr`` are the source's."""
     tokens = tl.arange(0, CHUNK)
@@ -121,9 +134,7 @@ def place_rows(
     count = tl.load(bases + E_LOCAL + local, mask=mine, other=0)
     kept = mine & (position >= 0) & (position < count)
     # ---- received row of each token
-    needed = tl.max(mine.to(tl.int32), axis=1)
-    before, total = sum_chunks(row_counts_ptr + source * num_chunks, 1, chunk, num_chunks, SUM_BLOCK)
-    place = list_places(needed, chunk, before, total, CHUNK)
+    place, _ = list_places(ranks_ptr, starts_ptr, CHUNK, WAVES)
     place = tl.where(source == rank, chunk * CHUNK + tokens, place)
     in_list = in_row & (place < num_chunks * CHUNK)[:, None]
     row = (source * (num_chunks * CHUNK) + place)[:, None]
@@ -138,32 +149,23 @@ def place_rows(
 
 @triton.jit
 def place_sends(
-    ids_ptr, shard_counts_ptr, send_token_ids, send_rows, send_counts, target, chunk, rank, num_chunks,
-    K: tl.constexpr, E_LOCAL: tl.constexpr, EP: tl.constexpr, TP: tl.constexpr, CHUNK: tl.constexpr,
-    SUM_BLOCK: tl.constexpr,
+    ranks_ptr, starts_ptr, send_token_ids, send_rows, target, chunk, rank, num_chunks,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, WAVES: tl.constexpr,
 ):  # fmt: skip
-    """Write the part of the send list of rank ``target`` that a chunk decides; ``ids_ptr`` is this rank's."""
-    tokens = tl.arange(0, CHUNK)
-    slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
-    offsets = (chunk * CHUNK + tokens)[:, None] * K + slots
-    shard = target // TP
-    ids = tl.load(ids_ptr + offsets, mask=(tokens >= 0)[:, None] & (slots < K), other=-1)
-    needed = tl.max((shard_of(ids, E_LOCAL) == shard).to(tl.int32), axis=1)
-    before, total = sum_chunks(shard_counts_ptr + shard, EP, chunk, num_chunks, SUM_BLOCK)
-    token = chunk * CHUNK + tokens
-    place = tl.where(target == rank, token, list_places(needed, chunk, before, total, CHUNK))
-    tl.store(send_token_ids + target * (num_chunks * CHUNK) + place, tl.where(needed > 0, token, -1))
-    tl.store(send_rows + token * (EP * TP) + target, tl.where(needed > 0, place, -1))
-    if chunk == 0:
-        tl.store(send_counts + target, total)
+    """Write the part of the send list of rank ``target`` that a chunk decides."""
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    place, needed = list_places(ranks_ptr, starts_ptr, CHUNK, WAVES)
+    place = tl.where(target == rank, token, place)
+    tl.store(send_token_ids + target * (num_chunks * CHUNK) + place, tl.where(needed, token, -1))
+    tl.store(send_rows + token * WORLD + target, tl.where(needed, place, -1))
 
 
 @triton.jit
 def place_segment(
-    kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, expert, num_routed_rows,
+    kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles, expert, num_routed_rows,
     E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of an expert's segment, each among those of its phase, and mark the segment's padding."""
+    """Write the tiles of an expert's segment, each among those of its phase and at its place, and mark its padding."""
     experts = tl.arange(0, E_PAD)
     counts, starts, _ = expert_segments(kept, BLOCK_ROWS)
     counts = tl.maximum(tl.minimum(counts, num_routed_rows - starts), 0)
@@ -177,12 +179,12 @@ def place_segment(
         entries = tl.sum(earlier, axis=0) + tl.sum(tl.where(experts < expert, until - earlier, 0), axis=0)
         for first in range(first_tile, num_tiles, TILE_BLOCK):
             tile = first + tl.arange(0, TILE_BLOCK)
-            entry = tiles + (entries + tile - first_tile) * 4
             mask = tile < num_tiles
-            tl.store(entry, expert + tile * 0, mask=mask)
-            tl.store(entry + 1, start + tile * BLOCK_ROWS, mask=mask)
-            tl.store(entry + 2, tl.minimum(count - tile * BLOCK_ROWS, BLOCK_ROWS), mask=mask)
-            tl.store(entry + 3, phase + tile * 0, mask=mask)
+            values = (expert, start + tile * BLOCK_ROWS, tl.minimum(count - tile * BLOCK_ROWS, BLOCK_ROWS), phase)
+            for field in tl.static_range(4):
+                value = values[field] + tile * 0
+                tl.store(tiles + (entries + tile - first_tile) * 4 + field, value, mask=mask)
+                tl.store(segment_tiles + (start // BLOCK_ROWS + tile) * 4 + field, value, mask=mask)
         earlier = until
     row = count + tl.arange(0, BLOCK_ROWS)
     mask = row < tl.cdiv(count, BLOCK_ROWS) * BLOCK_ROWS
@@ -194,10 +196,10 @@ def place_segment(
 
 @triton.jit
 def place_totals(
-    totals, kept, phases, row_counts_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status, fault_ptr,
+    totals, kept, phases, recv_waves_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status, fault_ptr,
     num_routed_rows, num_chunks,
     WORLD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    SUM_BLOCK: tl.constexpr,
+    WAVES: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the segment table, tile starts, received counts and status."""
     experts = tl.arange(0, E_PAD)
@@ -216,26 +218,29 @@ def place_totals(
         tl.store(fault_ptr + FAULT_ROWS_NEEDED, tl.cast(num_rows, tl.int64))
     tl.store(status + 3, 0)
     for source in range(WORLD):
-        _, total = sum_chunks(row_counts_ptr + source * num_chunks, 1, 0, num_chunks, SUM_BLOCK)
-        tl.store(recv_counts + source, total)
+        _, total = sum_chunks(
+            recv_waves_ptr + source * num_chunks * WAVES, 0, num_chunks, WAVES, SUM_BLOCK
+        )  # fmt: skip
+        tl.store(recv_counts + source, num_needed(total, WAVES))
 
 
 @triton.jit(do_not_specialize=["rank", "capacity", "num_routed_rows"])
 def place_kernel(
-    ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, row_counts_ptr,
-    shard_counts_ptr, positions_ptr, bases_ptr, rank, capacity, num_routed_rows, M,
+    ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, recv_waves_ptr,
+    send_waves_ptr, recv_ranks_ptr, send_ranks_ptr, starts_ptr, positions_ptr, bases_ptr, rank, capacity, num_routed_rows, M,
     send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids, arrival_row_ids,
-    routed_slots, segment_starts, segment_counts, tiles, tile_starts, status,
+    routed_slots, segment_starts, segment_counts, tiles, segment_tiles, tile_starts, status,
     K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,
     TP: tl.constexpr, W_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
+    SCAN_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, WAVES: tl.constexpr,
 ):  # fmt: skip
     """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.plan.Plan``."""
     WORLD: tl.constexpr = EP * TP
-    SUM_BLOCK: tl.constexpr = 128
+    SUM_BLOCK: tl.constexpr = 32
     num_chunks = M // CHUNK
     num_places = WORLD * num_chunks
     program = tl.program_id(0)
+    starts_ptr += program * WAVES
     epoch = tl.load(plan_epoch_ptr)
     half = (epoch & 1) * WORLD * (M * POOL_K)
     sources = tl.arange(0, W_PAD)
@@ -245,6 +250,9 @@ def place_kernel(
         source = program // num_chunks
         chunk = program - source * num_chunks
         bases = bases_ptr + program * (2 * E_LOCAL)
+        start_waves(
+            recv_waves_ptr + source * num_chunks * WAVES, starts_ptr, chunk, num_chunks, WAVES, SUM_BLOCK
+        )  # fmt: skip
         place_experts(
             kept, lower, phases, counts_ptr, bases, source, chunk, capacity, num_routed_rows, num_chunks,
             E_LOCAL, E_PAD, W_PAD, BLOCK_ROWS, SCAN_ROWS,
@@ -252,25 +260,33 @@ def place_kernel(
         tl.debug_barrier()
         offset = half + source * (M * POOL_K)
         place_rows(
-            ids_ptr + offset, weights_ptr + offset, row_counts_ptr, positions_ptr, bases, row_slots, row_weights,
-            routed_row_ids, arrival_row_ids, routed_slots, source, chunk, rank, num_chunks, K, E_LOCAL, TP, CHUNK,
-            BY_TOKEN, SUM_BLOCK,
+            ids_ptr + offset, weights_ptr + offset, recv_ranks_ptr + program * CHUNK, starts_ptr, positions_ptr, bases,
+            row_slots, row_weights, routed_row_ids, arrival_row_ids, routed_slots, source, chunk, rank, num_chunks,
+            K, E_LOCAL, TP, CHUNK, BY_TOKEN, WAVES,
         )  # fmt: skip
     elif program < 2 * num_places:
         target = program // num_chunks - WORLD
-        place_sends(
-            ids_ptr + half + rank * (M * POOL_K), shard_counts_ptr, send_token_ids, send_rows, send_counts, target,
-            program % num_chunks, rank, num_chunks, K, E_LOCAL, EP, TP, CHUNK, SUM_BLOCK,
+        chunk = program % num_chunks
+        shard = target // TP
+        needed = start_waves(
+            send_waves_ptr + shard * num_chunks * WAVES, starts_ptr, chunk, num_chunks, WAVES, SUM_BLOCK
         )  # fmt: skip
+        tl.debug_barrier()
+        place_sends(
+            send_ranks_ptr + (shard * num_chunks + chunk) * CHUNK, starts_ptr, send_token_ids, send_rows, target, chunk,
+            rank, num_chunks, WORLD, CHUNK, WAVES,
+        )  # fmt: skip
+        if chunk == 0:
+            tl.store(send_counts + target, needed)
     elif program < 2 * num_places + E_LOCAL:
         place_segment(
-            kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, program - 2 * num_places,
-            num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
+            kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles,
+            program - 2 * num_places, num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
         )  # fmt: skip
     else:
         place_totals(
-            totals, kept, phases, row_counts_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status,
-            fault_ptr, num_routed_rows, num_chunks, WORLD, E_LOCAL, E_PAD, P, BLOCK_ROWS, SUM_BLOCK,
+            totals, kept, phases, recv_waves_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status,
+            fault_ptr, num_routed_rows, num_chunks, WORLD, E_LOCAL, E_PAD, P, BLOCK_ROWS, WAVES, SUM_BLOCK,
         )  # fmt: skip
         # Every kernel of this plan reads its own copy of the epoch, so this store races with nobody.
         tl.store(epoch_ptr, epoch)

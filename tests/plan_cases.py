@@ -24,7 +24,8 @@ MAX_TOKENS = (128, 256, 384)
 ROUTINGS = ("uniform", "one expert", "few experts", "masked", "repeated")
 FIELDS = (
     "send_token_ids", "send_counts", "send_rows", "recv_counts", "row_slots", "row_weights", "routed_row_ids",
-    "arrival_row_ids", "routed_slots", "segment_starts", "segment_counts", "tiles", "tile_starts", "status", "counters",
+    "arrival_row_ids", "routed_slots", "segment_starts", "segment_counts", "tiles",
+    "segment_tiles", "tile_starts", "status", "counters",
 )  # fmt: skip
 
 
@@ -137,7 +138,13 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
     mine = range(layout.first_expert, layout.first_expert + layout.experts_local)
     goes = [[{r for i in slots if i >= 0 for r in layout.ranks_of_expert(i)} for slots in tokens] for tokens in ids]
 
-    sends = [[token for token in range(size) if target in goes[rank][token]] for target in range(num_ranks)]
+    def in_order(source: int, target: int) -> list[int]:
+        """Tokens that ``source`` sends to ``target``: by wave of the first expert that needs them, then by number."""
+        experts = range(case.layout(target).first_expert, case.layout(target).first_expert + layout.experts_local)
+        tokens = [token for token in range(size) if target in goes[source][token]]
+        return sorted(tokens, key=lambda token: _wave(min(i for i in ids[source][token] if i in experts), experts))
+
+    sends = [in_order(rank, target) for target in range(num_ranks)]
     send_rows = [[-1] * num_ranks for _ in range(size)]
     send_token_ids = [[-1] * size for _ in range(num_ranks)]
     for target, tokens in enumerate(sends):
@@ -146,12 +153,13 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
             send_rows[token][target] = place
             send_token_ids[target][place] = token
 
-    received = [[token for token in range(size) if rank in goes[source][token]] for source in range(num_ranks)]
+    received = [in_order(source, rank) for source in range(num_ranks)]
     phases = [_phase(source, rank, num_ranks, case.num_phases) for source in range(num_ranks)]
     segments: list[list[Routed]] = [[] for _ in range(layout.experts_local)]
     taken, dropped = dict.fromkeys(mine, 0), 0
     for source in range(num_ranks):
-        for i, token in enumerate(received[source]):
+        for token in sorted(received[source]):
+            i = received[source].index(token)
             row = source * size + (token if source == rank else i)
             for slot, expert in enumerate(ids[source][token]):
                 if expert not in mine:
@@ -172,6 +180,12 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
         "recv_counts": [len(tokens) for tokens in received],
         "counters": [0] * 128,
     }
+
+
+def _wave(expert: int, experts: range) -> int:
+    """Experts share 31 waves evenly; fewer experts make as many waves as the next power of two leaves."""
+    waves = 31 if len(experts) >= 32 else next(2**bits - 1 for bits in range(6) if 2**bits > len(experts))
+    return (expert - experts.start) * waves // len(experts)
 
 
 def _phase(source: int, rank: int, num_ranks: int, num_phases: int) -> int:
@@ -214,6 +228,7 @@ def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
         "segment_starts": [*starts, min(start, limit)],
         "segment_counts": counts,
         "tiles": table + [[0, 0, 0, 0]] * (limit // block - len(table)),
+        "segment_tiles": sorted(table) + [[0, 0, 0, 0]] * (limit // block - len(table)),
         "tile_starts": tile_starts,
         "status": [start, int(start > limit), 0],
     }
@@ -224,7 +239,7 @@ def used_part(plan: Plan, field: str) -> Tensor:
     tensor = getattr(plan, field)
     if field in ("routed_row_ids", "arrival_row_ids", "routed_slots"):
         return tensor[: plan.segment_starts[-1]]
-    return tensor[: plan.tile_starts[-1]] if field == "tiles" else tensor
+    return tensor[: plan.tile_starts[-1]] if field in ("tiles", "segment_tiles") else tensor
 
 
 def assert_same_plan(plan: Plan, expected: Plan, hint: str) -> None:

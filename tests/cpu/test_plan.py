@@ -16,7 +16,7 @@ from ranks import run_ranks
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
 from comet.layout import ExpertLayout
-from comet.plan import begin_plan, make_plan, plan_from_ids, routed_row_capacity
+from comet.plan import Plan, begin_plan, make_plan, plan_from_ids, routed_row_capacity
 from comet.plan_twin import _positions
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
@@ -117,11 +117,17 @@ def test_tp_ranks_of_a_shard_agree_on_what_is_dropped(seed: int) -> None:
     for one, other in ((plans[0], plans[1]), (plans[2], plans[3])):
         assert torch.equal(one.status[1], other.status[1])
         if not (one.status[2] or other.status[2]):
-            # The two number rows to themselves differently; per source the kept slots are the same, in order.
-            for source in range(4):
-                rows = slice(source * case.max_tokens, (source + 1) * case.max_tokens)
-                kept_one, kept_other = (plan.row_slots[rows] >= 0 for plan in (one, other))
-                assert torch.equal(kept_one[kept_one.any(1)], kept_other[kept_other.any(1)])
+            # The two number rows to themselves differently, so the kept slots are compared token by token.
+            for source, sender in enumerate(plans):
+                kept_one, kept_other = (_kept_by_token(case, sender, plan, source) for plan in (one, other))
+                assert torch.equal(kept_one, kept_other)
+
+
+def _kept_by_token(case: Case, sender: Plan, receiver: Plan, source: int) -> torch.Tensor:
+    """(M, K) bool: which slots of each token of ``source`` the receiver computes."""
+    places = sender.send_rows[:, receiver.layout.rank].long()
+    slots = receiver.row_slots[source * case.max_tokens + places.clamp(min=0)]
+    return (slots >= 0) & (places >= 0)[:, None]
 
 
 @pytest.mark.parametrize("seed", range(200, 212))

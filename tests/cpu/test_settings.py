@@ -25,6 +25,7 @@ def blocks(tile: TileShape) -> tuple[int, int, int]:
 def test_kernels_and_comet_agree_on_the_shape_of_flags() -> None:
     assert arguments.CHUNK_ROWS == layout.CHUNK_ROWS
     assert arguments.COMBINE_CHUNK_ROWS == layout.COMBINE_CHUNK_ROWS
+    assert arguments.MAX_WAVES == layout.MAX_WAVES
     assert arguments.MAX_PANELS == layout.MAX_PANELS
 
 
