@@ -14,6 +14,7 @@ the others leave a sign of life within that time, unless they are dead; a local 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -52,8 +53,28 @@ def one_line(error: BaseException) -> str:
 
 def say(message: str) -> None:
     """Write one line of diagnosis to standard error, in a single write so that ranks do not mix."""
-    sys.stderr.write(f"comet: {message}\n")
+    say_text(f"comet: {message}\n")
+
+
+def say_text(text: str) -> None:
+    """Write whole lines to standard error; on a terminal they begin on a line of their own."""
+    if sys.stderr.isatty():
+        text = start_of_line(os.get_terminal_size(sys.stderr.fileno()).columns) + text
+    sys.stderr.write(text)
     sys.stderr.flush()
+
+
+def start_of_line(columns: int) -> str:
+    """What moves a terminal to the start of a line, to that of the next one only if something stands on this one.
+
+    That may be the progress bar of a rank that was killed, or the ``^C`` the terminal shows: nobody here knows. As many
+    spaces as a line has columns fill an empty one, whose end the terminal leaves only for a further character, and from
+    anywhere else they run on into the next line. A carriage return goes to the start of either.
+
+    Args:
+        columns: Width of the terminal; 0 if it does not tell.
+    """
+    return " " * columns + "\r" if columns else "\n"
 
 
 def report(error: BaseException, context: LaunchContext, store: dist.Store, with_traceback: bool = False) -> int:
@@ -77,7 +98,7 @@ def report(error: BaseException, context: LaunchContext, store: dist.Store, with
         say(f"error: {one_line(error)}")
     if with_traceback or not (status == STATUS_USER or is_peer_error(error) or isinstance(error, CommTimeoutError)):
         text = "".join(traceback.format_exception(error))
-        sys.stderr.write(f"{text}comet: error: rank {context.rank} failed with {type(error).__name__}\n")
+        say_text(f"{text}comet: error: rank {context.rank} failed with {type(error).__name__}\n")
     return status
 
 

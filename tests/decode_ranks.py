@@ -9,7 +9,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from decode_cases import DecodeCase, draw_ids
-from gemm_cases import assert_as_good
+from gemm_cases import assert_as_good, chain_of
 from torch import Tensor
 
 from comet.comm import Communicator, make_communicator
@@ -155,7 +155,8 @@ def compare_step(
     slots = torch.arange(case.E, dtype=torch.int32, device=device)
     plain = warp_decode_torch(tokens, ids, routing_weights, DecodeWeights(w1=w1, w2=w2, slots=slots))
     exact = DecodeWeights(w1=w1.double(), w2=w2.double(), slots=slots)
-    assert_as_good(who, output, plain, warp_decode_torch(tokens.double(), ids, routing_weights.double(), exact))
+    wanted = warp_decode_torch(tokens.double(), ids, routing_weights.double(), exact)
+    assert_as_good(who, output, plain, wanted, chain=chain_of(max(case.D, case.F), dtype))
 
 
 def assert_ranks_agree(outputs: list[list[Tensor]]) -> None:

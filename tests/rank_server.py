@@ -29,8 +29,12 @@ from typing import NoReturn
 
 from rank_child import become_rank
 
-# What ranks import most. Importing it must start no thread (fork copies only one) and touch no device.
-PRELOADED = "pytest torch torch._dynamo triton comet.training.run comet.modular comet.decode comet.trace".split()
+# What ranks import most, with the modules of all kernels: what is imported here no rank need import, nor, under the
+# interpreter, parse. Importing it must start no thread (fork copies only one) and touch no device.
+PRELOADED = (
+    "pytest torch torch._dynamo triton comet.training.run comet.modular comet.decode comet.trace "
+    "comet.fused comet.plan_kernels comet.router_kernels"
+).split()
 MESSAGE_BYTES = 4096
 POLL_S = 0.01
 LOG_TAIL = 4000
@@ -199,16 +203,21 @@ def _become_forked_rank(folder: Path, rank: int, server: int) -> NoReturn:
     become_rank(folder, rank, server)
 
 
+def _refuse_threads(imported: str) -> None:
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        raise RuntimeError(f"{threads} threads after importing {imported}: a fork would lack all but one")
+
+
 def _main(descriptor: int, sys_path: list[str]) -> None:
     sys.path[:] = sys_path
     for name in PRELOADED:
         importlib.import_module(name)
+        _refuse_threads(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         from quick_interpreter import quicken
 
         quicken()
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise RuntimeError(f"{threads} threads after importing {', '.join(PRELOADED)}: a fork would lack all but one")
+        _refuse_threads("quick_interpreter")
     gc.freeze()  # a collection in a fork leaves these objects alone, and their pages shared
     serve(socket.socket(fileno=descriptor))
 

@@ -26,7 +26,7 @@ from rank_server import ForkedRank, Start, fork_rank
 Child = ForkedRank | subprocess.Popen[bytes]
 
 FRESH = Path(__file__).with_name("rank_child.py")
-GRACE_S = 0.5
+GRACE_S = 0.2
 POLL_S = 0.02
 LOG_TAIL = 4000
 

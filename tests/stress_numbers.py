@@ -9,9 +9,10 @@ import torch
 from layer_cases import MASKED, RankInputs
 from stress_cases import StressCase
 from torch import Tensor
+from weight_gradients import weight_gradient_units
 
 from comet.layout import ExpertLayout
-from comet.reference import reference_experts
+from comet.reference import kept_slots, reference_experts
 
 ZIPF_EXPONENT = 1.5
 MASKED_SHARE = 0.4
@@ -115,6 +116,17 @@ def expected(
         shards = [shard(case, rank, gradient(w1), gradient(w2)) for rank in range(case.world_size)]
         found["grad_w1"], found["grad_w2"] = ([pair[which] for pair in shards] for which in range(2))
     return found
+
+
+def units_of_weight_gradients(case: StressCase, inputs: list[RankInputs], weights: FullWeights, rank: int) -> Tensor:
+    """``(T, K)`` units by which ``weight_gradients`` judges the gradients of a rank's routing weights."""
+    ids = torch.cat([of_rank.top_k_ids for of_rank in inputs])
+    if case.expert_capacity is not None:
+        ids = ids.masked_fill(~kept_slots(ids, case.num_experts, case.expert_capacity), MASKED)
+    mine = inputs[rank]
+    return weight_gradient_units(
+        mine.tokens, ids.split(case.num_tokens)[rank], mine.grad_output, weights.wide, case.dtype
+    )
 
 
 def shard(layer: StressCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

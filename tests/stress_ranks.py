@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from layer_cases import RankInputs, assert_as_close
 from stress_cases import LAYERS, Stress, StressCase
-from stress_numbers import FullWeights, expected, gradient, shard, stress_inputs
+from stress_numbers import FullWeights, expected, gradient, shard, stress_inputs, units_of_weight_gradients
 from torch import Tensor
+from weight_gradients import wrong_weight_gradients
 
 from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
@@ -205,6 +206,11 @@ def wrong_results(
         first_calls[number] = found
         exact, same = (expected(case, of_ranks[number], weights, dtype) for dtype in (torch.float64, case.dtype))
         for name, tensor in found.items():
+            if name == "grad_top_k_weights":
+                units = units_of_weight_gradients(case, of_ranks[number], weights, rank)
+                complaints = wrong_weight_gradients(tensor, exact[name][rank], units)
+                wrong += [f"{where}: {name}: {complaint}" for complaint in complaints]
+                continue
             # All ranks' elements tell how far plain torch is off; over the few of one rank that would be luck.
             parts = [tensor if other == rank else part for other, part in enumerate(exact[name])]
             try:

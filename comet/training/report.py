@@ -23,6 +23,19 @@ RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
 
 
+class LogLines:
+    """Standard error where it is no terminal: each state of a progress bar becomes a line of its own."""
+
+    def write(self, text: str) -> None:
+        """Write what a bar shows, without what moves a cursor."""
+        if line := text.strip():
+            sys.stderr.write(line + "\n")
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+        sys.stderr.flush()
+
+
 class Reporter:
     """Shows the progress of a run and writes its files.
 
@@ -43,14 +56,15 @@ class Reporter:
             output_dir.mkdir(parents=True, exist_ok=True)
         self.history = History(output_dir if enabled else None)
         self.history.start(earlier, first_step)
+        on_terminal = sys.stderr.isatty()
         self.bar = tqdm(
             total=total_steps,
             initial=min(first_step, total_steps),
             disable=not enabled,
-            file=sys.stderr,
+            file=sys.stderr if on_terminal else LogLines(),
             unit="step",
             dynamic_ncols=True,
-            mininterval=TERMINAL_INTERVAL_S if sys.stderr.isatty() else LOG_INTERVAL_S,
+            mininterval=TERMINAL_INTERVAL_S if on_terminal else LOG_INTERVAL_S,
         )
 
     def note(self, message: str) -> None:

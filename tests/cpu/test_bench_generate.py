@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_generate import differs_over_ranks, parse, prepare, room, step_bytes
+from bench_generate import run as run_benchmark
 from generate_cases import graphs_on_cpu
 from generate_models import draws_on, library_version, make_gpt, make_library_model, model_config
 from generate_paths import Paths
@@ -173,13 +174,29 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "bench_generate.json").read_text()) == run
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
-def test_torchrun_end_to_end(tmp_path: Path, ep: int, tp: int) -> None:
+SMALL = "--device cpu --model tiny --layers 1 --contexts 8,40 --rounds 1 --steps 2".split()
+
+
+def check_run(folder: Path, ep: int, tp: int) -> None:
+    run = json.loads((folder / "bench_generate.json").read_text())
+    found = [(row["ep"], row["tp"], row["context"], row["path"], row["failure"]) for row in run["rows"]]
+    assert found == [(ep, tp, context, "comet", None) for context in (8, 40)]
+    assert (folder / "bench_generate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
+    run_benchmark(parse(words), Ranks(rank, CPU, dist.group.WORLD))
+
+
+def test_expert_parallel_run(tmp_path: Path) -> None:
+    run_ranks(run_on_rank, 2, [*SMALL, "--ep", "2", "--out", str(tmp_path)])
+    check_run(tmp_path, 2, 1)
+
+
+def test_torchrun_end_to_end(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program += [str(ROOT / "benchmarks/bench_generate.py"), "--device", "cpu", "--model", "tiny", "--layers", "1"]
-    settings = ["--contexts", "8,40", "--rounds", "1", "--steps", "2", "--ep", str(ep), "--tp", str(tp)]
     child = subprocess.run(
-        [*program, *settings, "--out", str(tmp_path)],
+        [*program, str(ROOT / "benchmarks/bench_generate.py"), *SMALL, "--tp", "2", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
@@ -188,11 +205,9 @@ def test_torchrun_end_to_end(tmp_path: Path, ep: int, tp: int) -> None:
     )
     assert child.returncode == 0, child.stderr[-3000:]
     lines = child.stdout.splitlines()
-    run = json.loads(lines[-1])
+    assert json.loads(lines[-1]) == json.loads((tmp_path / "bench_generate.json").read_text())
     assert sum(line.startswith("{") for line in lines) == 1, "rank 0 alone reports"
-    found = [(row["ep"], row["tp"], row["context"], row["path"], row["failure"]) for row in run["rows"]]
-    assert found == [(ep, tp, context, "comet", None) for context in (8, 40)]
-    assert (tmp_path / "bench_generate.png").read_bytes().startswith(b"\x89PNG")
+    check_run(tmp_path, 1, 2)
 
 
 def two_ranks(rank: int, world_size: int, ep: int, tp: int) -> tuple[list[int], float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from terminal import Terminal
 from training_cases import Rank
 
 from comet.errors import CapacityError
@@ -36,10 +37,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def start(*words: str, program: Sequence[str] = (APP,)) -> subprocess.Popen[str]:
+def start(*words: str, program: Sequence[str] = (APP,), stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     command = [sys.executable, *program, *words]
     return subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
     )
 
 
@@ -77,9 +78,11 @@ def test_help_lists_tasks_groups_and_examples():
     assert text.strip() == help_page(TASKS).strip()
 
 
-def test_dry_run_prints_settings_and_memory_and_starts_nothing(tmp_path):
-    status, out, err = run("train", "--dry-run", f"output_dir={tmp_path}/run", "parallel=ep2_tp2", program=PROGRAM)
-    assert (status, err) == (0, [])
+def test_dry_run_prints_settings_and_memory_and_starts_nothing(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["train", "--dry-run", f"output_dir={tmp_path}/run", "parallel=ep2_tp2"]) == 0
+    out, err = (text.splitlines() for text in capfd.readouterr())
+    assert err == []
     assert "nproc: 4" in out
     assert any(line.startswith("#   symmetric memory") for line in out)
     assert not (tmp_path / "run").exists()
@@ -102,9 +105,10 @@ def test_a_mistake_ends_with_status_2_and_one_line(words, message, capfd, monkey
     assert err.startswith(f"comet: error: {message}")
 
 
-def test_a_mistake_shows_its_traceback_on_request():
-    status, _, err = run("train", "--traceback", "parallel.ep=3", program=PROGRAM)
-    assert status == 2
+def test_a_mistake_shows_its_traceback_on_request(capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["train", "--traceback", "parallel.ep=3"]) == 2
+    err = capfd.readouterr().err.splitlines()
     assert err[0].startswith("Traceback")
     assert err[-1] == "comet: error: num_experts=8 must be divisible by ep=3"
 
@@ -153,20 +157,25 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
     (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
     folder = tmp_path / "run"
     settings = [*TINY, f"data.path={tmp_path}/text.txt", f"output_dir={folder}", "train.checkpoint_every=5"]
-    job = start("train", *settings, "train.steps=1000000", "parallel=ep2", program=PROGRAM)
-    try:
-        saved = wait_for_checkpoint(job, folder)
-        children = psutil.Process(job.pid).children(recursive=True)
-        ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
-        assert ranks.keys() == {0, 1}
-        stop(job, ranks)
-        _, err = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode == status, err
-    assert err.endswith(message.format(pid=ranks[1]) + "\n"), err
-    assert err.count("comet:") == 2, f"more than the note at the start and the message: {err}"
-    assert "Traceback" not in err
+    with Terminal(120) as terminal:
+        words = "train", *settings, "train.steps=1000000", "parallel=ep2"
+        job = start(*words, program=PROGRAM, stderr=terminal.descriptor)
+        try:
+            saved = wait_for_checkpoint(job, folder)
+            children = psutil.Process(job.pid).children(recursive=True)
+            ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+            assert ranks.keys() == {0, 1}
+            stop(job, ranks)
+            job.communicate(timeout=60)
+        finally:
+            job.kill()
+        lines = terminal.lines()
+    assert job.returncode == status, lines
+    *earlier, bar, last, empty = lines
+    assert (last, empty) == (message.format(pid=ranks[1]), ""), lines
+    assert "/1000000 [" in bar, lines
+    assert sum("comet:" in line for line in earlier) == 1, f"more than the note at the start: {earlier}"
+    assert not any("Traceback" in line for line in lines)
     assert all_gone([child.pid for child in children])
     newest, _ = choose_checkpoint("auto", str(folder))
     assert newest is not None

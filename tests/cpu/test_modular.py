@@ -6,7 +6,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -60,16 +59,6 @@ from comet.reference import reference_experts
 SMALL = LayerCase("small", 1, 1, (9,), num_phases=1)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Thousands of small tensors, which several threads only slow down."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_every_combination_on_one_rank() -> None:
     cases = [*attacks(1, seed=11), replace(SMALL, name="bfloat16", dtype=torch.bfloat16, seed=4)]
     outcome = run_combinations(0, 1, cases, {})

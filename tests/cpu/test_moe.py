@@ -34,13 +34,13 @@ CASES = [
     LayerCase("ep2 all experts", 2, 1, (19, 23), top_k=4),
     LayerCase("ep2 odd widths", 2, 1, (18, 11), hidden_size=48, ffn_size=80, num_panels=3),
     LayerCase("tp2", 1, 2, (31, 29)),
-    LayerCase("ep2 four calls", 2, 1, (25, 14), calls=4),
+    LayerCase("ep2 three calls", 2, 1, (25, 14), calls=3),
     LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2),
     LayerCase("ep2 experts anywhere", 2, 1, (40, 29), num_experts=8, top_k=3, routing="first_half", relabel=5),
     LayerCase("tp2 of 24 columns", 1, 2, (31, 29), ffn_size=48),
     LayerCase("ep2 split", 2, 1, (40, 70), top_k=3, num_panels=3, hidden_size=48, beside=False),
     LayerCase("ep2 copied", 2, 1, (40, 40), transport="copy"),
-    LayerCase("ep2 copied, unequal", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=3),
+    LayerCase("ep2 copied, unequal", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=2),
     LayerCase("ep2 copied, no tokens on rank 1", 2, 1, (33, 0), routing="masked", transport="copy", beside=False),
     LayerCase("one rank copies nothing", 1, 1, (37,), num_phases=1, transport="copy"),
 ]
@@ -53,6 +53,7 @@ WIDE_CASES = [
     LayerCase("ep4 copied", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3, transport="copy", calls=2),
     LayerCase("ep2 x tp2 copied", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4, transport="copy"),
 ]
+LATE_S = {"twin": 0.5, "fused": 1.0}  # many times what the other rank needs to come to where it must wait
 
 
 def case_id(case: LayerCase) -> str:
@@ -83,7 +84,7 @@ def test_half_precision_in_the_interpreter() -> None:
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("transport", ["push", "copy"])
 def test_many_epochs_with_delayed_ranks(path: str, transport: Transport) -> None:
-    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=6, seed=3, transport=transport)
+    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=4, seed=3, transport=transport)
     run_ranks(run_case, 2, case, path, "cpu", True, interpret=path == "fused", timeout=300)
 
 
@@ -98,8 +99,8 @@ def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
 
 
 COPIED = [
-    LayerCase("ep2", 2, 1, (200, 33), num_experts=8, top_k=4, routing="masked", calls=2),
-    LayerCase("ep4", 4, 1, (20, 150, 0, 31), num_experts=8, num_phases=3),
+    LayerCase("ep2", 2, 1, (140, 33), num_experts=8, top_k=3, routing="masked", calls=2),
+    LayerCase("ep4", 4, 1, (20, 130, 0, 31), num_experts=8, num_phases=3),
     LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=2),
 ]
 
@@ -182,10 +183,10 @@ def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int, trans
     arguments = (plan, workspace, pieces.settings)
     dist.barrier()
     if rank == 1 and late_layer == 0:
-        time.sleep(1.5)
+        time.sleep(LATE_S[path])
     hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
     if rank == 1 and late_layer == 1:
-        time.sleep(1.5)
+        time.sleep(LATE_S[path])
     y = pieces.ops.layer1(hidden, w2, *arguments)
     exact, same = (oracle(case, rank, dtype).output for dtype in (torch.float64, case.dtype))
     assert_as_close(y, exact, same, case.dtype, f"rank {rank}")

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from comet.launch.cli import main
 from comet.launch.tasks import TASKS
 from comet.tuner import H200, ProfileStore
 
@@ -19,12 +23,18 @@ def comet(*words: str) -> tuple[int, list[str], str]:
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
-def test_tune_then_explain(tmp_path: Path) -> None:
+def explain(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict]:
+    """The points of the task ``explain``, which starts no ranks."""
+    capfd.readouterr()
+    assert main(["explain", *words]) == 0
+    points: list[dict] = json.loads(capfd.readouterr().out.splitlines()[-1])["points"]
+    return points
+
+
+def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     settings = (f"tune.profiles={tmp_path}", "tune.tokens=[48,8]", "parallel.ep=2")
-    status, lines, errors = comet("explain", *settings)
-    assert status == 0, errors
-    before = json.loads(lines[-1])
-    assert [point["source"] for point in before["points"]] == ["default", "default"]
+    assert [point["source"] for point in explain(capfd, *settings)] == ["default", "default"]
 
     status, lines, errors = comet("tune", "tune.rounds=2", *settings)
     assert status == 0, errors
@@ -41,9 +51,7 @@ def test_tune_then_explain(tmp_path: Path) -> None:
     assert {key.tokens for key in ProfileStore.load(path, "cpu").entries} == {64, 8}
     assert not ProfileStore.load(path, H200.name).entries
 
-    status, lines, errors = comet("explain", *settings[:1], "tune.tokens=[48,9,100000]", "parallel.ep=2")
-    assert status == 0, errors
-    after = json.loads(lines[-1])["points"]
+    after = explain(capfd, *settings[:1], "tune.tokens=[48,9,100000]", "parallel.ep=2")
     assert [point["source"] for point in after] == ["profile", "profile", "default"]
     assert [point["chosen"] for point in after[:2]] == [point["chosen"] for point in tuned["points"]]
 
