@@ -234,7 +234,8 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
     num_blocks = triton.cdiv(config.experts_local, constants["E_BLOCK"])
     count_kernel[(num_programs, num_blocks + 2)](
         pool.ids, pool.flags, pool.fault, scratch.epoch, scratch.totals, scratch.counts, scratch.recv_waves,
-        scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, pool.rank, pool.timeout_ns, pool.max_tokens, **constants,
+        scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, pool.rank, pool.timeout_ns,
+        pool.max_tokens, **constants,
     )  # fmt: skip
     tensors = {"arrival_row_ids": tensors["routed_row_ids"], **tensors}
     place_kernel[(2 * num_programs + config.experts_local + 1,)](

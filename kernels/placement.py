@@ -41,7 +41,7 @@ def num_needed(total, WAVES: tl.constexpr):
 
 @triton.jit
 def start_waves(counts_ptr, starts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the place in the list of the first token of each wave that a chunk holds; tokens needed in the whole list."""
+    """Store the place in the list of the first token of each wave that a chunk holds; needed tokens of the list."""
     before, total = sum_chunks(counts_ptr, chunk, num_chunks, WAVES, BLOCK)
     tl.store(starts_ptr + tl.arange(0, WAVES), tl.cumsum(total, axis=0) - total + before)
     return num_needed(total, WAVES)
@@ -227,7 +227,8 @@ def place_totals(
 @triton.jit(do_not_specialize=["rank", "capacity", "num_routed_rows"])
 def place_kernel(
     ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, recv_waves_ptr,
-    send_waves_ptr, recv_ranks_ptr, send_ranks_ptr, starts_ptr, positions_ptr, bases_ptr, rank, capacity, num_routed_rows, M,
+    send_waves_ptr, recv_ranks_ptr, send_ranks_ptr, starts_ptr, positions_ptr, bases_ptr, rank, capacity,
+    num_routed_rows, M,
     send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids, arrival_row_ids,
     routed_slots, segment_starts, segment_counts, tiles, segment_tiles, tile_starts, status,
     K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,

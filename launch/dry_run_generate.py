@@ -41,8 +41,8 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
 
     Returns:
         Bytes of weights in float32 while a checkpoint is read, of the weights afterwards (norms, router and embedding
-        counted as if they had the same dtype), of the pieces of shared experts that decode steps read, of keys and
-        values, and of symmetric memory. Ranks hold equally many pieces, or one less.
+        counted as if they had the same dtype, experts kept in FP8 as one byte), of the pieces of shared experts that
+        decode steps read, of keys and values, and of symmetric memory. Ranks hold equally many pieces, or one less.
     """
     model, ranks = job.model, job.parallel.world_size
     prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
@@ -51,12 +51,15 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
     shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
     weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
     layout = ExpertLayout.create(model.moe, job.parallel, 0)
-    columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
+    keep_fp8 = job.generate.keep_fp8
+    columns = 0 if keep_fp8 else shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
     piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
-    pieces = (model.num_layers - model.dense_layers) * columns * piece
+    moe_layers = model.num_layers - model.dense_layers
+    pieces = moe_layers * columns * piece
+    kept = moe_layers * layout.experts_local * piece if keep_fp8 else 0
     return {
-        "weights while loading": weights * FLOAT32_BYTES,
-        "weights": weights * dtype.itemsize,
+        "weights while loading": (weights - kept) * FLOAT32_BYTES + kept,
+        "weights": (weights - kept) * dtype.itemsize + kept,
         "shared experts in decode steps": pieces * dtype.itemsize,
         "keys and values": cached * dtype.itemsize,
         "symmetric memory": workspace_bytes(shape),

@@ -29,6 +29,7 @@ class GenerateConfig:
         dtype: Of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto`` where that works, ``on`` or not at
             all, ``off`` never. The tokens are the same.
+        keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored; else they are dequantised.
     """
 
     source: str | None = None
@@ -42,6 +43,7 @@ class GenerateConfig:
     stop: str | None = None
     dtype: GenerateDtype = "auto"
     cuda_graph: GraphMode = "auto"
+    keep_fp8: bool = False
 
     def __post_init__(self) -> None:
         require(self.source is None or bool(self.source), f"source={self.source!r} must name a folder")

@@ -118,7 +118,7 @@ class HFEngine:
         if head is not embedding:
             dense -= embedding.nbytes
         module = self._experts[0]
-        expert = module.gate_up_proj[0].nbytes + module.down_proj[0].nbytes
+        expert = sum(weight.nbytes for weight in module.parameters()) // module.layout.experts_local
         if self._shape[0] <= module.runner.decode.max_tokens:
             dense -= sum(each.shared.bytes_elsewhere(expert) for each in self._experts if each.shared is not None)
         return int(self._touched) / self._steps * expert + dense + self._shape[0] * embedding[0].nbytes

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comet.config import require
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.report import Printer
@@ -40,6 +41,10 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = find_source(settings.source)
+    require(
+        source.checkpoint is None or not settings.keep_fp8,
+        f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
+    )
     for reason in source.skipped if context.rank == 0 else ():
         logger.warning("skipped: %s", reason)
     codec = _open_codec(source)
@@ -81,7 +86,8 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engin
         from comet.generation.hf import HFEngine
         from comet.integrations.hf import load_pretrained
 
-        return HFEngine(load_pretrained(source.path, group), cuda_graph=config.generate.cuda_graph)
+        hf_model = load_pretrained(source.path, group, keep_fp8=config.generate.keep_fp8)
+        return HFEngine(hf_model, cuda_graph=config.generate.cuda_graph)
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap)
     load_weights(model, source.checkpoint, group)
     return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph)

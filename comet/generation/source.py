@@ -89,12 +89,14 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
+    from comet.integrations.hf.block_fp8 import is_block_fp8
     from comet.integrations.hf.families import moe_config
 
     moe = moe_config(folder)
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    is_block_fp8(config)  # refuses other quantisations before a rank starts
     return ModelConfig(
         name=str(config.model_type),
         vocab_size=max(config.vocab_size, NUM_BYTE_VALUES),

@@ -13,6 +13,7 @@ from ranks import run_ranks
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import tiny_model
+from hf_fp8_cases import publish, stock
 from training_cases import Rank, make_job
 
 from comet.config import ParallelConfig
@@ -20,9 +21,10 @@ from comet.generation.config import GenerateConfig
 from comet.generation.generate import encode_prompts, generate, warm_up
 from comet.generation.hf import HFEngine, open_codec, touched_experts
 from comet.generation.job import generate_job
-from comet.generation.source import find_source, model_of
+from comet.generation.source import Source, find_source, model_of
 from comet.group import make_expert_group
 from comet.integrations.hf import load_pretrained
+from comet.launch.dry_run_generate import memory_needs
 
 PROMPTS = ("def f(x):", "a", "the quick brown fox")
 GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=6, temperature=0.0)
@@ -51,16 +53,16 @@ def qwen(tmp_path_factory):
     return folder, save_model(folder, "qwen3_moe")
 
 
-def engine_of(folder, ep=1, tp=1):
+def engine_of(folder, ep=1, tp=1, **settings):
     source = find_source(str(folder))
     assert source.checkpoint is None
     model = model_of(source)
     group = make_expert_group(model.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=16, dtype=torch.float32, device="cpu")
-    return HFEngine(load_pretrained(source.path, group)), group, model.context
+    return HFEngine(load_pretrained(source.path, group, **settings)), group, model.context
 
 
-def continued(rank, world_size, folder, ep, tp):
-    engine, group, context = engine_of(folder, ep, tp)
+def continued(rank, world_size, folder, ep, tp, keep_fp8=False):
+    engine, group, context = engine_of(folder, ep, tp, keep_fp8=keep_fp8)
     codec = open_codec(Path(folder))
     made = generate(engine, codec, encode_prompts(GREEDY, codec, context), GREEDY, context=context)
     group.close()
@@ -117,6 +119,54 @@ def test_the_job_streams_and_reports(qwen, tmp_path, capsys):
     assert (result["model"], result["prompt_tokens"]) == ("qwen3_moe", sum(map(len, PROMPTS)))
     expert = 3 * 32 * 32 * 4
     assert (result["weight_bytes_per_step"] - dense_bytes(model)) / expert == pytest.approx(12, abs=4)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    save_model(folder, "deepseek_v3", hidden_size=160, moe_intermediate_size=256)
+    publish(folder)
+    return folder
+
+
+@pytest.mark.parametrize("keep_fp8", [False, True])
+def test_block_fp8_on_one_and_two_ranks(fp8, keep_fp8):
+    wanted = stock_texts(stock(fp8), fp8)
+    alone, alone_bytes = continued(0, 1, str(fp8), 1, 1, keep_fp8)
+    assert alone == wanted
+    for texts, size in run_ranks(continued, 2, str(fp8), 2, 1, keep_fp8):
+        assert texts == wanted
+        assert 0 < size < alone_bytes
+    if keep_fp8:  # at least the six experts that one token touches in each of two layers
+        assert alone_bytes < continued(0, 1, str(fp8), 1, 1)[1] - 2 * 2 * 3 * 160 * 256 * 3
+
+
+def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
+    source = find_source(str(fp8))
+    settings = replace(GREEDY, source=str(fp8), keep_fp8=True)
+    job = make_job(tmp_path, model=model_of(source), generate=settings)
+    assert tuple(generate_job(job, Rank())["texts"]) == stock_texts(stock(fp8), fp8)
+    kept, whole = (
+        memory_needs(replace(job, generate=each), torch.bfloat16)["weights"]
+        for each in (settings, replace(settings, keep_fp8=False))
+    )
+    assert whole - kept == job.model.num_layers * 8 * 3 * 160 * 256
+    with pytest.raises(ValueError, match=r"keep_fp8=True must come with a block FP8 checkpoint: config\.json of"):
+        generate_job(replace(job, generate=replace(settings, source=str(qwen[0]))), Rank())
+
+
+def test_a_checkpoint_of_the_training_job_keeps_no_fp8(tmp_path, monkeypatch):
+    monkeypatch.setattr("comet.generation.job.find_source", lambda source: Source(tmp_path, object()))
+    job = make_job(tmp_path, generate=replace(GREEDY, source="run", keep_fp8=True))
+    with pytest.raises(ValueError, match=r"generate\.keep_fp8=True must come with a .* generate\.source='run' is none"):
+        generate_job(job, Rank())
+
+
+def test_other_quantisations_are_refused_before_a_rank_starts(fp8, tmp_path):
+    config = json.loads((fp8 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ValueError, match="quant_method='gptq' of quantization_config must be 'fp8': only block FP8"):
+        model_of(find_source(str(tmp_path)))
 
 
 def dense_bytes(model) -> int:

@@ -21,6 +21,7 @@ from comet.integrations.hf.families import (
     shared_ffn_size,
     stock_experts,
 )
+from comet.integrations.hf.fp8_experts import FP8Experts, check_width
 from comet.layout import ExpertLayout
 from comet.reference import shard_experts
 
@@ -102,19 +103,23 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     return model
 
 
-def keep_from_saving(model: nn.Module, layout: ExpertLayout) -> None:
-    """Let ``model.save_pretrained`` raise ``ValueError`` where a rank holds a part of the experts only.
+def keep_from_saving(model: nn.Module, layout: ExpertLayout, *, keep_fp8: bool = False) -> None:
+    """Let ``model.save_pretrained`` raise ``ValueError`` where a rank holds experts in part only, or kept in FP8.
 
-    The folder would look like a model's and hold one rank's shard.
+    The folder would look like a model's and hold one rank's shard, or scales that nothing in it explains.
     """
-    if layout.world_size == 1:
+    if layout.world_size > 1:
+        reason = (
+            f"rank {layout.rank} of {layout.world_size} holds a part of the experts only; "
+            "save the model before it is converted"
+        )
+    elif keep_fp8:
+        reason = "experts are kept in block FP8; load the model with keep_fp8=False to save it"
+    else:
         return
 
     def save_pretrained(*arguments: Any, **options: Any) -> None:
-        raise ValueError(
-            f"save_pretrained: rank {layout.rank} of {layout.world_size} holds a part of the experts only; "
-            "save the model before it is converted"
-        )
+        raise ValueError(f"save_pretrained: {reason}")
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
@@ -139,15 +144,19 @@ class Place:
         runner: Computes them, for all layers.
         shared_names: Of a block's shared expert and its gate, if the family has them.
         shared_columns: What the shared expert adds to K in decode steps; 0: it is not part of them.
+        keep_fp8: Whether its experts are kept in block FP8.
     """
 
     layout: ExpertLayout
     runner: Runner
     shared_names: tuple[str, str | None] | None
     shared_columns: int
+    keep_fp8: bool = False
 
     @classmethod
-    def create(cls, config: Any, group: ExpertGroup | None, decode_tokens: int = DECODE_TOKENS) -> Place:
+    def create(
+        cls, config: Any, group: ExpertGroup | None, decode_tokens: int = DECODE_TOKENS, *, keep_fp8: bool = False
+    ) -> Place:
         """This rank's place among the experts of a model with this configuration; raises ``ValueError`` as above."""
         require(
             0 <= decode_tokens <= MAX_DECODE_TOKENS,
@@ -155,13 +164,15 @@ class Place:
         )
         moe = moe_config(config)
         layout = ExpertLayout.create(moe, ParallelConfig(), 0) if group is None else group.layout(moe)
-        columns = shared_columns(layout, moe.ffn_size, shared_ffn_size(config))
+        if keep_fp8:
+            check_width(moe, layout)
+        columns = 0 if keep_fp8 else shared_columns(layout, moe.ffn_size, shared_ffn_size(config))
         if group is None:
             runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens)
         else:
             runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         names = SHARED.get(config.model_type)
-        return cls(layout=layout, runner=runner, shared_names=names, shared_columns=columns)
+        return cls(layout=layout, runner=runner, shared_names=names, shared_columns=columns, keep_fp8=keep_fp8)
 
     def install(self, model: nn.Module, name: str, stock: nn.Module) -> None:
         """Put this rank's part of a model's stock experts in their place, beside their block's shared expert."""
@@ -173,8 +184,12 @@ class Place:
             experts.join(getattr(block, shared), None if gate is None else getattr(block, gate), self.shared_columns)
 
     def take(self, stock: nn.Module) -> CometExperts:
-        """This rank's part of a stock experts module, copied unless it is all of it."""
+        """This rank's part of a stock experts module, copied unless it is all of it; room for it to be kept in FP8."""
         module: Any = stock
+        if self.keep_fp8:
+            _, hidden_size, ffn_size = module.down_proj.shape
+            device = module.down_proj.device
+            return FP8Experts(hidden_size, ffn_size // self.layout.tp, self.layout, self.runner, device)
         if self.layout.world_size == 1:
             return CometExperts(module.gate_up_proj, module.down_proj, self.layout, self.runner)
         parts = shard_experts(module.gate_up_proj.detach(), module.down_proj.detach(), self.layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch import nn
 from comet.config import MOE_DTYPES, require
 from comet.decode.runners import DECODE_TOKENS
 from comet.group import ExpertGroup
-from comet.integrations.hf.checkpoint import LazyShard, StoredTensor, open_checkpoint, shard_checkpoint
+from comet.integrations.hf.block_fp8 import dequantized, is_block_fp8, join_scales
+from comet.integrations.hf.checkpoint import LazyShard, shard_checkpoint
 from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import check_family, moe_config, require_transformers, stock_experts
+from comet.integrations.hf.stored import StoredTensor, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +31,16 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     decode_tokens: int = DECODE_TOKENS,
+    keep_fp8: bool = False,
     **options: Any,
 ) -> Any:
     """Build a causal language model from a local folder, with its experts converted and sharded over a group.
 
     The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
     checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
+
+    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) is dequantised as it is read, on any
+    device, which takes twice its memory in bfloat16.
 
     Args:
         folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
@@ -42,6 +49,9 @@ def load_pretrained(
         dtype: Of the model; ``None``: the group's, or without a group the checkpoint's.
         device: Where the model goes; ``None``: the group's, or without a group the CPU.
         decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
+        keep_fp8: Keep the experts of a block FP8 checkpoint as they are stored, F/TP a multiple of 128: warp decode
+            reads them so, and the group's path gets the layer it is at dequantised. For inference; the shared expert is
+            then no part of warp decode.
         **options: Passed on to ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
@@ -55,11 +65,14 @@ def load_pretrained(
     require_transformers()
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
-    place = Place.create(config, group, decode_tokens)
+    is_fp8 = _take_block_fp8(config, folder, keep_fp8)
+    place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8)
     stock_class, modules = _blueprint(config)
     with ExitStack() as files:
         tensors = _wanted(open_checkpoint(folder, files), stock_class)
-        state = shard_checkpoint(tensors, modules, moe_config(config), place.layout)
+        if is_fp8:
+            tensors = _read_fp8(tensors, dtype, place)
+        state = shard_checkpoint(tensors, modules, moe_config(config), place.layout, keep_fp8=keep_fp8)
         _log_bytes(state, tensors, place)
         model, report = _sharded_class(stock_class, place).from_pretrained(
             None,
@@ -83,12 +96,6 @@ def _settings(
     require((folder / "config.json").is_file(), f"folder={str(folder)!r} must hold a config.json")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_family(config)
-    quantization = getattr(config, "quantization_config", None)
-    require(
-        quantization is None,
-        f"quantization_config={quantization} of {folder} must be absent: only float32, float16 and bfloat16 "
-        "checkpoints are supported, dequantise it first",
-    )
     if group is None:
         dtype, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")
         require(dtype in MOE_DTYPES, f"dtype={dtype} must be one of {MOE_DTYPES}")
@@ -97,6 +104,41 @@ def _settings(
         same = value is None or str(value) in (str(of_group), str(of_group).split(":")[0])
         require(same, f"{name}={value} must be the group's {of_group}, or None")
     return config, group.workspace.shape.dtype, group.device
+
+
+def _take_block_fp8(config: Any, folder: Path, keep_fp8: bool) -> bool:
+    """Whether the checkpoint is block FP8, which its configuration does not say any more: transformers would act."""
+    found = is_block_fp8(config)
+    require(
+        found or not keep_fp8,
+        f"keep_fp8=True must come with a block FP8 checkpoint: config.json of {folder} has no quantization_config",
+    )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return found
+
+
+def _read_fp8(tensors: dict[str, StoredTensor], dtype: torch.dtype, place: Place) -> dict[str, StoredTensor]:
+    """The tensors with their scales, dequantised as they are read, but for experts that are kept."""
+    found = {}
+    for name, tensor in join_scales(tensors).items():
+        is_kept = place.keep_fp8 and ".experts." in name
+        found[name] = tensor if is_kept else dequantized(tensor, dtype)
+    if place.layout.rank == 0:
+        numbers = sum(
+            math.prod(tensor.shape) / (place.layout.world_size if ".experts." in name else 1)
+            for name, tensor in found.items()
+            if tensor.read_as is not None
+        )
+        logger.log(
+            logging.INFO if place.keep_fp8 else logging.WARNING,  # default log levels show what doubles the memory
+            "block FP8 weights are dequantised to %s, %.3f GB per rank in place of %.3f GB; experts %s",
+            str(dtype).removeprefix("torch."),
+            numbers * dtype.itemsize / 1e9,
+            numbers / 1e9,
+            "stay as they are" if place.keep_fp8 else "as well, unless keep_fp8=True",
+        )
+    return found
 
 
 def _blueprint(config: Any) -> tuple[type[nn.Module], dict[int, str]]:
@@ -165,8 +207,8 @@ def _finish(model: Any, stock_class: type[nn.Module], folder: Path, place: Place
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    keep_from_saving(model, place.layout)
-    if place.layout.world_size > 1:
+    keep_from_saving(model, place.layout, keep_fp8=place.keep_fp8)
+    if place.layout.world_size > 1 or place.keep_fp8:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 parameter.requires_grad_(False)
