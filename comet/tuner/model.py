@@ -1,12 +1,11 @@
 """Analytic model of the layer: what a setting should cost on a machine, and which settings are worth measuring.
 
-*Layer 0.* Compute blocks work through the phases in order. A phase starts when its sources have arrived; while rows are
-pushed, ``comm_blocks`` fewer blocks compute, afterwards all do (dynamic conversion). So the time is the longer of GEMM
-and push, plus the head (waiting for a phase) and the tail (partly filled last wave). Copy engines take no block, but
-move every row to every rank.
+*Layer 0.* Compute blocks start with own rows. With two phases the others arrive in the order of the experts, with more
+a phase starts when its sources have arrived. While rows are pushed, ``comm_blocks`` fewer blocks compute, afterwards
+all do (dynamic conversion). Copy engines take no block, but move every row to every rank.
 
 *Layer 1.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks reduce
-and send finished panels meanwhile, what is left then all blocks do, and the final sum follows.
+and send finished panels meanwhile, what is left then all blocks do, and the final sum follows. Every panel reads hidden.
 
 *Plain.* GEMMs, all-to-alls of every routed row, memory passes and host time, one after the other.
 
@@ -16,7 +15,7 @@ All functions are pure; every constant is a field of ``Machine``, except the one
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from comet.config import OverlapConfig, Transport
@@ -29,6 +28,7 @@ from comet.tuner.problem import Problem
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens reads its weights at half the HBM rate and
 # takes 12 % more than its tiles.
 ROOFLINE_POWER = 2.5
+WAVES = 8  # steps in which rows arrive, of at most 31
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.
 PLAIN_ROW_PASSES = 15
 PLAIN_HIDDEN_PASSES = 6
@@ -71,10 +71,10 @@ class GemmCost:
     memory_ms: float
     layer_ms: float
 
-    def ms(self, num_blocks: int, machine: Machine) -> float:
+    def ms(self, num_blocks: int, machine: Machine, more_memory_ms: float = 0.0) -> float:
         """Time on ``num_blocks`` SMs: whole waves of items, memory traffic and heat."""
-        compute = math.ceil(self.items / num_blocks) * self.tile_ms
-        both = (compute**ROOFLINE_POWER + self.memory_ms**ROOFLINE_POWER) ** (1 / ROOFLINE_POWER)
+        compute, memory = math.ceil(self.items / num_blocks) * self.tile_ms, self.memory_ms + more_memory_ms
+        both = (compute**ROOFLINE_POWER + memory**ROOFLINE_POWER) ** (1 / ROOFLINE_POWER)
         return both * machine.throttle(self.layer_ms, num_blocks)
 
 
@@ -147,6 +147,8 @@ def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
     work = gemm.ms(machine.num_sms, machine) / machine.fused_share + reread
     push = copy_rows_ms(problem, machine) if copies else push_rows_ms(problem, comm_blocks, machine)
     slowed = machine.num_sms / (machine.num_sms - comm_blocks)
+    if not copies and num_phases == 2:
+        return _in_waves_ms(problem, work, push, slowed, machine) + machine.launch_ms
     now, arrived = 0.0, 0
     for phase in range(num_phases):
         num_sources = len(part_span(phase - 1, ranks - 1, num_phases - 1)) if phase else 1
@@ -155,6 +157,21 @@ def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
             now = max(now, push * arrived / (ranks - 1) + machine.signal_ms)
         now = _advance(now, work * num_sources / ranks, push, slowed)
     return now + machine.launch_ms
+
+
+def _in_waves_ms(problem: Problem, work: float, push: float, slowed: float, machine: Machine) -> float:
+    """Layer 0 where all sources send at once, in the order in which experts are computed: own rows, then ``WAVES``.
+
+    A row that h experts of a rank need travels with the first of them: a part p of the experts waits for the part
+    1 - (1 - p)^h of the rows.
+    """
+    hits = problem.routed_rows / max(problem.recv_rows, 1e-9)
+    own = work / problem.world_size
+    now = _advance(0.0, own, push, slowed)
+    for wave in range(1, WAVES + 1):
+        now = max(now, push * (1 - (1 - wave / WAVES) ** hits) + machine.signal_ms)
+        now = _advance(now, (work - own) / WAVES, push, slowed)
+    return now
 
 
 def push_rows_ms(problem: Problem, comm_blocks: int, machine: Machine) -> float:
@@ -192,7 +209,9 @@ def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
 def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """No multiprocessor is lost, but memory traffic slows the GEMM, and the last panel travels after it."""
     num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
-    compute = gemm.ms(machine.num_sms, machine) / machine.fused_share
+    hidden_bytes = problem.routed_rows * problem.width * problem.dtype.itemsize
+    reread = (num_panels - 1) * hidden_bytes / machine.hbm_gbs / 1e6
+    compute = gemm.ms(machine.num_sms, machine, reread) / machine.fused_share
     sent = problem.recv_rows * problem.row_bytes * (problem.world_size - 1) / problem.world_size
     last = sent / (2 * num_panels) / machine.link_gbs / 1e6  # the last panel is half as wide
     slowed = machine.beside_passes * _passes_ms(problem, machine)
@@ -319,13 +338,8 @@ def _advance(start: float, work: float, push: float, slowed: float) -> float:
 def _default(problem: Problem) -> OverlapConfig:
     """The default setting as a layer narrows it."""
     default = OverlapConfig()
-    return OverlapConfig(
-        comm_blocks=default.comm_blocks,
-        num_phases=fitting_phases(default.num_phases, problem.world_size),
-        num_panels=min(default.num_panels, MAX_PANELS, column_blocks(problem)[1]),
-        block_rows=default.block_rows,
-        beside=default.beside,
-    )
+    num_panels = min(default.num_panels, MAX_PANELS, column_blocks(problem)[1])
+    return replace(default, num_phases=fitting_phases(default.num_phases, problem.world_size), num_panels=num_panels)
 
 
 def _order(prediction: Prediction) -> tuple[float, str]:

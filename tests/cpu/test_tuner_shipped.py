@@ -37,7 +37,7 @@ def regret(entry: ProfileEntry) -> float:
 
 
 def test_there_are_profiles() -> None:
-    assert [path.name for path in SHIPPED] == ["nvidia_h200_x2.json"]
+    assert [path.name for path in SHIPPED] == ["nvidia_h200_x2.json", "nvidia_h200_x4.json"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
