@@ -5,7 +5,7 @@ a phase starts when its sources have arrived. While rows are pushed, ``comm_bloc
 all do (dynamic conversion). Copy engines take no block, but move every row to every rank.
 
 *Layer 1.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks reduce
-and send finished panels meanwhile, what is left then all blocks do, and the final sum follows. Every panel reads hidden.
+and send finished panels meanwhile, what is left all blocks do, and the final sum follows. Each panel reads hidden.
 
 *Plain.* GEMMs, all-to-alls of every routed row, memory passes and host time, one after the other.
 
@@ -25,8 +25,7 @@ from comet.settings import TileShape
 from comet.tuner.machine import Machine
 from comet.tuner.problem import Problem
 
-# Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens reads its weights at half the HBM rate and
-# takes 12 % more than its tiles.
+# Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
 ROOFLINE_POWER = 2.5
 WAVES = 8  # steps in which rows arrive, of at most 31
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.

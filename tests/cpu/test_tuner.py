@@ -25,8 +25,8 @@ SHAPES = {
     "phi35": MoEConfig(num_experts=16, top_k=2, hidden_size=4096, ffn_size=6400),
     "deepseek": MoEConfig(num_experts=256, top_k=8, hidden_size=7168, ffn_size=2048),
 }
-# benchmarks/RESULTS.md, 4 x H200, EP4, bf16, uniform routing, ms: replayed layer with the default setting in run 4, plain
-# path in run 1 (the fastest host). The model is fitted to these, so the test guards the fit.
+# benchmarks/RESULTS.md, 4 x H200, EP4, bf16, uniform routing, ms: replayed layer with the default setting in run 4,
+# plain path in run 1 (the fastest host). The model is fitted to these, so the test guards the fit.
 MEASURED = [
     ("qwen3", 2048, 0.548, 2.11),
     ("qwen3", 8192, 1.38, 5.40),
