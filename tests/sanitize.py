@@ -21,7 +21,7 @@ import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from layer_cases import assert_as_close
-from router_kernel_cases import check_logits, check_top_k
+from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, stress_inputs
 from stress_numbers import shard as shard_layer
@@ -201,6 +201,8 @@ def run_router(device: torch.device) -> None:
     """The router's kernels, with tails along every axis."""
     check_logits(70, 60, 112, torch.float32, device.type)
     check_top_k(30, 130, 8, device.type)
+    check_select(30, dict(num_experts=60, top_k=4, num_groups=4, top_groups=2, balance="bias"), 7, device.type)
+    check_measure(130, 60, 4, device.type)
 
 
 def run_rank_decode(device: torch.device, dtype: torch.dtype, *, replicated: bool) -> None:
