@@ -11,7 +11,7 @@ from torch import Tensor
 from comet.comm.base import SymmTensor
 from comet.copy_engine import start_copies
 from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
-from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, aligned
+from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, aligned, power_of_2
 from comet.kernels.dispatch import DispatchConfig, Sends
 from comet.kernels.dispatch import dispatch as launch_dispatch
 from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
@@ -131,7 +131,7 @@ def barrier(workspace: Workspace) -> None:
     flags = workspace.barrier_flags
     barrier_kernel[(1,)](
         flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
-        W_BLOCK=triton.next_power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
+        W_BLOCK=power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def _combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> Ge
 def _move_cols(rows: Tensor, most: int) -> int:
     """Columns a block moves at once: a power of two, fewer in 32 bits."""
     most = most // 4 if rows.dtype == torch.float32 else most
-    return min(most, triton.next_power_of_2(rows.shape[1]))
+    return min(most, power_of_2(rows.shape[1]))
 
 
 def _recv_wire(workspace: Workspace) -> Wire:

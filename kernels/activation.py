@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from .aot_case import KernelCase
-from .arguments import TileTable, as_triton_dtype
+from .arguments import TileTable, as_triton_dtype, power_of_2
 from .group_gemm import INTERPRETED_BLOCKS, valid_rows
 
 ROWS = 8  # rows a block works on at once; divides every tile
@@ -112,7 +112,7 @@ def swiglu_backward(
     swiglu_backward_kernel[(blocks,)](
         pre, grad_act, table.row_ids, slots, row_weights, table.tiles, table.num_tiles,
         grad_pre, weighted_hidden, grad_weights, ffn, row_weights.shape[1],
-        BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, triton.next_power_of_2(ffn)), num_warps=4,
+        BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), num_warps=4,
     )  # fmt: skip
 
 

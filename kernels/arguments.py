@@ -107,6 +107,14 @@ class GradWire:
     out: Tensor
 
 
+def power_of_2(value: int) -> int:
+    """The smallest power of two that is at least ``value``, 1 or more; ``power_of_2(5) == 8``.
+
+    For the host of a launch: Triton's own can be called in kernels, too, and takes microseconds.
+    """
+    return 1 << (value - 1).bit_length()
+
+
 def as_triton_dtype(dtype: torch.dtype) -> str:
     """Triton's short name of a torch element type, for signatures: ``bf16``, ``fp16`` or ``fp32``."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]

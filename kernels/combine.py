@@ -19,6 +19,7 @@ induction over the panels each flag that is waited for is raised. A rank that di
 import triton
 import triton.language as tl
 
+from .arguments import power_of_2
 from .primitives import PLACE_LAYER1, PLACE_PANEL, signal, wait_flag, wait_flags
 from .recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
 from .tiles import panel_span
@@ -26,7 +27,7 @@ from .tiles import panel_span
 
 def slot_block(top_k: int) -> int:
     """K_BLOCK: a power of two; Triton's compiler cannot scan rows of fewer than eight."""
-    return max(8, triton.next_power_of_2(top_k))
+    return max(8, power_of_2(top_k))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .aot_case import KernelCase
-from .arguments import TileTable, as_triton_dtype
+from .arguments import TileTable, as_triton_dtype, power_of_2
 from .tiles import decode_tokens
 
 Layout = Literal["nk", "kn"]
@@ -124,10 +124,10 @@ def group_gemm(
     num_cols, depth = check_shapes(a, b, out, layout)
     if out.shape[0] == 0 or a.shape[0] == 0:
         return
-    block_n = min(config.block_n, triton.next_power_of_2(num_cols))
-    block_k = min(config.block_k, triton.next_power_of_2(depth))
+    block_n = min(config.block_n, power_of_2(num_cols))
+    block_k = min(config.block_k, power_of_2(depth))
     b_block = [1, block_n, block_k] if layout == "nk" else [1, block_k, block_n]
-    max_items = table.tiles.shape[0] * triton.cdiv(num_cols, block_n)
+    max_items = table.tiles.shape[0] * -(-num_cols // block_n)
     group_gemm_kernel[(num_blocks(a.device, config, max_items),)](
         a if gather else TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         TensorDescriptor.from_tensor(b, b_block),

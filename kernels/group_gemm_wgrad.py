@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from .aot_case import KernelCase
-from .arguments import as_triton_dtype
+from .arguments import as_triton_dtype, power_of_2
 from .group_gemm import GemmConfig, dot_precision, num_blocks
 from .tiles import decode_tokens
 
@@ -98,9 +98,9 @@ def group_gemm_wgrad(
     if a.shape[0] == 0 or b.shape[0] == 0:
         out.zero_()
         return
-    block_m = min(config.block_m, triton.next_power_of_2(width_m))
-    block_n = min(config.block_n, triton.next_power_of_2(width_n))
-    max_items = num_experts * triton.cdiv(width_m, block_m) * triton.cdiv(width_n, block_n)
+    block_m = min(config.block_m, power_of_2(width_m))
+    block_n = min(config.block_n, power_of_2(width_n))
+    max_items = num_experts * -(-width_m // block_m) * -(-width_n // block_n)
     group_gemm_wgrad_kernel[(num_blocks(a.device, config, max_items),)](
         a if gather == "a" else create_ragged_descriptor(a, [config.block_k, block_m]),
         b if gather == "b" else create_ragged_descriptor(b, [config.block_k, block_n]),

@@ -15,6 +15,7 @@ Counts and ids can disagree only after a wait met its deadline; indices are boun
 outside its tensor.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import CHUNK_ROWS, MAX_WAVES
+from .arguments import CHUNK_ROWS, MAX_WAVES, power_of_2
 from .counting import count_kernel
 from .placement import place_kernel
 from .primitives import signal
@@ -100,7 +101,7 @@ class PlanConfig:
     @property
     def num_waves(self) -> int:
         """Waves of a list, a power of two: 2 experts make 4 (one for each, an empty one, and the tokens not needed)."""
-        return min(MAX_WAVES, triton.next_power_of_2(self.experts_local + 1))
+        return min(MAX_WAVES, power_of_2(self.experts_local + 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,12 +153,10 @@ class PlanScratch:
 
 def cut(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
     """Uninitialised int32 tensors of these shapes, each 256-byte aligned, cut out of one allocation."""
-    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-    padded = [-(-size // 64) * 64 for size in sizes]
-    pieces = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
-    return {
-        name: piece[:size].view(shape) for (name, shape), piece, size in zip(shapes.items(), pieces, sizes, strict=True)
-    }
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    cuts = [part for size in sizes for part in (size, -size % 64)]
+    pieces = torch.empty(sum(cuts), dtype=torch.int32, device=device).split(cuts)[::2]
+    return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -231,7 +230,7 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
     num_chunks, pool_top_k = pool.max_tokens // CHUNK_ROWS, pool.ids.shape[3]
     num_programs = config.world_size * num_chunks
     constants = count_constants(config, pool_top_k, num_chunks)
-    num_blocks = triton.cdiv(config.experts_local, constants["E_BLOCK"])
+    num_blocks = -(-config.experts_local // constants["E_BLOCK"])
     count_kernel[(num_programs, num_blocks + 2)](
         pool.ids, pool.flags, pool.fault, scratch.epoch, scratch.totals, scratch.counts, scratch.recv_waves,
         scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, pool.rank, pool.timeout_ns,
@@ -256,7 +255,7 @@ def exchange_constants(config: PlanConfig, pool_top_k: int, num_counters: int) -
         "WORLD": config.world_size,
         "K": config.top_k,
         "POOL_K": pool_top_k,
-        "FLAT": triton.next_power_of_2(CHUNK_ROWS * config.top_k),
+        "FLAT": power_of_2(CHUNK_ROWS * config.top_k),
         "NUM_TOTALS": config.world_size * config.experts_local,
         "NUM_COUNTERS": num_counters,
         "CHUNK": CHUNK_ROWS,
@@ -268,13 +267,13 @@ def count_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
 
     Example: e=32 in blocks of 32 for W=4 and M=8192 (256 chunks), of 8 for M=512 (16 chunks).
     """
-    num_programs = config.world_size * num_chunks * triton.cdiv(config.experts_local, EXPERT_BLOCK)
+    num_programs = config.world_size * num_chunks * -(-config.experts_local // EXPERT_BLOCK)
     widest = NARROW_EXPERT_BLOCK if num_programs <= FEW_PROGRAMS else EXPERT_BLOCK
     return {
         "K": config.top_k,
         "POOL_K": pool_top_k,
         "E_LOCAL": config.experts_local,
-        "E_BLOCK": min(triton.next_power_of_2(config.experts_local), widest),
+        "E_BLOCK": min(power_of_2(config.experts_local), widest),
         "EP": config.ep,
         "TP": config.tp,
         "CHUNK": CHUNK_ROWS,
@@ -285,7 +284,7 @@ def count_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
 
 def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool]:
     """Constants of ``place_kernel``; SCAN_ROWS chunks' counts are added up at a time."""
-    e_pad = triton.next_power_of_2(config.experts_local)
+    e_pad = power_of_2(config.experts_local)
     return {
         "K": config.top_k,
         "POOL_K": pool_top_k,
@@ -293,7 +292,7 @@ def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool
         "E_PAD": e_pad,
         "EP": config.ep,
         "TP": config.tp,
-        "W_PAD": triton.next_power_of_2(config.world_size),
+        "W_PAD": power_of_2(config.world_size),
         "P": config.num_phases,
         "BLOCK_ROWS": config.block_rows,
         "CHUNK": CHUNK_ROWS,

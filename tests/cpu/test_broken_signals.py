@@ -33,7 +33,7 @@ import comet.plan_twin
 import comet.twin
 from comet.comm import cpu_shm, signals
 from comet.errors import CommTimeoutError
-from comet.kernels import combine, dispatch, dispatch_gemm, gemm_combine, gemm_panels, metadata, primitives
+from comet.kernels import combine, counting, dispatch, dispatch_gemm, gemm_combine, gemm_panels, primitives
 from comet.layout import CHUNK_ROWS
 from comet.paths import SymmetricPath
 from comet.plan import Plan
@@ -128,7 +128,7 @@ def copied_flag_first(rank: int) -> None:
 
 BREAKS: dict[str, Callable[[int], None]] = {
     "nothing": nothing,
-    "plan does not wait": partial(skip, metadata, "wait_flag"),
+    "plan does not wait": partial(skip, counting, "wait_flag"),
     "plan's flag first": ids_flag_first,
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
     "layer 0's flag first": partial(flag_first, dispatch, "push_chunk"),
