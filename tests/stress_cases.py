@@ -122,7 +122,9 @@ class StressCase(LayerCase):
         """Routed rows an expert keeps; ``None``: all."""
         if self.capacity_factor is None:
             return None
-        return math.ceil(self.capacity_factor * self.world_size * self.max_tokens * self.top_k / self.num_experts)
+        # The product of whole numbers first, as the layer has it: 0.1 * 2 * 12 * 5 is above 12.
+        routed = self.world_size * self.max_tokens * self.top_k
+        return math.ceil(self.capacity_factor * routed / self.num_experts)
 
 
 @dataclass(frozen=True)
