@@ -15,9 +15,9 @@ from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
-from comet.layout import ExpertLayout, num_waves
+from comet.layout import ExpertLayout
 from comet.plan import Plan, begin_plan, make_plan, plan_from_ids, routed_row_capacity
-from comet.plan_twin import _places, _positions, waves
+from comet.plan_twin import _positions
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 
@@ -66,22 +66,6 @@ def test_example_of_plan_from_ids() -> None:
         ids, torch.ones(ids.shape), other, num_tokens=3, overlap=overlap, expert_capacity=None, max_routed_rows=48
     )
     assert plan.send_token_ids[1, :3].tolist() == [0, 2, -1]
-
-
-def test_examples_of_waves() -> None:
-    assert [num_waves(2), num_waves(32), num_waves(256)] == [4, 32, 32]
-    local = torch.tensor([[0, 5], [1, 7], [7, -1], [-1, -1]])
-    assert waves(local, local >= 0, 8).tolist() == [0, 1, 13, 15]
-    assert _places(torch.tensor([3, 0, 3, 0])).tolist() == [2, 0, 3, 1]
-    # Of four tokens, 1 goes to rank 1's second expert, 3 to its first, 0 and 2 stay.
-    layout = ExpertLayout(num_experts=4, top_k=1, ep=2, tp=1, rank=0)
-    ids = ids_of([[[0], [3], [1], [2]], [[-1]]])
-    plan = plan_from_ids(
-        ids, torch.ones(ids.shape), layout, num_tokens=4, overlap=OverlapConfig(block_rows=16), expert_capacity=None,
-        max_routed_rows=96,
-    )  # fmt: skip
-    assert plan.send_token_ids[1, :4].tolist() == [3, 1, -1, -1]
-    assert plan.send_rows[:4, 1].tolist() == [-1, 1, -1, 0]
 
 
 def test_example_of_routed_row_capacity() -> None:
