@@ -152,12 +152,11 @@ def _segments(
     torch.cumsum((until[:, -1] + block_rows - 1) // block_rows * block_rows, 0, out=starts[1:])
     used = starts.clamp(max=limit)
     counts = torch.minimum(until[:, -1], limit - used[:-1])
-    tables = _tiles(used[:-1], counts, until, rules)
     num_rows = int(starts[-1])
     table = {
         "segment_starts": used.int(),
         "segment_counts": counts.int(),
-        **tables,
+        **_tiles(used[:-1], counts, until, rules),
         "status": torch.tensor([num_rows, num_dropped, num_rows > limit, 0], dtype=torch.int32),
     }
     first = (starts[:-1, None] + until).flatten() - sizes

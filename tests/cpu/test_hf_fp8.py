@@ -29,20 +29,21 @@ WHOLE = RAGGED | dict(moe_intermediate_size=256)
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ragged")
-    tiny_model("deepseek_v3", **RAGGED).save_pretrained(folder)
+def published(folder: Path, sizes: dict[str, int]) -> Path:
+    """The folder of a random model of these sizes, as it would be published."""
+    tiny_model("deepseek_v3", **sizes).save_pretrained(folder)
     publish(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("ragged"), RAGGED)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    tiny_model("deepseek_v3", **WHOLE).save_pretrained(folder)
-    publish(folder)
-    return folder
+    return published(tmp_path_factory.mktemp("whole"), WHOLE)
 
 
 def test_a_rank_alone_equals_the_stock_model_of_the_dequantised_weights(
