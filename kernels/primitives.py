@@ -136,53 +136,108 @@ def signal(flag_ptr, epoch):
 
 
 @triton.jit
-def record_fault(fault_ptr, place, peer, index, expected, seen):
-    """Write who waited for whom, then set the abort flag; the first to come keeps the record."""
-    first = tl.atomic_cas(fault_ptr + 6, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
-    if first == 0:
-        tl.store(fault_ptr + 1, tl.cast(place, tl.int64))
-        tl.store(fault_ptr + 2, tl.cast(peer, tl.int64))
-        tl.store(fault_ptr + 3, tl.cast(index, tl.int64))
-        tl.store(fault_ptr + 4, tl.cast(expected, tl.int64))
-        tl.store(fault_ptr + 5, tl.cast(seen, tl.int64))
-    tl.atomic_xchg(fault_ptr, tl.full((), 1, tl.int64), sem="release", scope="sys")
+def record_fault(fault_ptr, place, peer, index, expected, seen, INTERPRET: tl.constexpr):
+    """Write who waited for whom, then set the abort flag; the first to come keeps the record.
+
+    Threads of a block do not read the same time: some come here and others do not. So there is no barrier in it, which
+    atomic operations of Triton have as soon as somebody uses what they return.
+    """
+    if INTERPRET:
+        first = tl.atomic_cas(fault_ptr + 6, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+        if first == 0:
+            tl.store(fault_ptr + 1, tl.cast(place, tl.int64))
+            tl.store(fault_ptr + 2, tl.cast(peer, tl.int64))
+            tl.store(fault_ptr + 3, tl.cast(index, tl.int64))
+            tl.store(fault_ptr + 4, tl.cast(expected, tl.int64))
+            tl.store(fault_ptr + 5, tl.cast(seen, tl.int64))
+        tl.atomic_xchg(fault_ptr, tl.full((), 1, tl.int64), sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred late;
+            .reg .b64 word;
+            atom.global.cas.b64 word, [$1+48], 0, 1;
+            setp.ne.u64 late, word, 0;
+            @late bra ABORT;
+            cvt.s64.s32 word, $2;
+            st.global.b64 [$1+8], word;
+            cvt.s64.s32 word, $3;
+            st.global.b64 [$1+16], word;
+            cvt.s64.s32 word, $4;
+            st.global.b64 [$1+24], word;
+            cvt.s64.s32 word, $5;
+            st.global.b64 [$1+32], word;
+            cvt.s64.s32 word, $6;
+            st.global.b64 [$1+40], word;
+            ABORT:
+            mov.u64 word, 1;
+            st.release.sys.global.b64 [$1], word;
+            mov.b32 $0, 0;
+            }
+            """,
+            "=r,l,r,r,r,r,r",
+            [
+                fault_ptr.to(tl.int64), tl.cast(place, tl.int32), tl.cast(peer, tl.int32), tl.cast(index, tl.int32),
+                tl.cast(expected, tl.int32), tl.cast(seen, tl.int32),
+            ],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def any_of(condition, like):
+    """1 for the whole block if a condition, which threads may meet at different moments, holds for one of them.
+
+    ``like`` is a block: wherever a reduction over it is equal, this is, too.
+    """
+    return tl.max(tl.where(condition, 1, 0) + like * 0, axis=0)
 
 
 @triton.jit
 def wait_flag(flag_ptr, expected, fault_ptr, timeout_ns, place, peer, index, INTERPRET: tl.constexpr):
-    """Spin until ``*flag_ptr >= expected``, a deadline passes or another spin gave up."""
+    """Spin until ``*flag_ptr >= expected``, a deadline passes or another spin gave up.
+
+    What decides about the loop is read by atomic operations: one thread reads for the whole block, whose threads would
+    otherwise part at the barriers inside.
+    """
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     if seen < expected:
         polls = tl.full((), 0, tl.int64)
         start = clock_ns(polls, INTERPRET)
-        aborted = tl.load(fault_ptr, volatile=True)
+        none = tl.full((), 0, tl.int64)
+        aborted = tl.atomic_add(fault_ptr, none, sem="relaxed", scope="sys")
         while (seen < expected) & (aborted == 0):
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-            aborted = tl.load(fault_ptr, volatile=True)
+            aborted = tl.atomic_add(fault_ptr, none, sem="relaxed", scope="sys")
             polls += 1
             if (seen < expected) & (clock_ns(polls, INTERPRET) - start > timeout_ns):
-                record_fault(fault_ptr, place, peer, index, expected, seen)
+                record_fault(fault_ptr, place, peer, index, expected, seen, INTERPRET)
 
 
 @triton.jit
 def wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, INTERPRET: tl.constexpr):
-    """``wait_flag`` for a vector of flags; ``peers`` and ``indices`` name the flag that is late."""
+    """``wait_flag`` for a vector of flags; ``peers`` and ``indices`` name the flag that is late.
+
+    Everything that decides about the loop is reduced over a block of the same shape: then either a reduction has a
+    barrier and all threads of the block have its result, or each warp has its own and there is no barrier to part at.
+    """
     seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
     if tl.min(seen, axis=0) < expected:
         polls = tl.full((), 0, tl.int64)
         start = clock_ns(polls, INTERPRET)
-        aborted = tl.load(fault_ptr, volatile=True)
+        aborted = any_of(tl.load(fault_ptr, volatile=True) != 0, indices)
         while (tl.min(seen, axis=0) < expected) & (aborted == 0):
             seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
-            aborted = tl.load(fault_ptr, volatile=True)
+            aborted = any_of(tl.load(fault_ptr, volatile=True) != 0, indices)
             polls += 1
-            if clock_ns(polls, INTERPRET) - start > timeout_ns:
+            if any_of(clock_ns(polls, INTERPRET) - start > timeout_ns, indices) == 1:
                 late = tl.argmin(seen, axis=0)
                 position = tl.arange(0, seen.shape[0])
                 if tl.min(seen, axis=0) < expected:
                     peer = tl.sum(tl.where(position == late, peers, 0), axis=0)
                     index = tl.sum(tl.where(position == late, indices, 0), axis=0)
-                    record_fault(fault_ptr, place, peer, index, expected, tl.min(seen, axis=0))
+                    record_fault(fault_ptr, place, peer, index, expected, tl.min(seen, axis=0), INTERPRET)
     fence_acquire(seen, INTERPRET)
     tl.debug_barrier()
 

@@ -32,10 +32,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .primitives import clock_ns, record_fault
+from .primitives import any_of, clock_ns, record_fault
 from .warp_decode_routing import allow_next
 from .warp_decode_step import Landing, Step
-from .warp_decode_words import POLL_COUNT, any_of, landing_of, word_of
+from .warp_decode_words import POLL_COUNT, landing_of, word_of
 
 PLACE_GATHER = tl.constexpr(6)
 ABSENT = tl.constexpr(-(2**31))
@@ -107,7 +107,7 @@ def take_token(
             polls += POLL_COUNT
             late = any_of(clock_ns(polls, INTERPRET) - start > timeout_ns, ks)
             if (oldest < epoch) & (stop == 0) & (late == 1):
-                record_fault(fault_ptr, PLACE_GATHER, token // max_tokens, token, epoch, oldest)
+                record_fault(fault_ptr, PLACE_GATHER, token // max_tokens, token, epoch, oldest, INTERPRET)
     complete = there & (oldest >= epoch)
     of_routing = (ks < K) & (block == 0)
     tl.store(tokens_ptr + token * P + cols, columns, mask=(cols < P) & complete)

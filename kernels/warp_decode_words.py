@@ -23,7 +23,7 @@ nobody here. ``warp_decode_gather`` says why that is safe.
 import triton
 import triton.language as tl
 
-from .primitives import clock_ns, record_fault
+from .primitives import any_of, clock_ns, record_fault
 
 PLACE_DECODE = tl.constexpr(5)
 # The interpreter's clock counts polls of 20 us; one look at all words takes it at least 100 times as long.
@@ -62,12 +62,6 @@ def push_words(
 
 
 @triton.jit
-def any_of(condition, like):
-    """1 for the whole block if a condition, which threads may meet at different moments, holds for one of them."""
-    return tl.max(tl.where(condition, 1, 0) + like * 0, axis=0)
-
-
-@triton.jit
 def sum_words(
     item, out_ptr, landing_addresses, epoch, fault_ptr, timeout_ns, rank, max_tokens, D,
     W: tl.constexpr, COLS: tl.constexpr, INTERPRET: tl.constexpr,
@@ -91,7 +85,7 @@ def sum_words(
             is_late = any_of(clock_ns(polls, INTERPRET) - start > timeout_ns, cols)
             if (oldest < epoch) & (stop == 0) & (is_late == 1):
                 peer = tl.max(tl.where(epochs == oldest, late, 0), axis=0)
-                record_fault(fault_ptr, PLACE_DECODE, peer, item, epoch, oldest)
+                record_fault(fault_ptr, PLACE_DECODE, peer, item, epoch, oldest, INTERPRET)
     # One condition for the block, not one per column, keeps the stores 16 bytes wide.
     mask = (cols < D) & (oldest >= epoch)
     tl.store(out_ptr + token * D + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
