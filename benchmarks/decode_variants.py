@@ -163,5 +163,5 @@ def change(config: DecodeConfig, trial: Trial) -> DecodeConfig:
         elif name == "form":
             continue
         else:
-            config = replace(config, **{name: bool(int(value))})
+            config = replace(config, **{name: type(getattr(config, name))(int(value))})
     return config

@@ -49,6 +49,7 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
         SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
         GATHERED=gathered,
     )  # fmt: skip
+    constants["TILE"] = min(config.tile, constants["T_BLOCK"])
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
     _gate_up(step, config, landing, groups, constants)

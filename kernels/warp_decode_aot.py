@@ -77,9 +77,10 @@ class Setting:
         """What both kernels are compiled for, ``None`` for scales that are not there among it."""
         num_experts, top_k, _, _ = SHAPES[self.shape]
         vector = self.config.form == "vector"
+        token_block = max(1 if vector else LEAST_TOKENS, self.num_tokens)
         return dict(
-            K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=self.num_tokens if vector else
-            max(LEAST_TOKENS, self.num_tokens), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
+            K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=token_block,
+            TILE=min(self.config.tile, token_block), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
             LANE=LOAD_BYTES // self.weight_dtype.itemsize,
             SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.config.dependent,
             GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
@@ -102,7 +103,7 @@ def aot_cases() -> list[KernelCase]:
     settings += [Setting(shape="qwen3", num_tokens=8, dtype=torch.float16)]
     for quantised in ("mxfp8", "fp8"):
         for shape in ("qwen3", "deepseek"):
-            settings += [Setting(shape=shape, num_tokens=count, quantised=quantised) for count in (1, 2, 8, 64)]
+            settings += [Setting(shape=shape, num_tokens=count, quantised=quantised) for count in (1, 2, 8, 16, 32, 64)]
         settings += [Setting(shape="qwen3", num_tokens=count, quantised=quantised, ranks=RANKS) for count in (1, 8)]
         settings += [
             Setting(shape="qwen3", num_tokens=count, quantised=quantised, dtype=dtype)
@@ -183,9 +184,9 @@ def _case(
     expects = {"wide_loads"}
     if config.form == "matrix":
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize
-        if shape.rows * constants["T_BLOCK"] * item_bytes >= 32 * shape.num_warps * LOAD_BYTES:
+        if shape.rows * constants["TILE"] * item_bytes >= 32 * shape.num_warps * LOAD_BYTES:
             expects |= {"wide_stores"}
-        if constants["PRECISION"] != "ieee" and rows >= WGMMA_ROWS and constants["T_BLOCK"] >= WGMMA_TOKENS:
+        if constants["PRECISION"] != "ieee" and rows >= WGMMA_ROWS and constants["TILE"] >= WGMMA_TOKENS:
             expects |= {"wgmma"}
     scale_bytes = 0
     if setting.quantised == "mxfp8":

@@ -43,6 +43,8 @@ class DecodeConfig:
         fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
         dependent: Start down while gate/up drains (programmatic dependent launch).
         ahead: Steps of w2 that down loads before gate/up has ended, at most its contraction (vector form).
+        tile: Most tokens of an expert that are multiplied at once (matrix form): fewer are quicker, but an expert that
+            more tokens chose is read once more for each tile of them.
     """
 
     form: Literal["vector", "matrix"]
@@ -51,6 +53,7 @@ class DecodeConfig:
     fold: bool = False
     dependent: bool = False
     ahead: int = 0
+    tile: int = 64
 
     def __post_init__(self) -> None:
         if self.form not in ("vector", "matrix"):
@@ -59,6 +62,8 @@ class DecodeConfig:
             raise ValueError(f"fold={self.fold} must go with form='vector', not {self.form!r}")
         if self.ahead and (self.ahead < 0 or self.form != "vector"):
             raise ValueError(f"ahead={self.ahead} must be 0, or at least 1 with form='vector', not {self.form!r}")
+        if self.tile not in (8, 16, 32, 64):
+            raise ValueError(f"tile={self.tile} must be 8, 16, 32 or 64")
         for name in ("gate_up", "down"):
             shape = getattr(self, name)
             least, most = (1, 16) if self.form == "vector" else (16, 128)
@@ -109,7 +114,7 @@ def select(
     elif num_tokens <= 2 and shared_scale:
         config = _few_quantised(num_tokens, dependent)
     elif shared_scale:
-        config = _quantised_blocks(num_tokens, dtype, shared_scale, dependent)
+        config = _quantised_blocks(num_tokens, dtype, shared_scale, is_large(hidden_size, ffn_size), dependent)
     elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
         config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
     else:
@@ -129,7 +134,9 @@ def _float32_blocks(
     return DecodeConfig(
         form="vector",
         gate_up=_vector_block(itemsize, hidden_size, rows=loads // 2),
-        down=_vector_block(itemsize, ffn_size, rows=max(2, 2 * loads // top_k) if num_tokens == 1 else 4),
+        down=_vector_block(
+            itemsize, ffn_size, rows=max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
+        ),
         fold=num_tokens == 1,
         dependent=dependent,
     )
@@ -162,21 +169,30 @@ def _few_blocks(num_tokens: int, hidden_size: int, ffn_size: int, dependent: boo
     )
 
 
-def _quantised_blocks(num_tokens: int, dtype: torch.dtype, shared_scale: int, dependent: bool) -> DecodeConfig:
-    """Few tokens take narrow blocks, of which there are many; MXFP8 longer steps, for its scales are loads as well.
+def _quantised_blocks(
+    num_tokens: int, dtype: torch.dtype, shared_scale: int, large: bool, dependent: bool
+) -> DecodeConfig:
+    """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
 
-    Beside float16 tokens MXFP8 is multiplied in tf32, whose operands take twice the registers: no longer steps there.
+    Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
+    nearly as fast else. MXFP8 takes longer steps for up to 8 tokens, for its scales are loads as well; beside float16
+    tokens it is multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large
+    experts has few, so that many tokens chose each: no tiles.
     """
-    is_half = dtype == torch.float16
-    if num_tokens <= 8:
-        is_long = shared_scale == MX.value and not is_half
-        gate_up = BlockShape(rows=32, depth=256 if is_long else 128, num_stages=3 if is_long else 4)
-        down = BlockShape(rows=64, depth=128, num_stages=4)
-    else:
+    is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
+    gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
+    narrow = BlockShape(rows=32, depth=128, num_stages=4)
+    tile = 8
+    if num_tokens <= 8 and is_mx:
+        gate_up = narrow if is_half else replace(narrow, depth=256, num_stages=3)
+    elif num_tokens > 8 and (large or num_tokens <= (32 if is_mx else 16)):
         depth = 64 if is_half and num_tokens > 16 else 128
-        gate_up = BlockShape(rows=64, depth=depth, num_stages=3)
-        down = BlockShape(rows=128, depth=depth, num_stages=3)
-    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
+        gate_up, down = replace(gate_up, depth=depth), BlockShape(rows=128, depth=depth, num_stages=3)
+        tile = 64
+    elif num_tokens > 32:
+        gate_up = gate_up if is_mx else narrow
+        tile = 16
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent, tile=tile)
 
 
 def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:

@@ -3,7 +3,7 @@
 Either a block folds all experts of one token into its columns (*fold*, one token), or it computes the columns of one
 group (see ``warp_decode_routing``) as float32 partial sums, and the last block of a column block adds them up. A ticket
 per column block tells which one is last; that one puts the ticket back to 0 for the next step. Sums run over a token's
-routed rows in order, whoever is last, so equal inputs give equal bits.
+routed rows in one order, whoever is last, so equal inputs give equal bits.
 
 Over W ranks the complete columns go to all ranks instead of the output, or where tokens differ between ranks to the
 token's own, and blocks behind all others add up what the ranks sent (see ``warp_decode_words``). What bounds it:
@@ -14,8 +14,16 @@ import triton
 import triton.language as tl
 
 from .warp_decode_gather import ABSENT
-from .warp_decode_routing import NO_ROW, row_of, serving, slot_of, wait_for_previous
-from .warp_decode_scales import lane_columns, lane_scales, load_lanes, scaled_dot, scaled_products, step_scales
+from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serving, slot_of, wait_for_previous
+from .warp_decode_scales import (
+    lane_columns,
+    lane_scales,
+    load_lanes,
+    scaled_dot,
+    scaled_products,
+    step_and_next_scales,
+    step_scales,
+)
 from .warp_decode_words import push_words, sum_words
 
 SUM_TOKENS = tl.constexpr(16)  # tokens the last block of a column block adds up at once
@@ -129,20 +137,22 @@ def down_vector(
 @triton.jit
 def down_matrix(
     hidden_ptr, w2_desc, scales_ptr, partials_ptr, slot, rows, first_col, D, F,
-    T_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of one expert for all tokens that chose it."""
+    """Partial sums of one expert for the TILE tokens of one pass."""
     cols = first_col + tl.arange(0, BLOCK_D)
     ks = tl.arange(0, BLOCK_K)
     valid = rows < NO_ROW
     legal_rows = tl.where(valid, rows, 0)
     hidden_ptrs = hidden_ptr + legal_rows[:, None] * F + ks[None, :]
-    accumulator = tl.zeros((BLOCK_D, T_BLOCK), dtype=tl.float32)
+    accumulator = tl.zeros((BLOCK_D, TILE), dtype=tl.float32)
+    weight_rows = tl.minimum(cols, D - 1)
+    ahead = step_scales(scales_ptr, slot, weight_rows, 0, D, F, BLOCK_K, SCALES, EVEN_K)
     for f in range(0, F, BLOCK_K):
         hidden = tl.load(hidden_ptrs + f, mask=valid[:, None] & (EVEN_K | (f + ks < F)[None, :]), other=0.0)
         w = w2_desc.load([slot, first_col, f]).reshape(BLOCK_D, BLOCK_K)
-        scales = step_scales(scales_ptr, slot, tl.minimum(cols, D - 1), f, D, F, BLOCK_K, SCALES, EVEN_K)
+        scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, f, D, F, BLOCK_K, SCALES, EVEN_K)
         accumulator = scaled_dot(w, hidden, accumulator, scales, SCALES, PRECISION)
     targets = partials_ptr + legal_rows[None, :] * D + cols[:, None]
     tl.store(targets, accumulator, mask=valid[None, :] & (cols < D)[:, None])
@@ -175,6 +185,23 @@ def sum_rows(
 
 
 @triton.jit
+def load_routing(ids_ptr, slots_ptr, weights_ptr, E, S, K: tl.constexpr, K_BLOCK: tl.constexpr):
+    """``(K_BLOCK,)`` of the only token: whether each of its experts is held here, and its routing weight."""
+    ks = tl.arange(0, K_BLOCK)
+    held = slot_of(tl.load(ids_ptr + ks, mask=ks < K, other=-1).to(tl.int32), slots_ptr, E, S) >= 0
+    return held, tl.load(weights_ptr + ks, mask=held, other=0.0)
+
+
+@triton.jit
+def sum_only_token(partials_ptr, held, weights, cols, D, K_BLOCK: tl.constexpr):
+    """``(1, cols)`` float32: the only token's weighted partial sums, one of each routed row."""
+    ptrs = partials_ptr + tl.arange(0, K_BLOCK)[:, None] * D + cols[None, :]
+    # As in sum_rows, from L2.
+    partial = tl.load(ptrs, mask=held[:, None] & (cols < D)[None, :], other=0.0, cache_modifier=".cg")
+    return tl.sum(weights[:, None] * partial, axis=0)[None, :]
+
+
+@triton.jit
 def publish(
     values, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, T, D,
     K: tl.constexpr, W: tl.constexpr, GATHERED: tl.constexpr,
@@ -199,7 +226,7 @@ def down_kernel(
     landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    SCALES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
     GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, AHEAD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``."""
@@ -231,6 +258,10 @@ def down_kernel(
             )  # fmt: skip
         else:
             slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+            IS_ALONE: tl.constexpr = T_BLOCK == 1 and not BY_EXPERT
+            if IS_ALONE:
+                # Loaded here they are there when the last block adds up, which everything else waits for.
+                held, weights = load_routing(ids_ptr, slots_ptr, weights_ptr, E, S, K, K_BLOCK)
             if slot < 0:
                 wait_for_previous(DEPENDENT)
             elif VECTOR:
@@ -240,19 +271,24 @@ def down_kernel(
                 )  # fmt: skip
             else:
                 wait_for_previous(DEPENDENT)
-                down_matrix(
-                    hidden_ptr, w2, scales_ptr, partials_ptr, slot, rows, block * BLOCK_D, D, F,
-                    T_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, SCALES, PRECISION,
-                )  # fmt: skip
+                for first in range(0, rows_in_passes(rows, TILE), TILE):
+                    down_matrix(
+                        hidden_ptr, w2, scales_ptr, partials_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_D,
+                        D, F, TILE, BLOCK_D, BLOCK_K, EVEN_K, SCALES, PRECISION,
+                    )  # fmt: skip
             # ---- the last of the column block adds up
             tl.debug_barrier()
             if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") == groups - 1:
                 tl.store(tickets_ptr + block, 0)
-                for first in range(0, T, SUM_TOKENS):
-                    tokens = first + tl.arange(0, SUM_TOKENS)
-                    total = sum_rows(
-                        partials_ptr, ids_ptr, slots_ptr, weights_ptr, tokens, cols, T, D, E, S, K, K_BLOCK
-                    )
+                BATCH: tl.constexpr = 1 if IS_ALONE else SUM_TOKENS
+                for first in range(0, 1 if IS_ALONE else T, BATCH):
+                    tokens = first + tl.arange(0, BATCH)
+                    if IS_ALONE:
+                        total = sum_only_token(partials_ptr, held, weights, cols, D, K_BLOCK)
+                    else:
+                        total = sum_rows(
+                            partials_ptr, ids_ptr, slots_ptr, weights_ptr, tokens, cols, T, D, E, S, K, K_BLOCK
+                        )
                     publish(
                         total, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
                         max_tokens, T, D, K, W, GATHERED,

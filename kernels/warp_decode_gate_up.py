@@ -10,8 +10,26 @@ import triton
 import triton.language as tl
 
 from .activation import swiglu
-from .warp_decode_routing import NO_ROW, allow_next, load_columns, row_of, serving, token_of, wait_for_previous
-from .warp_decode_scales import lane_columns, lane_scales, load_lanes, scaled_dot, scaled_products, step_scales
+from .warp_decode_routing import (
+    NO_ROW,
+    allow_next,
+    load_columns,
+    pass_of,
+    row_of,
+    rows_in_passes,
+    serving,
+    token_of,
+    wait_for_previous,
+)
+from .warp_decode_scales import (
+    lane_columns,
+    lane_scales,
+    load_lanes,
+    scaled_dot,
+    scaled_products,
+    step_and_next_scales,
+    step_scales,
+)
 
 
 @triton.jit
@@ -54,24 +72,25 @@ def gate_up_vector(
 @triton.jit
 def gate_up_matrix(
     x_ptr, w1_desc, scales_ptr, hidden_ptr, slot, rows, first_col, D, F,
-    K: tl.constexpr, T_BLOCK: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All tokens at once; those without this expert are zeros that are not read from memory."""
+    """The TILE tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
     cols = first_col + tl.arange(0, BLOCK_F)
     ks = tl.arange(0, BLOCK_K)
     valid = rows < NO_ROW
     x_ptrs = x_ptr + token_of(rows, K)[:, None] * D + ks[None, :]
     in_tile = tl.arange(0, 2 * BLOCK_F)
     weight_rows = tl.minimum(first_col + in_tile % BLOCK_F, F - 1) + in_tile // BLOCK_F * F
-    accumulator = tl.zeros((2 * BLOCK_F, T_BLOCK), dtype=tl.float32)
+    accumulator = tl.zeros((2 * BLOCK_F, TILE), dtype=tl.float32)
+    ahead = step_scales(scales_ptr, slot, weight_rows, 0, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
     for k in range(0, D, BLOCK_K):
         # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
         x = tl.load(x_ptrs + k, mask=valid[:, None] & (EVEN_K | (k + ks < D)[None, :]), other=0.0)
         w = w1_desc.load([slot, 0, first_col, k]).reshape(2 * BLOCK_F, BLOCK_K)
-        scales = step_scales(scales_ptr, slot, weight_rows, k, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
+        scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, k, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
         accumulator = scaled_dot(w, x, accumulator, scales, SCALES, PRECISION)
-    gate, up = accumulator.reshape(2, BLOCK_F, T_BLOCK).permute(1, 2, 0).split()
+    gate, up = accumulator.reshape(2, BLOCK_F, TILE).permute(1, 2, 0).split()
     hidden = swiglu(gate, up).to(hidden_ptr.dtype.element_ty)
     targets = hidden_ptr + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]
     tl.store(targets, hidden, mask=valid[None, :] & (cols < F)[:, None])
@@ -82,8 +101,8 @@ def gate_up_kernel(
     x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
-    SCALES: tl.constexpr, PRECISION: tl.constexpr, ADVANCE: tl.constexpr, GATHERED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, ADVANCE: tl.constexpr,
+    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
 
@@ -105,7 +124,8 @@ def gate_up_kernel(
                 K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES,
             )  # fmt: skip
         else:
-            gate_up_matrix(
-                x_ptr, w1, scales_ptr, hidden_ptr, slot, rows, block * BLOCK_F, D, F,
-                K, T_BLOCK, BLOCK_F, BLOCK_K, EVEN_K, SCALES, PRECISION,
-            )  # fmt: skip
+            for first in range(0, rows_in_passes(rows, TILE), TILE):
+                gate_up_matrix(
+                    x_ptr, w1, scales_ptr, hidden_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_F, D, F,
+                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, SCALES, PRECISION,
+                )  # fmt: skip

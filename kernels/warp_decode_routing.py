@@ -4,7 +4,8 @@ Letters: T tokens, K experts per token, J = T*K routed rows (row t*K + k), E exp
 
 A block serves one *group*: one expert with all tokens that chose it. There are as many groups as experts, or as routed
 rows where those are fewer; then a routed row whose expert an earlier one names has nothing to do. So every weight row
-is read once, without sort, padding or token lists in memory.
+is read once, without sort, padding or token lists in memory. In tiles of fewer tokens than the step has, an expert that
+more of them chose takes a pass for each tile, and reads its weights in every one.
 """
 
 import triton
@@ -55,6 +56,32 @@ def serving(
         else:
             slot = tl.where(first == group, slot, -1)
     return slot, rows
+
+
+@triton.jit
+def rows_in_passes(rows, TILE: tl.constexpr):
+    """How far a loop over ``pass_of`` runs: the number of routed rows, or TILE where one pass takes all tokens."""
+    if rows.shape[0] == TILE:
+        return TILE
+    else:
+        return tl.sum(tl.where(rows < NO_ROW, 1, 0), axis=0)
+
+
+@triton.jit
+def pass_of(rows, first, TILE: tl.constexpr):
+    """``(TILE,)``: the routed rows among ``rows`` from number ``first`` on, and ``NO_ROW`` behind the last.
+
+    Where one pass takes all tokens, ``rows`` as they are.
+
+    Example (TILE = 2; rows [NO_ROW, 3, 4, 8]): [3, 4] from number 0 on, [8, NO_ROW] from number 2 on.
+    """
+    if rows.shape[0] == TILE:
+        return rows
+    else:
+        is_row = rows < NO_ROW
+        place = tl.cumsum(tl.where(is_row, 1, 0), axis=0) - 1 - first
+        here = is_row[:, None] & (place[:, None] == tl.arange(0, TILE)[None, :])
+        return tl.min(tl.where(here, rows[:, None], NO_ROW), axis=0)
 
 
 @triton.jit

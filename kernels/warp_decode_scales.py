@@ -140,6 +140,24 @@ def step_scales(
 
 
 @triton.jit
+def step_and_next_scales(
+    ahead, scales_ptr, slot, rows, k, num_rows, num_cols,
+    BLOCK_K: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """``(scales of the step at k, what to pass as ahead in the next step)``; at the first, ``step_scales`` of it.
+
+    The compiler makes no pipeline of the loads of block FP8, one number for 128 rows; unless they are loaded a step
+    ahead, every step waits for memory.
+    """
+    if SCALES == BLOCK:
+        # The last step loads its own again: a mask would take registers.
+        following = tl.where(k + BLOCK_K < num_cols, k + BLOCK_K, k)
+        return ahead, step_scales(scales_ptr, slot, rows, following, num_rows, num_cols, BLOCK_K, SCALES, EVEN)
+    else:
+        return step_scales(scales_ptr, slot, rows, k, num_rows, num_cols, BLOCK_K, SCALES, EVEN), ahead
+
+
+@triton.jit
 def scaled_dot(weights, x, sums, scales, SCALES: tl.constexpr, PRECISION: tl.constexpr):
     """Matrix form: ``sums`` plus the weights ``(R, BLOCK_K)`` with their scales times the tokens ``(T, BLOCK_K)``."""
     if SCALES == 0:

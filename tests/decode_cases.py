@@ -31,7 +31,8 @@ class DecodeCase:
     """One step: T tokens, K experts each of E, sizes D and F.
 
     ``routing``: ``uniform``; ``one``: every token's first expert is 0; ``masked``: a third of the routed rows is -1;
-    ``none``: all are; ``repeated``: every token names one expert K times; ``unknown``: some ids are no expert's.
+    ``none``: all are; ``repeated``: every token names one expert K times; ``unknown``: some ids are no expert's;
+    ``always``: the last two experts of every token are E-2 and E-1, as a shared one's pieces are.
     ``held``: how many of the E experts are held; the others' routing weights are NaN, as are the slots nobody uses.
     ``quantised``: ``mxfp8`` or ``fp8``, with scales that differ from one to the next by powers of two.
     """
@@ -80,6 +81,8 @@ def draw_ids(case: DecodeCase, generator: torch.Generator) -> Tensor:
         ids = ids[:, :1].expand(case.T, case.K).contiguous()
     if case.routing == "masked":
         ids[chosen] = -1
+    if case.routing == "always":
+        ids[:, -2:] = torch.tensor([case.E - 2, case.E - 1])
     if case.routing == "none":
         ids[:] = -1
     if case.routing == "unknown":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from decode_points import Checked, check_variant, compare, host_waits, measure_p
 from decode_report import crossovers, draw, figures, format_table, write_results
 from decode_steps import Step, make_set, make_steps
 from decode_team import Team, open_team
-from decode_variants import Settings, step_runs
+from decode_variants import Settings, configs, step_runs
 from points import Ranks
 from routing import make_routing
 from timing import Timing
@@ -319,6 +320,13 @@ def test_more_tokens_than_warp_decode_takes() -> None:
     assert set(row["times_us"]) == {"torch", "fused"}
     assert row["accuracy"]["fused"][0] < 1e-5
     assert (row["comet_us"], row["best"], row["of_roof"], row["failures"]) == (None, None, None, {})
+
+
+def test_trials_change_the_fields_they_name() -> None:
+    selected, tiles = configs(SMALL, 64, torch.bfloat16, [{"tile": "16", "down.rows": "32"}]).values()
+    assert tiles == replace(selected, tile=16, down=replace(selected.down, rows=32))
+    selected, ahead = configs(SMALL, 1, torch.bfloat16, [{"ahead": "2", "dependent": "0"}]).values()
+    assert ahead == replace(selected, ahead=2, dependent=False)
 
 
 def test_a_group_that_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,14 @@ import triton.language as tl
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_inputs, random_case
 from ranks import run_ranks
 
+from comet.config import MAX_TOP_K
 from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode, warp_decode_torch
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
-from comet.kernels.warp_decode_routing import NO_ROW, serving
+from comet.kernels.warp_decode_routing import NO_ROW, pass_of, rows_in_passes, serving
 from comet.reference import reference_experts
 from comet.shared_expert import SharedExpert
+
+TILES = replace(MATRIX, tile=8)
 
 CASES = [
     DecodeCase(name="fold, tail of D and F", T=1, K=2, E=4, D=48, F=48, config=FOLD),
@@ -37,8 +40,18 @@ CASES = [
     ),
     DecodeCase(name="matrix by row", T=3, K=2, E=30, D=48, F=32, config=MATRIX, routing="one"),
     DecodeCase(name="matrix by expert", T=17, K=3, E=4, D=48, F=48, config=MATRIX, routing="masked", held=3),
+    DecodeCase(name="matrix, two always", T=5, K=4, E=8, D=32, F=32, config=MATRIX, routing="always", held=6),
     DecodeCase(name="matrix, repeated", T=4, K=3, E=6, D=32, F=16, config=MATRIX, routing="repeated"),
     DecodeCase(name="64 tokens, one expert", T=64, K=1, E=2, D=16, F=16, config=MATRIX, routing="one"),
+    DecodeCase(name="three passes", T=20, K=2, E=4, D=48, F=48, config=TILES, routing="one", held=3),
+    DecodeCase(name="two passes by row", T=9, K=1, E=30, D=32, F=16, config=TILES, routing="one"),
+    DecodeCase(
+        name="three passes, masked", T=34, K=2, E=2, D=32, F=32, config=replace(TILES, tile=16), routing="masked"
+    ),
+    DecodeCase(name="passes, repeated", T=25, K=3, E=3, D=16, F=48, config=TILES, routing="repeated"),
+    DecodeCase(name="passes, two always", T=17, K=3, E=5, D=32, F=32, config=TILES, routing="always", held=4),
+    DecodeCase(name="passes, unknown", T=40, K=2, E=2, D=16, F=16, config=TILES, routing="unknown"),
+    DecodeCase(name="passes, all masked", T=17, K=2, E=4, D=16, F=16, config=TILES, routing="none"),
     DecodeCase(name="32 experts per token", T=3, K=32, E=32, D=16, F=16, config=MATRIX),
     DecodeCase(name="all masked", T=5, K=2, E=4, D=16, F=16, config=MATRIX, routing="none"),
 ]
@@ -51,9 +64,11 @@ def interpreted(rank: int, world_size: int) -> None:
         case = random_case(seed, most_tokens=6, largest=48)
         config = FOLD if case.T == 1 else VECTOR if case.T == 2 else MATRIX
         check_decode(replace(case, config=config), torch.float32, "cpu", runs=1)
+        check_decode(replace(case, T=8 + 4 * case.T, config=TILES), torch.float32, "cpu", runs=1)
     steps_that_share_a_scratch()
     ids_of_64_bits()
     check_serving_example()
+    check_passes()
 
 
 def steps_that_share_a_scratch() -> None:
@@ -92,6 +107,38 @@ def check_serving_example() -> None:
     serving_kernel[(4,)](ids, slots, slot, rows, 2, 4, 4, K=2, BY_EXPERT=True)
     assert slot.tolist() == [0, 1, -1, 3]
     assert rows.tolist() == [[none, 3], [1, 2], [none, none], [0, none]]
+
+
+@triton.jit
+def passes_kernel(rows_ptr, passes_ptr, count_ptr, T_BLOCK: tl.constexpr, TILE: tl.constexpr):
+    rows = tl.load(rows_ptr + tl.arange(0, T_BLOCK))
+    count = rows_in_passes(rows, TILE)
+    tl.store(count_ptr, count)
+    for first in range(0, count, TILE):
+        tl.store(passes_ptr + first + tl.arange(0, TILE), pass_of(rows, first, TILE))
+
+
+def check_passes() -> None:
+    """The example, and that the passes are the routed rows in order, whatever tokens they are of."""
+    none, count = NO_ROW.value, torch.zeros(1, dtype=torch.int32)
+
+    def passes(rows: torch.Tensor, tile: int) -> torch.Tensor:
+        found = torch.full((2 * len(rows),), -1, dtype=torch.int32)
+        passes_kernel[(1,)](rows, found, count, T_BLOCK=len(rows), TILE=tile)
+        return found
+
+    rows = torch.tensor([none, 3, 4, 8], dtype=torch.int32)
+    assert passes(rows, 2)[:6].tolist() == [3, 4, 8, none, -1, -1]
+    assert passes(rows, 4)[:6].tolist() == [none, 3, 4, 8, -1, -1]
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.arange(32, dtype=torch.int32) * 3
+        rows[torch.rand(32, generator=generator) < torch.rand(1, generator=generator)] = none
+        valid = rows[rows < none].tolist()
+        assert passes(rows, 8)[: len(valid)].tolist() == valid, f"seed {seed}"
+        padding = -len(valid) % 8
+        assert passes(rows, 8)[len(valid) :].tolist() == [none] * padding + [-1] * (64 - len(valid) - padding)
+        assert count.item() == len(valid)
 
 
 def test_kernels_under_the_interpreter() -> None:
@@ -231,6 +278,7 @@ def test_bad_input_is_named(build, message: str) -> None:
         ({"gate_up": BlockShape(rows=8, depth=32)}, r"gate_up.rows=8 must be a power of two from 16 to 128"),
         ({"down": BlockShape(rows=48, depth=32)}, r"down.rows=48 must be a power of two"),
         ({"form": "vector"}, r"down.rows=32 must be a power of two from 1 to 16"),
+        ({"tile": 24}, "tile=24 must be 8, 16, 32 or 64"),
         ({"down": BlockShape(rows=16, depth=8)}, r"down.depth=8 must be a power of two from 16 to 4096"),
     ],
 )
@@ -240,7 +288,7 @@ def test_impossible_blocks_are_named(changes: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 32, 33, 64])
 @pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048), (16, 16)])
 def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]) -> None:
     for top_k in (1, 2, 8, 32):
@@ -249,7 +297,17 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
         is_vector = num_tokens == 1 or (num_tokens == 2 and (dtype == torch.float32 or is_large(*shape)))
         assert config.form == ("vector" if is_vector else "matrix")
         assert config.dependent == (shape != (4096, 14336))
+        assert config.tile == 64
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             lanes = 32 * block.num_warps * 16 // dtype.itemsize
             if is_vector:
                 assert block.depth >= min(lanes, triton.next_power_of_2(contraction)), "16 bytes per lane"
+
+
+@pytest.mark.parametrize("shared_scale", [0, 32, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_blocks_are_selected_for_every_step(dtype: torch.dtype, shared_scale: int) -> None:
+    for num_tokens in (1, 2, 3, 64):
+        for top_k in range(1, MAX_TOP_K + 1):
+            for hidden_size, ffn_size in ((32, 32), (160, 256), (2048, 768), (7168, 2048)):
+                select(dtype, num_tokens, top_k, hidden_size, ffn_size, shared_scale=shared_scale)

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from comet.comm import make_communicator
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
 from comet.decode.twin import decode_partial_torch
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, select
+from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
 from comet.layout import ExpertLayout
 from comet.quantize import quantize_fp8, quantize_mxfp8
 from comet.reference import shard_experts
@@ -28,6 +28,7 @@ FOLD = replace(VECTOR, fold=True)
 # One lane after the other: no copies, whole warps along the contraction.
 WIDE = replace(FOLD, gate_up=BlockShape(rows=8, depth=512), down=BlockShape(rows=16, depth=512))
 MATRIX = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
+TILES = replace(MATRIX, tile=8)
 
 CASES = {
     "mxfp8": [
@@ -38,9 +39,13 @@ CASES = {
         DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=544, F=32, config=WIDE),
         DecodeCase(name="ahead", T=1, K=2, E=4, D=64, F=160, config=replace(VECTOR, ahead=2), held=3),
         DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=160, F=96, config=MATRIX, routing="masked", held=3),
+        DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=160, F=96, config=TILES, routing="one", held=2),
+        DecodeCase(name="two passes", T=9, K=2, E=4, D=64, F=128, config=TILES, routing="always"),
         DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
         DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
         DecodeCase(name="selected", T=17, K=2, E=4, D=96, F=160, routing="unknown"),
+        DecodeCase(name="selected", T=3, K=2, E=4, D=64, F=32),
+        DecodeCase(name="selected, passes", T=34, K=2, E=2, D=96, F=160, routing="masked"),
     ],
     # A block of scales ends inside the gate rows, and the up rows begin in the middle of one.
     "fp8": [
@@ -53,8 +58,13 @@ CASES = {
         DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=176, F=208, config=MATRIX, routing="masked", held=3),
         DecodeCase(name="matrix, small steps", T=3, K=2, E=9, D=144, F=144, routing="one", config=replace(
             MATRIX, gate_up=BlockShape(rows=64, depth=32), down=BlockShape(rows=16, depth=64))),
+        DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=304, F=208, config=TILES, routing="one", held=2),
+        DecodeCase(name="two passes, small steps", T=9, K=2, E=4, D=144, F=272, routing="always", config=replace(
+            TILES, gate_up=BlockShape(rows=16, depth=32))),
         DecodeCase(name="selected", T=2, K=2, E=4, D=16, F=16),
-        DecodeCase(name="selected", T=17, K=2, E=4, D=144, F=208, routing="unknown"),
+        DecodeCase(name="selected, passes", T=17, K=2, E=2, D=144, F=208, routing="unknown"),
+        DecodeCase(name="selected", T=3, K=2, E=4, D=48, F=16),
+        DecodeCase(name="selected, passes", T=34, K=2, E=2, D=144, F=208, routing="masked"),
     ],
 }  # fmt: skip
 
@@ -66,6 +76,8 @@ def interpreted(rank: int, world_size: int, kind: str) -> None:
         check_decode(replace(case, quantised=kind), (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
     for seed in range(2):
         check_decode(random_case(seed, most_tokens=6, largest=96, quantised=kind), torch.float32, "cpu", runs=1)
+        case = random_case(seed + 50, most_tokens=3, largest=160, quantised=kind)
+        check_decode(replace(case, T=8 * case.T + 1, config=TILES), torch.float16, "cpu", runs=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,8 +243,16 @@ def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, messa
 # ---- shapes of blocks ------------------------------------------------------------------------------------------------
 
 
+# Scale of so many weights: for at most so many tokens, rows of gate/up and of down, and the tile, of small experts.
+MATRIX_BLOCKS = {
+    32: {8: (32, 64, 8), 32: (64, 128, 64), 64: (64, 64, 16)},
+    128: {8: (64, 64, 8), 16: (64, 128, 64), 32: (64, 64, 8), 64: (32, 64, 16)},
+}
+LARGE_MATRIX_BLOCKS = (64, 128, 64)  # from 9 tokens on
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 16, 33, 64])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 9, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048), (16, 16)])
 @pytest.mark.parametrize("shared_scale", [32, 128])
 def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int], shared_scale: int) -> None:
@@ -240,6 +260,11 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
     for top_k in (1, 2, 8, 32):
         config = select(dtype, num_tokens, top_k, *shape, shared_scale=shared_scale)
         assert config.form == ("vector" if num_tokens <= 2 else "matrix")
+        if config.form == "matrix" and dtype != torch.float32:
+            most = next(most for most in MATRIX_BLOCKS[shared_scale] if num_tokens <= most)
+            is_small = num_tokens <= 8 or not is_large(*shape)
+            wanted = MATRIX_BLOCKS[shared_scale][most] if is_small else LARGE_MATRIX_BLOCKS
+            assert (config.gate_up.rows, config.down.rows, config.tile) == wanted
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             longest = max(32, triton.next_power_of_2(contraction))
             if config.form == "matrix":

@@ -29,7 +29,7 @@ def test_selected_blocks(num_tokens: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
-@pytest.mark.parametrize("routing", ["one", "masked", "none", "repeated", "unknown"])
+@pytest.mark.parametrize("routing", ["one", "masked", "none", "repeated", "unknown", "always"])
 def test_routings(num_tokens: int, routing: str, dtype: torch.dtype) -> None:
     case = DecodeCase(name=routing, T=num_tokens, K=4, E=16, D=336, F=208, routing=routing, held=11, seed=num_tokens)
     check_decode(case, dtype, "cuda")
@@ -54,6 +54,9 @@ def test_random_cases(seed: int) -> None:
         (1, replace(FOLD, gate_up=BlockShape(rows=1, depth=256, num_warps=1), down=BlockShape(rows=8, depth=1024))),
         (1, MATRIX),
         (9, MATRIX),
+        (9, replace(MATRIX, tile=8)),
+        (64, replace(MATRIX, tile=8)),
+        (64, replace(MATRIX, tile=16)),
         (64, replace(MATRIX, gate_up=BlockShape(rows=128, depth=64), down=BlockShape(rows=128, depth=128))),
     ],
 )

@@ -47,7 +47,7 @@ def test_selected_blocks_of_deepseek(num_tokens: int, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
-@pytest.mark.parametrize("routing", ["one", "masked", "none", "repeated", "unknown"])
+@pytest.mark.parametrize("routing", ["one", "masked", "none", "repeated", "unknown", "always"])
 def test_routings(num_tokens: int, routing: str, dtype: torch.dtype, kind: str) -> None:
     """Sizes that no step of a kernel divides; a block of scales ends inside the gate rows."""
     sizes = dict(D=352, F=224) if kind == "mxfp8" else dict(D=336, F=208)
@@ -73,6 +73,9 @@ def test_random_cases(seed: int, kind: str) -> None:
         (2, VECTOR),
         (1, MATRIX),
         (9, MATRIX),
+        (9, replace(MATRIX, tile=8)),
+        (64, replace(MATRIX, tile=8)),
+        (64, replace(MATRIX, tile=16)),
         (64, replace(MATRIX, gate_up=BlockShape(rows=128, depth=32), down=BlockShape(rows=128, depth=64))),
         (64, replace(MATRIX, gate_up=BlockShape(rows=64, depth=128, num_warps=8, num_stages=2))),
     ],
