@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accounting import layer_flops, link_bytes
+from fp8 import deviation
 from points import (
     ROTATE,
     Inputs,
@@ -36,7 +37,7 @@ from points import (
     open_layer,
     relative_error,
 )
-from report import VARIANTS, Row, append_csv, as_json, draw, figures, format_table
+from report import FP8_VARIANTS, VARIANTS, Row, append_csv, as_json, draw, figures, format_table
 from roofs import gemm_roof_tflops, link_roof_gbs
 from routing import ROUTINGS
 from shapes import model
@@ -47,9 +48,9 @@ from comet.config import OverlapConfig, ParallelConfig, require
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 from comet.paths import SymmetricPath
 
-# Largest deviation from the plain path, relative to its root mean square, that rounding can explain.
 # Replayed as a CUDA graph, without what its launches cost the host.
-GRAPHS = ("comet_graph", "comm_comet")
+GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")
+# Largest deviation from the plain path, relative to its root mean square, that rounding can explain.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 
 
@@ -59,7 +60,7 @@ def measure_point(
     """Check and time all variants at one number of tokens; collective."""
     inputs = make_inputs(layer.config, num_tokens, settings, ranks)
     failures = dict(layer.failures)
-    variants, error = checked_variants(layer, inputs, settings, ranks, failures)
+    variants, errors = checked_variants(layer, inputs, settings, ranks, failures)
     floors, failure = attempt(partial(floor_variants, layer, inputs, settings, ranks), ranks)
     variants |= floors or {}
     if failure:
@@ -82,24 +83,25 @@ def measure_point(
     return (
         {f"{name}_ms": value for name, value in times_ms.items()}
         | figures(times_ms, flops, traffic, link_roof)
-        | {"error": error, "failures": describe(failures), "quantiles": quantiles(timings)}
+        | {"error": errors.get("comet"), "error_fp8": errors.get("comet_fp8")}
+        | {"failures": describe(failures), "quantiles": quantiles(timings)}
         | {"setting": describe_setting(layer)}
     )
 
 
 def checked_variants(
     layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks, failures: dict[str, str]
-) -> tuple[dict[str, Variant], float | None]:
-    """The variants that run and agree with the plain path, and Comet's error; the others go to ``failures``."""
+) -> tuple[dict[str, Variant], dict[str, float | None]]:
+    """The variants that run and agree with the plain path, and their errors; the others go to ``failures``."""
     usable: dict[str, Variant] = {}
     wanted: tuple[Tensor, ...] | None = None
-    comet_error: float | None = None
+    errors: dict[str, float | None] = {}
     for name, variant in layer_variants(layer, inputs, settings, ranks).items():
         output, failure = attempt(partial(variant, 0), ranks)
         if output is not None:
             wanted = output if wanted is None and name == "plain" else wanted
-            failure, error = compare(output, wanted if output else None, ranks)
-            comet_error = error if name == "comet" else comet_error
+            noise = layer.fp8.noise if layer.fp8 is not None and name in FP8_VARIANTS else None
+            failure, errors[name] = compare(output, wanted if output else None, ranks, noise)
         timed: Variant | None = variant
         if not failure and name in GRAPHS and ranks.device.type == "cuda":
             timed, failure = attempt(partial(capture, variant, rotate=ROTATE), ranks)
@@ -107,13 +109,22 @@ def checked_variants(
             failures[name] = failure
         else:
             usable[name] = timed
-    return usable, comet_error
+    return usable, errors
 
 
-def compare(output: tuple[Tensor, ...], wanted: tuple[Tensor, ...] | None, ranks: Ranks) -> tuple[str, float | None]:
-    """Why an output cannot be right ("" if it can), and its relative error; nothing without plain path."""
+def compare(
+    output: tuple[Tensor, ...], wanted: tuple[Tensor, ...] | None, ranks: Ranks, noise: float | None = None
+) -> tuple[str, float | None]:
+    """Why an output cannot be right ("" if it can), and its relative error; nothing without plain path.
+
+    ``noise`` is what quantising makes of an output in block FP8 (``fp8.noise``).
+    """
     if wanted is None:
         return "", None
+    if noise is not None:
+        failure, rms = deviation(output[0], wanted[0], ranks.worst(noise))
+        failed = ranks.worst(float(bool(failure)))
+        return failure or ("differs on another rank" if failed else ""), ranks.worst(rms)
     error = ranks.worst(relative_error(output, wanted))
     if error <= TOLERANCE[ranks.dtype]:
         return "", error
@@ -212,7 +223,8 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument(
         "--overlap", type=names, default=(), help="settings of Comet, such as comm_blocks=16,num_panels=4"
     )
-    parser.add_argument("--variants", type=names, default=VARIANTS, help=",".join(VARIANTS))
+    known = (*VARIANTS, *FP8_VARIANTS)
+    parser.add_argument("--variants", type=names, default=VARIANTS, help=",".join(known))
     parser.add_argument("--rounds", type=int, default=20, help="counted calls of each variant")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_moe"))
@@ -222,7 +234,7 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         model(name)
     require(arguments.routing in ROUTINGS, f"routing={arguments.routing!r} must be one of {', '.join(ROUTINGS)}")
     for name in arguments.variants:
-        require(name in VARIANTS, f"variants={name!r} must be one of {', '.join(VARIANTS)}")
+        require(name in known, f"variants={name!r} must be one of {', '.join(known)}")
     pairs = dict(pair.split("=", 1) for pair in arguments.overlap)
     return arguments, Settings(
         parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from accounting import balanced_rows
 from baselines import all_gather_experts, pipelined_experts
 from comm_only import exchange_alone
+from fp8 import FP8Layer, fits, quantize_layer
 from gemms import gemm_variants, split_evenly
-from report import VARIANTS
+from report import FP8_VARIANTS, VARIANTS
 from routing import make_routing
 from timing import Variant
 from torch import Tensor
@@ -90,7 +91,8 @@ class Ranks:
 class Layer:
     """The layer under test: ``w1 (e, 2F/TP, D)``, ``w2 (e, D, F/TP)``, and Comet's module over the same memory.
 
-    ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for.
+    ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for; ``fp8`` where
+    it was not, or D or F/TP is no multiple of 128, or the path is another than Comet's own.
     """
 
     config: MoEConfig
@@ -98,6 +100,7 @@ class Layer:
     w1: Tensor
     w2: Tensor
     moe: MoE | None
+    fp8: FP8Layer | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -126,7 +129,11 @@ def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[
         return
     group, moe = built
     w1, w2 = (weight.detach() for weight in moe.expert_parameters())
-    yield Layer(config=config, layout=layout, w1=w1.flatten(1, 2), w2=w2, moe=moe)
+    w1 = w1.flatten(1, 2)
+    fp8 = None
+    if set(FP8_VARIANTS) & set(settings.variants) and isinstance(moe.experts, SymmetricPath) and fits(config, layout):
+        fp8 = quantize_layer(moe.experts, w1, w2)
+    yield Layer(config=config, layout=layout, w1=w1, w2=w2, moe=moe, fp8=fp8)
     group.close()
 
 
@@ -171,6 +178,11 @@ def layer_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Rank
             variants["comm_comet"] = exchange_alone(
                 layer.moe.experts, inputs.tokens, inputs.ids, inputs.weights, layer.w2
             )
+    if layer.fp8 is not None and not settings.backward:
+        asked = [name for name in FP8_VARIANTS if name in settings.variants]
+        on_gpu = ranks.device.type == "cuda"
+        fp8 = _variant(layer.fp8, (), inputs, False)
+        variants |= {name: fp8 for name in asked if on_gpu or not name.endswith("graph")}
     return variants
 
 

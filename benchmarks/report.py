@@ -14,9 +14,21 @@ Row = dict[str, Any]
 
 KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
 VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_comet", "gemm_torch", "comm_comet")
+FP8_VARIANTS = ("comet_fp8", "comet_fp8_graph")
 BASELINES = ("plain", "pipelined", "all_gather")
-FIGURES = ("link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "setting")
-COLUMNS = (*KEYS, *(f"{name}_ms" for name in VARIANTS), *FIGURES, "failures")
+FIGURES = (
+    "link_ms",
+    "tflops",
+    "link_gbs",
+    "efficiency",
+    "hidden",
+    "x_plain",
+    "x_best",
+    "error",
+    "error_fp8",
+    "setting",
+)
+COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES, "failures")
 MEANS = ("efficiency", "x_plain", "x_best")
 
 
@@ -34,7 +46,7 @@ def figures(times_ms: Mapping[str, float], flops: int, link_num_bytes: int, link
         link_roof: GB/s of a peer copy, or ``None``.
 
     Returns:
-        All of ``FIGURES`` but ``error`` and ``setting``.
+        All of ``FIGURES`` but the errors and ``setting``.
     """
     layer = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
     gemm = times_ms.get("gemm_comet", times_ms.get("gemm_torch"))
@@ -80,7 +92,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.get("plain_ms")]
-    drawn = [name for name in VARIANTS[:5] if any(row.get(f"{name}_ms") for row in rows)]
+    drawn = [name for name in (*FP8_VARIANTS, *VARIANTS[:5]) if any(row.get(f"{name}_ms") for row in rows)]
     figure = Figure(figsize=(2 + 1.6 * max(1, len(rows)), 4.5), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / max(1, len(drawn))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from comet.plan import Plan
+from comet.quantize import FP8
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
 
@@ -63,6 +64,24 @@ def run_layers(
     ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
     hidden, pre = ops.layer0(x, w1, plan, workspace, settings, save_pre=save_pre)
     return ops.layer1(hidden, w2, plan, workspace, settings), pre
+
+
+def fp8_experts(x: Tensor, w1: FP8, w2: FP8, plan: Plan, pieces: Pieces) -> Tensor:
+    """The weighted sum of each token's experts in block FP8; not differentiable.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens.
+        w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
+        w2: ``(e, D, F)``.
+        plan: Where rows go.
+        pieces: Implementation, pool and launch settings.
+
+    Returns:
+        ``(T, D)``.
+    """
+    ops, arguments = pieces.ops, (plan, pieces.workspace, pieces.settings)
+    output: Tensor = ops.layer1_fp8(ops.layer0_fp8(x.contiguous(), w1, *arguments), w2, *arguments)
+    return output
 
 
 class _RoutedExperts(torch.autograd.Function):

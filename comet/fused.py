@@ -11,15 +11,19 @@ from torch import Tensor
 from comet.comm.base import SymmTensor
 from comet.copy_engine import start_copies
 from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
-from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, aligned, power_of_2
+from comet.kernels.arguments import GradWire, Returns, Scaled, TileTable, Wire, aligned, power_of_2
 from comet.kernels.dispatch import DispatchConfig, Sends
 from comet.kernels.dispatch import dispatch as launch_dispatch
 from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.kernels.fp8 import pack_rows
+from comet.kernels.fp8_dispatch_gemm import fp8_dispatch_gemm
 from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.primitives import barrier_kernel
+from comet.packed import packed_columns
 from comet.plan import Plan
+from comet.quantize import FP8, FP8_BLOCK
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
 
@@ -52,6 +56,44 @@ def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, setting
     config = _combine_config(settings, settings.layer1.num_panels, out)
     table = _table(plan, launch=1)
     gemm_combine(hidden, w2, y, out, _combine_wire(workspace), _returns(plan, weighted=True), table, config)
+    return out
+
+
+def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> FP8:
+    """Quantise, then dispatch || grouped GEMM || SwiGLU in one launch; see ``comet.twin.layer0_fp8``."""
+    x = aligned(x)
+    rows, ffn = plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
+    landing = workspace.recv_rows.with_columns(packed_columns(x.shape[1], x.dtype))
+    first = plan.layout.rank * plan.max_tokens
+    own = landing.local[first : first + plan.num_tokens]
+    pack_rows(x, own.view(torch.int32))
+    elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
+    scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
+    config = replace(_dispatch_config(settings, x, save_pre=False), push_cols=min(512, power_of_2(own.shape[1])))
+    table = replace(_table(plan, launch=0), tiles=plan.tiles, row_ids=plan.arrival_row_ids)
+    wire = _wire(workspace, landing, workspace.recv_flags)
+    wire = replace(wire, rows=wire.rows.view(torch.int32))
+    join = None
+    if plan.transport == "copy":
+        join, config = start_copies(own, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
+    weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
+    fp8_dispatch_gemm(weights, hidden, wire, _sends(plan), table, config)
+    if join is not None:
+        join()
+    return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
+
+
+def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """See ``comet.twin.layer1_fp8``; ``LayerSettings.beside`` does not matter, for its tiles leave no registers."""
+    dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
+    y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
+    out = y.new_empty(plan.num_tokens, hidden_size)
+    config = _combine_config(replace(settings, beside=True), settings.layer1.num_panels, out)
+    config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages)
+    wire, returns, table = _combine_wire(workspace), _returns(plan, weighted=True), _table(plan, launch=1)
+    rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
+    weights = Scaled(elements=w2.elements, scales=w2.scales)
+    gemm_combine(rows, weights, y, out, wire, returns, table, config)
     return out
 
 

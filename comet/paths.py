@@ -10,12 +10,14 @@ from typing import Protocol, get_args
 from torch import Tensor
 from torch.nn.functional import pad
 
-from comet.autograd import Pieces, routed_experts
+from comet.autograd import Pieces, fp8_experts, routed_experts, wants_grad
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
+from comet.packed import check_fp8_weights
 from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
 from comet.plan import Plan, make_plan, routed_row_capacity
+from comet.quantize import FP8
 from comet.schedule import check_phases
 from comet.settings import LayerSettings
 from comet.side_stream import SideStream
@@ -75,6 +77,31 @@ class SymmetricPath:
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
         plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
         return routed_experts(tokens, w1, w2, top_k_weights, plan, pieces)
+
+    def fp8(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: FP8, w2: FP8) -> Tensor:
+        """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
+
+        Args:
+            tokens: ``(T, D)`` of the pool's type.
+            top_k_ids: ``(T, K)`` int32.
+            top_k_weights: ``(T, K)`` float32.
+            w1: ``(e, 2F/TP, D)`` with a scale per 128 x 128.
+            w2: ``(e, D, F/TP)``, likewise.
+
+        Returns:
+            ``(T, D)``.
+
+        Raises:
+            ValueError: If D or F/TP is not a multiple of 128, or a gradient is wanted.
+        """
+        check_fp8_weights(w1, w2)
+        require(
+            not wants_grad(tokens, top_k_weights),
+            "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
+        )
+        pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
+        plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
+        return fp8_experts(tokens, w1, w2, plan, pieces)
 
     def settings_for(self, num_tokens: int) -> LayerSettings:
         """The layer's settings, with the comm blocks measured for about so many tokens of this rank."""

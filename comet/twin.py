@@ -17,7 +17,9 @@ from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait, waited
 from comet.copy_engine import start_copies
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
+from comet.packed import pack, unpack
 from comet.plan import Plan
+from comet.quantize import FP8, FP8_BLOCK, quantize_rows
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
 
@@ -65,6 +67,52 @@ def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, setting
     """
     y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
     return combine(y, plan, workspace, settings, weighted=True)
+
+
+def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> FP8:
+    """``layer0`` on e4m3: tokens are quantised before they travel, hidden as soon as it is computed, in float32.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens.
+        w1: ``(e, 2F, D)`` gate rows, then up rows; D and F multiples of 128.
+        plan: Where rows go.
+        workspace: The pool.
+        settings: Order of the phases.
+
+    Returns:
+        hidden ``(Q, F)`` with a scale per row and 128 columns; rows of no tile are undefined.
+    """
+    hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
+    packed = pack(quantize_rows(x, trusted=True), x.dtype)
+    landing = workspace.recv_rows.with_columns(packed.shape[1])
+    if plan.transport == "copy":
+        keep_own_rows(packed, plan, landing)
+        start_copies(packed, plan, workspace, settings.copy_stream)()
+    else:
+        push_rows(packed, plan, workspace, landing)
+    num_rows = plan.routed_row_ids.numel()
+    hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, ffn // FP8_BLOCK, device=x.device)
+    for rows, expert in _tile_runs(plan, workspace, settings):
+        arrived = unpack(landing.local[plan.arrival_row_ids[rows]], hidden_size)
+        gate, up = (arrived.dequantize() @ matrix_of(w1, expert).T).chunk(2, dim=1)
+        quantised = quantize_rows(silu(gate) * up, trusted=True)
+        hidden[rows], scales[rows] = quantised.elements, quantised.scales
+    return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
+
+
+def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """``layer1`` on e4m3: hidden ``(Q, F)`` from ``layer0_fp8``, w2 ``(e, D, F)``; ``(T, D)`` of the pool's type."""
+    y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=workspace.shape.dtype)
+    for segment, expert in _nonempty(plan):
+        rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
+        y[segment] = (rows.dequantize() @ matrix_of(w2, expert).T).to(y.dtype)
+    return combine(y, plan, workspace, settings, weighted=True)
+
+
+def matrix_of(weight: FP8, expert: int) -> Tensor:
+    """One expert's matrix ``(N, K)`` in float32, of ``(e, N, K)``."""
+    return FP8(elements=weight.elements[expert], scales=weight.scales[expert], trusted=True).dequantize()
 
 
 def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:

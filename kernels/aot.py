@@ -73,7 +73,7 @@ class Quality:
     def complaints(self, case: KernelCase) -> list[str]:
         """What breaks the case's expectations, in words; empty when all is well."""
         found = []
-        if self.spilled_bytes:
+        if self.spilled_bytes > case.spilled_bytes:
             found.append(f"spills {self.spilled_bytes} bytes of registers")
         if self.shared_bytes > SHARED_LIMIT:
             found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}")

@@ -32,6 +32,7 @@ class KernelCase:
         expects: Features whose absence fails the compilation: ``wgmma``; ``wide_loads`` and ``wide_stores``: 16-byte
             accesses to global memory are there and none is narrower than 4 bytes.
         narrow_loads: How many loads of less than 4 bytes are meant and do not count, such as scales of a byte per lane.
+        spilled_bytes: How many bytes of spilled registers are known and do not fail the compilation.
 
     Raises:
         ValueError: If an argument of the kernel is missing or unknown, or a feature is unknown.
@@ -47,6 +48,7 @@ class KernelCase:
     max_registers: int | None = None
     expects: frozenset[str] = field(default_factory=frozenset)
     narrow_loads: int = 0
+    spilled_bytes: int = 0
 
     def __post_init__(self) -> None:
         given = set(self.signature) | set(self.constexprs)

@@ -106,14 +106,16 @@ def _layer1_beside(kernel: JITFunction, dtype: str, top_k: int, *, backward: boo
     split = _layer1(dtype, top_k, backward=backward, events=events)
     computes, is_wide = kernel is gemm_panels_kernel, dtype == "fp32"
     constants = {name: split.constexprs[name] for name in kernel.arg_names if name in split.constexprs}
-    if not computes:
+    if computes:
+        constants |= dict(a_scales=None, b_scales=None)
+    else:
         constants["COLS"] = 128 if is_wide else 256
     way = "backward" if backward else "forward"
     most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
     return KernelCase(
         name=f"{dtype}, {way}{_suffix(events)}" if computes else f"{dtype}, top-{top_k}, {way}{_suffix(events)}",
         fn=kernel,
-        signature={name: split.signature[name] for name in kernel.arg_names if name in split.signature},
+        signature={name: split.signature.get(name, "i32") for name in kernel.arg_names if name not in constants},
         constexprs=constants,
         num_warps=8 if computes else COMM_WARPS,
         num_stages=min(split.num_stages, 3),

@@ -107,6 +107,19 @@ class GradWire:
     out: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """A matrix in block FP8: float8_e4m3fn elements, and float32 scales in the layout that its kernel asks for."""
+
+    elements: Tensor
+    scales: Tensor
+
+
+def parts(matrix: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
+    """Elements and scales of a matrix; ``None`` where it has none."""
+    return (matrix.elements, matrix.scales) if isinstance(matrix, Scaled) else (matrix, None)
+
+
 def power_of_2(value: int) -> int:
     """The smallest power of two that is at least ``value``, 1 or more; ``power_of_2(5) == 8``.
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, TileTable, Wire
+from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, Scaled, TileTable, Wire, parts
 from .combine import combine_panels, slot_block
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 from .recorder import KIND_CONVERT, now, record, recording
@@ -93,9 +93,9 @@ def gemm_combine_kernel(
     compute_blocks = tl.num_programs(0) - comm_blocks
     if tl.program_id(0) < compute_blocks:
         gemm_panels(
-            a_desc, b_desc, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, tl.program_id(0), compute_blocks,
-            panel_counters, epoch_ptr, D, CONTRACTION, events_ptr, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN,
-            FLATTEN, PRECISION, EVENTS, INTERPRET,
+            a_desc, b_desc, None, None, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, tl.program_id(0),
+            compute_blocks, panel_counters, epoch_ptr, 0, D, CONTRACTION, events_ptr, BLOCK_M, BLOCK_N, BLOCK_K,
+            GROUP_TILES, B_IS_KN, FLATTEN, PRECISION, EVENTS, INTERPRET,
         )  # fmt: skip
         converted = now(EVENTS, INTERPRET)
         record(events_ptr, KIND_CONVERT, epoch, 1, 0, 0, converted, converted, EVENTS, INTERPRET)
@@ -129,8 +129,8 @@ def combine_kernel(
 
 
 def gemm_combine(
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | Scaled,
+    b: Tensor | Scaled,
     y: Tensor,
     out: Tensor,
     wire: Wire,
@@ -144,8 +144,8 @@ def gemm_combine(
     """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
 
     Args:
-        a: ``(Q, C)`` routed rows.
-        b: ``(e, D, C)``, or ``(e, C, D)`` with ``b_is_kn``.
+        a: ``(Q, C)`` routed rows; in block FP8 with scales ``(C / 128, Q)``.
+        b: ``(e, D, C)``, or ``(e, C, D)`` with ``b_is_kn``; in block FP8 with scales ``(e, D / 128, C / 128)``.
         y: ``(Q, D)`` scratch for the expert outputs.
         out: ``(T, D)`` result.
         wire: Combine rows and ``(W, 4C, 16)`` flags.
@@ -155,16 +155,21 @@ def gemm_combine(
         b_is_kn: The contraction is b's middle axis.
         grads: Routing-weight gradients to send along, or ``None``.
     """
+    (a, a_scales), (b, b_scales) = parts(a), parts(b)
     block_n, block_k = config.block_n, config.block_k
+    b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
     num_blocks = 2 if interpret else torch.cuda.get_device_properties(a.device).multi_processor_count
     arguments = combine_arguments(out, wire, returns, table, config, grads) | dict(
         a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
-        b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, block_n, block_k]),
+        b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
+        a_scales=a_scales,
+        b_scales=b_scales,
         y_ptr=y,
         tiles_ptr=table.tiles,
         comm_blocks=min(config.comm_blocks, num_blocks - 1),
+        Q=a.shape[0],
         CONTRACTION=a.shape[1],
         BLOCK_M=table.block_rows,
         BLOCK_K=block_k,
@@ -175,13 +180,15 @@ def gemm_combine(
         INTERPRET=interpret,
     )
     shape = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    if not config.beside:
+    is_scaled = a_scales is not None
+    if not config.beside and not is_scaled:
         events = recording(wire.recorder, num_blocks)
         launch(gemm_combine_kernel, num_blocks, arguments | events, shape)
         return
-    is_wide = a.element_size() == 4
-    compute = {} if interpret or is_wide else {"maxnreg": COMPUTE_REGISTERS}
-    launch(gemm_panels_kernel, num_blocks, arguments | recording(wire.recorder, num_blocks), shape | compute)
+    # A tile in FP8 takes all registers: its blocks get multiprocessors of their own, and so do some comm blocks.
+    compute_blocks = num_blocks - arguments["comm_blocks"] if is_scaled else num_blocks
+    compute = {"maxnreg": COMPUTE_REGISTERS} if a.element_size() == 2 and not interpret else {}
+    launch(gemm_panels_kernel, compute_blocks, arguments | recording(wire.recorder, num_blocks), shape | compute)
     comm_shape = dict(num_warps=COMM_WARPS) | ({} if interpret else {"launch_pdl": True, "maxnreg": COMM_REGISTERS})
     events = recording(wire.recorder, COMM_WAVES * num_blocks, first=num_blocks)
     launch(combine_kernel, COMM_WAVES * num_blocks, arguments | events, comm_shape)

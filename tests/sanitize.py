@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
+from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from layer_cases import assert_as_close
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
@@ -33,6 +34,7 @@ from comet.decode import DecodeWeights, RankDecode, rank_slots
 from comet.kernels.recorder import ALIGN_ROUNDS, Recorder, align
 from comet.layout import ExpertLayout
 from comet.plan import Plan, begin_plan, routed_row_capacity
+from comet.quantize import quantize_fp8
 from comet.settings import LayerSettings
 from comet.workspace import Workspace, WorkspaceShape
 
@@ -183,6 +185,26 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> None:
     PlayedRanks(alone, device).run()
 
 
+def run_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """The layer in block FP8."""
+    case = StressCase("FP8, EP2", 2, 1, (35, 5), 4, 2, 384, 128, dtype=dtype, backward=False, max_tokens=40, seed=5)
+    played = PlayedRanks(case, device)
+    shards = [(quantize_fp8(w1), quantize_fp8(w2)) for w1, w2 in zip(played.w1, played.w2, strict=True)]
+    plans, pools, settings = played.plans, played.pools, played.settings
+    hidden = played.twice(
+        "recv_flags",
+        lambda r: fused.layer0_fp8(played.inputs[r].tokens, shards[r][0], plans[r], pools[r], settings),
+    )
+    outputs = played.twice(
+        "combine_flags", lambda r: fused.layer1_fp8(hidden[r], shards[r][1], plans[r], pools[r], settings)
+    )
+    products = float32_products(case.hidden_size) + (tensor_core_products("cuda") if device.type == "cuda" else 0.0)
+    for rank, inputs in enumerate(played.inputs):
+        pools[rank].check()
+        wanted = layer_of(case, inputs, inputs.top_k_ids, shards, products)
+        compare(outputs[rank], wanted, f"{case.name}, {dtype}, rank {rank}")
+
+
 def run_decode(device: torch.device, dtype: torch.dtype) -> None:
     """One rank: every form, and every kind of weights."""
     tiny = DecodeCase(name="fold", T=1, K=2, E=3, D=80, F=48, config=FOLD, held=2)
@@ -260,6 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     for dtype in dtypes:
         run_layers(device, dtype)
+        run_fp8(device, dtype)
         run_decode(device, dtype)
         run_router(device)
         for replicated in (True, False):

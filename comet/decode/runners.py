@@ -10,6 +10,8 @@ in the last bit from rank to rank might end in different tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,8 +26,9 @@ from comet.decode.scratch import DecodeScratch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.group import ExpertGroup
 from comet.layout import ExpertLayout
-from comet.paths import ExpertPath, make_path
+from comet.paths import ExpertPath, SymmetricPath, make_path
 from comet.plain import plain_experts
+from comet.quantize import FP8, FP8_BLOCK
 
 # Most tokens that take warp decode where the caller does not say: all that it takes. On an H200 no other path was
 # faster for the experts of Qwen3-30B at any number up to it (``benchmarks/bench_decode.py`` reports the crossover).
@@ -35,10 +38,12 @@ DECODE_TOKENS = MAX_DECODE_TOKENS
 class Runner(Protocol):
     """Computes the weighted sum of each token's experts from the experts this rank holds.
 
-    ``decode`` is the warp decode it uses, for up to ``decode.max_tokens`` tokens.
+    ``decode`` is the warp decode it uses, for up to ``decode.max_tokens`` tokens; ``takes_fp8``: more tokens are
+    computed from experts in block FP8 as they are, too.
     """
 
     decode: Decoder
+    takes_fp8: bool
 
     def __call__(
         self,
@@ -53,7 +58,7 @@ class Runner(Protocol):
         """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
 
         ``experts`` is what a decode step reads in place of w1 and w2, such as those of ``SharedSlots``; only to be
-        given where the call is one (``joins_step``).
+        given where the call is one (``joins_step``), or where they are in block FP8 and the runner takes that.
         """
         ...
 
@@ -108,6 +113,7 @@ class LocalRunner:
 
     def __init__(self, top_k: int, decode_tokens: int = DECODE_TOKENS) -> None:
         self.decode = Decoder(top_k, decode_tokens)
+        self.takes_fp8 = False
         self._slots: Tensor | None = None
 
     def __call__(
@@ -158,6 +164,7 @@ class ReplicatedRunner:
         self.decode = Decoder(moe.top_k + shared_columns, decode_tokens)
         self.slots = rank_slots(group.layout(moe), group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
+        self.takes_fp8 = computes_fp8(self.path, moe)
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
 
@@ -239,22 +246,51 @@ def run_path_on_slices(
         top_k_ids: ``(T, K)`` int32.
         top_k_weights: ``(T, K)`` float32.
         experts: This rank's.
-        path: Runs the slices.
+        path: Runs the slices; a ``SymmetricPath`` where the experts are in block FP8.
         group: The ranks.
 
     Returns:
         ``(T, D)``, equal on all ranks.
     """
+    compute: Callable[..., Tensor] = partial(path, w1=experts.w1, w2=experts.w2)
+    if experts.w1_scales is not None:
+        compute = partial(fp8_path(path), **fp8_weights(experts))
     outputs = []
     for start, stop in rounds(tokens.shape[0], group.parallel.world_size * group.workspace.max_tokens):
         mine = rank_slice(start, stop, group.rank, group.parallel.world_size)
-        output = path(tokens[mine], top_k_ids[mine], top_k_weights[mine], experts.w1, experts.w2)
+        output = compute(tokens[mine], top_k_ids[mine], top_k_weights[mine])
         # All ranks gather equally many rows; the last ones may bring fewer, and pad.
         rows = -(-(stop - start) // group.parallel.world_size)
         padded = output.new_zeros(rows, output.shape[1])
         padded[: output.shape[0]] = output
         outputs.append(gather_rows(padded, group)[: stop - start])
     return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
+
+
+def computes_fp8(path: ExpertPath, moe: MoEConfig) -> bool:
+    """Whether a path's kernels take experts in block FP8 as they are; their twins would only be less exact."""
+    return isinstance(path, SymmetricPath) and path.use_kernels and moe.hidden_size % FP8_BLOCK == 0
+
+
+def fp8_weights(experts: DecodeWeights) -> dict[str, FP8]:
+    """``w1`` and ``w2`` of experts in block FP8."""
+    pairs = {"w1": (experts.w1, experts.w1_scales), "w2": (experts.w2, experts.w2_scales)}
+    return {
+        name: FP8(elements=elements, scales=scales, trusted=True)
+        for name, (elements, scales) in pairs.items()
+        if scales is not None
+    }
+
+
+def fp8_path(path: ExpertPath) -> Callable[..., Tensor]:
+    """What computes experts in block FP8 as they are.
+
+    Raises:
+        ValueError: If the path cannot.
+    """
+    if isinstance(path, SymmetricPath):
+        return path.fp8
+    raise ValueError(f"path={type(path).__name__} must be fused for experts in block FP8")
 
 
 def rounds(num_tokens: int, at_once: int) -> list[tuple[int, int]]:

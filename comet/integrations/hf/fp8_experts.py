@@ -15,11 +15,16 @@ from comet.quantize import FP8, FP8_BLOCK
 
 
 class FP8Experts(CometExperts):
-    """Decode steps read the elements and scales as they are; more tokens the layer dequantised for that one call.
+    """Decode steps read the elements and scales as they are, with activations in the model's type.
+
+    More tokens are computed in FP8, too, where the runner's path is the fused one on a GPU and D a multiple of 128:
+    activations are then quantised, dynamically, per token and 128 columns, as such checkpoints are meant to be run.
+    Elsewhere the layer is dequantised for that one call.
 
     Parameters are allocated, not filled: ``gate_up_proj (e, 2F/TP, D)`` and ``down_proj (e, D, F/TP)`` float8_e4m3fn,
     and ``gate_up_proj_scale_inv (e, 2F/TP/128, ceil(D/128))`` and ``down_proj_scale_inv (e, ceil(D/128), F/TP/128)``
-    float32. They get no gradient, and keep their types: ``.half()`` breaks them. A shared expert runs by itself.
+    float32. They get no gradient, and keep their types: ``.half()`` breaks them. A shared expert runs by itself;
+    ``FP8JoinedExperts`` includes it in decode steps.
 
     Args:
         hidden_size: D.
@@ -49,7 +54,7 @@ class FP8Experts(CometExperts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See ``CometExperts``."""
         w1, w2, experts = self.gate_up_proj.detach(), self.down_proj.detach(), None
-        if joins_step(hidden_states, self.runner.decode.max_tokens):
+        if self.runner.takes_fp8 or joins_step(hidden_states, self.runner.decode.max_tokens):
             experts = self._decode_weights()
         else:
             w1, w2 = (

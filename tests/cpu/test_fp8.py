@@ -1,0 +1,132 @@
+"""The layer in block FP8 with real ranks: twin and kernels against float64 on the quantised operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_cases import build_path, fp8_shard, run_fp8_case
+from layer_cases import LayerCase, rank_inputs
+from ranks import run_ranks
+
+from comet.packed import pack, packed_columns, unpack
+from comet.quantize import quantize_rows
+
+WIDE = dict(hidden_size=128, ffn_size=128)
+CASES = [
+    LayerCase("one rank", 1, 1, (37,), num_phases=1, hidden_size=384, ffn_size=256),
+    LayerCase("ep2", 2, 1, (40, 40), hidden_size=256, ffn_size=256),
+    LayerCase("ep2 unequal", 2, 1, (150, 3), **WIDE),
+    LayerCase("ep2 no tokens on rank 1", 2, 1, (33, 0), **WIDE),
+    LayerCase("ep2 no tokens at all", 2, 1, (0, 0), **WIDE),
+    LayerCase("ep2 one expert takes all", 2, 1, (30, 20), routing="one", **WIDE),
+    LayerCase("ep2 masked slots", 2, 1, (30, 45), top_k=4, routing="masked", hidden_size=256, ffn_size=128),
+    LayerCase("ep2 idle experts", 2, 1, (21, 17), num_experts=8, routing="first_half", **WIDE),
+    LayerCase("ep2 three calls", 2, 1, (25, 14), calls=3, **WIDE),
+    LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2, **WIDE),
+    LayerCase("tp2", 1, 2, (31, 29), hidden_size=128, ffn_size=512),
+    LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16, hidden_size=256, ffn_size=128),
+    LayerCase("ep2 copied", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=2, **WIDE),
+    LayerCase("ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, num_phases=4, relabel=3),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_twin(case: LayerCase) -> None:
+    run_ranks(run_fp8_case, case.world_size, case, "twin")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_in_the_interpreter(case: LayerCase) -> None:
+    run_ranks(run_fp8_case, case.world_size, case, "fused", interpret=True, timeout=300)
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(path: str) -> None:
+    run_ranks(mixed_layers, 2, path, interpret=path == "fused", timeout=300)
+
+
+def mixed_layers(rank: int, world_size: int, path: str) -> None:
+    """Packed and plain rows take turns in the same memory, where they lie differently."""
+    case = LayerCase("ep2", 2, 1, (140, 20), calls=3, seed=3, **WIDE)
+    group, experts = build_path(case, path, "cpu")
+    w1, w2 = fp8_shard(case, rank)
+    plain = w1.dequantize(), w2.dequantize()
+    inputs = rank_inputs(case, rank)
+    given = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    first = experts.fp8(*given, w1, w2), experts(*given, *plain)
+    for _ in range(2):
+        assert torch.equal(experts.fp8(*given, w1, w2), first[0])
+        assert torch.equal(experts(*given, *plain), first[1])
+    group.workspace.check()
+    group.close()
+    run_fp8_case(rank, world_size, case, path, delays=True)
+
+
+def hard_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Rows of all magnitudes float32 has, among them zeros, ties of e4m3 and numbers that become subnormal there."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator)
+    values[1] = torch.arange(columns) % 449 / 16
+    values[2] = 0
+    values[3, ::3] = -0.0
+    values[4] *= 2.0 ** torch.randint(-30, 30, (columns,), generator=generator)
+    values[5] = 2.0 ** torch.arange(columns).sub(columns // 2).clamp(-126, 120)
+    values[6] = 1e-37
+    values[7] = 448 * 2.0**-7
+    return values
+
+
+def pack_on_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    from comet.kernels.fp8 import pack_rows
+
+    for seed, columns in enumerate((128, 256, 896)):
+        values = hard_numbers(67, columns, seed).to(dtype).nan_to_num()
+        found = torch.zeros(67, packed_columns(columns, dtype), dtype=dtype)
+        pack_rows(values, found.view(torch.int32))
+        wanted = pack(quantize_rows(values), dtype)
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), (
+            f"{dtype}, {columns} columns, seed {seed}"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(dtype: torch.dtype) -> None:
+    run_ranks(pack_on_rank, 1, dtype, interpret=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows_hold_what_was_packed(dtype: torch.dtype) -> None:
+    rows = quantize_rows(torch.randn(5, 384))
+    found = unpack(pack(rows, dtype), 384)
+    assert torch.equal(found.elements.view(torch.uint8), rows.elements.view(torch.uint8))
+    assert torch.equal(found.scales, rows.scales)
+
+
+def test_the_example_of_packed_columns() -> None:
+    assert packed_columns(7168, torch.bfloat16) == 3712 == 7424 // 2
+    assert all(packed_columns(128 * n, dtype) <= 128 * n for n in range(1, 99) for dtype in (torch.float32, torch.half))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "ffn_size", "message"),
+    [
+        (144, 128, "hidden_size=144 must be a multiple of 128 for experts in block FP8"),
+        (128, 192, "ffn_size / tp=192 must be a multiple of 128 for experts in block FP8"),
+    ],
+)
+def test_widths_that_are_no_whole_blocks(hidden_size: int, ffn_size: int, message: str) -> None:
+    case = LayerCase("odd", 1, 1, (4,), num_phases=1, hidden_size=hidden_size, ffn_size=ffn_size)
+    with pytest.raises(ValueError, match=message):
+        run_fp8_case(0, 1, case, "twin")
+
+
+def test_gradients_are_refused() -> None:
+    case = LayerCase("one rank", 1, 1, (4,), num_phases=1, **WIDE)
+    group, experts = build_path(case, "twin", "cpu")
+    inputs = rank_inputs(case, 0)
+    tokens = inputs.tokens.requires_grad_()
+    with pytest.raises(ValueError, match="requires_grad=True of tokens or top_k_weights must be False"):
+        experts.fp8(tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
+    with torch.no_grad():
+        experts.fp8(tokens, inputs.top_k_ids, inputs.top_k_weights, *fp8_shard(case, 0))
+    group.close()

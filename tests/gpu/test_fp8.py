@@ -1,0 +1,103 @@
+"""The layer in block FP8 on one GPU through the compiled kernels, against float64 on the quantised operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_cases import build_path, float32_products, fp8_shard, on, run_fp8_case, tensor_core_products
+from layer_cases import LayerCase, rank_inputs
+from torch import Tensor
+
+from comet.kernels.fp8 import pack_rows
+from comet.packed import pack, packed_columns
+from comet.quantize import quantize_rows
+
+pytestmark = pytest.mark.gpu
+
+BF16 = dict(dtype=torch.bfloat16, num_phases=1, block_rows=128)
+CASES = [
+    LayerCase("bf16", 1, 1, (700,), 8, 2, 256, 512, **BF16, calls=3),
+    LayerCase("fp16", 1, 1, (700,), 8, 4, 512, 256, dtype=torch.float16, num_phases=1, block_rows=128),
+    LayerCase("fp32", 1, 1, (300,), 8, 2, 128, 128, num_phases=1, block_rows=128),
+    LayerCase("odd number of blocks", 1, 1, (333,), 6, 3, 384, 640, **BF16, strided=True),
+    LayerCase("no tokens", 1, 1, (0,), 4, 2, 128, 128, **BF16),
+    LayerCase("one expert", 1, 1, (300,), 4, 2, 128, 128, routing="one", **BF16),
+    LayerCase("masked", 1, 1, (500,), 64, 8, 256, 128, routing="masked", **BF16),
+    LayerCase("two panels", 1, 1, (200,), 8, 2, 512, 256, **BF16, num_panels=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels(case: LayerCase) -> None:
+    run_fp8_case(0, 1, case, "fused", "cuda", tensor_core_products("cuda"))
+
+
+def run_twice(case: LayerCase) -> tuple[Tensor, Tensor]:
+    products = tensor_core_products("cuda")
+    return tuple(run_fp8_case(0, 1, case, "fused", "cuda", products)[0] for _ in range(2))
+
+
+def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
+    first, second = run_twice(LayerCase("bf16", 1, 1, (900,), 16, 4, 512, 256, **BF16))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_kernel_that_packs_gives_the_bits_of_the_quantiser(dtype: torch.dtype) -> None:
+    for seed, (rows, columns) in enumerate([(1, 128), (67, 384), (500, 7168)]):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        exponents = torch.randint(-20, 20, (rows, columns // 128, 1), generator=generator, device="cuda")
+        values = torch.randn(rows, columns // 128, 128, generator=generator, device="cuda") * 2.0**exponents
+        values = values.flatten(1).to(dtype).nan_to_num()
+        found = torch.zeros(rows, packed_columns(columns, dtype), dtype=dtype, device="cuda")
+        pack_rows(values, found.view(torch.int32))
+        wanted = pack(quantize_rows(values), dtype).view(torch.uint8)
+        assert torch.equal(found.view(torch.uint8), wanted), f"{dtype}, {rows} x {columns}, seed {seed}"
+
+
+def test_hidden_is_the_twins_but_for_neighbours() -> None:
+    """Layer 0 alone: no element is more than a step of e4m3 off what its twin computes from the same rows."""
+    case = LayerCase("layer 0", 1, 1, (600,), 8, 2, 512, 384, **BF16)
+    group, experts = build_path(case, "fused", "cuda")
+    w1, _ = (on("cuda", weight) for weight in fp8_shard(case, 0))
+    inputs = rank_inputs(case, 0)
+    tokens = inputs.tokens.cuda()
+    plan = experts.plan(inputs.top_k_ids.cuda(), inputs.top_k_weights.cuda())
+    hidden = experts.ops.layer0_fp8(tokens, w1, plan, group.workspace, experts.settings).dequantize()
+    rows, weights = quantize_rows(tokens).dequantize().double(), w1.dequantize().double()
+    products = tensor_core_products("cuda") + float32_products(case.hidden_size)
+    counts = plan.segment_counts.tolist()
+    for expert, (start, count) in enumerate(zip(plan.segment_starts.tolist(), counts, strict=False)):
+        a = rows[plan.arrival_row_ids[start : start + count].long()]
+        gate, up = (a @ weights[expert].T).chunk(2, dim=1)
+        off = products * (a.abs() @ weights[expert].abs().T)
+        gate_off, up_off = off.chunk(2, dim=1)
+        wanted = torch.nn.functional.silu(gate) * up
+        off = 1.1 * gate_off * (up.abs() + up_off) + gate.abs() * up_off
+        largest = (wanted.abs() + off).unflatten(1, (-1, 128)).amax(-1).repeat_interleave(128, dim=1)
+        # Half a step of e4m3: a 16th of the number, or of the smallest normal one, 2^-6 of 448ths of the largest.
+        step = torch.maximum((wanted.abs() + off) / 16, largest * 2.0**-10 / 448 * 1.01)
+        error = (hidden[start : start + count].double() - wanted).abs()
+        assert (error <= off + step * 1.01).all(), f"expert {expert}: {float((error - off - step).max()):.3e} too far"
+    group.close()
+
+
+def test_a_cuda_graph_replays_with_other_routing() -> None:
+    case = LayerCase("graph", 1, 1, (400,), 16, 4, 256, 256, **BF16, calls=4)
+    group, experts = build_path(case, "fused", "cuda")
+    weights = [on("cuda", weight) for weight in fp8_shard(case, 0)]
+    batches = [rank_inputs(case, 0, call) for call in range(case.calls)]
+    given = [[each.tokens.cuda(), each.top_k_ids.cuda(), each.top_k_weights.cuda()] for each in batches]
+    expected = [experts.fp8(*batch, *weights) for batch in given]
+    held = [tensor.clone() for tensor in given[0]]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = experts.fp8(*held, *weights)
+    for batch, wanted in zip(given, expected, strict=True):
+        for target, source in zip(held, batch, strict=True):
+            target.copy_(source)
+        graph.replay()
+        assert torch.equal(output, wanted)
+    group.workspace.check()
+    group.close()

@@ -1,0 +1,38 @@
+"""The layer in block FP8 over NVLink, against float64 on the quantised operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_cases import run_fp8_case, tensor_core_products
+from layer_cases import LayerCase
+from ranks import run_ranks
+
+BF16 = dict(dtype=torch.bfloat16, block_rows=128)
+CASES = [
+    LayerCase("ep2", 2, 1, (700, 700), 8, 2, 512, 512, **BF16, calls=4),
+    LayerCase("ep2 unequal", 2, 1, (900, 5), 8, 4, 256, 128, **BF16),
+    LayerCase("ep2 none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128, **BF16),
+    LayerCase("ep2 masked", 2, 1, (300, 450), 64, 8, 384, 128, routing="masked", **BF16),
+    LayerCase("tp2", 1, 2, (310, 290), 8, 2, 512, 512, **BF16),
+    LayerCase("ep2 copied", 2, 1, (700, 650), 8, 2, 512, 512, **BF16, calls=4, transport="copy"),
+    LayerCase("ep4", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, num_phases=3, calls=4),
+    LayerCase("ep2 x tp2", 2, 2, (140, 220, 50, 90), 8, 2, 256, 512, **BF16, num_phases=4, calls=3),
+]
+
+
+def on_gpu(rank: int, world_size: int, case: LayerCase, delays: bool) -> list[torch.Tensor]:
+    torch.cuda.set_device(rank)
+    device = f"cuda:{rank}"
+    return run_fp8_case(rank, world_size, case, "fused", device, tensor_core_products(device), delays)
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels(case: LayerCase, delays: bool) -> None:
+    if torch.cuda.device_count() < case.world_size:
+        pytest.skip(f"needs {case.world_size} GPUs, found {torch.cuda.device_count()}")
+    if delays and case.calls == 1:
+        pytest.skip("delays need several calls")
+    run_ranks(on_gpu, case.world_size, case, delays, backend="cpu:gloo,cuda:nccl", timeout=240)
