@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from timing import max_over_ranks, time_interleaved
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
+from comet.kernels import gemm_combine_cuda
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
@@ -148,6 +150,9 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         help="comm_blocks=16,num_panels=4,beside=0 or transport=copy; repeatable",
     )
     parser.add_argument("--rounds", type=int, default=7, help="counted calls of each launch")
+    parser.add_argument(
+        "--layer1", choices=("auto", "triton"), default="auto", help="auto: CUDA C++ where the layer would take it"
+    )
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_layers"))
     arguments = parser.parse_args(command_line)
@@ -172,7 +177,11 @@ def main(command_line: Sequence[str]) -> None:
     wanted = settings.parallel.world_size
     require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with process_group(context, open_store(context)):
+    least = gemm_combine_cuda.LEAST_PRODUCTS if arguments.layer1 == "auto" else sys.maxsize
+    with (
+        patch.object(gemm_combine_cuda, "LEAST_PRODUCTS", least),
+        process_group(context, open_store(context)),
+    ):
         run(arguments, settings, Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
 
 

@@ -261,4 +261,5 @@ def _table(plan: Plan, *, launch: int) -> TileTable:
         row_ids=plan.routed_row_ids,
         counters=plan.counters[first : first + COUNTERS_PER_LAUNCH],
         block_rows=plan.block_rows,
+        segments=(plan.segment_starts, plan.segment_counts),
     )

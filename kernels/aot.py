@@ -28,7 +28,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .aot_case import KernelCase
+from .aot_case import CudaCase, KernelCase
+from .nvrtc import compile_cubin
 
 TARGET = GPUTarget("cuda", 90, 32)
 ARCHITECTURE = "sm_90a"
@@ -70,7 +71,7 @@ class Quality:
     narrow_loads: int
     narrow_stores: int
 
-    def complaints(self, case: KernelCase) -> list[str]:
+    def complaints(self, case: KernelCase | CudaCase) -> list[str]:
         """What breaks the case's expectations, in words; empty when all is well."""
         found = []
         if self.spilled_bytes > case.spilled_bytes:
@@ -108,12 +109,14 @@ class Outcome:
         return (self.kernel, self.name, *map(str, numbers), str(q.narrow_loads + q.narrow_stores))
 
 
-def compile_case(case: KernelCase) -> Quality:
+def compile_case(case: KernelCase | CudaCase) -> Quality:
     """Compile one configuration (or take it from Triton's cache) and measure its code.
 
     Raises:
         Exception: Whatever the compiler raises.
     """
+    if isinstance(case, CudaCase):
+        return measure_cubin(compile_cubin(case.source, case.kernel), case.shared_bytes)
     source = ASTSource(case.fn, case.types(), dict(case.constexprs), case.attributes())
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     compiled = triton.compile(source, target=TARGET, options=options)
@@ -140,6 +143,29 @@ def measure(ptx: str, shared_bytes: int) -> Quality:
         wide_stores=count(WIDE_STORES, ptx) + count(TMA_STORES, ptx),
         narrow_loads=count(NARROW_LOADS, ptx),
         narrow_stores=count(NARROW_STORES, ptx),
+    )
+
+
+def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
+    """Count instructions in the machine code; a stack frame is where registers are spilled to."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage, code = (
+            subprocess.run([tool.path, option, str(path)], capture_output=True, text=True, check=True).stdout
+            for tool, option in ((triton.knobs.nvidia.cuobjdump, "-res-usage"), (triton.knobs.nvidia.nvdisasm, "-c"))
+        )
+    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert used is not None, usage
+    return Quality(
+        registers=int(used[1]),
+        spilled_bytes=int(used[2]),
+        shared_bytes=shared_bytes,
+        wgmma=count(r"\bHGMMA\.", code),
+        wide_loads=count(r"\b(?:UTMALDG|LDGSTS\.E\S*\.128|LDG\.E\S*\.128)", code),
+        wide_stores=count(r"\bSTG\.E\S*\.128", code),
+        narrow_loads=count(r"\bLDG\.E\S*\.[US](?:8|16)\b", code),
+        narrow_stores=count(r"\bSTG\.E\S*\.[US](?:8|16)\b", code),
     )
 
 

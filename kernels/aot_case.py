@@ -83,3 +83,23 @@ class KernelCase:
         if name in self.unaligned or parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
             return False
         return kind.startswith(("*", "i", "u")) and kind not in ("i1", "u1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaCase:
+    """One CUDA C++ kernel with one set of constants; it has to use the tensor cores and bulk loads.
+
+    Args:
+        name: The configuration in words, unique among the cases of the kernel.
+        kernel: Name in the table.
+        source: The text, constants included.
+        shared_bytes: Dynamic shared memory of a block.
+    """
+
+    name: str
+    kernel: str
+    source: str
+    shared_bytes: int
+    spilled_bytes: int = 0
+    narrow_loads: int = 0
+    expects: frozenset[str] = frozenset({"wgmma", "wide_loads", "wide_stores"})

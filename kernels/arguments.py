@@ -64,6 +64,8 @@ class TileTable:
         row_ids: ``(Q,)`` int32 received row of each routed row.
         counters: ``(32,)`` int32 zeros: tickets and panel counters, used up by one launch.
         block_rows: Rows of a tile.
+        segments: ``(e + 1,)`` int32 first routed row and ``(e,)`` int32 routed rows of each local expert, for kernels
+            that cut an expert's rows their own way; ``None`` where they are not known.
     """
 
     tiles: Tensor
@@ -71,6 +73,7 @@ class TileTable:
     row_ids: Tensor
     counters: Tensor
     block_rows: int
+    segments: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

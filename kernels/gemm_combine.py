@@ -16,6 +16,8 @@ takes nothing but registers and memory traffic. There are two launches, because 
 registers. The second is a programmatic dependent of the first: it starts when every compute block has started, so no
 comm block takes the place of a compute block it waits for. Where there is no room beside (float32, other chips), it
 starts as compute blocks end: slower, not wrong.
+
+On Hopper the forward pass of larger layers is one launch in CUDA C++ instead of these two (``gemm_combine_cuda``).
 """
 
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, Scaled, TileTable, Wire, parts
 from .combine import combine_panels, slot_block
+from .gemm_combine_cuda import gemm_combine_cuda, runs_cuda
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 from .recorder import KIND_CONVERT, now, record, recording
 
@@ -156,6 +159,9 @@ def gemm_combine(
         grads: Routing-weight gradients to send along, or ``None``.
     """
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
+    if config.beside and grads is None and not b_is_kn and runs_cuda(a, b, wire, returns, table):
+        gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)
+        return
     block_n, block_k = config.block_n, config.block_k
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret

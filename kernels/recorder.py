@@ -26,10 +26,10 @@ from .aot_case import KernelCase
 from .primitives import PLACE_BARRIER, clock_ns, wait_flags
 
 EVENT_WORDS = tl.constexpr(12)
-DEFAULT_CAPACITY = 4096
+DEFAULT_CAPACITY = 2048
 MAX_CAPACITY = 1_000_000  # offsets into the buffer are 32-bit
 ALIGN_ROUNDS = 16
-BLOCKS_PER_MULTIPROCESSOR = 5  # layer 1: one that computes, four that communicate
+BLOCKS_PER_MULTIPROCESSOR = 12  # layer 1 in CUDA C++: one for all that compute, eleven warps that communicate
 INTERPRETER_BLOCKS = 10  # most blocks of a layer under the interpreter
 
 # Kinds of work items; comet.trace_events turns them into words.

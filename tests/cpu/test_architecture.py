@@ -31,6 +31,7 @@ FORBIDDEN = {
     "benchmarks": ("tests",),
     "tests": (),
 }
+BINDINGS, BINDINGS_IN = "cuda.bindings", "kernels/nvrtc.py"  # what kernels import beside torch and triton, and where
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_PARAMETERS = 350, 80, 150, 10
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -102,7 +103,8 @@ def import_direction(source: Source) -> list[str]:
             if any(within(name, package) for package in FORBIDDEN[source.folder]):
                 found.append(source.at(node, f"{source.folder} imports {name}"))
             third_party = name.split(".")[0] not in (*sys.stdlib_module_names, "comet", "torch", "triton")
-            if source.folder == "kernels" and third_party:
+            is_binding = source.path == BINDINGS_IN and within(name, BINDINGS)
+            if source.folder == "kernels" and third_party and not is_binding:
                 found.append(source.at(node, f"kernels import only torch and triton, not {name}"))
     return found
 
@@ -133,6 +135,17 @@ def optional_imports(source: Source) -> list[str]:
         for node in module_scope(source.tree)
         for name in imported(node, source.path)
         if name.split(".")[0] in OPTIONAL
+    ]
+
+
+def cuda_bindings(source: Source) -> list[str]:
+    """Optional, imported at the first use: only within functions of one file, whose callers ask whether it is there."""
+    on_import = set(module_scope(source.tree))
+    return [
+        source.at(node, f"imports {name}: only functions of {BINDINGS_IN} may")
+        for node in ast.walk(source.tree)
+        for name in imported(node, source.path)
+        if within(name, "cuda") and (source.path != BINDINGS_IN or node in on_import)
     ]
 
 
@@ -215,7 +228,7 @@ def comments(source: Source) -> list[str]:
     return found
 
 
-RULES = (import_direction, environment, optional_imports, excepts, sizes, documented, comments)
+RULES = (import_direction, environment, optional_imports, cuda_bindings, excepts, sizes, documented, comments)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -235,6 +248,9 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
         (import_direction, "kernels/a.py", "from .. import plan", "kernels imports comet.plan"),
         (import_direction, "kernels/a.py", "def f():\n import numpy", "only torch and triton, not numpy"),
         (import_direction, "kernels/a.py", "from comet.kernels import tiles\nfrom . import tiles\nimport math", None),
+        (import_direction, "kernels/a.py", "def f():\n from cuda.bindings import driver", "not cuda.bindings.driver"),
+        (import_direction, "kernels/nvrtc.py", "def f():\n from cuda import core", "and triton, not cuda.core"),
+        (import_direction, "kernels/nvrtc.py", "def f():\n from cuda.bindings import driver, nvrtc", None),
         (import_direction, "comet/a.py", "def f():\n from comet import launch", "comet imports comet.launch"),
         (import_direction, "comet/comm/a.py", "from ..launch.run import main", "comet imports comet.launch.run.main"),
         (import_direction, "comet/a.py", "from comet.kernels import tiles\nimport comet.config", None),
@@ -247,6 +263,13 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
         (optional_imports, "comet/a.py", "try:\n import hydra.core\nexcept ImportError:\n pass", "hydra.core"),
         (optional_imports, "comet/a.py", "class A:\n from nvshmem import core", "nvshmem.core"),
         (optional_imports, "comet/a.py", "if TYPE_CHECKING:\n import megatron\ndef f():\n import matplotlib", None),
+        (cuda_bindings, "kernels/nvrtc.py", "from cuda import bindings", "imports cuda.bindings: only functions of"),
+        (cuda_bindings, "kernels/nvrtc.py", "try:\n import cuda.bindings.nvrtc\nexcept ImportError:\n pass", "nvrtc:"),
+        (cuda_bindings, "kernels/nvrtc.py", "class A:\n from cuda.bindings import driver", "cuda.bindings.driver"),
+        (cuda_bindings, "kernels/a.py", "def f():\n import cuda.bindings.driver", "only functions of kernels/nvrtc.py"),
+        (cuda_bindings, "comet/a.py", "def f():\n from cuda.bindings import driver", "imports cuda.bindings.driver"),
+        (cuda_bindings, "tests/a.py", "import cuda", "imports cuda: only"),
+        (cuda_bindings, "kernels/nvrtc.py", "from torch import cuda\ndef f():\n import cuda.bindings.driver", None),
         (excepts, "comet/a.py", "try:\n pass\nexcept:\n raise", "bare except"),
         (excepts, "comet/a.py", "try:\n pass\nexcept (ValueError, Exception):\n pass", "blind except Exception"),
         (excepts, "comet/a.py", "try:\n pass\nexcept Exception:\n raise", None),

@@ -1,0 +1,53 @@
+// Layer 1 in one launch: the GEMM (panel_gemm.cu) beside reduce, send and final sums (combine.cu).
+//
+// A block has twelve warps: eight multiply, one loads for them, three combine from the start. Those that multiply
+// combine when they are done, in the memory of the stages.
+
+constexpr int LOADER = WARPS + COMBINERS;
+constexpr int THREADS = 32 * (LOADER + 1);
+constexpr int COMBINER_BYTES = LIST_BYTES + AHEAD_BESIDE * SLOT_BYTES;
+constexpr int AFTER_BYTES = LIST_BYTES + AHEAD_AFTER * SLOT_BYTES;
+static_assert(WARPS * AFTER_BYTES <= STAGES * STAGE_BYTES);
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
+    const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weights_map,
+    const int* __restrict__ counts, const int* __restrict__ starts, int experts, int depth,
+    const __grid_constant__ Returns returns) {
+    extern __shared__ char memory[];
+    const u32 base = (shared_address(memory) + 1023) & ~1023u;
+    char* const aligned = memory + (base - shared_address(memory));
+    const u32 staging = base + STAGES * STAGE_BYTES;
+    const u32 full = staging + 2 * STAGING_BYTES, empty = full + 8 * STAGES;
+    Item* const items = reinterpret_cast<Item*>(aligned + (empty + 8 * STAGES - base));
+    char* const combiners = reinterpret_cast<char*>(items + ITEM_SLOTS);
+    int* const first_piece = reinterpret_cast<int*>(combiners + COMBINERS * COMBINER_BYTES);
+
+    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (warp == LOADER && lane == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, WARPS * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (warp == 0) list_pieces(first_piece, counts, experts, lane);
+    __syncthreads();
+    cluster_sync();
+
+    const Work work{counts, starts, first_piece, experts, depth, returns.cols, returns.panels, int(cluster_rank())};
+    if (warp == LOADER) {
+        if (lane == 0) load_items(work, rows_map, weights_map, items, base, full, empty);
+    } else if (warp < WARPS) {
+        const Recorder recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), 0);
+        multiply_items(
+            work, items, returns.y, returns.panel_counters, base, full, empty, staging, recorder, warp, lane);
+        // Both warpgroups are done with the stages.
+        asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
+        Combiner<AHEAD_AFTER>(returns, aligned + warp * AFTER_BYTES, 1 + COMBINERS + warp, lane).run();
+    } else {
+        const int combiner = warp - WARPS;
+        Combiner<AHEAD_BESIDE>(returns, combiners + combiner * COMBINER_BYTES, 1 + combiner, lane).run();
+    }
+    __syncwarp();
+    cluster_sync();
+}

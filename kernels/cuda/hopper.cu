@@ -1,0 +1,120 @@
+// Hopper's own instructions: barriers in shared memory, bulk copies, tensor cores. Nothing here knows of experts.
+//
+// The host puts constants in front of this text (kernels/gemm_combine_cuda.py says what they mean) and, for each number
+// of rows N, multiply(sums, descriptor of weights, descriptor of rows), which adds a product of 64 columns and N rows.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+// ---- shared memory, barriers, bulk copies
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    if constexpr (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    } else {
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrive at the same barrier of block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
+        ::"r"(barrier), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n}"
+        ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void load_weights(
+    u32 target, const TensorMap& map, u32 barrier, int k, int col, int expert) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+        ::"r"(target), "l"(&map), "r"(barrier), "r"(k), "r"(col), "r"(expert) : "memory");
+}
+
+__device__ __forceinline__ void load_rows(u32 target, const TensorMap& map, u32 barrier, int k, int row) {
+    if constexpr (CLUSTER > 1) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+            " [%0], [%1, {%3, %4}], [%2], %5;"
+            ::"r"(target), "l"(&map), "r"(barrier), "r"(k), "r"(row), "h"(static_cast<u16>((1 << CLUSTER) - 1))
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+            ::"r"(target), "l"(&map), "r"(barrier), "r"(k), "r"(row) : "memory");
+    }
+}
+
+// ---- tensor cores
+
+// Rows of 128 bytes, swizzled in groups of eight rows.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64(1) << 62) | (u64(8 * LINE / 16) << 32) | (u64(1) << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 packed;
+    if constexpr (ELEMENT_IS_BF16) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+}
+
+__device__ __forceinline__ float2 unpack(u32 packed) {
+    if constexpr (ELEMENT_IS_BF16) {
+        return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000));
+    } else {
+        float low, high;
+        asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+            : "=f"(low), "=f"(high) : "r"(packed));
+        return make_float2(low, high);
+    }
+}
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

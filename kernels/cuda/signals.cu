@@ -1,0 +1,48 @@
+// Waiting for other blocks and ranks, with a deadline; see kernels/primitives.py, whose record of a fault this fills.
+
+using s64 = long long;
+
+constexpr int PLACE_PANEL = 3;
+constexpr int PLACE_LAYER1 = 4;
+
+struct Fault {
+    s64* record; // aborted, place, peer, index, expected, seen, taken
+    u64 timeout_ns;
+};
+
+__device__ __forceinline__ int seen_at(const int* flag) {
+    int seen;
+    asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    return seen;
+}
+
+// Spin until the flag holds at least `expected`, the deadline passes or another spin gave up.
+__device__ __forceinline__ void wait_flag(
+    const int* flag, int expected, const Fault& fault, int place, int peer, int index) {
+    if (seen_at(flag) >= expected) return;
+    const u64 end = now_ns() + fault.timeout_ns;
+    while (true) {
+        const int seen = seen_at(flag);
+        if (seen >= expected || *reinterpret_cast<volatile s64*>(fault.record) != 0) return;
+        if (now_ns() > end) {
+            u64* const record = reinterpret_cast<u64*>(fault.record);
+            if (atomicCAS(record + 6, 0ull, 1ull) == 0) {
+                const s64 fields[] = {place, peer, index, expected, seen};
+                for (int field = 0; field < 5; ++field) fault.record[1 + field] = fields[field];
+            }
+            __threadfence_system();
+            *reinterpret_cast<volatile s64*>(fault.record) = 1;
+            return;
+        }
+        __nanosleep(50);
+    }
+}
+
+// Publish a number after all earlier stores of the warp, to whatever GPU they went.
+__device__ __forceinline__ void signal(int* flag, int value, int lane) {
+    __syncwarp();
+    if (lane == 0) {
+        __threadfence_system();
+        asm volatile("st.relaxed.sys.global.b32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+    }
+}

@@ -1,0 +1,274 @@
+"""Layer 1's forward pass in CUDA C++ (``cuda/``): what ``gemm_combine`` does, bit for bit, in one launch.
+
+What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast,
+pieces of rows of equal height in the place of tiles of 128, and combining warps with a dozen loads on their way each.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .aot_case import CudaCase
+from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
+from .gemm_panels import PANEL_COUNTERS
+from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
+
+NAME = "gemm_combine"
+SOURCES = ("hopper", "recorder", "signals", "panel_gemm", "combine", "gemm_combine")
+SHARED_LIMIT = 232448  # bytes of shared memory a block can have
+
+# Constants of the sources, which get them from here.
+LINE = 128  # bytes of a row in shared memory: what a swizzle spans
+DEPTH = 64  # elements of the contraction per stage: a line
+COLS = 128  # columns of y per block
+BLOCK_COLS = 256  # columns that count as one in panels
+MOST_ROWS = 256  # routed rows per block
+STEP = 16  # rows come in steps of
+BOX_ROWS = 32  # rows per bulk load
+TILE_ROWS = 128  # rows of the plan's tiles, in which panels are counted
+WARPS = 8  # that multiply
+COMBINERS = 3  # warps that combine from the start
+ITEM_SLOTS = 8  # items that the loading warp can be ahead, and more
+PASS_COLS = 256  # columns that a combining warp has at a time: 16 bytes per lane
+
+ITEM_BYTES = 32
+ENTRY_BYTES = 8
+SLOT_BYTES = 2 * PASS_COLS
+# Each warpgroup of each of the blocks that share a column block tells of its part of a tile.
+SHARES_PER_TILE = 2 * BLOCK_COLS // COLS
+MOST_ENTRIES = 8  # experts of a token, or ranks
+# With fewer products of a rank, or a longer contraction, Triton is as fast or faster (benchmarks/RESULTS.md, run 5).
+LEAST_PRODUCTS = 50_000_000_000
+MOST_DEPTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaConfig:
+    """Shape of the blocks, as measured best on an H200.
+
+    Args:
+        cluster: Blocks that share their rows: 1 or 2.
+        num_stages: Depth of the load pipeline.
+        staged_rows: Rows of a result that are stored at once.
+        ahead: Rows that a combining warp has on their way beside the GEMM, a multiple of 4.
+        ahead_after: The same after it, in the memory of the stages.
+    """
+
+    cluster: int = 2
+    num_stages: int = 4
+    staged_rows: int = 32
+    ahead: int = 12
+    ahead_after: int = 32
+
+    def shared_bytes(self, num_experts: int, entries: int) -> int:
+        """Dynamic shared memory of a block.
+
+        Args:
+            num_experts: Experts of this rank.
+            entries: Most rows that a sum has.
+
+        Returns:
+            Bytes: alignment, stages, staging, barriers, items, combiners, the table of pieces.
+
+        Example:
+            32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 230852.
+        """
+        stages = self.num_stages * (COLS + MOST_ROWS) * LINE
+        combiner = COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + self.ahead * SLOT_BYTES
+        tables = 16 * self.num_stages + ITEM_SLOTS * ITEM_BYTES + 4 * (num_experts + 1)
+        return 1024 + stages + 2 * self.staged_rows * LINE + COMBINERS * combiner + tables
+
+
+class Arguments(ctypes.Structure):
+    """``Returns`` of ``cuda/combine.cu``: addresses, then integers."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "y", "landing", "out", "row_slots", "row_weights", "send_rows", "recv_counts", "landing_addresses", "flags",
+            "flag_addresses", "tickets", "panel_counters", "num_tiles", "epoch", "fault", "timeout_ns", "events",
+        )),
+        *((name, ctypes.c_int32) for name in (
+            "rank", "num_tokens", "max_tokens", "cols", "panels", "parts", "shares_per_tile", "event_capacity",
+        )),
+    )  # fmt: skip
+
+
+def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable) -> bool:
+    """Whether a forward launch is the one in CUDA C++; equal on all ranks, for the flags of the two are not the same.
+
+    Args:
+        a: Routed rows.
+        b: ``(e, D, C)`` weights.
+        wire: See ``gemm_combine``.
+        returns: See ``gemm_combine``.
+        table: See ``gemm_combine``.
+    """
+    experts, cols, depth = b.shape
+    top_k = returns.row_slots.shape[1]
+    entries = max(top_k, wire.world_size)
+    return (
+        wire.max_tokens * top_k * cols * depth >= LEAST_PRODUCTS
+        and depth <= MOST_DEPTH
+        and a.element_size() == 2
+        and returns.row_weights is not None
+        and table.segments is not None
+        and table.block_rows == TILE_ROWS
+        and entries <= MOST_ENTRIES
+        and CudaConfig().shared_bytes(experts, entries) <= SHARED_LIMIT
+        and is_available(a.device)
+    )
+
+
+def gemm_combine_cuda(
+    a: Tensor,
+    b: Tensor,
+    y: Tensor,
+    out: Tensor,
+    wire: Wire,
+    returns: Returns,
+    table: TileTable,
+    num_panels: int,
+    config: CudaConfig | None = None,
+) -> None:
+    """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
+
+    Args:
+        a: ``(Q, C)`` routed rows, bfloat16 or float16.
+        b: ``(e, D, C)``, same dtype.
+        y: ``(Q, D)`` scratch for the expert outputs.
+        out: ``(T, D)`` result.
+        wire: Combine rows and flags.
+        returns: Which rows to add up for whom, with weights.
+        table: Segments, counters and the number of tiles.
+        num_panels: Column panels.
+        config: Shape of the blocks.
+    """
+    config = config or CudaConfig()
+    assert table.segments is not None
+    starts, counts = table.segments
+    experts, cols, depth = b.shape
+    top_k, recorder = returns.row_slots.shape[1], wire.recorder
+    kernel = _kernel(
+        config, a.dtype, experts, top_k, wire.world_size, recorder is not None, torch.cuda.current_device()
+    )  # fmt: skip
+    num_blocks = torch.cuda.get_device_properties(a.device).multi_processor_count // config.cluster * config.cluster
+    tensors = dict(
+        y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
+        send_rows=returns.send_rows, recv_counts=returns.recv_counts, landing_addresses=wire.row_pointers,
+        flags=wire.flags, flag_addresses=wire.flag_pointers, tickets=table.counters,
+        panel_counters=table.counters[PANEL_COUNTERS:], num_tiles=table.num_tiles, epoch=wire.epoch, fault=wire.fault,
+    )  # fmt: skip
+    if recorder is not None:
+        tensors["events"] = recorder.events
+    arguments = Arguments(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        timeout_ns=wire.timeout_ns,
+        rank=wire.rank,
+        num_tokens=out.shape[0],
+        max_tokens=wire.max_tokens,
+        cols=cols,
+        panels=num_panels,
+        parts=column_parts(wire.max_tokens, wire.world_size, cols, num_panels, num_blocks),
+        shares_per_tile=SHARES_PER_TILE,
+        event_capacity=0 if recorder is None else recorder.capacity,
+    )
+    maps = tensor_map(a, (BOX_ROWS, DEPTH)), tensor_map(b, (1, COLS, DEPTH))
+    kernel.launch(num_blocks, [*maps, counts, starts, experts, depth, arguments])
+
+
+def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int, num_blocks: int) -> int:
+    """Parts that the combine cuts a panel's columns into, so that each warp beside the GEMM has two tickets.
+
+    Args:
+        max_tokens: M.
+        world_size: W.
+        cols: D.
+        num_panels: Panels.
+        num_blocks: Blocks of the launch.
+
+    Returns:
+        At least 1, at most the column blocks of a panel, and no more than there are flags.
+
+    Example:
+        132 blocks have 396 such warps. M=2048, W=4 make 256 chunks: 4 parts would give each warp two, but a panel of
+        D=2048 in 4 panels has 2 column blocks: 2 parts; of D=7168: 4 parts. M=8192: 1024 chunks, 1 part.
+    """
+    chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
+    col_blocks = -(-cols // BLOCK_COLS)
+    wanted, widest = -(-2 * COMBINERS * num_blocks // chunks), -(-col_blocks // num_panels)
+    return min(wanted, widest, MAX_PANELS // num_panels)
+
+
+@functools.cache
+def _kernel(
+    config: CudaConfig, dtype: torch.dtype, experts: int, top_k: int, world_size: int, records: bool, device: int
+) -> CudaKernel:
+    """Loaded once per device: a module belongs to its context."""
+    return load_kernel(
+        compile_cubin(source(config, dtype, top_k, world_size, records), NAME),
+        NAME,
+        num_threads=32 * (WARPS + COMBINERS + 1),
+        cluster=config.cluster,
+        shared_bytes=config.shared_bytes(experts, max(top_k, world_size)),
+    )
+
+
+def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, records: bool) -> str:
+    """The CUDA text with the constants of one configuration in front."""
+    heights = range(STEP, MOST_ROWS + 1, STEP)
+    constants: dict[str, Any] = dict(
+        CLUSTER=config.cluster, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows, AHEAD_BESIDE=config.ahead,
+        AHEAD_AFTER=config.ahead_after, TOP_K=top_k, WORLD=world_size, RECORDS=int(records),
+        ELEMENT_IS_BF16=int(dtype == torch.bfloat16), LINE=LINE, DEPTH=DEPTH, COLS=COLS, BLOCK_COLS=BLOCK_COLS,
+        MOST_ROWS=MOST_ROWS, STEP=STEP, BOX_ROWS=BOX_ROWS, TILE_ROWS=TILE_ROWS, WARPS=WARPS, COMBINERS=COMBINERS,
+        ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS,
+    )  # fmt: skip
+    folder = Path(__file__).parent / "cuda"
+    return "\n".join(
+        [
+            *(f"constexpr int {name} = {value};" for name, value in constants.items()),
+            f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in heights)}",
+            *(_product(height, "bf16" if dtype == torch.bfloat16 else "f16") for height in heights),
+            *((folder / f"{name}.cu").read_text() for name in SOURCES),
+        ]
+    )
+
+
+def _product(rows: int, element: str) -> str:
+    """``multiply`` for pieces of ``rows`` rows: the instruction names each of its registers."""
+    num_sums = rows // 2
+    sums = ", ".join(f"%{index}" for index in range(num_sums))
+    operands = ", ".join(f'"+f"(sums[{index}])' for index in range(num_sums))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{element}.{element}"
+    return (
+        f"__device__ __forceinline__ void multiply(float (&sums)[{num_sums}], unsigned long long a, "
+        "unsigned long long b) {\n"
+        '    asm volatile("{\\n.reg .pred adds;\\nsetp.ne.b32 adds, 1, 0;\\n'
+        f'{instruction} {{{sums}}}, %{num_sums}, %{num_sums + 1}, adds, 1, 1, 0, 0;\\n}}"\n'
+        f'        : {operands} : "l"(a), "l"(b));\n}}\n'
+    )
+
+
+def aot_cases() -> list[CudaCase]:
+    """Few and many experts of a token, float16, and with recording."""
+    shapes = [
+        (torch.bfloat16, 2, False),
+        (torch.bfloat16, 8, False),
+        (torch.bfloat16, 8, True),
+        (torch.float16, 8, False),
+    ]
+    config, ranks, experts = CudaConfig(), 4, 64
+    return [
+        CudaCase(
+            name=f"{str(dtype).removeprefix('torch.')}, top-{top_k}, {ranks} ranks{', recording' if records else ''}",
+            kernel=f"{NAME}_cuda",
+            source=source(config, dtype, top_k, ranks, records),
+            shared_bytes=config.shared_bytes(experts, max(top_k, ranks)),
+        )
+        for dtype, top_k, records in shapes
+    ]

@@ -1,0 +1,88 @@
+"""Layer 1 in CUDA C++, as far as it goes without a GPU: what host and source must agree on, and when it is chosen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from comet.kernels import gemm_combine_cuda as module
+from comet.kernels.arguments import Returns, TileTable, Wire
+from comet.kernels.gemm_combine_cuda import CudaConfig, column_parts
+from comet.kernels.nvrtc import compile_cubin, is_available
+
+SOURCES = Path(module.__file__).parent / "cuda"
+
+
+def test_worked_examples() -> None:
+    assert CudaConfig().shared_bytes(32, 8) == 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33
+    assert CudaConfig().shared_bytes(32, 8) == 230852
+    assert column_parts(2048, 4, 2048, 4, 132) == 2
+    assert column_parts(2048, 4, 7168, 4, 132) == 4
+    assert column_parts(8192, 4, 7168, 4, 132) == 1
+
+
+@pytest.mark.parametrize("num_panels", range(1, 17))
+@pytest.mark.parametrize("cols", [16, 256, 2048, 7168])
+@pytest.mark.parametrize("max_tokens", [128, 512, 8192])
+def test_parts_have_flags_and_columns(max_tokens: int, cols: int, num_panels: int) -> None:
+    parts = column_parts(max_tokens, 2, cols, num_panels, 132)
+    assert 1 <= parts <= 16 // num_panels
+    assert parts <= max(1, -(-cols // 256))
+
+
+def test_the_structure_is_that_of_the_source() -> None:
+    text = (SOURCES / "combine.cu").read_text()
+    body = re.search(r"struct Returns \{(.*?)\n\};", text, re.DOTALL)
+    assert body is not None
+    declared = re.sub(r"Fault fault;", "s64* fault; u64 timeout_ns;", re.sub(r"//.*", "", body[1]))
+    names = [name for line in declared.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+    assert names == [name for name, _ in module.Arguments._fields_]
+
+
+def test_every_source_is_used() -> None:
+    assert {path.stem for path in SOURCES.glob("*.cu")} == set(module.SOURCES)
+
+
+def test_a_source_that_does_not_compile_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"broken.cu does not compile.*undefined"):
+        compile_cubin('extern "C" __global__ void broken() { missing(); }', "broken")
+
+
+def test_not_without_a_gpu() -> None:
+    assert not is_available(torch.device("cpu"))
+
+
+def make_call(**changes: object) -> dict[str, object]:
+    """Arguments of a launch large enough, on the CPU."""
+    flags = torch.zeros(2, 4, 16, dtype=torch.int32)
+    pointers = torch.zeros(2, dtype=torch.int64)
+    wire = Wire(
+        rows=flags, row_pointers=pointers, flags=flags, flag_pointers=pointers, epoch=flags, fault=flags, rank=0,
+        max_tokens=8192, timeout_ns=1,
+    )  # fmt: skip
+    returns = Returns(row_slots=torch.zeros(1, 8), row_weights=torch.zeros(1), send_rows=flags, recv_counts=flags)
+    table = TileTable(
+        tiles=flags, num_tiles=flags, row_ids=flags, counters=flags, block_rows=128, segments=(flags, flags)
+    )  # fmt: skip
+    a, b = torch.empty(1, 768, dtype=torch.bfloat16, device="meta"), torch.empty(32, 2048, 768, device="meta")
+    return dict(a=a, b=b, wire=wire, returns=returns, table=table) | changes
+
+
+def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_available", lambda device: True)
+    assert module.runs_cuda(**make_call())
+    small = torch.empty(32, 512, 256, device="meta")
+    wide = torch.empty(1, 768, device="meta")
+    many = torch.empty(4096, 2048, 768, device="meta")
+    deep = torch.empty(32, 2048, 6400, device="meta")
+    assert not module.runs_cuda(**make_call(b=small))  # little work
+    assert not module.runs_cuda(**make_call(b=deep))  # the GEMM is nearly all of it
+    assert not module.runs_cuda(**make_call(a=wide))  # float32
+    assert not module.runs_cuda(**make_call(b=many))  # their table needs too much shared memory
+    unweighted = Returns(
+        row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
+    )  # fmt: skip
+    assert not module.runs_cuda(**make_call(returns=unweighted))  # a backward pass

@@ -1,0 +1,75 @@
+"""Layer 1 in CUDA C++: bit for bit what its Triton twin computes, for all ranks of a group played on one GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from layer1_launches import EPOCH, Buffers, Layer1Case, exact_layer1, launch, layer1_in, run_layer1
+
+CASES = [
+    Layer1Case("one rank", (700,), 8, 2, 512, 512),
+    Layer1Case("two ranks", (700, 700), 8, 2, 512, 512, num_panels=1),
+    Layer1Case("unequal", (900, 5), 8, 4, 768, 128, num_panels=3),
+    Layer1Case("none on rank 1", (300, 0), 8, 4, 256, 128, num_panels=1),
+    Layer1Case("nobody has tokens", (0, 0), 8, 4, 256, 128, num_panels=1),
+    Layer1Case("one expert takes all", (600, 500), 8, 2, 512, 128, routing="one"),
+    Layer1Case("masked, odd widths", (300, 450), 64, 8, 336, 208, routing="masked"),
+    Layer1Case("four ranks", (500, 90, 0, 710), 16, 4, 2048, 256, num_panels=6),
+    Layer1Case("eight ranks, K = 8", (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192, num_panels=4),
+    Layer1Case("all experts here", (2100,), 128, 8, 512, 64),
+    Layer1Case("less than a stage", (300,), 4, 1, 256, 16, num_panels=1),
+    Layer1Case("float16", (400, 300), 16, 4, 512, 256, dtype=torch.float16),
+    Layer1Case("sixteen panels", (400, 300), 16, 4, 4096, 128, num_panels=16),
+]
+
+
+def check(case: Layer1Case) -> None:
+    found, twin = run_layer1(case, "cuda"), run_layer1(case, "triton")
+    # Outputs of experts, partial sums and the result are rounded once each.
+    rounding = 3 * torch.finfo(case.dtype).eps / 2
+    for rank, ((exact, size), mine, other) in enumerate(zip(exact_layer1(case), found, twin, strict=True)):
+        assert torch.equal(mine, other), f"rank {rank} of {case}"
+        excess = ((mine.double() - exact).abs() - (1.1 * rounding * size + 1e-6)).max() if mine.numel() else 0
+        assert excess <= 0, f"rank {rank} of {case}: {excess} past the limit"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_its_twin(case: Layer1Case) -> None:
+    check(case)
+
+
+@pytest.mark.gpu
+def test_random_cases() -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for number in range(12):
+        # Few shapes, for each number of experts per token and of ranks is a compilation.
+        world_size, top_k = draw.choice([(1, 8), (4, 4)])
+        case = Layer1Case(
+            f"{number} of seed {seed}",
+            tuple(draw.choice([0, 1, 17, draw.randrange(1, 1500)]) for _ in range(world_size)),
+            num_experts=world_size * draw.choice([8, 24, 40]),
+            top_k=top_k,
+            hidden_size=16 * draw.randrange(16, 100),
+            ffn_size=16 * draw.randrange(1, 30),
+            num_panels=1,
+            routing=draw.choice(["uniform", "one", "masked"]),
+            seed=seed + number,
+        )
+        blocks = -(-case.hidden_size // 256)
+        check(replace(case, num_panels=draw.randrange(1, blocks + 1)))
+
+
+@pytest.mark.gpu
+def test_a_rank_that_never_comes_is_named() -> None:
+    case = Layer1Case("deadline", (200, 200), 8, 2, 512, 128)
+    with layer1_in("cuda") as spy:
+        _, fault = launch(case, 0, Buffers.allocate(case))
+    assert spy.call_count == 1
+    aborted, place, peer, _, expected, seen, *_ = fault.tolist()
+    assert (aborted, place, peer, expected, seen) == (1, 4, 1, EPOCH, EPOCH - 1)
