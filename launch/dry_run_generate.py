@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from comet.decode import shared_columns
+from comet.generation.source import is_hf_folder
 from comet.launch.config import to_yaml
 from comet.launch.dry_run import FLOAT32_BYTES, MIB, rank_parameters
 from comet.layout import ExpertLayout
@@ -40,9 +41,10 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
         dtype: Of products and of the matrices they read.
 
     Returns:
-        Bytes of weights in float32 while a checkpoint is read, of the weights afterwards (norms, router and embedding
-        counted as if they had the same dtype, experts kept in FP8 as one byte), of the pieces of shared experts that
-        decode steps read, of keys and values, and of symmetric memory. Ranks hold equally many pieces, or one less.
+        Bytes of the weights while they are read (a checkpoint's model is made in float32; of a Hugging Face folder
+        each tensor is converted as it is read), of the weights afterwards (norms, router and embedding counted as if
+        they had the same dtype, experts kept in FP8 as one byte), of the pieces of shared experts that decode steps
+        read, of keys and values, and of symmetric memory. Ranks hold equally many pieces, or one less.
     """
     model, ranks = job.model, job.parallel.world_size
     prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
@@ -52,15 +54,16 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
     weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
     layout = ExpertLayout.create(model.moe, job.parallel, 0)
     keep_fp8 = job.generate.keep_fp8
-    columns = 0 if keep_fp8 else shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
+    columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
     piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
     moe_layers = model.num_layers - model.dense_layers
     pieces = moe_layers * columns * piece
     kept = moe_layers * layout.experts_local * piece if keep_fp8 else 0
+    bytes_while_loading = dtype.itemsize if is_hf_folder(job.generate.source) else FLOAT32_BYTES
     return {
-        "weights while loading": (weights - kept) * FLOAT32_BYTES + kept,
+        "weights while loading": (weights - kept) * bytes_while_loading + kept,
         "weights": (weights - kept) * dtype.itemsize + kept,
-        "shared experts in decode steps": pieces * dtype.itemsize,
+        "shared experts in decode steps": pieces * (1 if keep_fp8 else dtype.itemsize),
         "keys and values": cached * dtype.itemsize,
         "symmetric memory": workspace_bytes(shape),
     }

@@ -133,16 +133,17 @@ class Expected:
         )
 
     def check(self, model: Any, what: str) -> Tensor:
-        """Logits of prefill and of decode steps, and the generated tokens; returns the logits."""
-        logits = logits_with_cache(model, self.ids, PROMPT[1])
+        """Logits of prefill and of decode steps, and the generated tokens; returns the logits, on the CPU."""
+        ids = self.ids.to(model.device)
+        logits = logits_with_cache(model, ids, PROMPT[1]).cpu()
         assert_as_close(logits, self.exact, self.logits, self.logits.dtype, what)
-        tokens = greedy(model, self.ids[:, : PROMPT[1]])
+        tokens = greedy(model, ids[:, : PROMPT[1]]).cpu()
         assert torch.equal(tokens, self.tokens), f"{what}: generated {tokens.tolist()}, not {self.tokens.tolist()}"
         return logits
 
 
 def make_group(model_or_config: Any, ep: int = 1, tp: int = 1, max_tokens: int = 64, **settings: Any) -> ExpertGroup:
-    """A group on the CPU for a model."""
+    """A group for a model, on the CPU unless a device is given."""
     config = getattr(model_or_config, "config", model_or_config)
     arguments = dict(max_tokens=max_tokens, dtype=torch.float32, device="cpu", timeout_s=60.0) | settings
     return make_expert_group(hf.moe_config(config), ParallelConfig(ep=ep, tp=tp), **arguments)

@@ -49,7 +49,54 @@ def joins_step(tokens: Tensor, decode_tokens: int) -> bool:
     return tokens.shape[:-1].numel() <= decode_tokens and not torch.is_grad_enabled()
 
 
-class SharedSlots:
+class AlwaysOn:
+    """The pieces of a shared expert as a decode step of this rank names and finds them.
+
+    Args:
+        layout: The ranks.
+        columns: From ``shared_columns``, above 0.
+    """
+
+    def __init__(self, layout: ExpertLayout, columns: int) -> None:
+        self.layout = layout
+        self.columns = columns
+        self._ids = torch.empty(0)
+        self._ones = torch.empty(0)
+
+    def table(self, held: int, device: torch.device) -> Tensor:
+        """Slots ``(E + columns,)`` int32 where ``held`` pieces stand behind this rank's experts; before ``routing``."""
+        layout = self.layout
+        slots = torch.full((layout.num_experts + self.columns,), -1, dtype=torch.int32)
+        slots[: layout.num_experts] = rank_slots(layout, "cpu")
+        slots[layout.num_experts :][:held] = torch.arange(layout.experts_local, layout.experts_local + held)
+        behind = torch.arange(layout.num_experts, len(slots), dtype=torch.int32)
+        self._ids = behind.expand(MAX_DECODE_TOKENS, -1).contiguous().to(device)
+        self._ones = torch.ones(self._ids.shape, device=device)
+        return slots.to(device)
+
+    def routing(self, top_k_ids: Tensor, top_k_weights: Tensor, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Ids ``(T, K)`` int32 and weights ``(T, K)`` with the pieces behind: ``(T, K + columns)``.
+
+        Args:
+            top_k_ids: Of the routed experts.
+            top_k_weights: Likewise.
+            gate: ``(T, 1)`` weight of the shared expert; ``None``: 1.
+        """
+        num_tokens = top_k_ids.shape[0]
+        always = self._ones[:num_tokens] if gate is None else gate.expand(num_tokens, self.columns)
+        ids, weights = (top_k_ids, self._ids[:num_tokens]), (top_k_weights, always.to(top_k_weights.dtype))
+        return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
+
+
+def held_pieces(layout: ExpertLayout, width: int, shared_ffn_size: int) -> range:
+    """Numbers of the pieces, each ``width`` wide, of a shared expert that this rank holds.
+
+    Example: F_shared = 48 in pieces of 16 over two ranks: rank 0 holds 0 and 2, rank 1 holds 1.
+    """
+    return range(layout.rank, shared_ffn_size // width, layout.world_size)
+
+
+class SharedSlots(AlwaysOn):
     """Joins a layer's shared expert to the routed experts that this rank holds.
 
     Both lie in one tensor, made at the first step (which takes the memory of a layer for a moment) and again where
@@ -66,14 +113,11 @@ class SharedSlots:
     def __init__(
         self, layout: ExpertLayout, columns: int, module: nn.Module, matrices: Callable[[nn.Module], SharedMatrices]
     ) -> None:
-        self.layout = layout
-        self.columns = columns
+        super().__init__(layout, columns)
         self.module = module
         self._matrices = matrices
         self._joined: DecodeWeights | None = None
         self._versions: tuple[int, ...] = ()
-        self._ids = torch.empty(0)
-        self._ones = torch.empty(0)
 
     def weights(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
         """What a step reads: the layer's ``(e, 2F/TP, D)`` or ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, then pieces."""
@@ -86,51 +130,31 @@ class SharedSlots:
         self._versions = versions
         return joined
 
-    def routing(self, top_k_ids: Tensor, top_k_weights: Tensor, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Ids ``(T, K)`` int32 and weights ``(T, K)`` with the pieces behind: ``(T, K + columns)``; after ``weights``.
-
-        Args:
-            top_k_ids: Of the routed experts.
-            top_k_weights: Likewise.
-            gate: ``(T, 1)`` weight of the shared expert; ``None``: 1.
-        """
-        num_tokens = top_k_ids.shape[0]
-        always = self._ones[:num_tokens] if gate is None else gate.expand(num_tokens, self.columns)
-        ids, weights = (top_k_ids, self._ids[:num_tokens]), (top_k_weights, always.to(top_k_weights.dtype))
-        return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
-
     def bytes_elsewhere(self, expert_bytes: int) -> int:
         """Bytes of the shared expert that a step does not read on this rank, where a piece has ``expert_bytes``."""
         whole = sum(part.nbytes for part in self._matrices(self.module))
-        return whole - len(self._pieces(expert_bytes, whole)) * expert_bytes
-
-    def _pieces(self, piece: int, whole: int) -> range:
-        """Numbers of the pieces this rank holds, of ``whole / piece`` in all."""
-        return range(self.layout.rank, whole // piece, self.layout.world_size)
+        return whole - len(held_pieces(self.layout, expert_bytes, whole)) * expert_bytes
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _join(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
         experts, hidden_size, width = w2.shape
-        held = len(self._pieces(width, self._matrices(self.module).gate.shape[0]))
-        slots = torch.full((self.layout.num_experts + self.columns,), -1, dtype=torch.int32)
-        slots[: self.layout.num_experts] = rank_slots(self.layout, "cpu")
-        slots[self.layout.num_experts :][:held] = torch.arange(experts, experts + held)
-        behind = torch.arange(self.layout.num_experts, len(slots), dtype=torch.int32)
-        self._ids = behind.expand(MAX_DECODE_TOKENS, -1).contiguous().to(w1.device)
-        self._ones = torch.ones(self._ids.shape, device=w1.device)
-        all_w1 = _with_room(w1, (experts + held, 2 * width, hidden_size))
-        all_w2 = _with_room(w2, (experts + held, hidden_size, width))
-        joined = DecodeWeights(w1=all_w1, w2=all_w2, slots=slots.to(w1.device))
+        held = len(self._pieces(width))
+        all_w1 = with_room(w1, (experts + held, 2 * width, hidden_size))
+        all_w2 = with_room(w2, (experts + held, hidden_size, width))
+        joined = DecodeWeights(w1=all_w1, w2=all_w2, slots=self.table(held, w1.device))
         self._fill(joined)
         return joined
+
+    def _pieces(self, width: int) -> range:
+        return held_pieces(self.layout, width, self._matrices(self.module).gate.shape[0])
 
     @torch.no_grad()
     def _fill(self, joined: DecodeWeights) -> None:
         """Copy this rank's pieces into their slots."""
         gate, up, down = self._matrices(self.module)
         width = joined.ffn_size
-        pieces = self._pieces(width, gate.shape[0])
+        pieces = self._pieces(width)
         first = joined.w1.shape[0] - len(pieces)
         for slot, piece in enumerate(pieces, start=first):
             columns = slice(piece * width, (piece + 1) * width)
@@ -139,7 +163,7 @@ class SharedSlots:
             joined.w2[slot] = down[:, columns]
 
 
-def _with_room(weight: nn.Parameter, shape: tuple[int, int, int]) -> Tensor:
+def with_room(weight: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
     """Move a layer's weights to the front of a tensor of this shape, of which they become a view."""
     if weight.shape[0] == shape[0]:  # no piece is held here
         return weight.data.view(shape)

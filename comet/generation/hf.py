@@ -118,7 +118,7 @@ class HFEngine:
         if head is not embedding:
             dense -= embedding.nbytes
         module = self._experts[0]
-        expert = sum(weight.nbytes for weight in module.parameters()) // module.layout.experts_local
+        expert = sum(weight.nbytes for weight in module.parameters(recurse=False)) // module.layout.experts_local
         if self._shape[0] <= module.runner.decode.max_tokens:
             dense -= sum(each.shared.bytes_elsewhere(expert) for each in self._experts if each.shared is not None)
         return int(self._touched) / self._steps * expert + dense + self._shape[0] * embedding[0].nbytes

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def find_source(source: str | None) -> Source:
     root = Path(str(source))
     kinds = "a checkpoint, an output folder of 'comet train' or a folder of a Hugging Face model"
     require(root.is_dir(), f"generate.source={source!r} must be an existing folder: {kinds}")
-    if (root / HF_CONFIG).is_file():
+    if is_hf_folder(source):
         return Source(root, None)
     if root.name.startswith("step-") or (root / MANIFEST).exists():
         return Source(root, _named(root))
@@ -50,6 +50,11 @@ def find_source(source: str | None) -> Source:
     require(bool(found), f"generate.source={source!r} must be {kinds}; {'; '.join(skipped) or 'it holds neither'}")
     newer = tuple(skipped)
     return Source(found[0].path, found[0], newer)
+
+
+def is_hf_folder(source: str | None) -> bool:
+    """Whether ``generate.source`` is a Hugging Face model's folder."""
+    return source is not None and (Path(source) / HF_CONFIG).is_file()
 
 
 def _named(root: Path) -> Checkpoint:
@@ -90,7 +95,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
     from comet.integrations.hf.block_fp8 import is_block_fp8
-    from comet.integrations.hf.families import moe_config
+    from comet.integrations.hf.families import moe_config, shared_ffn_size
 
     moe = moe_config(folder)
     from transformers import AutoConfig
@@ -106,5 +111,5 @@ def _hf_model(folder: Path) -> ModelConfig:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None),
-        moe=moe,
+        moe=replace(moe, shared_ffn_size=shared_ffn_size(config)),
     )

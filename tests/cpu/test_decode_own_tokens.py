@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from decode_cases import DecodeCase
+from own_tokens_cases import COUNTS, LIMIT, check_own_tokens
 from ranks import run_ranks
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
@@ -13,9 +15,6 @@ from comet.decode import OwnTokensRunner, RankDecode
 from comet.group import ExpertGroup
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
-LIMIT = 5
-# Tokens of ranks 0 and 1 (2 and 3 likewise): none, few, as many as decode takes, and more on one rank alone.
-COUNTS = ((0, 0), (1, 0), (2, 3), (LIMIT, LIMIT), (LIMIT + 1, 0), (1, 2 * LIMIT))
 
 
 def make_group(ep: int, tp: int) -> ExpertGroup:
@@ -57,6 +56,17 @@ def own_tokens(rank: int, world_size: int, tp: int) -> None:
 @pytest.mark.parametrize(("world_size", "tp"), [(2, 1), (2, 2), (4, 2)])
 def test_ranks_decode_their_own_tokens(world_size: int, tp: int) -> None:
     run_ranks(own_tokens, world_size, tp)
+
+
+CASE = DecodeCase(name="own tokens", T=0, K=2, E=8, D=32, F=64, routing="masked", seed=3)
+
+
+def test_one_rank_against_all_experts() -> None:
+    check_own_tokens(0, 1, CASE, 1, torch.float32)
+
+
+def test_two_ranks_against_all_experts() -> None:
+    run_ranks(check_own_tokens, 2, CASE, 2, torch.float32)
 
 
 def test_sizes() -> None:

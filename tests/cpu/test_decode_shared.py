@@ -7,31 +7,17 @@ import copy
 import pytest
 import torch
 from decode_cases import DecodeCase, make_inputs
-from torch import Tensor, nn
+from shared_cases import SharedStep, layouts
+from torch import nn
 
 from comet.config import MAX_TOP_K
 from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back, warp_decode_torch
 from comet.generation.engine import shared_matrices
 from comet.layout import ExpertLayout
-from comet.reference import shard_experts
 from comet.shared_expert import SharedExpert
 
 CASE = DecodeCase(name="shared", T=5, K=2, E=4, D=32, F=64, routing="masked", seed=7)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2), (1, 2)]
-
-
-def rank_part(slots: SharedSlots, layout: ExpertLayout, w1: Tensor, w2: Tensor, gate: Tensor | None) -> Tensor:
-    """What one rank adds to the output of the case's tokens."""
-    inputs = make_inputs(CASE, torch.float64, "cpu")
-    parts = [nn.Parameter(part.contiguous()) for part in shard_experts(w1, w2, layout)]
-    before = [part.clone() for part in parts]
-    weights = slots.weights(*parts)
-    assert all(torch.equal(*pair) for pair in zip(parts, before, strict=True)), "the layer's weights changed"
-    assert weights.w1.data_ptr() == parts[0].data_ptr(), "the routed experts are there twice"
-    assert slots.weights(*parts) is weights, "joined again for nothing"
-    ids, routing_weights = slots.routing(inputs.ids, inputs.routing_weights.double(), gate)
-    assert ids.shape[1] == CASE.K + slots.columns
-    return warp_decode_torch(inputs.tokens, ids, routing_weights, weights)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -39,23 +25,16 @@ def rank_part(slots: SharedSlots, layout: ExpertLayout, w1: Tensor, w2: Tensor, 
 @pytest.mark.parametrize(("ep", "tp"), LAYOUTS)
 @torch.no_grad()
 def test_parts_of_all_ranks_add_up(ep: int, tp: int, times: int, gated: bool) -> None:
-    inputs = make_inputs(CASE, torch.float64, "cpu")
-    shared = SharedExpert(CASE.D, times * CASE.F, dtype=torch.float64)
-    gate = torch.rand(CASE.T, 1, dtype=torch.float64) if gated else None
-    total, experts = torch.zeros_like(inputs.tokens), inputs.weights.slots.long()  # in the order of their ids
-    w1, w2 = inputs.weights.w1[experts], inputs.weights.w2[experts]
-    whole = sum(part.nbytes for part in shared.parameters())
+    step = SharedStep.make(CASE, torch.float64, "cpu", times=times, gated=gated)
+    total = torch.zeros_like(step.inputs.tokens)
+    whole = sum(part.nbytes for part in step.shared.parameters())
     piece, read = 3 * (CASE.F // tp) * CASE.D * 8, 0
-    for rank in range(ep * tp):
-        layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=ep, tp=tp, rank=rank)
-        columns = shared_columns(layout, CASE.F, times * CASE.F)
-        slots = SharedSlots(layout, columns, shared, shared_matrices)
-        total += rank_part(slots, layout, w1, w2, gate)
+    for layout in layouts(CASE, ep, tp):
+        slots = step.slots(layout)
+        total += warp_decode_torch(*step.rank_inputs(slots))
         read += whole - slots.bytes_elsewhere(piece)
-        assert columns == -(-times * tp // (ep * tp))
-    routed = warp_decode_torch(inputs.tokens, inputs.ids, inputs.routing_weights.double(), inputs.weights)
-    beside = shared(inputs.tokens) if gate is None else gate * shared(inputs.tokens)
-    torch.testing.assert_close(total, routed + beside, rtol=1e-10, atol=1e-10)
+        assert slots.columns == -(-times * tp // (ep * tp))
+    torch.testing.assert_close(total, step.exact(), rtol=1e-10, atol=1e-10)
     assert read == whole, "all ranks together read the shared expert once"
 
 

@@ -147,12 +147,27 @@ def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
     job = make_job(tmp_path, model=model_of(source), generate=settings)
     assert tuple(generate_job(job, Rank())["texts"]) == stock_texts(stock(fp8), fp8)
     kept, whole = (
-        memory_needs(replace(job, generate=each), torch.bfloat16)["weights"]
+        memory_needs(replace(job, generate=each), torch.bfloat16)
         for each in (settings, replace(settings, keep_fp8=False))
     )
-    assert whole - kept == job.model.num_layers * 8 * 3 * 160 * 256
+    expert = job.model.num_layers * 3 * 160 * 256
+    assert whole["weights"] - kept["weights"] == 8 * expert
+    pieces = [needs["shared experts in decode steps"] for needs in (kept, whole)]
+    assert pieces == [2 * expert, 2 * expert * 2], "two pieces, of a byte per weight or of bfloat16"
     with pytest.raises(ValueError, match=r"keep_fp8=True must come with a block FP8 checkpoint: config\.json of"):
         generate_job(replace(job, generate=replace(settings, source=str(qwen[0]))), Rank())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_dry_run_counts_the_weights_as_they_are_held(tmp_path, dtype):
+    """The folder is in float32; nothing of it is held in that type where the run has another."""
+    save_model(tmp_path, "qwen3_moe", mlp_only_layers=[])
+    job = make_job(tmp_path, model=model_of(find_source(str(tmp_path))), generate=replace(GREEDY, source=str(tmp_path)))
+    held = sum(weight.nbytes for weight in load_pretrained(tmp_path, dtype=dtype).parameters())
+    needs = memory_needs(job, dtype)
+    assert needs["weights while loading"] == needs["weights"] == pytest.approx(held, rel=0.01)
+    needs = memory_needs(replace(job, generate=GREEDY), dtype)
+    assert needs["weights while loading"] == needs["weights"] * 4 // dtype.itemsize, "a checkpoint of the training job"
 
 
 def test_a_checkpoint_of_the_training_job_keeps_no_fp8(tmp_path, monkeypatch):

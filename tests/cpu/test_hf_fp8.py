@@ -14,8 +14,19 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import DECODE_TOKENS, CountedReads, Expected, make_group, same_state, tiny_config, tiny_model
-from hf_fp8_cases import PUBLISHED, dequantized, fp8_expert_bytes, publish, quantized, stock
+from hf_cases import DECODE_TOKENS, CountedReads, Expected, same_state, tiny_model
+from hf_fp8_cases import (
+    PUBLISHED,
+    RAGGED,
+    WHOLE,
+    check_kept,
+    dequantized,
+    load_on_ranks,
+    publish,
+    published,
+    quantized,
+    stock,
+)
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -23,17 +34,7 @@ from comet.integrations import hf
 from comet.integrations.hf.block_fp8 import dequantize_slice
 
 State = dict[str, Tensor]
-# D and, for TP = 2, a rank's part of F end inside a block; F = 256 gives each rank whole ones.
-RAGGED = dict(hidden_size=160, moe_intermediate_size=288, intermediate_size=144)
-WHOLE = RAGGED | dict(moe_intermediate_size=256)
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
-
-
-def published(folder: Path, sizes: dict[str, int]) -> Path:
-    """The folder of a random model of these sizes, as it would be published."""
-    tiny_model("deepseek_v3", **sizes).save_pretrained(folder)
-    publish(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -134,44 +135,9 @@ def test_kept_experts_compute_the_same_and_take_what_they_take_on_disk(
         loaded.save_pretrained(whole / "copy")
 
 
-def check_kept(loaded: Any, folder: Path, share: int) -> None:
-    """A rank's experts are its share of the folder's bytes, and no gradient is wanted for them."""
-    experts = {name: weight for name, weight in loaded.named_parameters() if ".experts." in name}
-    assert sum(weight.nbytes for weight in experts.values()) * share == fp8_expert_bytes(
-        folder, torch.float8_e4m3fn, torch.float32
-    )
-    assert not any(weight.requires_grad for weight in experts.values())
-    assert {weight.dtype for weight in experts.values()} == {torch.float8_e4m3fn, torch.float32}
-
-
-def on_ranks(rank: int, world_size: int, folders: dict[str, Path], ep: int, tp: int) -> dict[str, Tensor]:
-    """Logits of each folder, dequantised and if possible kept, on one layout; every rank reads its experts only."""
-    answers = {}
-    for label, folder in folders.items():
-        expected = Expected.of(stock(folder))
-        config = tiny_config("deepseek_v3", **(RAGGED if label == "ragged" else WHOLE))
-        for keep_fp8 in (False, True) if label == "whole" else (False,):
-            what = f"{label}, keep_fp8 {keep_fp8}, ep {ep}, tp {tp}, rank {rank}"
-            group = make_group(config, ep, tp)
-            with CountedReads() as counted:
-                loaded = hf.load_pretrained(folder, group, decode_tokens=DECODE_TOKENS, keep_fp8=keep_fp8)
-            elements = sum(size for name, size in counted.reads if ".experts." in name and name.endswith("weight"))
-            assert elements * world_size == fp8_expert_bytes(folder, torch.float8_e4m3fn), what
-            held = sum(
-                weight.numel() for name, weight in loaded.named_parameters() if name.endswith("experts.down_proj")
-            )
-            assert held * world_size == 2 * 8 * config.hidden_size * config.moe_intermediate_size, what
-            if keep_fp8:
-                check_kept(loaded, folder, share=world_size)
-            answers[what.rpartition(",")[0]] = expected.check(loaded, what)
-            hf.check(loaded)
-            group.close()
-    return answers
-
-
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
 def test_two_ranks_read_their_own_experts(ragged: Path, whole: Path, ep: int, tp: int) -> None:
-    first, second = run_ranks(on_ranks, 2, {"ragged": ragged, "whole": whole}, ep, tp, timeout=300)
+    first, second = run_ranks(load_on_ranks, 2, {"ragged": ragged, "whole": whole}, ep, tp, timeout=300)
     assert len(first) == 3
     for what, logits in first.items():
         assert torch.equal(logits, second[what]), f"{what}: ranks 0 and 1 differ"

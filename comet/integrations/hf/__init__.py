@@ -6,7 +6,8 @@ block FP8.
 ``StaticDecoder`` extends sequences token by token from a CUDA graph.
 """
 
-from comet.integrations.hf.convert import check, convert, register
+from comet.integrations.hf.by_name import register
+from comet.integrations.hf.convert import check, convert
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import FAMILIES, moe_config
 from comet.integrations.hf.loading import load_pretrained

@@ -93,6 +93,11 @@ def dequantized(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     return replace(tensor, lazy=Dequantized(tensor, tensor.scales, dtype), read_as=dtype)
 
 
+def as_stored(tensor: StoredTensor) -> StoredTensor:
+    """What ``dequantized`` was given."""
+    return tensor.lazy.tensor if isinstance(tensor.lazy, Dequantized) else tensor
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedScales:
     """Reads scales as float32, and refuses those that are no number or negative."""

@@ -1,4 +1,4 @@
-"""Comet as the experts of a transformers model: by name through its registry, or by replacing modules in place."""
+"""Comet as the experts of a transformers model, whose modules are replaced in place."""
 
 from __future__ import annotations
 
@@ -9,65 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require
-from comet.decode import MAX_DECODE_TOKENS, shared_columns
+from comet.decode import MAX_DECODE_TOKENS, held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
 from comet.group import ExpertGroup
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import (
     SHARED,
-    check_experts,
     moe_config,
     require_transformers,
     shared_ffn_size,
     stock_experts,
 )
 from comet.integrations.hf.fp8_experts import FP8Experts, check_width
+from comet.integrations.hf.fp8_shared import FP8JoinedExperts
 from comet.layout import ExpertLayout
 from comet.reference import shard_experts
-
-IMPLEMENTATION = "comet"
-
-
-def register() -> None:
-    """Make ``experts_implementation="comet"`` known to transformers; calling it again changes nothing.
-
-    Then ``from_pretrained(..., experts_implementation="comet")`` and ``model.set_experts_implementation("comet")``
-    run the stock modules' weights through Comet, on one GPU or under transformers' own expert parallelism.
-
-    Raises:
-        UnavailableError: If transformers is missing or too old.
-    """
-    require_transformers()
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(IMPLEMENTATION, comet_experts_forward)
-
-
-@torch.compiler.disable
-def comet_experts_forward(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """The forward pass of a stock experts module by Comet.
-
-    Args:
-        experts: The module, with ``gate_up_proj (E, 2F, D)`` and ``down_proj (E, D, F)``.
-        hidden_states: ``(T, D)``.
-        top_k_index: ``(T, K)`` integer; ids from E on (experts of other ranks) contribute nothing.
-        top_k_weights: ``(T, K)`` of any floating dtype.
-
-    Returns:
-        ``(T, D)``: the weighted sum of each token's experts.
-
-    Raises:
-        ValueError: If Comet cannot compute experts of this kind.
-    """
-    check_experts(experts, "the model's experts")
-    module: Any = experts
-    num_experts, ids = module.gate_up_proj.shape[0], top_k_index.to(torch.int32)
-    if getattr(module, "_is_expert_parallel", True):  # older versions do not say
-        ids = ids.masked_fill(ids >= num_experts, -1)
-    run = LocalRunner(ids.shape[1])
-    return run(hidden_states, ids, top_k_weights.float(), module.gate_up_proj, module.down_proj)
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:
@@ -144,6 +100,7 @@ class Place:
         runner: Computes them, for all layers.
         shared_names: Of a block's shared expert and its gate, if the family has them.
         shared_columns: What the shared expert adds to K in decode steps; 0: it is not part of them.
+        num_pieces: Pieces of the shared expert that this rank holds for them.
         keep_fp8: Whether its experts are kept in block FP8.
     """
 
@@ -151,6 +108,7 @@ class Place:
     runner: Runner
     shared_names: tuple[str, str | None] | None
     shared_columns: int
+    num_pieces: int
     keep_fp8: bool = False
 
     @classmethod
@@ -166,13 +124,21 @@ class Place:
         layout = ExpertLayout.create(moe, ParallelConfig(), 0) if group is None else group.layout(moe)
         if keep_fp8:
             check_width(moe, layout)
-        columns = 0 if keep_fp8 else shared_columns(layout, moe.ffn_size, shared_ffn_size(config))
+        shared = shared_ffn_size(config)
+        columns = shared_columns(layout, moe.ffn_size, shared)
         if group is None:
             runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens)
         else:
             runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         names = SHARED.get(config.model_type)
-        return cls(layout=layout, runner=runner, shared_names=names, shared_columns=columns, keep_fp8=keep_fp8)
+        return cls(
+            layout=layout,
+            runner=runner,
+            shared_names=names,
+            shared_columns=columns,
+            num_pieces=len(held_pieces(layout, moe.ffn_size // layout.tp, shared)) if columns else 0,
+            keep_fp8=keep_fp8,
+        )
 
     def install(self, model: nn.Module, name: str, stock: nn.Module) -> None:
         """Put this rank's part of a model's stock experts in their place, beside their block's shared expert."""
@@ -188,8 +154,10 @@ class Place:
         module: Any = stock
         if self.keep_fp8:
             _, hidden_size, ffn_size = module.down_proj.shape
-            device = module.down_proj.device
-            return FP8Experts(hidden_size, ffn_size // self.layout.tp, self.layout, self.runner, device)
+            device, width = module.down_proj.device, ffn_size // self.layout.tp
+            if self.shared_columns:
+                return FP8JoinedExperts(hidden_size, width, self.layout, self.runner, device, self.num_pieces)
+            return FP8Experts(hidden_size, width, self.layout, self.runner, device)
         if self.layout.world_size == 1:
             return CometExperts(module.gate_up_proj, module.down_proj, self.layout, self.runner)
         parts = shard_experts(module.gate_up_proj.detach(), module.down_proj.detach(), self.layout)

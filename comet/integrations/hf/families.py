@@ -89,6 +89,13 @@ def shared_ffn_size(config: Any) -> int:
 
 def check_experts(experts: nn.Module, name: str) -> None:
     """Raise ``ValueError`` unless a module called ``name`` is stock experts that Comet can compute."""
+    check_kind(experts, name)
+    dtype: Any = getattr(experts, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
+    require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
+
+
+def check_kind(experts: nn.Module, name: str) -> None:
+    """Raise ``ValueError`` unless experts called ``name`` are SwiGLU, gate before up, without any extra."""
     kind = type(experts).__name__
     for flag, value in EXPERT_FLAGS.items():
         found = getattr(experts, flag, value)
@@ -98,8 +105,6 @@ def check_experts(experts: nn.Module, name: str) -> None:
         isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation",
         f"act_fn={activation} of {name} ({kind}) must be SiLU",
     )
-    dtype: Any = getattr(experts, "gate_up_proj", torch.empty(0, dtype=torch.uint8)).dtype
-    require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
 
 
 def stock_experts(model: nn.Module) -> dict[str, nn.Module]:

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from comet.group import ExpertGroup
 from comet.integrations.hf.block_fp8 import dequantized, is_block_fp8, join_scales
 from comet.integrations.hf.checkpoint import LazyShard, shard_checkpoint
 from comet.integrations.hf.convert import Place, keep_from_saving
-from comet.integrations.hf.families import check_family, moe_config, require_transformers, stock_experts
+from comet.integrations.hf.families import (
+    check_family,
+    moe_config,
+    require_transformers,
+    shared_ffn_size,
+    stock_experts,
+)
+from comet.integrations.hf.fp8_shared import has_fp8_pieces, piece_shards
 from comet.integrations.hf.stored import StoredTensor, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -50,8 +58,8 @@ def load_pretrained(
         device: Where the model goes; ``None``: the group's, or without a group the CPU.
         decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
         keep_fp8: Keep the experts of a block FP8 checkpoint as they are stored, F/TP a multiple of 128: warp decode
-            reads them so, and the group's path gets the layer it is at dequantised. For inference; the shared expert is
-            then no part of warp decode.
+            reads them so, with the shared expert where the checkpoint has that in block FP8, too, and the group's path
+            gets the layer it is at dequantised. For inference.
         **options: Passed on to ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
@@ -72,7 +80,9 @@ def load_pretrained(
         tensors = _wanted(open_checkpoint(folder, files), stock_class)
         if is_fp8:
             tensors = _read_fp8(tensors, dtype, place)
+            place = _with_fp8_pieces(place, tensors, modules, config)
         state = shard_checkpoint(tensors, modules, moe_config(config), place.layout, keep_fp8=keep_fp8)
+        state |= _piece_shards(place, tensors, modules, config)
         _log_bytes(state, tensors, place)
         model, report = _sharded_class(stock_class, place).from_pretrained(
             None,
@@ -138,6 +148,26 @@ def _read_fp8(tensors: dict[str, StoredTensor], dtype: torch.dtype, place: Place
             numbers / 1e9,
             "stay as they are" if place.keep_fp8 else "as well, unless keep_fp8=True",
         )
+    return found
+
+
+def _with_fp8_pieces(place: Place, tensors: dict[str, StoredTensor], modules: dict[int, str], config: Any) -> Place:
+    """The place as it is, or with shared experts outside of decode steps that are to read FP8, where these are not."""
+    shape = shared_ffn_size(config), config.hidden_size
+    fits = place.shared_names is None or has_fp8_pieces(tensors, modules, place.shared_names[0], shape)
+    return place if fits or not place.keep_fp8 else replace(place, shared_columns=0, num_pieces=0)
+
+
+def _piece_shards(
+    place: Place, tensors: dict[str, StoredTensor], modules: dict[int, str], config: Any
+) -> dict[str, LazyShard]:
+    """This rank's pieces of shared experts that decode steps read in block FP8."""
+    if not place.keep_fp8 or not place.num_pieces or place.shared_names is None:
+        return {}
+    width = moe_config(config).ffn_size // place.layout.tp
+    found: dict[str, LazyShard] = {}
+    for module in modules.values():
+        found |= piece_shards(tensors, module, place.shared_names[0], place.layout, width)
     return found
 
 

@@ -1,0 +1,136 @@
+"""Comet by its name in transformers, ``experts_implementation="comet"``: stock modules keep their weights.
+
+A block FP8 folder meets transformers' own quantiser on the way, which needs accelerate. Without a GPU it dequantises
+the weights, rightly where each size is a multiple of 128. On a GPU it keeps experts in FP8, which have a class and a
+registry of their own, and computes all other layers by kernels that it downloads. ``load_pretrained`` needs none of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import MOE_DTYPES, require
+from comet.decode import DecodeWeights, joins_step
+from comet.decode.runners import LocalRunner
+from comet.integrations.hf.families import check_experts, check_kind, require_transformers
+from comet.quantize import FP8, FP8_BLOCK
+
+IMPLEMENTATION = "comet"
+_NAME = "the model's experts"
+_KEPT = "_comet_decode_weights"
+# Fields of FP8 experts that bend SwiGLU; versions before a field existed record nothing.
+_BENDS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
+_RULE = "comet.integrations.hf.load_pretrained(folder) dequantises block FP8, with keep_fp8=True it keeps the experts"
+
+
+def register() -> None:
+    """Make ``experts_implementation="comet"`` known to transformers; calling it again changes nothing.
+
+    Then ``from_pretrained(..., experts_implementation="comet")`` and ``model.set_experts_implementation("comet")``
+    run the stock modules' weights through Comet, on one GPU or under transformers' own expert parallelism.
+
+    Raises:
+        UnavailableError: If transformers is missing or too old.
+    """
+    require_transformers()
+    from transformers.integrations import finegrained_fp8
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(IMPLEMENTATION, comet_experts_forward)
+    if hasattr(finegrained_fp8, "FP8ExpertsInterface"):  # older versions leave FP8 experts no choice
+        finegrained_fp8.FP8ExpertsInterface.register(IMPLEMENTATION, comet_fp8_experts_forward)
+
+
+@torch.compiler.disable
+def comet_experts_forward(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward pass of a stock experts module by Comet.
+
+    Args:
+        experts: The module, with ``gate_up_proj (E, 2F, D)`` and ``down_proj (E, D, F)``.
+        hidden_states: ``(T, D)``.
+        top_k_index: ``(T, K)`` integer; ids from E on (experts of other ranks) contribute nothing.
+        top_k_weights: ``(T, K)`` of any floating dtype.
+
+    Returns:
+        ``(T, D)``: the weighted sum of each token's experts.
+
+    Raises:
+        ValueError: If Comet cannot compute experts of this kind.
+    """
+    check_experts(experts, _NAME)
+    module: Any = experts
+    ids, run = _local_ids(module, top_k_index), LocalRunner(top_k_index.shape[1])
+    return run(hidden_states, ids, top_k_weights.float(), module.gate_up_proj, module.down_proj)
+
+
+@torch.compiler.disable
+def comet_fp8_experts_forward(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """``comet_experts_forward`` of experts that transformers keeps in block FP8, whose weights get no gradient.
+
+    Warp decode reads them as they are, more tokens the layer dequantised for that one call. Activations stay in the
+    model's type, where transformers' own kernels quantise them.
+    """
+    kept, ids = fp8_weights(experts), _local_ids(experts, top_k_index)
+    run, weights = LocalRunner(ids.shape[1]), top_k_weights.float()
+    if joins_step(hidden_states, run.decode.max_tokens):
+        return run(hidden_states, ids, weights, kept.w1, kept.w2, experts=kept)
+    w1, w2 = (
+        FP8(elements=elements, scales=scales, trusted=True).dequantize(hidden_states.dtype)
+        for elements, scales in ((kept.w1, kept.w1_scales), (kept.w2, kept.w2_scales))
+        if scales is not None
+    )
+    return run(hidden_states, ids, weights, w1, w2)
+
+
+def fp8_weights(experts: Any) -> DecodeWeights:
+    """What decode steps read of transformers' FP8 experts; made at the first call, and again where they were moved.
+
+    Raises:
+        ValueError: If Comet cannot compute experts of this kind, or a scale is no number.
+    """
+    kept: DecodeWeights | None = getattr(experts, _KEPT, None)
+    if kept is None or kept.w1.data_ptr() != experts.gate_up_proj.data_ptr():
+        check_fp8_experts(experts, _NAME)
+        w1, w2 = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        kept = DecodeWeights(
+            w1=w1,
+            w2=w2,
+            slots=torch.arange(w1.shape[0], dtype=torch.int32, device=w1.device),
+            w1_scales=experts.gate_up_proj_scale_inv.detach().float(),
+            w2_scales=experts.down_proj_scale_inv.detach().float(),
+        )
+        setattr(experts, _KEPT, kept)
+    return kept
+
+
+def check_fp8_experts(experts: Any, name: str) -> None:
+    """Raise ``ValueError`` unless a module called ``name`` is FP8 experts of transformers that Comet can compute."""
+    check_kind(experts, name)
+    block = (FP8_BLOCK, FP8_BLOCK)
+    found = {
+        "weight_block_size": (tuple(experts.block_size or ()), block),
+        "activation_scheme": (experts.activation_scheme, "dynamic"),
+        "dtype": (experts.gate_up_proj.dtype, torch.float8_e4m3fn),
+        **{field: (getattr(experts, field, None), None) for field in _BENDS},
+    }
+    for field, (value, wanted) in found.items():
+        require(value == wanted, f"{field}={value} of {name} must be {wanted}; {_RULE}")
+    scales, ffn_size = experts.gate_up_proj_scale_inv.dtype, experts.down_proj.shape[2]
+    require(scales in MOE_DTYPES, f"scales of dtype {scales} of {name} must be one of {MOE_DTYPES}; {_RULE}")
+    # Else up would begin inside a block, and transformers lays each half's scales out by itself.
+    require(ffn_size % FP8_BLOCK == 0, f"ffn_size={ffn_size} of {name} must be a multiple of {FP8_BLOCK}; {_RULE}")
+
+
+def _local_ids(experts: Any, top_k_index: Tensor) -> Tensor:
+    """Ids of this rank's experts, int32; -1 for those of other ranks."""
+    ids = top_k_index.to(torch.int32)
+    if getattr(experts, "_is_expert_parallel", True):  # older versions do not say
+        ids = ids.masked_fill(ids >= experts.gate_up_proj.shape[0], -1)
+    return ids
