@@ -33,6 +33,7 @@ BOX_ROWS = 32  # rows per bulk load
 TILE_ROWS = 128  # rows of the plan's tiles, in which panels are counted
 WARPS = 8  # that multiply
 COMBINERS = 3  # warps that combine from the start
+WARPS_BESIDE = 132 * COMBINERS  # of a GPU of 132 multiprocessors
 ITEM_SLOTS = 8  # items that the loading warp can be ahead, and more
 PASS_COLS = 256  # columns that a combining warp has at a time: 16 bytes per lane
 
@@ -173,7 +174,7 @@ def gemm_combine_cuda(
         max_tokens=wire.max_tokens,
         cols=cols,
         panels=num_panels,
-        parts=column_parts(wire.max_tokens, wire.world_size, cols, num_panels, num_blocks),
+        parts=column_parts(wire.max_tokens, wire.world_size, cols, num_panels),
         shares_per_tile=SHARES_PER_TILE,
         event_capacity=0 if recorder is None else recorder.capacity,
     )
@@ -181,26 +182,27 @@ def gemm_combine_cuda(
     kernel.launch(num_blocks, [*maps, counts, starts, experts, depth, arguments])
 
 
-def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int, num_blocks: int) -> int:
+def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
     """Parts that the combine cuts a panel's columns into, so that each warp beside the GEMM has two tickets.
+
+    Ranks must agree on it, so it does not depend on the GPU: warps are counted as on one of 132 multiprocessors.
 
     Args:
         max_tokens: M.
         world_size: W.
         cols: D.
         num_panels: Panels.
-        num_blocks: Blocks of the launch.
 
     Returns:
         At least 1, at most the column blocks of a panel, and no more than there are flags.
 
     Example:
-        132 blocks have 396 such warps. M=2048, W=4 make 256 chunks: 4 parts would give each warp two, but a panel of
-        D=2048 in 4 panels has 2 column blocks: 2 parts; of D=7168: 4 parts. M=8192: 1024 chunks, 1 part.
+        M=2048 and W=4 make 256 chunks for 396 warps: 4 parts would give each two tickets, but a panel of D=2048 in 4
+        panels has 2 column blocks: 2 parts; of D=7168: 4 parts. M=8192: 1024 chunks, 1 part.
     """
     chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
     col_blocks = -(-cols // BLOCK_COLS)
-    wanted, widest = -(-2 * COMBINERS * num_blocks // chunks), -(-col_blocks // num_panels)
+    wanted, widest = -(-2 * WARPS_BESIDE // chunks), -(-col_blocks // num_panels)
     return min(wanted, widest, MAX_PANELS // num_panels)
 
 

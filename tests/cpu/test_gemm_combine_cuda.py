@@ -19,16 +19,16 @@ SOURCES = Path(module.__file__).parent / "cuda"
 def test_worked_examples() -> None:
     assert CudaConfig().shared_bytes(32, 8) == 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33
     assert CudaConfig().shared_bytes(32, 8) == 230852
-    assert column_parts(2048, 4, 2048, 4, 132) == 2
-    assert column_parts(2048, 4, 7168, 4, 132) == 4
-    assert column_parts(8192, 4, 7168, 4, 132) == 1
+    assert column_parts(2048, 4, 2048, 4) == 2
+    assert column_parts(2048, 4, 7168, 4) == 4
+    assert column_parts(8192, 4, 7168, 4) == 1
 
 
 @pytest.mark.parametrize("num_panels", range(1, 17))
 @pytest.mark.parametrize("cols", [16, 256, 2048, 7168])
 @pytest.mark.parametrize("max_tokens", [128, 512, 8192])
 def test_parts_have_flags_and_columns(max_tokens: int, cols: int, num_panels: int) -> None:
-    parts = column_parts(max_tokens, 2, cols, num_panels, 132)
+    parts = column_parts(max_tokens, 2, cols, num_panels)
     assert 1 <= parts <= 16 // num_panels
     assert parts <= max(1, -(-cols // 256))
 
