@@ -21,6 +21,7 @@ import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
+from layer1_launches import Layer1Case, exact_layer1, run_layer1
 from layer_cases import assert_as_close
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
@@ -205,6 +206,16 @@ def run_fp8(device: torch.device, dtype: torch.dtype) -> None:
         compare(outputs[rank], wanted, f"{case.name}, {dtype}, rank {rank}")
 
 
+def run_cuda_layer1(dtype: torch.dtype) -> None:
+    """Layer 1 in CUDA C++, which no interpreter runs: two ranks, K of few and of all experts."""
+    for case in (
+        Layer1Case("few", (70, 5), 4, 2, 288, 80, dtype=dtype),
+        Layer1Case("all", (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
+    ):
+        for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "cuda"), strict=True):
+            assert bool(((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()), case.name
+
+
 def run_decode(device: torch.device, dtype: torch.dtype) -> None:
     """One rank: every form, and every kind of weights."""
     tiny = DecodeCase(name="fold", T=1, K=2, E=3, D=80, F=48, config=FOLD, held=2)
@@ -283,6 +294,8 @@ def main(argv: list[str] | None = None) -> int:
     for dtype in dtypes:
         run_layers(device, dtype)
         run_fp8(device, dtype)
+        if device.type == "cuda":
+            run_cuda_layer1(dtype)
         run_decode(device, dtype)
         run_router(device)
         for replicated in (True, False):

@@ -42,6 +42,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--path", default="fused", choices=("fused", "twin"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--layer1",
+        default="auto",
+        choices=("auto", "cuda", "triton"),
+        help="layer 1 of any size in CUDA C++ or in Triton, on GPUs (default: as the layer chooses)",
+    )
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
     parser.add_argument(
         "--batch",
@@ -84,6 +90,7 @@ def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
         timeout_s=options.timeout,
         case_limit_s=options.case_limit,
         until=time.time() + options.seconds,
+        layer1=options.layer1,
     )
     reached, end, start = options.first, options.first + options.cases, time.monotonic()
     failed: list[int] = []
@@ -171,6 +178,7 @@ def command(stress: Stress, first: int, index: int) -> str:
     return (
         f"python tests/stress.py --seed {stress.seed} --first {first} --cases {index + 1 - first} "
         f"--family {stress.family} --world-size {stress.world_size} --path {stress.path} --device {stress.device}"
+        f"{'' if stress.layer1 == 'auto' else f' --layer1 {stress.layer1}'}"
     )
 
 

@@ -140,6 +140,7 @@ class Stress:
         timeout_s: Deadline of every wait between ranks.
         case_limit_s: A rank that spends longer on a case ends with its stack.
         until: After this time (seconds since 1970) no case begins.
+        layer1: ``cuda`` or ``triton`` for layer 1 of any size, on a GPU; ``auto``: as the layer chooses.
     """
 
     seed: int
@@ -150,6 +151,7 @@ class Stress:
     timeout_s: float = 30.0
     case_limit_s: float = 1800.0
     until: float = math.inf
+    layer1: str = "auto"
 
     @property
     def sizes(self) -> Sizes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from layer1_launches import layer1_in
 from layer_cases import RankInputs, assert_as_close
 from stress_cases import LAYERS, Stress, StressCase
 from stress_numbers import FullWeights, expected, gradient, shard, stress_inputs, units_of_weight_gradients
@@ -106,7 +108,16 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
     """
     device = torch.device(stress.device, rank if stress.device == "cuda" else None)
     torch.use_deterministic_algorithms(device.type == "cpu")
-    notes, outcome = Journal(journal, rank, stress.case_limit_s), Outcome([], indices.stop)
+    notes = Journal(journal, rank, stress.case_limit_s)
+    with nullcontext() if stress.layer1 == "auto" else layer1_in(stress.layer1):
+        outcome = run_families(rank, stress, indices, device, notes)
+    notes.close()
+    return outcome
+
+
+def run_families(rank: int, stress: Stress, indices: range, device: torch.device, notes: Journal) -> Outcome:
+    """``run_batch`` on its device."""
+    outcome = Outcome([], indices.stop)
     for number, members in groupby(indices, key=stress.family_of):
         cases = list(members)
         notes.begin(cases[0])
@@ -120,7 +131,6 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
         family.leave()
         if outcome.stop < indices.stop:
             break
-    notes.close()
     return outcome
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer1_launches import Layer1Case, exact_layer1, run_layer1
+from ranks import run_ranks
 
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.arguments import Returns, TileTable, Wire
@@ -86,3 +88,16 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
     )  # fmt: skip
     assert not module.runs_cuda(**make_call(returns=unweighted))  # a backward pass
+
+
+def play(rank: int, world_size: int) -> None:
+    """Whoever plays the ranks gets them right: with the Triton twin, which the GPU tests compare with."""
+    for num_tokens in ((70,), (40, 5), (0, 30), (17, 33, 1)):
+        ranks = len(num_tokens)
+        case = Layer1Case("played", num_tokens, 2 * ranks, 2, 64, 32, 1, "masked", torch.float32, device="cpu")
+        for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "triton"), strict=True):
+            assert bool(((out.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
+
+
+def test_ranks_played_in_one_process() -> None:
+    run_ranks(play, 1, interpret=True, timeout=120)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -196,3 +196,11 @@ def test_bad_arguments_are_named(argument: str, capsys: pytest.CaptureFixture[st
         stress.main([argument])
     assert caught.value.code == 2
     assert argument.split("=")[0] in capsys.readouterr().err
+
+
+def test_the_command_says_which_layer_1() -> None:
+    given = Stress(seed=0, world_size=2, path="fused", device="cuda", family=5, layer1="cuda")
+    assert stress.command(given, 0, 7).endswith(
+        "--cases 3 --family 5 --world-size 2 --path fused --device cuda --layer1 cuda"
+    )
+    assert "layer1" not in stress.command(replace(given, layer1="auto"), 0, 7)

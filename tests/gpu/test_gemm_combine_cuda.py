@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer1_launches import EPOCH, Buffers, Layer1Case, exact_layer1, launch, layer1_in, run_layer1
+from layer1_launches import EPOCH, Buffers, Kind, Layer1Case, exact_layer1, launch, layer1_in, run_layer1
 
 CASES = [
     Layer1Case("one rank", (700,), 8, 2, 512, 512),
@@ -66,10 +66,12 @@ def test_random_cases() -> None:
 
 
 @pytest.mark.gpu
-def test_a_rank_that_never_comes_is_named() -> None:
-    case = Layer1Case("deadline", (200, 200), 8, 2, 512, 128)
-    with layer1_in("cuda") as spy:
-        _, fault = launch(case, 0, Buffers.allocate(case))
-    assert spy.call_count == 1
-    aborted, place, peer, _, expected, seen, *_ = fault.tolist()
-    assert (aborted, place, peer, expected, seen) == (1, 4, 1, EPOCH, EPOCH - 1)
+@pytest.mark.parametrize("kind", ["cuda", "triton"])
+def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
+    case = Layer1Case("deadline", (900, 200), 8, 4, 768, 128, num_panels=3)
+    with layer1_in(kind) as spy:
+        for _ in range(10):  # all spins of all blocks give up at nearly the same time
+            _, fault = launch(case, 0, Buffers.allocate(case), deadline_ns=20_000_000)
+            aborted, place, peer, _, expected, seen, *_ = fault.tolist()
+            assert (aborted, place, peer, expected, seen) == (1, 4, 1, EPOCH, EPOCH - 1)
+    assert spy.call_count == (10 if kind == "cuda" else 0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layer1_launches import Kind, layer1_in
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, run_case, synchronize
 from ranks import run_ranks
@@ -51,6 +52,25 @@ def needs(case: LayerCase) -> None:
 def test_kernels(case: LayerCase) -> None:
     needs(case)
     run_ranks(on_gpu, case.world_size, case, "fused", backend="cpu:gloo,cuda:nccl", timeout=240)
+
+
+def with_layer1(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list[torch.Tensor]:
+    with layer1_in(kind) as spy:
+        outputs = on_gpu(rank, world_size, case, "fused", True)
+    assert (spy.call_count > 0) == (kind == "cuda")
+    return outputs
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("case", [case for case in CASES if case.transport == "push"], ids=lambda case: case.name)
+def test_layer1_in_cuda_equals_its_twin(case: LayerCase) -> None:
+    needs(case)
+    mine, twin = (
+        run_ranks(with_layer1, case.world_size, case, kind, backend="cpu:gloo,cuda:nccl", timeout=240)
+        for kind in ("cuda", "triton")
+    )
+    for rank in range(case.world_size):
+        assert all(torch.equal(a, b) for a, b in zip(mine[rank], twin[rank], strict=True)), f"rank {rank}"
 
 
 @pytest.mark.multi_gpu(n=2)
