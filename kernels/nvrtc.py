@@ -7,7 +7,6 @@ use; without it, and on other chips, callers take the twin.
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +29,21 @@ def is_available(device: torch.device) -> bool:
     """Whether CUDA C++ kernels for sm_90a can be compiled and run on ``device``; says once what is missing."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        logger.warning("cuda-bindings is not installed: kernels run as Triton, slower (pip install 'comet-moe[cuda]')")
-        return False
-    return True
+    missing = what_is_missing()
+    if missing:
+        logger.warning("%s: larger layers are slower (pip install 'comet-moe[cuda]', on every node)", missing)
+    return not missing
+
+
+def what_is_missing() -> str:
+    """What keeps CUDA C++ from being compiled here, in words; empty if nothing does."""
+    try:
+        from cuda.bindings import nvrtc
+
+        _checked(nvrtc.nvrtcVersion())
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"no CUDA C++ compiler ({type(error).__name__}: {error})"
+    return ""
 
 
 def compile_cubin(source: str, name: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from layer1_launches import Layer1Case, exact_layer1, run_layer1
 from ranks import run_ranks
 
 from comet.kernels import gemm_combine_cuda as module
+from comet.kernels import nvrtc
 from comet.kernels.arguments import Returns, TileTable, Wire
 from comet.kernels.gemm_combine_cuda import CudaConfig, column_parts
 from comet.kernels.nvrtc import compile_cubin, is_available
@@ -55,6 +57,19 @@ def test_a_source_that_does_not_compile_says_why() -> None:
 
 def test_not_without_a_gpu() -> None:
     assert not is_available(torch.device("cpu"))
+
+
+def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert nvrtc.what_is_missing() == ""
+    assert is_available.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert not is_available.__wrapped__(torch.device("cuda", 0))
+    assert len(caplog.records) == 1
+    assert re.search(r"no CUDA C\+\+ compiler .*cuda.bindings.*pip install 'comet-moe\[cuda\]'", caplog.text)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not is_available.__wrapped__(torch.device("cuda", 0))
+    assert len(caplog.records) == 1
 
 
 def make_call(**changes: object) -> dict[str, object]:
