@@ -234,9 +234,9 @@ def check_token_counts(rank: int, ep: int, tp: int) -> None:
     experts = model.model.layers[0].mlp.experts
     path, brought = experts.runner.path, []
 
-    def counted_path(tokens: Tensor, *others: Tensor) -> Tensor:
+    def counted_path(tokens: Tensor, *others: Tensor, **weights: Tensor) -> Tensor:
         brought.append(tokens.shape[0])
-        return path(tokens, *others)
+        return path(tokens, *others, **weights)
 
     experts.runner.path = counted_path
     for num_tokens in (0, 1, ep * tp - 1, ep * tp + 1, 2 * ep * tp, 128 * ep * tp + 3):
