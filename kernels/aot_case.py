@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from triton.runtime.jit import JITFunction
 
@@ -100,6 +100,7 @@ class CudaCase:
     kernel: str
     source: str
     shared_bytes: int
-    spilled_bytes: int = 0
-    narrow_loads: int = 0
-    expects: frozenset[str] = frozenset({"wgmma", "wide_loads", "wide_stores"})
+    # As of a ``KernelCase``, and the same for all.
+    spilled_bytes: ClassVar[int] = 0
+    narrow_loads: ClassVar[int] = 0
+    expects: ClassVar[frozenset[str]] = frozenset({"wgmma", "wide_loads", "wide_stores"})

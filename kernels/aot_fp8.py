@@ -1,6 +1,9 @@
 """The configurations of the kernels in block FP8 that ship, for the compile-ahead tool."""
 
+from triton.runtime.jit import JITFunction
+
 from .aot_case import KernelCase
+from .aot_fused import RECORDED, recording_constants, recording_suffix
 from .arguments import CHUNK_ROWS
 from .fp8 import PACKED_GROUPS, SCALE_GROUP, pack_rows_kernel
 from .fp8_dispatch_gemm import fp8_dispatch_gemm_kernel
@@ -11,7 +14,6 @@ PUSH_WORDS = 512
 # A tile takes all 255 registers: 128 for sums, 64 for a product. What does not fit are addresses and strides that are
 # the same in every step, read back from the first-level cache.
 FEW_SPILLS = 64
-RECORDED = 4096  # events per block, where a configuration records
 POINTERS = {
     "*i32": "rows_ptr words_ptr flag_ptr send_token_ids send_counts tiles_ptr num_tiles_ptr row_ids_ptr counters "
     "epoch_ptr events_ptr",
@@ -44,38 +46,33 @@ def _pack(dtype: str) -> KernelCase:
 def _layer0(events: int) -> KernelCase:
     constants = dict(
         BLOCK_M=128, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=PUSH_WORDS, CHUNK=CHUNK_ROWS, INTERPRET=False,
-        **_recording(events),
+        **recording_constants(events),
     )  # fmt: skip
     descriptors = {
         "w1_desc": f"tensordesc<{E4M3}[1, 1, {SCALE_GROUP}, {SCALE_GROUP}]>",
         "hidden_desc": f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
     }
-    return KernelCase(
-        name="inference, recording" if events else "inference",
-        fn=fp8_dispatch_gemm_kernel,
-        signature=_signature(fp8_dispatch_gemm_kernel.arg_names, constants, descriptors),
-        constexprs=constants,
-        num_warps=8,
-        num_stages=4,
-        spilled_bytes=FEW_SPILLS,
-        expects=frozenset({"wgmma", "wide_loads", "wide_stores"}),
-    )
+    return _gemm(f"inference{recording_suffix(events)}", fp8_dispatch_gemm_kernel, constants, descriptors)
 
 
 def _panels(events: int) -> KernelCase:
     block_n = 2 * SCALE_GROUP
     constants = dict(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=SCALE_GROUP, GROUP_TILES=8, B_IS_KN=False, FLATTEN=True,
-        PANEL_COUNTERS=PANEL_COUNTERS, PRECISION="tf32", INTERPRET=False, **_recording(events),
+        PANEL_COUNTERS=PANEL_COUNTERS, PRECISION="tf32", INTERPRET=False, **recording_constants(events),
     )  # fmt: skip
     descriptors = {
         "a_desc": f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
         "b_desc": f"tensordesc<{E4M3}[1, {block_n // 2}, {SCALE_GROUP}]>",
     }
+    return _gemm(f"block FP8, forward{recording_suffix(events)}", gemm_panels_kernel, constants, descriptors)
+
+
+def _gemm(name: str, fn: JITFunction, constants: dict, descriptors: dict[str, str]) -> KernelCase:
     return KernelCase(
-        name=f"block FP8, forward{', recording' if events else ''}",
-        fn=gemm_panels_kernel,
-        signature=_signature(gemm_panels_kernel.arg_names, constants, descriptors),
+        name=name,
+        fn=fn,
+        signature=_signature(fn.arg_names, constants, descriptors),
         constexprs=constants,
         num_warps=8,
         num_stages=4,
@@ -87,8 +84,3 @@ def _panels(events: int) -> KernelCase:
 def _signature(names: list[str], constants: dict, others: dict[str, str]) -> dict[str, str]:
     kinds = {name: kind for kind, pointers in POINTERS.items() for name in pointers.split()} | others
     return {name: kinds.get(name, "i32") for name in names if name not in constants}
-
-
-def _recording(events: int) -> dict[str, int | None]:
-    """Constants of a kernel that records up to ``events`` events per block; one that does not has no buffer."""
-    return {"EVENTS": events} if events else {"EVENTS": 0, "events_ptr": None}

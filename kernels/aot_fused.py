@@ -51,10 +51,10 @@ def _layer0(dtype: str, *, save_pre: bool, events: int = 0) -> KernelCase:
     constants = dict(
         BLOCK_M=128, BLOCK_F=block_f, BLOCK_K=block_k, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024),
         CHUNK=CHUNK_ROWS, EVEN_K=True, SAVE_PRE=save_pre, FLATTEN=dtype != "fp32", PRECISION=_precision(dtype),
-        INTERPRET=False, **_recording(events),
+        INTERPRET=False, **recording_constants(events),
     )  # fmt: skip
     return KernelCase(
-        name=f"{dtype}, {'training' if save_pre else 'inference'}{_suffix(events)}",
+        name=f"{dtype}, {'training' if save_pre else 'inference'}{recording_suffix(events)}",
         fn=dispatch_gemm_kernel,
         signature=_signature(dispatch_gemm_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
@@ -66,9 +66,9 @@ def _layer0(dtype: str, *, save_pre: bool, events: int = 0) -> KernelCase:
 
 def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
     constants = dict(PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024), CHUNK=CHUNK_ROWS, INTERPRET=False)
-    constants |= _recording(events)
+    constants |= recording_constants(events)
     return KernelCase(
-        name=f"{dtype}{_suffix(events)}",
+        name=f"{dtype}{recording_suffix(events)}",
         fn=dispatch_kernel,
         signature=_signature(dispatch_kernel.arg_names, constants, {}, dtype),
         constexprs=constants,
@@ -88,10 +88,10 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=slot_block(top_k),
         WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=32, ROWS=8,
         COLS=_most_cols(dtype, 512), CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
-        PRECISION=_precision(dtype), INTERPRET=False, **_recording(events),
+        PRECISION=_precision(dtype), INTERPRET=False, **recording_constants(events),
     )  # fmt: skip
     return KernelCase(
-        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{_suffix(events)}",
+        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{recording_suffix(events)}",
         fn=gemm_combine_kernel,
         signature=_signature(gemm_combine_kernel.arg_names, constants, descriptors, dtype),
         constexprs=constants,
@@ -113,7 +113,7 @@ def _layer1_beside(kernel: JITFunction, dtype: str, top_k: int, *, backward: boo
     way = "backward" if backward else "forward"
     most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
     return KernelCase(
-        name=f"{dtype}, {way}{_suffix(events)}" if computes else f"{dtype}, top-{top_k}, {way}{_suffix(events)}",
+        name=f"{dtype}, {'' if computes else f'top-{top_k}, '}{way}{recording_suffix(events)}",
         fn=kernel,
         signature={name: split.signature.get(name, "i32") for name in kernel.arg_names if name not in constants},
         constexprs=constants,
@@ -130,12 +130,13 @@ def _signature(names: list[str], constants: dict, descriptors: dict[str, str], d
     return {name: kinds.get(name, "i32") for name in names if name not in constants}
 
 
-def _recording(events: int) -> dict[str, int | None]:
+def recording_constants(events: int) -> dict[str, int | None]:
     """Constants of a kernel that records up to ``events`` events per block; one that does not has no buffer."""
     return {"EVENTS": events} if events else {"EVENTS": 0, "events_ptr": None}
 
 
-def _suffix(events: int) -> str:
+def recording_suffix(events: int) -> str:
+    """What the name of such a kernel ends with."""
     return ", recording" if events else ""
 
 

@@ -20,6 +20,8 @@ from .aot_case import CudaCase
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
 from .gemm_panels import PANEL_COUNTERS
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
+from .primitives import PLACE_LAYER1, PLACE_PANEL
+from .recorder import EVENT_WORDS, KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
 
 NAME = "gemm_combine"
 SOURCES = ("hopper", "recorder", "signals", "panel_gemm", "combine", "gemm_combine")
@@ -232,6 +234,8 @@ def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, 
         ELEMENT_IS_BF16=int(dtype == torch.bfloat16), LINE=LINE, DEPTH=DEPTH, COLS=COLS, BLOCK_COLS=BLOCK_COLS,
         MOST_ROWS=MOST_ROWS, STEP=STEP, BOX_ROWS=BOX_ROWS, TILE_ROWS=TILE_ROWS, WARPS=WARPS, COMBINERS=COMBINERS,
         ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS,
+        PLACE_PANEL=PLACE_PANEL.value, PLACE_LAYER1=PLACE_LAYER1.value, EVENT_WORDS=EVENT_WORDS.value,
+        KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value, KIND_FINAL_SUM=KIND_FINAL_SUM.value,
     )  # fmt: skip
     folder = Path(__file__).parent / "cuda"
     return "\n".join(

@@ -28,6 +28,65 @@ FAULT_ROWS_NEEDED = tl.constexpr(7)
 INTERPRETER_POLL_NS = tl.constexpr(20_000)
 
 
+def _fault_ptx(fault: str, place: str, peer: str, index: str, expected: str, seen: str) -> str:
+    """PTX that writes one record unless there is one, then sets the abort flag; takes registers ``stop`` and ``word``.
+
+    Each argument is the operand that holds it: the address in 64 bits, all else in 32.
+    """
+    fields = "".join(
+        f"cvt.s64.s32 word, {field};\nst.global.b64 [{fault}+{8 * place_of}], word;\n"
+        for place_of, field in enumerate((place, peer, index, expected, seen), start=1)
+    )
+    return f"""
+            atom.global.cas.b64 word, [{fault}+48], 0, 1;
+            setp.ne.u64 stop, word, 0;
+            @stop bra ABORT;
+            {fields}
+            ABORT:
+            mov.u64 word, 1;
+            st.release.sys.global.b64 [{fault}], word;
+    """
+
+
+_WAIT_PTX = tl.constexpr(
+    f"""
+            {{
+            .reg .pred arrived, stop;
+            .reg .b32 seen;
+            .reg .b64 now, end, word;
+            ld.acquire.sys.global.b32 seen, [$1];
+            setp.ge.s32 arrived, seen, $2;
+            @arrived bra DONE;
+            mov.u64 end, %globaltimer;
+            add.u64 end, end, $3;
+            POLL:
+            ld.acquire.sys.global.b32 seen, [$1];
+            setp.ge.s32 arrived, seen, $2;
+            @arrived bra DONE;
+            ld.volatile.global.b64 word, [$4];
+            setp.ne.u64 stop, word, 0;
+            @stop bra DONE;
+            mov.u64 now, %globaltimer;
+            setp.lt.u64 stop, now, end;
+            @stop bra POLL;
+            {_fault_ptx("$4", "$5", "$6", "$7", "$2", "seen")}
+            DONE:
+            mov.b32 $0, 0;
+            }}
+    """
+)
+_RECORD_PTX = tl.constexpr(
+    f"""
+            {{
+            .reg .pred stop;
+            .reg .b64 word;
+            {_fault_ptx("$1", "$2", "$3", "$4", "$5", "$6")}
+            mov.b32 $0, 0;
+            }}
+    """
+)
+
+
 @triton.jit
 def clock_ns(polls, INTERPRET: tl.constexpr):
     """Nanoseconds on the device clock; under the interpreter an estimate from the number of ``polls``."""
@@ -53,46 +112,7 @@ def zero_after_arrival(
     else:
         zero = indices * 0
         zeros = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred arrived, stop;
-            .reg .b32 seen;
-            .reg .b64 now, end, word;
-            ld.acquire.sys.global.b32 seen, [$1];
-            setp.ge.s32 arrived, seen, $2;
-            @arrived bra DONE;
-            mov.u64 end, %globaltimer;
-            add.u64 end, end, $3;
-            POLL:
-            ld.acquire.sys.global.b32 seen, [$1];
-            setp.ge.s32 arrived, seen, $2;
-            @arrived bra DONE;
-            ld.volatile.global.b64 word, [$4];
-            setp.ne.u64 stop, word, 0;
-            @stop bra DONE;
-            mov.u64 now, %globaltimer;
-            setp.lt.u64 stop, now, end;
-            @stop bra POLL;
-            atom.global.cas.b64 word, [$4+48], 0, 1;
-            setp.ne.u64 stop, word, 0;
-            @stop bra ABORT;
-            cvt.s64.s32 word, $5;
-            st.global.b64 [$4+8], word;
-            cvt.s64.s32 word, $6;
-            st.global.b64 [$4+16], word;
-            cvt.s64.s32 word, $7;
-            st.global.b64 [$4+24], word;
-            cvt.s64.s32 word, $2;
-            st.global.b64 [$4+32], word;
-            cvt.s64.s32 word, seen;
-            st.global.b64 [$4+40], word;
-            ABORT:
-            mov.u64 word, 1;
-            st.release.sys.global.b64 [$4], word;
-            DONE:
-            mov.b32 $0, 0;
-            }
-            """,
+            _WAIT_PTX,
             "=r,l,r,l,l,r,r,r",
             [
                 flag_ptrs.to(tl.int64), tl.where(mask, expected, -(2**31)), zero + timeout_ns,
@@ -153,29 +173,7 @@ def record_fault(fault_ptr, place, peer, index, expected, seen, INTERPRET: tl.co
         tl.atomic_xchg(fault_ptr, tl.full((), 1, tl.int64), sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred late;
-            .reg .b64 word;
-            atom.global.cas.b64 word, [$1+48], 0, 1;
-            setp.ne.u64 late, word, 0;
-            @late bra ABORT;
-            cvt.s64.s32 word, $2;
-            st.global.b64 [$1+8], word;
-            cvt.s64.s32 word, $3;
-            st.global.b64 [$1+16], word;
-            cvt.s64.s32 word, $4;
-            st.global.b64 [$1+24], word;
-            cvt.s64.s32 word, $5;
-            st.global.b64 [$1+32], word;
-            cvt.s64.s32 word, $6;
-            st.global.b64 [$1+40], word;
-            ABORT:
-            mov.u64 word, 1;
-            st.release.sys.global.b64 [$1], word;
-            mov.b32 $0, 0;
-            }
-            """,
+            _RECORD_PTX,
             "=r,l,r,r,r,r,r",
             [
                 fault_ptr.to(tl.int64), tl.cast(place, tl.int32), tl.cast(peer, tl.int32), tl.cast(index, tl.int32),

@@ -131,17 +131,6 @@ __device__ __forceinline__ void add_rows(
     }
 }
 
-// Number of entries before this lane's, and in all.
-__device__ __forceinline__ int before_lane(int mine, int lane, int& total) {
-    int sum = mine;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
-        if (lane >= distance) sum += other;
-    }
-    total = __shfl_sync(0xFFFFFFFF, sum, 31);
-    return sum - mine;
-}
-
 // Lists MOST rows per lane, -1 where there is none, and the weights; a lane without any adds up nothing to 0. The list
 // ends with entries that do nothing, up to a multiple of BATCH.
 template <int MOST>

@@ -118,3 +118,14 @@ __device__ __forceinline__ float2 unpack(u32 packed) {
 }
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Number of whatever lanes count before this lane, and in all.
+__device__ __forceinline__ int before_lane(int mine, int lane, int& total) {
+    int sum = mine;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    total = __shfl_sync(0xFFFFFFFF, sum, 31);
+    return sum - mine;
+}

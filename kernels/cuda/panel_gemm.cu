@@ -225,13 +225,10 @@ __device__ __forceinline__ void list_pieces(int* first_piece, const int* counts,
     for (int first = 0; first < experts; first += 32) {
         const int expert = first + lane;
         const int pieces = expert < experts ? ceil_div(__ldg(counts + expert), MOST_ROWS) : 0;
-        int sum = pieces;
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
-            if (lane >= distance) sum += other;
-        }
-        if (expert < experts) first_piece[expert] = before + sum - pieces;
-        before += __shfl_sync(0xFFFFFFFF, sum, 31);
+        int total;
+        const int earlier = before_lane(pieces, lane, total);
+        if (expert < experts) first_piece[expert] = before + earlier;
+        before += total;
     }
     if (lane == 0) first_piece[experts] = before;
 }

@@ -1,10 +1,5 @@
 // What a warp did and when, in the layout of kernels/recorder.py; nothing is left of it where RECORDS is 0.
 
-constexpr int EVENT_WORDS = 12;
-constexpr int KIND_LAYER1_TILE = 3;
-constexpr int KIND_REDUCE = 4;
-constexpr int KIND_FINAL_SUM = 5;
-
 __device__ __forceinline__ u64 now_ns() {
     u64 time;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));

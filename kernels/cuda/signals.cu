@@ -2,9 +2,6 @@
 
 using s64 = long long;
 
-constexpr int PLACE_PANEL = 3;
-constexpr int PLACE_LAYER1 = 4;
-
 struct Fault {
     s64* record; // aborted, place, peer, index, expected, seen, taken
     u64 timeout_ns;
