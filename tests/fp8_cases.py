@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from layer_cases import LayerCase, RankInputs, as_strided, full_weights, rank_inputs, shard
-from layer_ranks import poison
+from layer_ranks import open_group
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.group import ExpertGroup, make_expert_group
+from comet.group import ExpertGroup
 from comet.paths import SymmetricPath
 from comet.quantize import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 
@@ -124,15 +124,7 @@ def e4m3(values: Tensor) -> Tensor:
 
 def build_path(case: LayerCase, path: str, device: str) -> tuple[ExpertGroup, SymmetricPath]:
     """The path over a pool full of NaN."""
-    group = make_expert_group(
-        case.config,
-        case.parallel,
-        max_tokens=max(1, *case.num_tokens),
-        dtype=case.dtype,
-        device=device,
-        timeout_s=60.0,
-    )
-    poison(group)
+    group = open_group(case, device)
     return group, SymmetricPath(case.config, group, case.overlap, use_kernels=path == "fused")
 
 

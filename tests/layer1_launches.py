@@ -14,14 +14,14 @@ from typing import Literal
 from unittest.mock import patch
 
 import torch
+from layer_cases import MASKED, LayerCase, rank_inputs
 from torch import Tensor
 
-from comet.config import OverlapConfig
 from comet.kernels import gemm_combine as gemm_combine_module
 from comet.kernels import gemm_combine_cuda as cuda_module
 from comet.kernels.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire, power_of_2
 from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
-from comet.layout import ExpertLayout
+from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 from comet.plan import Plan, plan_from_ids, routed_row_capacity
 
 Kind = Literal["cuda", "triton"]
@@ -30,31 +30,12 @@ EPOCH = 7
 
 
 @dataclass(frozen=True)
-class Layer1Case:
-    """Layer 1 of all ranks.
+class Layer1Case(LayerCase):
+    """A layer whose layer 1 is launched, on one device; experts are not split (TP = 1)."""
 
-    Args:
-        name: In words.
-        num_tokens: One entry per rank.
-        routing: ``uniform``, ``one`` (all tokens to expert 0 first), ``masked`` (a third of the slots).
-    """
-
-    name: str
-    num_tokens: tuple[int, ...]
-    num_experts: int = 8
-    top_k: int = 2
-    hidden_size: int = 512
-    ffn_size: int = 256
-    num_panels: int = 2
-    routing: str = "uniform"
     dtype: torch.dtype = torch.bfloat16
-    seed: int = 0
+    block_rows: int = 128
     device: str = "cuda"
-
-    @property
-    def world_size(self) -> int:
-        """W."""
-        return len(self.num_tokens)
 
 
 class Counted:
@@ -82,37 +63,32 @@ def layer1_in(kind: Kind) -> Iterator[Counted]:
 
 
 def routing_of(case: Layer1Case) -> tuple[Tensor, Tensor]:
-    """Ids ``(W, M, K)`` int32 and weights float32 of all ranks, -1 past the tokens of a rank."""
-    generator = torch.Generator().manual_seed(case.seed)
+    """Ids ``(W, M, K)`` int32 and weights float32 of all ranks, masked past the tokens of a rank."""
     shape = (case.world_size, max_tokens(case), case.top_k)
-    scores = torch.rand(*shape[:2], case.num_experts, generator=generator)
-    if case.routing == "one":
-        scores[..., 0] = 2.0
-    ids = scores.topk(case.top_k, dim=-1).indices.to(torch.int32)
-    if case.routing == "masked":
-        ids[torch.rand(shape, generator=generator) < 1 / 3] = -1
+    ids, weights = torch.full(shape, MASKED, dtype=torch.int32), torch.zeros(shape)
     for rank, num_tokens in enumerate(case.num_tokens):
-        ids[rank, num_tokens:] = -1
-    return ids, torch.rand(shape, generator=generator)
+        inputs = rank_inputs(case, rank)
+        ids[rank, :num_tokens], weights[rank, :num_tokens] = inputs.top_k_ids, inputs.top_k_weights
+    return ids, weights
 
 
 def max_tokens(case: Layer1Case) -> int:
     """M."""
-    return -(-max(1, *case.num_tokens) // 128) * 128
+    return round_up(max(1, *case.num_tokens), CHUNK_ROWS)
 
 
 def plan_of(case: Layer1Case, rank: int) -> Plan:
     """The rank's plan, on the device."""
     ids, weights = routing_of(case)
-    layout = ExpertLayout(num_experts=case.num_experts, top_k=case.top_k, ep=case.world_size, tp=1, rank=rank)
+    layout = ExpertLayout.create(case.config, case.parallel, rank)
     plan = plan_from_ids(
         ids,
         weights,
         layout,
         num_tokens=case.num_tokens[rank],
-        overlap=OverlapConfig(num_phases=min(2, case.world_size)),
+        overlap=replace(case.overlap, num_phases=min(case.num_phases, case.world_size)),
         expert_capacity=None,
-        max_routed_rows=routed_row_capacity(layout, max_tokens(case), 128, None),
+        max_routed_rows=routed_row_capacity(layout, max_tokens(case), case.block_rows, None),
     )
     tensors = {field.name: getattr(plan, field.name) for field in fields(plan)}
     return replace(plan, **{name: t.to(case.device) for name, t in tensors.items() if isinstance(t, Tensor)})

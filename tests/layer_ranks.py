@@ -13,8 +13,8 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
 
 
-def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
-    """The layer of ``case`` with its known weights."""
+def open_group(case: LayerCase, device: str, backend: str = "auto") -> ExpertGroup:
+    """The ranks of ``case``, over a pool full of NaN."""
     group = make_expert_group(
         case.config,
         case.parallel,
@@ -25,6 +25,12 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
         timeout_s=60.0,
     )
     poison(group)
+    return group
+
+
+def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
+    """The layer of ``case`` with its known weights."""
+    group = open_group(case, device, backend)
     moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):

@@ -209,8 +209,8 @@ def run_fp8(device: torch.device, dtype: torch.dtype) -> None:
 def run_cuda_layer1(dtype: torch.dtype) -> None:
     """Layer 1 in CUDA C++, which no interpreter runs: two ranks, K of few and of all experts."""
     for case in (
-        Layer1Case("few", (70, 5), 4, 2, 288, 80, dtype=dtype),
-        Layer1Case("all", (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
+        Layer1Case("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype),
+        Layer1Case("all", 2, 1, (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
     ):
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "cuda"), strict=True):
             assert bool(((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()), case.name

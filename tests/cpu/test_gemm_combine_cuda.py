@@ -109,7 +109,9 @@ def play(rank: int, world_size: int) -> None:
     """Whoever plays the ranks gets them right: with the Triton twin, which the GPU tests compare with."""
     for num_tokens in ((70,), (40, 5), (0, 30), (17, 33, 1)):
         ranks = len(num_tokens)
-        case = Layer1Case("played", num_tokens, 2 * ranks, 2, 64, 32, 1, "masked", torch.float32, device="cpu")
+        case = Layer1Case(
+            "played", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
+        )
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "triton"), strict=True):
             assert bool(((out.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
 

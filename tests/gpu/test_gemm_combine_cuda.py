@@ -10,19 +10,19 @@ import torch
 from layer1_launches import EPOCH, Buffers, Kind, Layer1Case, exact_layer1, launch, layer1_in, run_layer1
 
 CASES = [
-    Layer1Case("one rank", (700,), 8, 2, 512, 512),
-    Layer1Case("two ranks", (700, 700), 8, 2, 512, 512, num_panels=1),
-    Layer1Case("unequal", (900, 5), 8, 4, 768, 128, num_panels=3),
-    Layer1Case("none on rank 1", (300, 0), 8, 4, 256, 128, num_panels=1),
-    Layer1Case("nobody has tokens", (0, 0), 8, 4, 256, 128, num_panels=1),
-    Layer1Case("one expert takes all", (600, 500), 8, 2, 512, 128, routing="one"),
-    Layer1Case("masked, odd widths", (300, 450), 64, 8, 336, 208, routing="masked"),
-    Layer1Case("four ranks", (500, 90, 0, 710), 16, 4, 2048, 256, num_panels=6),
-    Layer1Case("eight ranks, K = 8", (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192, num_panels=4),
-    Layer1Case("all experts here", (2100,), 128, 8, 512, 64),
-    Layer1Case("less than a stage", (300,), 4, 1, 256, 16, num_panels=1),
-    Layer1Case("float16", (400, 300), 16, 4, 512, 256, dtype=torch.float16),
-    Layer1Case("sixteen panels", (400, 300), 16, 4, 4096, 128, num_panels=16),
+    Layer1Case("one rank", 1, 1, (700,), 8, 2, 512, 512),
+    Layer1Case("two ranks", 2, 1, (700, 700), 8, 2, 512, 512, num_panels=1),
+    Layer1Case("unequal", 2, 1, (900, 5), 8, 4, 768, 128, num_panels=3),
+    Layer1Case("none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128, num_panels=1),
+    Layer1Case("nobody has tokens", 2, 1, (0, 0), 8, 4, 256, 128, num_panels=1),
+    Layer1Case("one expert takes all", 2, 1, (600, 500), 8, 2, 512, 128, routing="one"),
+    Layer1Case("masked, odd widths", 2, 1, (300, 450), 64, 8, 336, 208, routing="masked"),
+    Layer1Case("four ranks", 4, 1, (500, 90, 0, 710), 16, 4, 2048, 256, num_panels=6),
+    Layer1Case("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192, num_panels=4),
+    Layer1Case("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
+    Layer1Case("less than a stage", 1, 1, (300,), 4, 1, 256, 16, num_panels=1),
+    Layer1Case("float16", 2, 1, (400, 300), 16, 4, 512, 256, dtype=torch.float16),
+    Layer1Case("sixteen panels", 2, 1, (400, 300), 16, 4, 4096, 128, num_panels=16),
 ]
 
 
@@ -52,6 +52,8 @@ def test_random_cases() -> None:
         world_size, top_k = draw.choice([(1, 8), (4, 4)])
         case = Layer1Case(
             f"{number} of seed {seed}",
+            world_size,
+            1,
             tuple(draw.choice([0, 1, 17, draw.randrange(1, 1500)]) for _ in range(world_size)),
             num_experts=world_size * draw.choice([8, 24, 40]),
             top_k=top_k,
@@ -68,7 +70,7 @@ def test_random_cases() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = Layer1Case("deadline", (900, 200), 8, 4, 768, 128, num_panels=3)
+    case = Layer1Case("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
     with layer1_in(kind) as spy:
         for _ in range(10):  # all spins of all blocks give up at nearly the same time
             _, fault = launch(case, 0, Buffers.allocate(case), deadline_ns=20_000_000)
