@@ -60,9 +60,9 @@ _WAIT_PTX = tl.constexpr(
             mov.u64 end, %globaltimer;
             add.u64 end, end, $3;
             POLL:
-            ld.acquire.sys.global.b32 seen, [$1];
+            ld.relaxed.sys.global.b32 seen, [$1];
             setp.ge.s32 arrived, seen, $2;
-            @arrived bra DONE;
+            @arrived bra ARRIVED;
             ld.volatile.global.b64 word, [$4];
             setp.ne.u64 stop, word, 0;
             @stop bra DONE;
@@ -70,6 +70,9 @@ _WAIT_PTX = tl.constexpr(
             setp.lt.u64 stop, now, end;
             @stop bra POLL;
             {_fault_ptx("$4", "$5", "$6", "$7", "$2", "seen")}
+            bra DONE;
+            ARRIVED:
+            ld.acquire.sys.global.b32 seen, [$1];
             DONE:
             mov.b32 $0, 0;
             }}
@@ -97,30 +100,39 @@ def clock_ns(polls, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices):
+    """Zeros, each once its own flag holds at least ``expected``, a deadline passed or another spin gave up.
+
+    One instruction sequence, in which every thread spins for itself: a loop of Triton's has barriers, at which threads
+    part that do not read the same time or the same abort flag, and inside a GEMM's loop keeps it from being pipelined.
+    """
+    zeros = indices * 0
+    addresses = tl.where(mask, flag_ptrs.to(tl.int64), fault_ptr.to(tl.int64))
+    return tl.inline_asm_elementwise(
+        _WAIT_PTX,
+        "=r,l,r,l,l,r,r,r",
+        [
+            addresses, tl.where(mask, expected, -(2**31)), zeros + timeout_ns, zeros + fault_ptr.to(tl.int64),
+            zeros + place, peers, indices,
+        ],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def zero_after_arrival(
     flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, INTERPRET: tl.constexpr
 ):
     """0, once every flag of the block holds at least ``expected``: to be added to the addresses that are then read.
 
-    One instruction sequence instead of a loop, because a loop inside a GEMM's loop keeps the compiler from pipelining
-    its loads; and a value instead of a barrier, for the same reason. The value is reduced over the block, so no thread
-    has it before all flags were seen. ``flag_ptrs`` must be readable where ``mask`` is false, too.
+    A value instead of a barrier, for the compiler's pipeline stops at barriers. The value is reduced over the block, so
+    no thread has it before all flags were seen.
     """
     if INTERPRET:
         wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, True)
         return 0
     else:
-        zero = indices * 0
-        zeros = tl.inline_asm_elementwise(
-            _WAIT_PTX,
-            "=r,l,r,l,l,r,r,r",
-            [
-                flag_ptrs.to(tl.int64), tl.where(mask, expected, -(2**31)), zero + timeout_ns,
-                zero + fault_ptr.to(tl.int64), zero + place, peers, indices,
-            ],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        return tl.max(zeros, axis=0)
+        return tl.max(spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices), axis=0)
 
 
 @triton.jit
@@ -134,17 +146,6 @@ def after_block(value, INTERPRET: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             "bar.sync 0; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def fence_acquire(value, INTERPRET: tl.constexpr):
-    """Order every thread's earlier relaxed loads (``value`` is one of them) before its later reads."""
-    if INTERPRET:
-        return value
-    else:
-        return tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
@@ -193,50 +194,38 @@ def any_of(condition, like):
 
 
 @triton.jit
-def wait_flag(flag_ptr, expected, fault_ptr, timeout_ns, place, peer, index, INTERPRET: tl.constexpr):
-    """Spin until ``*flag_ptr >= expected``, a deadline passes or another spin gave up.
+def poll(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices):
+    """``spin`` for the interpreter."""
+    seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
+    aborted = tl.load(fault_ptr, volatile=True)
+    polls = tl.full((), 0, tl.int64)
+    while (tl.min(seen, axis=0) < expected) & (aborted == 0):
+        seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
+        aborted = tl.load(fault_ptr, volatile=True)
+        polls += 1
+        if (tl.min(seen, axis=0) < expected) & (clock_ns(polls, True) > timeout_ns):
+            is_late = tl.arange(0, seen.shape[0]) == tl.argmin(seen, axis=0)
+            peer, index = tl.sum(tl.where(is_late, peers, 0), axis=0), tl.sum(tl.where(is_late, indices, 0), axis=0)
+            record_fault(fault_ptr, place, peer, index, expected, tl.min(seen, axis=0), True)
 
-    What decides about the loop is read by atomic operations: one thread reads for the whole block, whose threads would
-    otherwise part at the barriers inside.
-    """
-    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-    if seen < expected:
-        polls = tl.full((), 0, tl.int64)
-        start = clock_ns(polls, INTERPRET)
-        none = tl.full((), 0, tl.int64)
-        aborted = tl.atomic_add(fault_ptr, none, sem="relaxed", scope="sys")
-        while (seen < expected) & (aborted == 0):
-            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-            aborted = tl.atomic_add(fault_ptr, none, sem="relaxed", scope="sys")
-            polls += 1
-            if (seen < expected) & (clock_ns(polls, INTERPRET) - start > timeout_ns):
-                record_fault(fault_ptr, place, peer, index, expected, seen, INTERPRET)
+
+@triton.jit
+def wait_flag(flag_ptr, expected, fault_ptr, timeout_ns, place, peer, index, INTERPRET: tl.constexpr):
+    """Until ``*flag_ptr >= expected``, a deadline passes or another spin gave up."""
+    if INTERPRET:
+        one = tl.arange(0, 1)
+        poll(flag_ptr + one, one == 0, expected, fault_ptr, timeout_ns, place, peer + one, index + one)
+    else:
+        spin(flag_ptr, True, expected, fault_ptr, timeout_ns, place, peer, index)
 
 
 @triton.jit
 def wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, INTERPRET: tl.constexpr):
-    """``wait_flag`` for a vector of flags; ``peers`` and ``indices`` name the flag that is late.
-
-    Everything that decides about the loop is reduced over a block of the same shape: then either a reduction has a
-    barrier and all threads of the block have its result, or each warp has its own and there is no barrier to part at.
-    """
-    seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
-    if tl.min(seen, axis=0) < expected:
-        polls = tl.full((), 0, tl.int64)
-        start = clock_ns(polls, INTERPRET)
-        aborted = any_of(tl.load(fault_ptr, volatile=True) != 0, indices)
-        while (tl.min(seen, axis=0) < expected) & (aborted == 0):
-            seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
-            aborted = any_of(tl.load(fault_ptr, volatile=True) != 0, indices)
-            polls += 1
-            if any_of(clock_ns(polls, INTERPRET) - start > timeout_ns, indices) == 1:
-                late = tl.argmin(seen, axis=0)
-                position = tl.arange(0, seen.shape[0])
-                if tl.min(seen, axis=0) < expected:
-                    peer = tl.sum(tl.where(position == late, peers, 0), axis=0)
-                    index = tl.sum(tl.where(position == late, indices, 0), axis=0)
-                    record_fault(fault_ptr, place, peer, index, expected, tl.min(seen, axis=0), INTERPRET)
-    fence_acquire(seen, INTERPRET)
+    """``wait_flag`` for a vector of flags; ``peers`` and ``indices`` name the flag that is late."""
+    if INTERPRET:
+        poll(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices)
+    else:
+        spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices)
     tl.debug_barrier()
 
 
