@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,10 +32,10 @@ class Rank:
 
 
 def make_text(folder: Path) -> Path:
-    """A text with enough structure to be learned at once."""
-    path = folder / "text.txt"
-    path.write_bytes(b"".join(b"%d times %d is %d\n" % (a, b, a * b) for a in range(40) for b in range(40)))
-    return path
+    """A text with enough structure to be learned at once; ranks that read it may make it at the same time."""
+    path, mine = folder / "text.txt", folder / f"text.{os.getpid()}"
+    mine.write_bytes(b"".join(b"%d times %d is %d\n" % (a, b, a * b) for a in range(40) for b in range(40)))
+    return mine.replace(path)
 
 
 def make_job(folder: Path, *, model: ModelConfig = MODEL, ep: int = 1, tp: int = 1, **changes: object) -> JobConfig:
