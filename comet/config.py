@@ -155,13 +155,14 @@ class OverlapConfig:
 
     Args:
         comm_blocks: Thread blocks that start as communication blocks; they join the GEMM when done. Under transport
-            ``copy`` those of layer 1 only, and it may be 0.
+            ``copy`` those of layer 1 only, and it may be 0. It does not matter to kernels in CUDA C++ (see ``beside``).
         num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1. With 2
             they all send at once, in the order in which the experts are computed; with more, one after the other.
         num_panels: Layer 1: column panels of the hidden dimension.
         block_rows: Rows of a GEMM tile.
-        beside: In layer 1 every multiprocessor holds a compute block and a comm block, whatever ``comm_blocks``;
-            otherwise comm blocks have multiprocessors of their own.
+        beside: Communication has a part of every multiprocessor: in layer 1 a comm block beside the compute block, in
+            larger layers of 16 bits, which run in CUDA C++, a warp or more of every block. Otherwise all kernels are
+            Triton's, and comm blocks have multiprocessors of their own.
         transport: How layer 0 moves rows: comm blocks ``push`` to each rank the rows it needs, or copy engines ``copy``
             all rows to every rank, beside compute blocks on every multiprocessor (``comet.copy_engine``).
     """

@@ -23,6 +23,7 @@ from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.primitives import barrier_kernel
 from comet.packed import packed_columns
 from comet.plan import Plan
+from comet.plan_rules import NUM_COUNTERS
 from comet.quantize import FP8, FP8_BLOCK
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
@@ -43,7 +44,10 @@ def layer0(
     join = None
     if plan.transport == "copy":
         join, config = start_copies(x, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
-    dispatch_gemm(x, w1, hidden, pre, _recv_wire(workspace), _sends(plan), table, config)
+    sends = _sends(plan)
+    if plan.transport == "push":
+        sends = replace(sends, pushed=plan.counters[NUM_COUNTERS:])
+    dispatch_gemm(x, w1, hidden, pre, _recv_wire(workspace), sends, table, config)
     if join is not None:
         join()
     return hidden, pre
@@ -189,6 +193,7 @@ def _dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> D
         push_cols=_move_cols(x, 1024),
         flatten=x.dtype != torch.float32,
         num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
+        beside=settings.beside,
     )
 
 

@@ -65,7 +65,8 @@ class Plan:
         tile_starts: ``(P + 1,)`` int32: first tile of each phase; last: number of tiles.
         status: ``(4,)`` int32: routed rows needed (with padding), routed rows dropped by the capacity mode, 1 if the
             rows needed exceed Q (then the surplus was left out and the host raises), 0.
-        counters: ``(128,)`` int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch.
+        counters: ``(128 + W * C,)`` int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch,
+            then of each chunk of sent rows the tickets that were done.
     """
 
     layout: ExpertLayout

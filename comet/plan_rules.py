@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from comet.config import OverlapConfig, Transport, require
-from comet.layout import ExpertLayout
+from comet.layout import CHUNK_ROWS, ExpertLayout
 from comet.schedule import check_phases
 from comet.workspace import Workspace
 
-NUM_COUNTERS = 128
+NUM_COUNTERS = 128  # 32 for each launch
 INT32_MAX = 2**31 - 1
 
 
@@ -94,6 +94,15 @@ def check_routing(ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace:
     )
 
 
+def num_counters(world_size: int, max_tokens: int) -> int:
+    """Counters of a plan: those of the launches, then one of each chunk of rows that goes to a rank.
+
+    Example:
+        W=4 and M=2048 make 128 + 4 * 16 = 192.
+    """
+    return NUM_COUNTERS + world_size * (max_tokens // CHUNK_ROWS)
+
+
 def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``.
 
@@ -116,5 +125,5 @@ def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict
         "segment_tiles": (rules.max_routed_rows // rules.block_rows, 4),
         "tile_starts": (rules.num_phases + 1,),
         "status": (4,),
-        "counters": (NUM_COUNTERS,),
+        "counters": (num_counters(layout.world_size, max_tokens),),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from comet.comm.signals import signal, wait, waited
 from comet.config import require
 from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves
-from comet.plan_rules import NUM_COUNTERS, PlanRules
+from comet.plan_rules import PlanRules, num_counters
 from comet.schedule import phase_of_source
 from comet.workspace import Workspace
 
@@ -113,7 +113,7 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
         "row_weights": _scatter(shape, (row, slot), weight, 0.0),
         "routed_row_ids": _scatter((rules.max_routed_rows,), (routed,), row.int(), -1),
         "routed_slots": _scatter((rules.max_routed_rows,), (routed,), slot.int(), -1),
-        "counters": torch.zeros(NUM_COUNTERS, dtype=torch.int32),
+        "counters": torch.zeros(num_counters(*ids.shape[:2]), dtype=torch.int32),
     }
 
 

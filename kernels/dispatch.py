@@ -131,11 +131,19 @@ def dispatch_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sends:
-    """What this rank sends: ``token_ids (W, M)``, ``counts (W,)``, ``recv_counts (W,)``, all int32 (``comet.plan``)."""
+    """What this rank sends, all int32 (``comet.plan``).
+
+    Args:
+        token_ids: ``(W, M)``.
+        counts: ``(W,)``.
+        recv_counts: ``(W,)``.
+        pushed: ``(W, M / 128)`` zeros, used up where warps share a chunk, or ``None``.
+    """
 
     token_ids: Tensor
     counts: Tensor
     recv_counts: Tensor
+    pushed: Tensor | None = None
 
 
 def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: DispatchConfig) -> None:

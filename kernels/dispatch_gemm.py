@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activation import swiglu
 from .arguments import CHUNK_ROWS, TileTable, Wire
 from .dispatch import Sends, push_rows
+from .dispatch_gemm_cuda import dispatch_gemm_cuda, runs_cuda
 from .primitives import PLACE_LAYER0, zero_after_arrival
 from .recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from .tiles import decode_tokens
@@ -45,6 +46,7 @@ class DispatchGemmConfig:
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
+        beside: Let warps beside those that compute push rows, on every multiprocessor, where that kernel runs.
     """
 
     comm_blocks: int = 16
@@ -57,6 +59,7 @@ class DispatchGemmConfig:
     flatten: bool = True
     num_stages: int = 4
     num_warps: int = 8
+    beside: bool = False
 
 
 @triton.jit
@@ -181,13 +184,16 @@ def dispatch_gemm(
     Args:
         x: ``(T, D)`` this rank's tokens.
         w1: ``(e, 2F, D)`` gate rows, then up rows, same dtype.
-        hidden: ``(Q, F)`` result; rows in the padding of a segment become 0, rows of no tile are left alone.
+        hidden: ``(Q, F)`` result; rows in the padding of a tile are undefined, rows of no tile are left alone.
         pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
         wire: Receive rows and flags.
         sends: Send lists.
         table: Tiles in schedule order.
         config: Tile shape and split.
     """
+    if config.beside and runs_cuda(x, w1, wire, sends, table):
+        dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table)
+        return
     experts, double_f, hidden_size = w1.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret

@@ -10,21 +10,20 @@ blocks get onto the GPU together. A kernel of another stream only delays it, unl
 import ctypes
 import functools
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .aot_case import CudaCase
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
+from .cuda_text import cuda_text
 from .gemm_panels import PANEL_COUNTERS
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 from .primitives import PLACE_LAYER1, PLACE_PANEL
 from .recorder import EVENT_WORDS, KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
 
 NAME = "gemm_combine"
-SOURCES = ("hopper", "recorder", "signals", "panel_gemm", "combine", "gemm_combine")
+SOURCES = ("hopper", "recorder", "signals", "products", "panel_gemm", "combine", "gemm_combine")
 SHARED_LIMIT = 232448  # bytes of shared memory a block can have
 
 # Constants of the sources, which get them from here.
@@ -226,41 +225,18 @@ def _kernel(
 
 
 def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, records: bool) -> str:
-    """The CUDA text with the constants of one configuration in front."""
+    """The CUDA text of one configuration."""
     heights = range(STEP, MOST_ROWS + 1, STEP)
-    constants: dict[str, Any] = dict(
-        CLUSTER=config.cluster, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows, AHEAD_BESIDE=config.ahead,
-        AHEAD_AFTER=config.ahead_after, TOP_K=top_k, WORLD=world_size, RECORDS=int(records),
-        ELEMENT_IS_BF16=int(dtype == torch.bfloat16), LINE=LINE, DEPTH=DEPTH, COLS=COLS, BLOCK_COLS=BLOCK_COLS,
+    constants = dict(
+        CLUSTER=config.cluster, ROWS_BY_THREADS=0, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
+        AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, TOP_K=top_k, WORLD=world_size, RECORDS=int(records),
+        LINE=LINE, DEPTH=DEPTH, COLS=COLS, BLOCK_COLS=BLOCK_COLS,
         MOST_ROWS=MOST_ROWS, STEP=STEP, BOX_ROWS=BOX_ROWS, TILE_ROWS=TILE_ROWS, WARPS=WARPS, COMBINERS=COMBINERS,
         ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS,
         PLACE_PANEL=PLACE_PANEL.value, PLACE_LAYER1=PLACE_LAYER1.value, EVENT_WORDS=EVENT_WORDS.value,
         KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value, KIND_FINAL_SUM=KIND_FINAL_SUM.value,
     )  # fmt: skip
-    folder = Path(__file__).parent / "cuda"
-    return "\n".join(
-        [
-            *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in heights)}",
-            *(_product(height, "bf16" if dtype == torch.bfloat16 else "f16") for height in heights),
-            *((folder / f"{name}.cu").read_text() for name in SOURCES),
-        ]
-    )
-
-
-def _product(rows: int, element: str) -> str:
-    """``multiply`` for pieces of ``rows`` rows: the instruction names each of its registers."""
-    num_sums = rows // 2
-    sums = ", ".join(f"%{index}" for index in range(num_sums))
-    operands = ", ".join(f'"+f"(sums[{index}])' for index in range(num_sums))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{element}.{element}"
-    return (
-        f"__device__ __forceinline__ void multiply(float (&sums)[{num_sums}], unsigned long long a, "
-        "unsigned long long b) {\n"
-        '    asm volatile("{\\n.reg .pred adds;\\nsetp.ne.b32 adds, 1, 0;\\n'
-        f'{instruction} {{{sums}}}, %{num_sums}, %{num_sums + 1}, adds, 1, 1, 0, 0;\\n}}"\n'
-        f'        : {operands} : "l"(a), "l"(b));\n}}\n'
-    )
+    return cuda_text(constants, dtype, heights, SOURCES)
 
 
 def aot_cases() -> list[CudaCase]:

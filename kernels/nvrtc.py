@@ -118,20 +118,23 @@ def load_kernel(cubin: bytes, name: str, *, num_threads: int, cluster: int, shar
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
-    """Descriptor of a contiguous 16-bit tensor for bulk copies of ``box`` in rows of 128 bytes, swizzled.
+    """Descriptor of a 16-bit tensor for bulk copies of ``box`` in rows of 128 bytes, swizzled.
 
     Args:
-        tensor: Contiguous, 16-byte aligned, bfloat16 or float16.
+        tensor: 16-byte aligned, bfloat16 or float16; along its last axis elements are neighbours, other strides are
+            multiples of 16 bytes.
         box: Elements of one copy along each axis; 64 along the last. What lies outside of the tensor is read as 0.
 
     Returns:
         An argument for ``CudaKernel.launch``.
     """
-    return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, box)
+    return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, box)
 
 
 @functools.lru_cache(maxsize=TENSOR_MAPS)
-def _tensor_map(address: int, shape: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
+def _tensor_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
+) -> Any:
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
@@ -140,14 +143,14 @@ def _tensor_map(address: int, shape: tuple[int, ...], dtype: torch.dtype, box: t
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     }[dtype]
     sizes = shape[::-1]
-    strides = [dtype.itemsize * torch.Size(sizes[:axis]).numel() for axis in range(1, len(sizes))]
+    bytes_apart = [dtype.itemsize * stride for stride in strides[-2::-1]]
     return _checked(
         driver.cuTensorMapEncodeTiled(
             kind,
             len(sizes),
             address,
             [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint64_t(stride) for stride in bytes_apart],
             [driver.cuuint32_t(size) for size in box[::-1]],
             [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -178,7 +178,7 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
         "send_rows": send_rows,
         "send_counts": [len(tokens) for tokens in sends],
         "recv_counts": [len(tokens) for tokens in received],
-        "counters": [0] * 128,
+        "counters": [0] * (128 + len(received) * (case.max_tokens // 128)),
     }
 
 

@@ -21,8 +21,10 @@ import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
-from layer1_launches import Layer1Case, exact_layer1, run_layer1
+from layer0_launches import exact_layer0, run_layer0
+from layer1_launches import exact_layer1, run_layer1
 from layer_cases import assert_as_close
+from played_ranks import PlayedCase
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, stress_inputs
@@ -206,11 +208,20 @@ def run_fp8(device: torch.device, dtype: torch.dtype) -> None:
         compare(outputs[rank], wanted, f"{case.name}, {dtype}, rank {rank}")
 
 
+def run_cuda_layer0(dtype: torch.dtype) -> None:
+    """Layer 0 in CUDA C++, which no interpreter runs: two ranks, with gate | up and without, and tails of all axes."""
+    few = PlayedCase("few", 2, 1, (70, 5), 4, 2, 80, 144, dtype=dtype)
+    for case in (few, replace(few, name="masked", num_tokens=(40, 133), num_experts=8, top_k=8, routing="masked")):
+        for save_pre in (False, True):
+            for exact, found in zip(exact_layer0(case), run_layer0(case, "cuda", save_pre=save_pre), strict=True):
+                exact.check(found, case.name)
+
+
 def run_cuda_layer1(dtype: torch.dtype) -> None:
     """Layer 1 in CUDA C++, which no interpreter runs: two ranks, K of few and of all experts."""
     for case in (
-        Layer1Case("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype),
-        Layer1Case("all", 2, 1, (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
+        PlayedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype),
+        PlayedCase("all", 2, 1, (40, 33), 8, 8, 512, 64, dtype=dtype, routing="masked"),
     ):
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "cuda"), strict=True):
             assert bool(((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()), case.name
@@ -295,6 +306,7 @@ def main(argv: list[str] | None = None) -> int:
         run_layers(device, dtype)
         run_fp8(device, dtype)
         if device.type == "cuda":
+            run_cuda_layer0(dtype)
             run_cuda_layer1(dtype)
         run_decode(device, dtype)
         run_router(device)

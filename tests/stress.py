@@ -42,12 +42,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--path", default="fused", choices=("fused", "twin"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument(
-        "--layer1",
-        default="auto",
-        choices=("auto", "cuda", "triton"),
-        help="layer 1 of any size in CUDA C++ or in Triton, on GPUs (default: as the layer chooses)",
-    )
+    for layer in (0, 1):
+        parser.add_argument(
+            f"--layer{layer}",
+            default="auto",
+            choices=("auto", "cuda", "triton"),
+            help=f"layer {layer} of any size in CUDA C++ or in Triton, on GPUs (default: as the layer chooses)",
+        )
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
     parser.add_argument(
         "--batch",
@@ -90,6 +91,7 @@ def main(argv: list[str] | None = None, batch: Batch = run_batch) -> int:
         timeout_s=options.timeout,
         case_limit_s=options.case_limit,
         until=time.time() + options.seconds,
+        layer0=options.layer0,
         layer1=options.layer1,
     )
     reached, end, start = options.first, options.first + options.cases, time.monotonic()
@@ -175,10 +177,11 @@ def command(stress: Stress, first: int, index: int) -> str:
     Example: case 12 of seed 3, families of 5: ``--seed 3 --first 10 --cases 3 --family 5``.
     """
     first = max(first, stress.family_of(index) * stress.family)
+    kinds = {"layer0": stress.layer0, "layer1": stress.layer1}
     return (
         f"python tests/stress.py --seed {stress.seed} --first {first} --cases {index + 1 - first} "
         f"--family {stress.family} --world-size {stress.world_size} --path {stress.path} --device {stress.device}"
-        f"{'' if stress.layer1 == 'auto' else f' --layer1 {stress.layer1}'}"
+        + "".join(f" --{layer} {kind}" for layer, kind in kinds.items() if kind != "auto")
     )
 
 

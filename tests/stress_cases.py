@@ -20,6 +20,7 @@ from random import Random
 
 import torch
 from layer_cases import LayerCase
+from played_ranks import Kind
 
 from comet.config import MoEConfig, OverlapConfig
 
@@ -140,7 +141,8 @@ class Stress:
         timeout_s: Deadline of every wait between ranks.
         case_limit_s: A rank that spends longer on a case ends with its stack.
         until: After this time (seconds since 1970) no case begins.
-        layer1: ``cuda`` or ``triton`` for layer 1 of any size, on a GPU; ``auto``: as the layer chooses.
+        layer0: ``cuda`` or ``triton`` for layer 0 of any size, on a GPU; ``auto``: as the layer chooses.
+        layer1: The same of layer 1.
     """
 
     seed: int
@@ -151,7 +153,8 @@ class Stress:
     timeout_s: float = 30.0
     case_limit_s: float = 1800.0
     until: float = math.inf
-    layer1: str = "auto"
+    layer0: Kind = "auto"
+    layer1: Kind = "auto"
 
     @property
     def sizes(self) -> Sizes:

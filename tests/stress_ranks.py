@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from layer0_launches import layer0_in
 from layer1_launches import layer1_in
 from layer_cases import RankInputs, assert_as_close
 from stress_cases import LAYERS, Stress, StressCase
@@ -109,7 +109,7 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
     device = torch.device(stress.device, rank if stress.device == "cuda" else None)
     torch.use_deterministic_algorithms(device.type == "cpu")
     notes = Journal(journal, rank, stress.case_limit_s)
-    with nullcontext() if stress.layer1 == "auto" else layer1_in(stress.layer1):
+    with layer0_in(stress.layer0), layer1_in(stress.layer1):
         outcome = run_families(rank, stress, indices, device, notes)
     notes.close()
     return outcome

@@ -66,6 +66,15 @@ __device__ __forceinline__ void load_weights(
         ::"r"(target), "l"(&map), "r"(barrier), "r"(k), "r"(col), "r"(expert) : "memory");
 }
 
+// Eights of gate rows and of up rows in turn.
+__device__ __forceinline__ void load_gate_up(
+    u32 target, const TensorMap& map, u32 barrier, int k, int eight, int expert) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %4, %5, %6}], [%2];"
+        ::"r"(target), "l"(&map), "r"(barrier), "r"(k), "r"(0), "r"(eight), "r"(expert) : "memory");
+}
+
 __device__ __forceinline__ void load_rows(u32 target, const TensorMap& map, u32 barrier, int k, int row) {
     if constexpr (CLUSTER > 1) {
         asm volatile(

@@ -7,9 +7,6 @@
 // One warp loads, two warpgroups multiply, each 64 columns. CLUSTER blocks have neighbouring columns of the same rows:
 // each fetches its own weights and a part of the rows, which the copies hand to all of them.
 
-constexpr int TELL_STEP = 2; // of the next item's products
-constexpr int WEIGHT_BYTES = COLS * LINE;
-constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST_ROWS * LINE;
 constexpr int STAGING_BYTES = STAGED_ROWS * LINE; // of each warpgroup
 
 // ---- work items
@@ -112,12 +109,6 @@ __device__ __forceinline__ void load_items(
     }
 }
 
-struct Ring {
-    u32 stages, full, empty;
-    int stage;
-    u32 parity;
-};
-
 // An item's share of a panel, told once all stores of its warpgroup are complete.
 struct Share {
     int* counters;
@@ -131,43 +122,6 @@ struct Share {
         }
     }
 };
-
-__device__ __forceinline__ void group_sync(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-}
-
-// Adds up an item. The leader tells of the item before, whose stores have had time to complete, while products run.
-template <int ROWS>
-__device__ __forceinline__ void multiply_item(
-    Ring& ring, float (&sums)[ROWS / 2], Share& share, int group, bool leads, int lane, int num_steps) {
-    for (int step = 0; step < num_steps; ++step) {
-        barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-        const u32 weights = ring.stages + ring.stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2);
-        const u64 a = descriptor(weights);
-        const u64 b = descriptor(ring.stages + ring.stage * STAGE_BYTES + WEIGHT_BYTES);
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < DEPTH / 16; ++k) {
-            multiply(sums, a + 2 * k, b + 2 * k);
-        }
-        products_commit();
-        if (leads && step == TELL_STEP) share.tell();
-        // The step before is done: its stage may be loaded again, in all blocks that share its rows.
-        products_wait<1>();
-        if (step > 0 && lane < CLUSTER) {
-            barrier_arrive(ring.empty + 8 * (ring.stage == 0 ? STAGES - 1 : ring.stage - 1), lane);
-        }
-        if (++ring.stage == STAGES) {
-            ring.stage = 0;
-            ring.parity ^= 1;
-        }
-    }
-    products_wait<0>();
-    if (lane < CLUSTER) {
-        barrier_arrive(ring.empty + 8 * (ring.stage == 0 ? STAGES - 1 : ring.stage - 1), lane);
-    }
-    if (leads) share.tell();
-}
 
 // Through shared memory, which turns columns of y into rows of 64 columns, to 128 bytes of a row of y at a time.
 template <int ROWS>
@@ -213,7 +167,9 @@ __device__ __forceinline__ void compute_item(
     Ring& ring, const Item& item, Share& share, u16* y, int cols, u32 staging, int group, int warp, int lane,
     int num_steps) {
     float sums[ROWS / 2] = {};
-    multiply_item<ROWS>(ring, sums, share, group, warp == 0 && lane == 0, lane, num_steps);
+    const bool leads = warp == 0 && lane == 0;
+    // Of the item before, whose stores have had time to complete.
+    multiply_item<ROWS>(ring, sums, group, lane, num_steps, [&] { if (leads) share.tell(); });
     store_item<ROWS>(sums, item, y, cols, staging, group, warp, lane);
     share.panel = item.panel;
     share.tiles = item.tiles;

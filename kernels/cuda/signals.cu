@@ -13,6 +13,10 @@ __device__ __forceinline__ int seen_at(const int* flag) {
     return seen;
 }
 
+__device__ __forceinline__ bool has_failed(const Fault& fault) {
+    return *reinterpret_cast<volatile s64*>(fault.record) != 0;
+}
+
 // Spin until the flag holds at least `expected`, the deadline passes or another spin gave up.
 __device__ __forceinline__ void wait_flag(
     const int* flag, int expected, const Fault& fault, int place, int peer, int index) {
@@ -20,7 +24,7 @@ __device__ __forceinline__ void wait_flag(
     const u64 end = now_ns() + fault.timeout_ns;
     while (true) {
         const int seen = seen_at(flag);
-        if (seen >= expected || *reinterpret_cast<volatile s64*>(fault.record) != 0) return;
+        if (seen >= expected || has_failed(fault)) return;
         if (now_ns() > end) {
             u64* const record = reinterpret_cast<u64*>(fault.record);
             if (atomicCAS(record + 6, 0ull, 1ull) == 0) {
@@ -35,11 +39,17 @@ __device__ __forceinline__ void wait_flag(
     }
 }
 
-// Publish a number after all earlier stores of the warp, to whatever GPU they went.
+// Orders all earlier stores of this thread, and those it has seen, before its later ones.
+__device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Publish a number after all earlier stores of this thread, to whatever GPU they went.
+__device__ __forceinline__ void raise_flag(int* flag, int value) {
+    fence_release();
+    asm volatile("st.relaxed.sys.global.b32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+// The same of all threads of the warp.
 __device__ __forceinline__ void signal(int* flag, int value, int lane) {
     __syncwarp();
-    if (lane == 0) {
-        __threadfence_system();
-        asm volatile("st.relaxed.sys.global.b32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-    }
+    if (lane == 0) raise_flag(flag, value);
 }

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer1_launches import Layer1Case, exact_layer1, run_layer1
+from layer1_launches import exact_layer1, run_layer1
+from played_ranks import PlayedCase
 from ranks import run_ranks
 
+from comet.kernels import dispatch_gemm_cuda, nvrtc
 from comet.kernels import gemm_combine_cuda as module
-from comet.kernels import nvrtc
 from comet.kernels.arguments import Returns, TileTable, Wire
 from comet.kernels.gemm_combine_cuda import CudaConfig, column_parts
 from comet.kernels.nvrtc import compile_cubin, is_available
@@ -47,7 +48,7 @@ def test_the_structure_is_that_of_the_source() -> None:
 
 
 def test_every_source_is_used() -> None:
-    assert {path.stem for path in SOURCES.glob("*.cu")} == set(module.SOURCES)
+    assert {path.stem for path in SOURCES.glob("*.cu")} == {*module.SOURCES, *dispatch_gemm_cuda.SOURCES}
 
 
 def test_a_source_that_does_not_compile_says_why() -> None:
@@ -109,7 +110,7 @@ def play(rank: int, world_size: int) -> None:
     """Whoever plays the ranks gets them right: with the Triton twin, which the GPU tests compare with."""
     for num_tokens in ((70,), (40, 5), (0, 30), (17, 33, 1)):
         ranks = len(num_tokens)
-        case = Layer1Case(
+        case = PlayedCase(
             "played", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
         )
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "triton"), strict=True):

@@ -198,9 +198,9 @@ def test_bad_arguments_are_named(argument: str, capsys: pytest.CaptureFixture[st
     assert argument.split("=")[0] in capsys.readouterr().err
 
 
-def test_the_command_says_which_layer_1() -> None:
+def test_the_command_says_which_layers_are_in_cuda() -> None:
     given = Stress(seed=0, world_size=2, path="fused", device="cuda", family=5, layer1="cuda")
-    assert stress.command(given, 0, 7).endswith(
-        "--cases 3 --family 5 --world-size 2 --path fused --device cuda --layer1 cuda"
-    )
-    assert "layer1" not in stress.command(replace(given, layer1="auto"), 0, 7)
+    shape = "--cases 3 --family 5 --world-size 2 --path fused --device cuda"
+    assert stress.command(given, 0, 7).endswith(f"{shape} --layer1 cuda")
+    assert stress.command(replace(given, layer0="triton"), 0, 7).endswith(f"{shape} --layer0 triton --layer1 cuda")
+    assert stress.command(replace(given, layer1="auto"), 0, 7).endswith(shape)

@@ -7,26 +7,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer1_launches import EPOCH, Buffers, Kind, Layer1Case, exact_layer1, launch, layer1_in, run_layer1
+from layer1_launches import exact_layer1, layer1_alone, layer1_in, run_layer1
+from played_ranks import EPOCH, Kind, PlayedCase
 
 CASES = [
-    Layer1Case("one rank", 1, 1, (700,), 8, 2, 512, 512),
-    Layer1Case("two ranks", 2, 1, (700, 700), 8, 2, 512, 512, num_panels=1),
-    Layer1Case("unequal", 2, 1, (900, 5), 8, 4, 768, 128, num_panels=3),
-    Layer1Case("none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128, num_panels=1),
-    Layer1Case("nobody has tokens", 2, 1, (0, 0), 8, 4, 256, 128, num_panels=1),
-    Layer1Case("one expert takes all", 2, 1, (600, 500), 8, 2, 512, 128, routing="one"),
-    Layer1Case("masked, odd widths", 2, 1, (300, 450), 64, 8, 336, 208, routing="masked"),
-    Layer1Case("four ranks", 4, 1, (500, 90, 0, 710), 16, 4, 2048, 256, num_panels=6),
-    Layer1Case("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192, num_panels=4),
-    Layer1Case("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
-    Layer1Case("less than a stage", 1, 1, (300,), 4, 1, 256, 16, num_panels=1),
-    Layer1Case("float16", 2, 1, (400, 300), 16, 4, 512, 256, dtype=torch.float16),
-    Layer1Case("sixteen panels", 2, 1, (400, 300), 16, 4, 4096, 128, num_panels=16),
+    PlayedCase("one rank", 1, 1, (700,), 8, 2, 512, 512),
+    PlayedCase("two ranks", 2, 1, (700, 700), 8, 2, 512, 512, num_panels=1),
+    PlayedCase("unequal", 2, 1, (900, 5), 8, 4, 768, 128, num_panels=3),
+    PlayedCase("none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128, num_panels=1),
+    PlayedCase("nobody has tokens", 2, 1, (0, 0), 8, 4, 256, 128, num_panels=1),
+    PlayedCase("one expert takes all", 2, 1, (600, 500), 8, 2, 512, 128, routing="one"),
+    PlayedCase("masked, odd widths", 2, 1, (300, 450), 64, 8, 336, 208, routing="masked"),
+    PlayedCase("four ranks", 4, 1, (500, 90, 0, 710), 16, 4, 2048, 256, num_panels=6),
+    PlayedCase("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192, num_panels=4),
+    PlayedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
+    PlayedCase("less than a stage", 1, 1, (300,), 4, 1, 256, 16, num_panels=1),
+    PlayedCase("float16", 2, 1, (400, 300), 16, 4, 512, 256, dtype=torch.float16),
+    PlayedCase("sixteen panels", 2, 1, (400, 300), 16, 4, 4096, 128, num_panels=16),
 ]
 
 
-def check(case: Layer1Case) -> None:
+def check(case: PlayedCase) -> None:
     found, twin = run_layer1(case, "cuda"), run_layer1(case, "triton")
     # Outputs of experts, partial sums and the result are rounded once each.
     rounding = 3 * torch.finfo(case.dtype).eps / 2
@@ -38,7 +39,7 @@ def check(case: Layer1Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_its_twin(case: Layer1Case) -> None:
+def test_equals_its_twin(case: PlayedCase) -> None:
     check(case)
 
 
@@ -50,7 +51,7 @@ def test_random_cases() -> None:
     for number in range(12):
         # Few shapes, for each number of experts per token and of ranks is a compilation.
         world_size, top_k = draw.choice([(1, 8), (4, 4)])
-        case = Layer1Case(
+        case = PlayedCase(
             f"{number} of seed {seed}",
             world_size,
             1,
@@ -70,10 +71,9 @@ def test_random_cases() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
 def test_a_rank_that_never_comes_is_named(kind: Kind) -> None:
-    case = Layer1Case("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
+    case = PlayedCase("deadline", 2, 1, (900, 200), 8, 4, 768, 128, num_panels=3)
     with layer1_in(kind) as spy:
         for _ in range(10):  # all spins of all blocks give up at nearly the same time
-            _, fault = launch(case, 0, Buffers.allocate(case), deadline_ns=20_000_000)
-            aborted, place, peer, _, expected, seen, *_ = fault.tolist()
+            aborted, place, peer, _, expected, seen, *_ = layer1_alone(case, deadline_ns=20_000_000)
             assert (aborted, place, peer, expected, seen) == (1, 4, 1, EPOCH, EPOCH - 1)
     assert spy.call_count == (10 if kind == "cuda" else 0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layer0_launches import layer0_in
 from layer1_launches import Kind, layer1_in
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer, run_case, synchronize
@@ -54,19 +55,19 @@ def test_kernels(case: LayerCase) -> None:
     run_ranks(on_gpu, case.world_size, case, "fused", backend="cpu:gloo,cuda:nccl", timeout=240)
 
 
-def with_layer1(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list[torch.Tensor]:
-    with layer1_in(kind) as spy:
+def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list[torch.Tensor]:
+    with layer0_in(kind) as layer0, layer1_in(kind) as layer1:
         outputs = on_gpu(rank, world_size, case, "fused", True)
-    assert (spy.call_count > 0) == (kind == "cuda")
+    assert all((spy.call_count > 0) == (kind == "cuda") for spy in (layer0, layer1))
     return outputs
 
 
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("case", [case for case in CASES if case.transport == "push"], ids=lambda case: case.name)
-def test_layer1_in_cuda_equals_its_twin(case: LayerCase) -> None:
+def test_layers_in_cuda_equal_their_twins(case: LayerCase) -> None:
     needs(case)
     mine, twin = (
-        run_ranks(with_layer1, case.world_size, case, kind, backend="cpu:gloo,cuda:nccl", timeout=240)
+        run_ranks(with_layers, case.world_size, case, kind, backend="cpu:gloo,cuda:nccl", timeout=240)
         for kind in ("cuda", "triton")
     )
     for rank in range(case.world_size):

@@ -1,0 +1,271 @@
+// The GEMM of layer 0: hidden[q] = swiglu(w[expert of q] @ row[q]) for all routed rows, whose tokens lie anywhere in x
+// (own rows) or among the received rows.
+//
+// Three warps load: rows in pieces of 16 bytes per lane, for a bulk copy of a single row of 128 bytes takes 66 cycles;
+// weights by bulk copies, in eights of gate rows and up rows in turn, so that gate and up of a column of hidden meet in
+// one thread.
+
+constexpr int HIDDEN_COLS = COLS / 2;              // of a block
+constexpr int GROUP_COLS = HIDDEN_COLS / 2;        // of a warpgroup
+constexpr int STAGED_LINE = 2 * GROUP_COLS;        // bytes
+constexpr int STAGING_BYTES = STAGED_ROWS * STAGED_LINE; // of each warpgroup
+constexpr int ROWS_PER_LOAD = 32 * 16 / LINE; // of a warp
+constexpr int LOADS_PER_STEP = STEP / ROWS_PER_LOAD;
+constexpr int MOST_LOADS = (MOST_ROWS / STEP + LOADERS - 1) / LOADERS * LOADS_PER_STEP; // of a warp and stage
+constexpr int UNROLLED = 4; // steps of the loading warps
+constexpr int LOOK_STEP = 2; // from which it is seen whether the next item's rows are there
+constexpr int IDS_PER_LANE = (MOST_LOADS + 7) / 8;
+static_assert(CLUSTER == 1);
+
+struct Arrivals {
+    const u16* own; // tokens of this rank
+    const u16* received;
+    const int* row_ids; // received row of each routed row
+    const int* flags;   // of each chunk of received rows
+    Fault fault;
+    int epoch, rank, max_tokens;
+
+    __device__ __forceinline__ bool is_own(int id) const { return u32(id - rank * max_tokens) < u32(max_tokens); }
+
+    __device__ __forceinline__ const u16* row(int id, int depth) const {
+        return is_own(id) ? own + u64(id - rank * max_tokens) * depth : received + u64(id) * depth;
+    }
+};
+
+// ---- work items
+
+// An expert's rows in two parts: some that are there from the start, so that nothing waits for the first rows of
+// others, and the rest; both are cut into pieces. All first parts come first.
+struct Parts {
+    int* first_piece; // 2 * experts + 1 in shared memory: pieces before each part
+    int* first_rows;  // experts: rows of the first part
+};
+
+struct Work {
+    const int* counts; // routed rows of each expert
+    const int* starts; // first routed row of each expert
+    Parts parts;
+    int experts, depth, ffn;
+
+    __device__ __forceinline__ int items_per_piece() const { return ceil_div(ffn, HIDDEN_COLS); }
+    __device__ __forceinline__ int num_items() const { return parts.first_piece[2 * experts] * items_per_piece(); }
+    __device__ __forceinline__ int num_steps() const { return ceil_div(depth, DEPTH); }
+};
+
+// What the loading warp tells the warpgroups about an item, in shared memory; `rows` is a multiple of STEP, of which
+// `valid` are routed rows.
+struct alignas(16) Item {
+    int first_row, rows, valid, col, expert, phase, spare[2];
+    u64 begin, ready; // nanoseconds
+};
+
+static_assert(sizeof(Item) == 48 && ITEM_SLOTS > STAGES + 1);
+
+// Parts one after the other. GROUP_PIECES pieces of a part go through its columns side by side: their weights are read
+// from memory once.
+__device__ __forceinline__ Item item_at(const Work& work, int index) {
+    Item item = {};
+    const int per_piece = work.items_per_piece(), piece = index / per_piece;
+    const int* const first_piece = work.parts.first_piece;
+    int low = 0, high = 2 * work.experts - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first_piece[middle] <= piece) low = middle; else high = middle - 1;
+    }
+    const bool is_first = low < work.experts;
+    item.phase = !is_first;
+    item.expert = is_first ? low : low - work.experts;
+    const int in_part = index - first_piece[low] * per_piece, num = first_piece[low + 1] - first_piece[low];
+    const int group = in_part / (GROUP_PIECES * per_piece), in_group = in_part % (GROUP_PIECES * per_piece);
+    const int side_by_side = min(GROUP_PIECES, num - group * GROUP_PIECES);
+    const int place = group * GROUP_PIECES + in_group % side_by_side;
+    item.col = in_group / side_by_side * HIDDEN_COLS;
+    const int first = work.parts.first_rows[item.expert];
+    const int count = is_first ? first : __ldg(work.counts + item.expert) - first;
+    const int height = ceil_div(ceil_div(count, num), STEP) * STEP;
+    item.first_row = __ldg(work.starts + item.expert) + (is_first ? 0 : first) + place * height;
+    item.valid = min(height, count - place * height);
+    item.rows = ceil_div(item.valid, STEP) * STEP;
+    return item;
+}
+
+// Cuts the experts' rows. First parts are tiles of phase 0, as many as keep every block busy once. The work of all
+// threads of a block; `tiles` go by phase.
+__device__ __forceinline__ void list_pieces(
+    const Work& work, const int4* tiles, int num_tiles, int thread, int num_threads) {
+    const int experts = work.experts;
+    int* const first_rows = work.parts.first_rows;
+    for (int expert = thread; expert < experts; expert += num_threads) first_rows[expert] = 0;
+    __syncthreads();
+    for (int tile = thread; tile < num_tiles; tile += num_threads) {
+        const int4 entry = __ldg(tiles + tile);
+        if (entry.w == 0) atomicAdd(first_rows + entry.x, entry.z);
+    }
+    __syncthreads();
+    if (thread >= 32) return;
+    const int enough = ceil_div(gridDim.x, work.items_per_piece());
+    int before = 0;
+    for (int second = 0; second < 2; ++second) {
+        for (int begin = 0; begin < experts; begin += 32) {
+            const int expert = begin + thread;
+            const int first = expert < experts ? first_rows[expert] : 0;
+            const int count = expert >= experts ? 0 : second ? __ldg(work.counts + expert) - first : first;
+            int pieces = ceil_div(count, MOST_ROWS), total;
+            int earlier = before_lane(pieces, thread, total);
+            if (!second && expert < experts) {
+                pieces = min(pieces, max(enough - before - earlier, 0));
+                first_rows[expert] = min(count, pieces * MOST_ROWS);
+            }
+            earlier = before_lane(pieces, thread, total);
+            if (expert < experts) work.parts.first_piece[second * experts + expert] = before + earlier;
+            before += total;
+        }
+        __syncwarp();
+    }
+    if (thread == 0) work.parts.first_piece[2 * experts] = before;
+}
+
+// ---- roles
+
+// The received rows of an item that a warp loads from. The rows go to the loading warps STEP by STEP; the eight lanes
+// that load a row together keep the ids of their rows between them.
+struct Rows {
+    int ids[IDS_PER_LANE];
+
+    // Of the item, and for the first eight lanes.
+    static __device__ __forceinline__ int row_at(int load, int loader) {
+        return (load / LOADS_PER_STEP * LOADERS + loader) * STEP + load % LOADS_PER_STEP * ROWS_PER_LOAD;
+    }
+
+    __device__ __forceinline__ void fetch(const Item& item, const int* row_ids, int loader, int lane) {
+#pragma unroll
+        for (int eight = 0; eight < IDS_PER_LANE; ++eight) {
+            // Rows past the last read the first one: no one reads the result.
+            const int row = row_at(8 * eight + lane % 8, loader) + lane / 8;
+            ids[eight] = __ldg(row_ids + item.first_row + (row < item.valid ? row : 0));
+        }
+    }
+
+    __device__ __forceinline__ int id_of(int load, int lane) const {
+        return __shfl_sync(0xFFFFFFFF, ids[load / 8], lane / 8 * 8 + load % 8);
+    }
+
+    // Whether the row of one of a lane's ids is there.
+    __device__ __forceinline__ bool look(int eight, const Arrivals& arrivals) const {
+        const int id = ids[eight];
+        return arrivals.is_own(id) || seen_at(arrivals.flags + id / CHUNK) >= arrivals.epoch;
+    }
+
+    __device__ __forceinline__ void wait(const Arrivals& arrivals) const {
+        const u64 end = now_ns() + arrivals.fault.timeout_ns;
+        while (true) {
+            bool arrived = true;
+#pragma unroll
+            for (int eight = 0; eight < IDS_PER_LANE; ++eight) arrived &= look(eight, arrivals);
+            if (__all_sync(0xFFFFFFFF, arrived)) break;
+            if (!has_failed(arrivals.fault) && now_ns() <= end) continue;
+            for (const int id : ids) name_missing(id, arrivals);
+            break;
+        }
+    }
+
+    static __device__ __forceinline__ void name_missing(int id, const Arrivals& arrivals) {
+        if (arrivals.is_own(id)) return;
+        const int source = id / arrivals.max_tokens, chunk = id % arrivals.max_tokens / CHUNK;
+        const Fault at_once{arrivals.fault.record, 0};
+        wait_flag(arrivals.flags + id / CHUNK, arrivals.epoch, at_once, PLACE_LAYER0, source, chunk);
+    }
+};
+
+// One step's part of the rows: 16 bytes per lane and load, zeros where a lane is not `inside`. Written for few
+// instructions: a warp alone has time for about four per load.
+template <bool FULL>
+__device__ __forceinline__ void load_rows(
+    u32 even, u32 odd, const char* const (&from)[MOST_LOADS], int offset, int num_groups, bool inside) {
+#pragma unroll
+    for (int group = 0; group < MOST_LOADS / LOADS_PER_STEP; ++group) {
+        if (group >= num_groups) break;
+#pragma unroll
+        for (int place = 0; place < LOADS_PER_STEP; ++place) {
+            const u32 target = (place % 2 ? odd : even) + (group * LOADERS * STEP + place * ROWS_PER_LOAD) * LINE;
+            const char* const source = from[group * LOADS_PER_STEP + place] + offset;
+            if constexpr (FULL) {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+            } else {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                             ::"r"(target), "l"(source), "r"(inside ? 16 : 0) : "memory");
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void load_items(
+    const Work& work, const Arrivals& arrivals, const TensorMap& weights_map, Item* items, u32 stages, u32 full,
+    u32 empty, int loader, int lane) {
+    const int num_items = work.num_items(), num_steps = work.num_steps();
+    if (blockIdx.x >= num_items) return;
+    int stage = 0, slot = 0;
+    u32 parity = 0;
+    const bool leads = loader == 0 && lane == 0;
+    // Rows of 128 bytes are swizzled in groups of eight; a load has four rows.
+    const u32 even = lane / 8 * LINE + ((lane % 8 ^ lane / 8) << 4), odd = even ^ (4 << 4);
+    Item next = item_at(work, blockIdx.x);
+    Rows rows;
+    rows.fetch(next, arrivals.row_ids, loader, lane);
+    bool arrived = false;
+    for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
+        Item item = next;
+        if constexpr (RECORDS) item.begin = now_ns();
+        if (!__all_sync(0xFFFFFFFF, arrived)) rows.wait(arrivals);
+        if constexpr (RECORDS) item.ready = now_ns();
+        if (leads) items[slot] = item; // seen by whoever has waited for the item's first stage
+        slot = (slot + 1) % ITEM_SLOTS;
+        const char* from[MOST_LOADS];
+#pragma unroll
+        for (int load = 0; load < MOST_LOADS; ++load) {
+            from[load] = reinterpret_cast<const char*>(arrivals.row(rows.id_of(load, lane), work.depth)) + lane % 8 * 16;
+        }
+        const int num_groups = (item.rows / STEP - loader + LOADERS - 1) / LOADERS;
+        arrived = num_steps >= LOOK_STEP + IDS_PER_LANE;
+        // The next item's rows are found while this one's are loaded.
+        const bool is_last = index + gridDim.x >= num_items;
+        if (!is_last) {
+            next = item_at(work, index + gridDim.x);
+            rows.fetch(next, arrivals.row_ids, loader, lane);
+        }
+        for (int begin = 0; begin < num_steps; begin += UNROLLED) {
+#pragma unroll
+            for (int unrolled = 0; unrolled < UNROLLED; ++unrolled) {
+                const int step = begin + unrolled;
+                if (step >= num_steps) break;
+                // A look takes a microsecond, which is hidden while the ring is full: one per step.
+                if (!is_last) {
+#pragma unroll
+                    for (int eight = 0; eight < IDS_PER_LANE; ++eight) {
+                        if (step == LOOK_STEP + eight) arrived &= rows.look(eight, arrivals);
+                    }
+                }
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+                const u32 weights = stages + stage * STAGE_BYTES, ready = full + 8 * stage;
+                if (leads) {
+                    barrier_expect(ready, WEIGHT_BYTES);
+                    load_gate_up(weights, weights_map, ready, step * DEPTH, item.col / 8, item.expert);
+                }
+                const u32 target = weights + WEIGHT_BYTES + loader * STEP * LINE;
+                if ((step + 1) * DEPTH <= work.depth) {
+                    load_rows<true>(target + even, target + odd, from, unrolled * LINE, num_groups, true);
+                } else {
+                    const bool inside = step * DEPTH + lane % 8 * 8 < work.depth;
+                    load_rows<false>(target + even, target + odd, from, inside ? unrolled * LINE : 0, num_groups, inside);
+                }
+                asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+                if (++stage == STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+#pragma unroll
+            for (int load = 0; load < MOST_LOADS; ++load) from[load] += UNROLLED * LINE;
+        }
+    }
+}

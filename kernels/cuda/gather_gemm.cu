@@ -1,0 +1,114 @@
+// What becomes of layer 0's products: gate and up, rounded, and hidden = silu(gate) * up.
+
+// As the Triton twin computes it, bit for bit.
+__device__ __forceinline__ float swiglu(float gate, float up) {
+    float power, sigmoid;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, 1.4426950216293335f)));
+    asm("div.full.f32 %0, %1, %2;" : "=f"(sigmoid) : "f"(1.0f), "f"(__fadd_rn(power, 1.0f)));
+    return __fmul_rn(__fmul_rn(gate, sigmoid), up);
+}
+
+// An item's gate and up as they are rounded: a lane has two rows of one column for each eight rows.
+template <int ROWS>
+struct Rounded {
+    u32 gate[ROWS / 8], up[ROWS / 8];
+
+    __device__ __forceinline__ explicit Rounded(const float (&sums)[ROWS / 2]) {
+#pragma unroll
+        for (int eight = 0; eight < ROWS / 8; ++eight) {
+            gate[eight] = pack(sums[4 * eight], sums[4 * eight + 1]);
+            up[eight] = pack(sums[4 * eight + 2], sums[4 * eight + 3]);
+        }
+    }
+
+    __device__ __forceinline__ u32 hidden(int eight) const {
+        const float2 gates = unpack(gate[eight]), ups = unpack(up[eight]);
+        return pack(swiglu(gates.x, ups.x), swiglu(gates.y, ups.y));
+    }
+};
+
+// Through shared memory, which turns columns into rows of 32 columns.
+template <int ROWS, typename Value>
+__device__ __forceinline__ void store_values(
+    Value value_at, u16* target, const Item& item, u32 col, u32 stride, bool in_range, u32 staging, int group, int warp,
+    int lane) {
+    const int in_32 = 8 * warp + lane / 4;
+#pragma unroll
+    for (int begin = 0; begin < ROWS; begin += STAGED_ROWS) {
+        const int end = begin + STAGED_ROWS < ROWS ? begin + STAGED_ROWS : ROWS;
+        group_sync(group);
+#pragma unroll
+        for (int row = begin; row < end; row += STEP) {
+            const int in_stage = row - begin + lane % 16;
+            const u32 address = staging + in_stage * STAGED_LINE + ((warp ^ (in_stage >> 1 & 3)) << 4);
+            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                         ::"r"(address), "r"(value_at(row / 8)), "r"(value_at(row / 8 + 1)) : "memory");
+        }
+        group_sync(group);
+#pragma unroll
+        for (int row = begin; row < end; row += 32) {
+            const int in_stage = row - begin + in_32;
+            if (in_range && row + in_32 < ROWS) {
+                u32 x, y, z, w;
+                asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
+                             : "r"(staging + in_stage * STAGED_LINE + ((lane % 4 ^ (in_stage >> 1 & 3)) << 4)));
+                // The item is read again each time: few registers are left.
+                u16* const line = target + u64(u32(item.first_row + row + in_32)) * stride + col;
+                *reinterpret_cast<uint4*>(line) = make_uint4(x, y, z, w);
+            }
+        }
+    }
+}
+
+struct Results {
+    u16* hidden;
+    u16* pre; // gate | up, if SAVES_PRE
+};
+
+template <int ROWS>
+__device__ __forceinline__ void compute_item(
+    Ring& ring, const Item& item, const Results& results, int ffn, u32 staging, int group, int warp, int lane,
+    int num_steps) {
+    float sums[ROWS / 2] = {};
+    multiply_item<ROWS>(ring, sums, group, lane, num_steps, [] {});
+    const Rounded<ROWS> rounded(sums);
+    const int col = item.col + group * GROUP_COLS + lane % 4 * 8;
+    const bool in_range = col < ffn;
+    if constexpr (SAVES_PRE) {
+        const auto gate = [&](int eight) { return rounded.gate[eight]; };
+        const auto up = [&](int eight) { return rounded.up[eight]; };
+        store_values<ROWS>(gate, results.pre, item, col, 2 * ffn, in_range, staging, group, warp, lane);
+        store_values<ROWS>(up, results.pre + ffn, item, col, 2 * ffn, in_range, staging, group, warp, lane);
+    }
+    const auto hidden = [&](int eight) { return rounded.hidden(eight); };
+    store_values<ROWS>(hidden, results.hidden, item, col, ffn, in_range, staging, group, warp, lane);
+}
+
+__device__ __forceinline__ void multiply_items(
+    const Work& work, const Item* items, const Results& results, u32 stages, u32 full, u32 empty, u32 staging,
+    const Recorder& recorder, int warp, int lane) {
+    const int group = warp / 4;
+    Ring ring{stages, full, empty, 0, 0};
+    int slot = 0;
+    for (int index = blockIdx.x; index < work.num_items(); index += gridDim.x) {
+        barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+        const Item& item = items[slot];
+        slot = (slot + 1) % ITEM_SLOTS;
+        const u64 begin = item.begin, ready = item.ready;
+        const int first_row = item.first_row, col = item.col, phase = item.phase;
+        switch (item.rows / STEP) {
+#define CASE(N) \
+    case N / STEP: \
+        compute_item<N>( \
+            ring, item, results, work.ffn, staging + group * STAGING_BYTES, group, warp % 4, lane, \
+            work.num_steps()); \
+        break;
+            FOR_EACH_HEIGHT(CASE)
+#undef CASE
+        }
+        if (warp == 0 && lane == 0) {
+            recorder.record(KIND_LAYER0_TILE, first_row / TILE_ROWS, col / HIDDEN_COLS, phase, begin, ready);
+        }
+    }
+}

@@ -1,0 +1,54 @@
+// Products of an item: routed rows of an expert times columns of its weights, from a ring of stages in shared memory.
+//
+// Transposed on the tensor cores: columns of the result are the 64 rows of a matrix instruction, routed rows its N. N
+// goes in steps of 16, so an expert's rows are cut into pieces of equal height and little is computed for nothing, where
+// tiles of 128 routed rows waste a quarter of 256 +- 16. Two warpgroups multiply, each COLS / 2 columns.
+
+constexpr int MEANWHILE_STEP = 2;
+constexpr int WEIGHT_BYTES = COLS * LINE;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST_ROWS * LINE;
+
+struct Ring {
+    u32 stages, full, empty;
+    int stage;
+    u32 parity;
+};
+
+__device__ __forceinline__ void group_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+// Adds up an item. `meanwhile` is called while products run, and once more at the end, for items of few steps.
+template <int ROWS, typename Meanwhile>
+__device__ __forceinline__ void multiply_item(
+    Ring& ring, float (&sums)[ROWS / 2], int group, int lane, int num_steps, Meanwhile meanwhile) {
+    for (int step = 0; step < num_steps; ++step) {
+        barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+        // Tensor cores read what threads have written.
+        if constexpr (ROWS_BY_THREADS) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        const u32 weights = ring.stages + ring.stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2);
+        const u64 a = descriptor(weights);
+        const u64 b = descriptor(ring.stages + ring.stage * STAGE_BYTES + WEIGHT_BYTES);
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < DEPTH / 16; ++k) {
+            multiply(sums, a + 2 * k, b + 2 * k);
+        }
+        products_commit();
+        if (step == MEANWHILE_STEP) meanwhile();
+        // The step before is done: its stage may be loaded again, in all blocks that share its rows.
+        products_wait<1>();
+        if (step > 0 && lane < CLUSTER) {
+            barrier_arrive(ring.empty + 8 * (ring.stage == 0 ? STAGES - 1 : ring.stage - 1), lane);
+        }
+        if (++ring.stage == STAGES) {
+            ring.stage = 0;
+            ring.parity ^= 1;
+        }
+    }
+    products_wait<0>();
+    if (lane < CLUSTER) {
+        barrier_arrive(ring.empty + 8 * (ring.stage == 0 ? STAGES - 1 : ring.stage - 1), lane);
+    }
+    meanwhile();
+}

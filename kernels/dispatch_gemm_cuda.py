@@ -1,0 +1,217 @@
+"""Layer 0's forward pass in CUDA C++ (``cuda/``): what ``dispatch_gemm`` does, bit for bit, in one launch.
+
+What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast,
+pieces of rows of equal height in the place of tiles of 128, and warps that push rows on every multiprocessor, eight
+rows at a time: the first rows arrive after microseconds, and no block is kept from multiplying.
+
+Why it ends: pushing warps wait for nobody, so every flag is raised, in whatever order blocks run.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .aot_case import CudaCase
+from .arguments import CHUNK_ROWS, TileTable, Wire
+from .cuda_text import cuda_text
+from .dispatch import Sends
+from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
+from .primitives import PLACE_LAYER0
+from .recorder import EVENT_WORDS, KIND_DISPATCH, KIND_LAYER0_TILE
+
+NAME = "dispatch_gemm"
+SOURCES = ("hopper", "recorder", "signals", "products", "gather", "gather_gemm", "push", "dispatch_gemm")
+SHARED_LIMIT = 232448  # bytes of shared memory a block can have
+
+# Constants of the sources, which get them from here.
+LINE = 128  # bytes of a row in shared memory: what a swizzle spans
+DEPTH = 64  # elements of the contraction per stage: a line
+COLS = 128  # rows of w1 per block: half of them of gate, half of up
+MOST_ROWS = 256  # routed rows per block
+STEP = 16  # rows come in steps of
+TILE_ROWS = 128  # rows of the plan's tiles
+WARPS = 8  # that multiply
+LOADERS = 3  # warps that load; one more pushes
+ITEM_SLOTS = 8  # items that the loading warp can be ahead, and more
+PASS_COLS = 256  # columns that a pushing warp has at a time: 16 bytes per lane
+
+ITEM_BYTES = 48
+# Of the tokens of a rank with one expert; with fewer the launch is too short to tell (benchmarks/RESULTS.md, run 6).
+LEAST_PRODUCTS = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaConfig:
+    """Shape of the blocks, as measured best on an H200.
+
+    Args:
+        num_stages: Depth of the load pipeline.
+        staged_rows: Rows of a result that are stored at once, a multiple of 32.
+        group_pieces: Pieces of an expert's rows that are computed side by side, column by column.
+        push_rows: Rows of a pushing warp's ticket, a divisor of 128.
+    """
+
+    num_stages: int = 4
+    staged_rows: int = 32
+    group_pieces: int = 1
+    push_rows: int = 8
+
+    def shared_bytes(self, num_experts: int) -> int:
+        """Dynamic shared memory of a block.
+
+        Args:
+            num_experts: Experts of this rank.
+
+        Returns:
+            Bytes: alignment, stages, staging, barriers, items, the table of pieces.
+
+        Example:
+            32 experts: 1024 + 4 * 49152 + 2 * 2048 + 64 + 384 + 4 * 97 = 202564.
+        """
+        stages = self.num_stages * (COLS + MOST_ROWS) * LINE
+        staging = 2 * self.staged_rows * COLS // 2
+        return 1024 + stages + staging + 16 * self.num_stages + ITEM_SLOTS * ITEM_BYTES + 4 * (3 * num_experts + 1)
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = (("record", ctypes.c_uint64), ("timeout_ns", ctypes.c_uint64))
+
+
+class _Sends(ctypes.Structure):
+    """``Sends`` of ``cuda/push.cu``: addresses, then integers."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "x", "token_ids", "counts", "row_addresses", "flag_addresses", "tickets", "pushed", "epoch", "events",
+        )),
+        *((name, ctypes.c_int32) for name in ("rank", "max_tokens", "cols", "event_capacity")),
+    )  # fmt: skip
+
+
+def runs_cuda(x: Tensor, w1: Tensor, wire: Wire, sends: Sends, table: TileTable) -> bool:
+    """Whether a launch is the one in CUDA C++; ranks may differ in it, for they see the same flags from either.
+
+    Args:
+        x: This rank's tokens.
+        w1: ``(e, 2F, D)`` weights.
+        wire: See ``dispatch_gemm``.
+        sends: See ``dispatch_gemm``.
+        table: See ``dispatch_gemm``.
+    """
+    experts, double_f, depth = w1.shape
+    return (
+        wire.max_tokens * double_f * depth >= LEAST_PRODUCTS
+        and x.element_size() == 2
+        and double_f % 16 == 0
+        and depth % 8 == 0
+        and sends.pushed is not None
+        and table.segments is not None
+        and table.block_rows == TILE_ROWS
+        and CudaConfig().shared_bytes(experts) <= SHARED_LIMIT
+        and is_available(x.device)
+    )
+
+
+def dispatch_gemm_cuda(
+    x: Tensor,
+    w1: Tensor,
+    hidden: Tensor,
+    pre: Tensor | None,
+    wire: Wire,
+    sends: Sends,
+    table: TileTable,
+    config: CudaConfig | None = None,
+) -> None:
+    """Send this rank's rows, receive the others', and compute hidden = silu(x w_gate) * (x w_up) for all routed rows.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens, bfloat16 or float16.
+        w1: ``(e, 2F, D)`` gate rows, then up rows, same dtype.
+        hidden: ``(Q, F)`` result; rows of no expert are undefined.
+        pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
+        wire: Receive rows and flags.
+        sends: Send lists.
+        table: Segments, tiles by phase, and where each routed row arrives.
+        config: Shape of the blocks.
+    """
+    config = config or CudaConfig()
+    assert table.segments is not None
+    assert sends.pushed is not None
+    starts, counts = table.segments
+    experts, double_f, depth = w1.shape
+    ffn, recorder = double_f // 2, wire.recorder
+    kernel = _kernel(
+        config, x.dtype, experts, wire.world_size, pre is not None, recorder is not None, torch.cuda.current_device()
+    )  # fmt: skip
+    num_blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    tensors = dict(
+        x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=wire.row_pointers,
+        flag_addresses=wire.flag_pointers, tickets=table.counters, pushed=sends.pushed, epoch=wire.epoch,
+    )  # fmt: skip
+    if recorder is not None:
+        tensors["events"] = recorder.events
+    arguments = _Sends(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        rank=wire.rank,
+        max_tokens=wire.max_tokens,
+        cols=depth,
+        event_capacity=0 if recorder is None else recorder.capacity,
+    )
+    eights = w1.view(experts, 2, ffn // 8, 8, depth).transpose(1, 2)
+    weights_map = tensor_map(eights, (1, COLS // 16, 2, 8, DEPTH))
+    tables = wire.rows, counts, starts, table.tiles, table.num_tiles, table.row_ids, wire.flags
+    results = hidden, hidden if pre is None else pre
+    fault = _Fault(record=wire.fault.data_ptr(), timeout_ns=wire.timeout_ns)
+    kernel.launch(num_blocks, [weights_map, *tables, *results, experts, depth, ffn, fault, arguments])
+
+
+@functools.cache
+def _kernel(
+    config: CudaConfig, dtype: torch.dtype, experts: int, world_size: int, saves_pre: bool, records: bool, device: int
+) -> CudaKernel:
+    """Loaded once per device: a module belongs to its context."""
+    return load_kernel(
+        compile_cubin(source(config, dtype, world_size, saves_pre, records), NAME),
+        NAME,
+        num_threads=32 * (WARPS + LOADERS + 1),
+        cluster=1,
+        shared_bytes=config.shared_bytes(experts),
+    )
+
+
+def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: bool, records: bool) -> str:
+    """The CUDA text of one configuration."""
+    constants = dict(
+        CLUSTER=1, ROWS_BY_THREADS=1, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
+        PUSH_ROWS=config.push_rows, GROUP_PIECES=config.group_pieces, WORLD=world_size, SAVES_PRE=int(saves_pre), RECORDS=int(records),
+        LINE=LINE, DEPTH=DEPTH, COLS=COLS, MOST_ROWS=MOST_ROWS, STEP=STEP, TILE_ROWS=TILE_ROWS, WARPS=WARPS,
+        LOADERS=LOADERS, ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value,
+        EVENT_WORDS=EVENT_WORDS.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value, KIND_DISPATCH=KIND_DISPATCH.value,
+    )  # fmt: skip
+    return cuda_text(constants, dtype, range(STEP, MOST_ROWS + 1, STEP), SOURCES)
+
+
+def aot_cases() -> list[CudaCase]:
+    """Inference and training, float16, and with recording."""
+    shapes = [
+        (torch.bfloat16, False, False),
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, False, True),
+        (torch.float16, True, False),
+    ]
+    config, ranks, experts = CudaConfig(), 4, 64
+    return [
+        CudaCase(
+            name=f"{str(dtype).removeprefix('torch.')}, {'training' if saves_pre else 'inference'}"
+            f"{', recording' if records else ''}",
+            kernel=f"{NAME}_cuda",
+            source=source(config, dtype, ranks, saves_pre, records),
+            shared_bytes=config.shared_bytes(experts),
+            # Written once and read once per item, beside 128 sums of a thread.
+            spilled_bytes=24 if saves_pre else 0,
+        )
+        for dtype, saves_pre, records in shapes
+    ]

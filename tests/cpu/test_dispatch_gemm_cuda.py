@@ -1,0 +1,73 @@
+"""Layer 0 in CUDA C++, as far as it goes without a GPU: what host and source must agree on, and when it is chosen."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from comet.kernels import dispatch_gemm_cuda as module
+from comet.kernels.arguments import TileTable, Wire
+from comet.kernels.dispatch import Sends
+from comet.kernels.dispatch_gemm_cuda import CudaConfig
+
+SOURCES = Path(module.__file__).parent / "cuda"
+
+
+def test_worked_example() -> None:
+    assert CudaConfig().shared_bytes(32) == 1024 + 4 * 49152 + 2 * 2048 + 64 + 384 + 4 * 97
+    assert CudaConfig().shared_bytes(32) == 202564
+
+
+def fields_of(source: str, structure: str) -> list[str]:
+    """Names of the fields of a structure, in their order."""
+    body = re.search(rf"struct {structure} {{(.*?)\n}};", (SOURCES / source).read_text(), re.DOTALL)
+    assert body is not None
+    declared = re.sub(r"//.*", "", body[1])
+    return [name for line in declared.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+
+
+@pytest.mark.parametrize(
+    ("source", "structure", "mine"), [("push.cu", "Sends", module._Sends), ("signals.cu", "Fault", module._Fault)]
+)
+def test_the_structures_are_those_of_the_source(source: str, structure: str, mine: type[ctypes.Structure]) -> None:
+    assert fields_of(source, structure) == [name for name, _ in mine._fields_]
+
+
+def test_an_item_is_as_large_as_the_source_says() -> None:
+    assert f"sizeof(Item) == {module.ITEM_BYTES} " in (SOURCES / "gather.cu").read_text()
+
+
+def make_call(**changes: object) -> dict[str, object]:
+    """Arguments of a launch large enough, on the CPU."""
+    flags, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    wire = Wire(
+        rows=flags, row_pointers=pointers, flags=flags, flag_pointers=pointers, epoch=flags, fault=flags, rank=0,
+        max_tokens=2048, timeout_ns=1,
+    )  # fmt: skip
+    table = TileTable(
+        tiles=flags, num_tiles=flags, row_ids=torch.zeros(2048 * 8 * 4), counters=flags, block_rows=128,
+        segments=(flags, flags),
+    )  # fmt: skip
+    sends = Sends(token_ids=flags, counts=flags, recv_counts=flags, pushed=flags)
+    x, w1 = torch.empty(1, 2048, dtype=torch.bfloat16, device="meta"), torch.empty(32, 1536, 2048, device="meta")
+    return dict(x=x, w1=w1, wire=wire, sends=sends, table=table) | changes
+
+
+def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_available", lambda device: True)
+    call = make_call()
+    assert module.runs_cuda(**call)
+    few = replace(call["wire"], max_tokens=128)
+    assert not module.runs_cuda(**make_call(wire=few))  # little work
+    assert not module.runs_cuda(**make_call(table=replace(call["table"], block_rows=64)))
+    assert not module.runs_cuda(**make_call(table=replace(call["table"], segments=None)))
+    assert not module.runs_cuda(**make_call(x=torch.empty(1, 2048, device="meta")))  # float32
+    assert not module.runs_cuda(**make_call(w1=torch.empty(4096, 1536, 2048, device="meta")))  # a table too large
+    assert not module.runs_cuda(**make_call(sends=replace(call["sends"], pushed=None)))  # copy engines move the rows
+    monkeypatch.setattr(module, "is_available", lambda device: False)
+    assert not module.runs_cuda(**call)

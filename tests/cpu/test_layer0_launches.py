@@ -1,0 +1,58 @@
+"""Whoever plays the ranks of layer 0 gets them right, with the Triton twin, which the GPU tests compare with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layer0_launches import Exact, Hidden, exact_layer0, layer0_alone, layer0_in, run_layer0
+from played_ranks import EPOCH, PlayedCase
+from ranks import run_ranks
+
+TWO = PlayedCase("two", 2, 1, (300, 5), 4, 2, 64, 32, "masked", torch.float32, block_rows=16, device="cpu")
+CASES = [
+    replace(TWO, name="one rank", ep=1, num_tokens=(70,)),
+    TWO,
+    replace(TWO, name="none on rank 0", num_tokens=(0, 30), dtype=torch.float16),
+    replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
+    replace(TWO, name="one expert", num_tokens=(20, 40), routing="one", block_rows=128),
+    replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=80),
+    replace(TWO, name="copied", num_tokens=(20, 140), transport="copy"),
+]
+
+
+def play(rank: int, world_size: int) -> None:
+    for case in CASES:
+        for save_pre in (False, True):
+            found = run_layer0(case, "triton", save_pre=save_pre)
+            for played, (exact, result) in enumerate(zip(exact_layer0(case), found, strict=True)):
+                assert (result.pre is not None) == save_pre
+                exact.check(result, f"rank {played} of {case}")
+
+
+def test_ranks_played_in_one_process() -> None:
+    run_ranks(play, 1, interpret=True, timeout=240)
+
+
+def wait_alone(rank: int, world_size: int) -> list[int]:
+    with layer0_in("triton"):
+        return layer0_alone(TWO, deadline_ns=2_000_000)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    aborted, place, peer, _, expected, seen, *_ = run_ranks(wait_alone, 1, interpret=True, timeout=120)[0]
+    assert (aborted, place, peer, expected, seen) == (1, 2, 1, EPOCH, EPOCH - 1)
+
+
+def test_limits_admit_roundings_and_no_more() -> None:
+    [exact] = exact_layer0(replace(TWO, ep=1, num_tokens=(70,), dtype=torch.bfloat16))
+    gate, up = exact.pre.bfloat16().double().chunk(2, dim=1)
+    rounded = Hidden((torch.nn.functional.silu(gate) * up).bfloat16(), exact.pre.bfloat16())
+    exact.check(rounded, "rounded")
+    off = Exact(exact.hidden * (1 + 2**-6), exact.hidden_limit, exact.pre, exact.pre_limit)
+    with pytest.raises(AssertionError, match=r"off: hidden is wrong \d+ times, first at \[\d+, \d+\]"):
+        off.check(rounded, "off")
+    off = Exact(exact.hidden, exact.hidden_limit, exact.pre.roll(1, 0), exact.pre_limit)
+    with pytest.raises(AssertionError, match="off: pre is wrong"):
+        off.check(rounded, "off")

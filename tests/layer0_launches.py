@@ -1,0 +1,219 @@
+"""Layer 0 of several ranks on one device (``played_ranks``), by either of the two implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from layer_cases import rank_inputs
+from played_ranks import (
+    EPOCH,
+    Buffers,
+    Counted,
+    Kind,
+    PlayedCase,
+    fault_of,
+    launched_in,
+    max_tokens,
+    plans_of,
+    play,
+    table_of,
+)
+from torch import Tensor
+from torch.nn.functional import silu
+
+from comet.kernels import dispatch_gemm as dispatch_gemm_module
+from comet.kernels import dispatch_gemm_cuda as cuda_module
+from comet.kernels.arguments import Wire, power_of_2
+from comet.kernels.dispatch import Sends
+from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.layout import CHUNK_ROWS
+from comet.plan import Plan
+from comet.settings import TileShape
+
+STEEPEST = 1.1  # slope of SiLU, at most
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Results for the routed rows of a rank's experts: hidden ``(N, F)`` and gate | up ``(N, 2F)``."""
+
+    hidden: Tensor
+    pre: Tensor | None
+
+
+@contextmanager
+def layer0_in(kind: Kind) -> Iterator[Counted]:
+    """Layer 0 of any size in CUDA C++ or in Triton; yields what counts the launches of the former."""
+    with launched_in(kind, dispatch_gemm_module, cuda_module) as spy:
+        yield spy
+
+
+def make_buffers(case: PlayedCase) -> Buffers:
+    """Where tokens land."""
+    return Buffers.allocate(case, max_tokens(case) // CHUNK_ROWS)
+
+
+def tokens_of(case: PlayedCase, rank: int) -> Tensor:
+    """``(T, D)`` of a rank, on the device."""
+    return rank_inputs(case, rank).tokens.to(case.device)
+
+
+def expert_weights(case: PlayedCase, rank: int) -> Tensor:
+    """``(e, 2F, D)`` of a rank."""
+    generator = torch.Generator(case.device).manual_seed(100 + rank)
+    shape = (case.num_experts // case.world_size, 2 * case.ffn_size, case.hidden_size)
+    weights = torch.randn(shape, generator=generator, device=case.device)
+    return (1.5 * weights / case.hidden_size**0.5).to(case.dtype)
+
+
+def config_of(case: PlayedCase, *, save_pre: bool) -> DispatchGemmConfig:
+    """What the layer would launch, as far as it depends on the shape."""
+    tile = TileShape.select(case.dtype, case.hidden_size, case.ffn_size)
+    in_32_bits = case.dtype == torch.float32
+    return DispatchGemmConfig(
+        comm_blocks=16 if case.transport == "push" else 0,
+        by_source=case.num_phases > 2,
+        block_f=tile.block_f,
+        block_k=tile.block_k,
+        push_cols=min(256 if in_32_bits else 1024, power_of_2(case.hidden_size)),
+        flatten=not in_32_bits,
+        num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
+        beside=True,
+    )
+
+
+def launch(
+    case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int, wire: Wire, *, save_pre: bool = False
+) -> Hidden:
+    """One launch of one rank: results of all routed rows, NaN where nothing was written."""
+    plan, x = plans[rank], tokens_of(case, rank)
+    if case.transport == "copy":
+        copy_tokens(case, plans, buffers, rank)
+    rows = plan.routed_row_ids.numel()
+    hidden, pre = (
+        torch.full((rows, parts * case.ffn_size), torch.nan, dtype=case.dtype, device=case.device) for parts in (1, 2)
+    )
+    table = replace(table_of(plan), tiles=plan.tiles, row_ids=plan.arrival_row_ids)
+    sends = Sends(
+        token_ids=plan.send_token_ids,
+        counts=plan.send_counts,
+        recv_counts=plan.recv_counts,
+        pushed=torch.zeros_like(wire.flags) if case.transport == "push" else None,
+    )
+    config = config_of(case, save_pre=save_pre)
+    dispatch_gemm(x, expert_weights(case, rank), hidden, pre if save_pre else None, wire, sends, table, config)
+    return Hidden(hidden, pre if save_pre else None)
+
+
+def copy_tokens(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
+    """In the place of copy engines: all tokens of a rank to all others."""
+    for target in range(case.world_size):
+        if target != rank:
+            sent = sent_tokens(case, plans, rank, target)
+            buffers.rows[target][rank * max_tokens(case) :][: len(sent)] = sent
+            buffers.flags[target][rank, : -(-len(sent) // CHUNK_ROWS)] = EPOCH
+
+
+def sent_tokens(case: PlayedCase, plans: list[Plan], source: int, target: int) -> Tensor:
+    """The rows that one rank sends to another, ``(n, D)``, in the order in which they lie there."""
+    tokens, plan = tokens_of(case, source), plans[source]
+    if source == target or case.transport == "copy":
+        return tokens
+    return tokens[plan.send_token_ids[target, : int(plan.send_counts[target])].long()]
+
+
+def run_layer0(case: PlayedCase, kind: Kind, *, save_pre: bool) -> list[Hidden]:
+    """The rows of each rank's experts, after a look at all the rest: who received what, and what was left alone."""
+    plans, buffers = plans_of(case), make_buffers(case)
+    with layer0_in(kind) as spy:
+        found = play(case, buffers, partial(launch, case, plans, buffers, save_pre=save_pre))
+    in_cuda = kind == "cuda" and case.transport == "push"
+    assert spy.call_count == (2 * case.world_size if in_cuda else 0)
+    for rank in range(case.world_size):
+        check_received(case, plans, buffers, rank)
+    return [experts_rows(plan, result) for plan, result in zip(plans, found, strict=True)]
+
+
+def check_received(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
+    """What is sent has arrived, with its flags; neither a row nor a flag more than that."""
+    rows, flags = landed(case, plans, rank), torch.full_like(buffers.flags[rank], EPOCH - 1)
+    rows[rank * max_tokens(case) :][: max_tokens(case)] = torch.nan
+    for source in range(case.world_size):
+        if source != rank:
+            num_chunks = -(-len(sent_tokens(case, plans, source, rank)) // CHUNK_ROWS)
+            flags[source, :num_chunks] = EPOCH
+    assert torch.allclose(buffers.rows[rank], rows, rtol=0, atol=0, equal_nan=True), f"rows of rank {rank} of {case}"
+    assert torch.equal(buffers.flags[rank], flags), f"flags of rank {rank} of {case}"
+
+
+def landed(case: PlayedCase, plans: list[Plan], rank: int) -> Tensor:
+    """Received rows ``(R, D)`` of a rank with its own tokens among them, NaN where there is none."""
+    shape = (case.world_size, max_tokens(case), case.hidden_size)
+    rows = torch.full(shape, torch.nan, dtype=case.dtype, device=case.device)
+    for source in range(case.world_size):
+        sent = sent_tokens(case, plans, source, rank)
+        rows[source, : len(sent)] = sent
+    return rows.flatten(0, 1)
+
+
+def experts_rows(plan: Plan, found: Hidden) -> Hidden:
+    """What was found in the rows that belong to an expert; rows of no tile must not have been written."""
+    mine, used = plan.routed_row_ids >= 0, int(plan.segment_starts[-1])
+    tensors = [tensor for tensor in (found.hidden, found.pre) if tensor is not None]
+    for tensor in tensors:
+        assert tensor[used:].isnan().all(), f"rows of no tile were written by rank {plan.layout.rank}"
+    return Hidden(*(None if tensor is None else tensor[mine] for tensor in (found.hidden, found.pre)))
+
+
+def layer0_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
+    """The record of a fault that rank 0 leaves when no other rank ever comes."""
+    buffers = make_buffers(case)
+    return fault_of(case, buffers, partial(launch, case, plans_of(case), buffers), deadline_ns)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Results of one rank in float64, and how far off they may be; rows and columns as in ``Hidden``."""
+
+    hidden: Tensor
+    hidden_limit: Tensor
+    pre: Tensor
+    pre_limit: Tensor
+
+    def check(self, found: Hidden, what: str) -> None:
+        """Raise unless ``found`` is within the limits."""
+        pairs = [(found.hidden, self.hidden, self.hidden_limit), (found.pre, self.pre, self.pre_limit)]
+        for name, (tensor, exact, limit) in zip(("hidden", "pre"), pairs, strict=True):
+            if tensor is None:
+                continue
+            assert tensor.shape == exact.shape, f"{what}: {name} is {tuple(tensor.shape)}"
+            within = (tensor.double() - exact).abs() <= limit
+            row_col = (~within).nonzero()[:1].flatten().tolist()
+            assert within.all(), f"{what}: {name} is wrong {int((~within).sum())} times, first at {row_col}"
+
+
+def exact_layer0(case: PlayedCase) -> list[Exact]:
+    """The rows of each rank's experts in float64.
+
+    Gate and up are rounded once, and so is their product; before that, sums and SwiGLU are computed in float32.
+    """
+    rounding = 1.1 * torch.finfo(case.dtype).eps / 2
+    summing = case.hidden_size / 8 * torch.finfo(torch.float32).eps / 2  # 16 products are added at once, or lost bits
+    plans, found = plans_of(case), []
+    for rank, plan in enumerate(plans):
+        row_ids = plan.arrival_row_ids[plan.routed_row_ids >= 0].long()
+        x, w1 = landed(case, plans, rank)[row_ids].double(), expert_weights(case, rank).double()
+        counts = plan.segment_counts.tolist()
+        of_experts = list(zip(x.split(counts), w1, strict=True))
+        pre, size = torch.cat([a @ w.T for a, w in of_experts]), torch.cat([a.abs() @ w.T.abs() for a, w in of_experts])
+        pre_limit = rounding * pre.abs() + summing * size + 1e-7
+        (gate, up), (gate_limit, up_limit) = pre.chunk(2, dim=1), pre_limit.chunk(2, dim=1)
+        hidden = silu(gate) * up
+        swiglu = rounding + 8 * torch.finfo(torch.float32).eps
+        limit = STEEPEST * gate_limit * (up.abs() + up_limit) + silu(gate).abs() * up_limit + swiglu * hidden.abs()
+        found.append(Exact(hidden, limit + 1e-7, pre, pre_limit))
+    return found

@@ -1,0 +1,186 @@
+"""Several ranks on one device, each over its own buffers: how launches of layer 0 and of layer 1 are tried on one GPU.
+
+A launch takes the whole GPU, so ranks run one after the other, twice. In the first round flags of other ranks pretend
+that everything has arrived: a rank computes from whatever is there, but what it sends arrives. In the second round all
+of it is there, and only those flags are up that a rank has raised in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Literal, TypeVar
+from unittest.mock import patch
+
+import torch
+from layer_cases import MASKED, LayerCase, rank_inputs
+from torch import Tensor
+
+from comet.kernels.arguments import TileTable, Wire
+from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
+from comet.plan import Plan, plan_from_ids, routed_row_capacity
+
+Kind = Literal["auto", "cuda", "triton"]
+Result = TypeVar("Result")
+# Under the interpreter blocks run one after the other: what is not there when it is waited for never comes.
+DEADLINE_NS = {"cuda": 10_000_000_000, "cpu": 10_000_000}
+EPOCH = 7
+PRETENDED = EPOCH + 1  # as good as EPOCH to whoever waits for that
+
+
+@dataclass(frozen=True)
+class PlayedCase(LayerCase):
+    """A layer of which one launch is played, on one device; experts are not split (TP = 1)."""
+
+    dtype: torch.dtype = torch.bfloat16
+    block_rows: int = 128
+    device: str = "cuda"
+
+
+class Counted:
+    """A function, and how often it was called."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function, self.call_count = function, 0
+
+    def __call__(self, *arguments: object, **options: object) -> None:
+        self.call_count += 1
+        self.function(*arguments, **options)
+
+
+@contextmanager
+def launched_in(kind: Kind, caller: ModuleType, cuda_module: ModuleType, **limits: int) -> Iterator[Counted]:
+    """Launches of any size in CUDA C++ or in Triton, or as the layer chooses; yields what counts the former.
+
+    Args:
+        kind: Which.
+        caller: The module of the launcher in Triton, which calls the other.
+        cuda_module: The module of the launcher in CUDA C++, which has its name.
+        limits: Other constants of ``cuda_module`` by which a launch is chosen, and their values here.
+    """
+    name = cuda_module.__name__.rpartition(".")[2]
+    spy = Counted(getattr(cuda_module, name))
+    least = {"auto": cuda_module.LEAST_PRODUCTS, "cuda": 0, "triton": 1 << 62}[kind]
+    limits = {} if kind == "auto" else limits
+    with patch.multiple(cuda_module, LEAST_PRODUCTS=least, **limits), patch.object(caller, name, spy):
+        yield spy
+
+
+def max_tokens(case: LayerCase) -> int:
+    """M."""
+    return round_up(max(1, *case.num_tokens), CHUNK_ROWS)
+
+
+def plans_of(case: PlayedCase) -> list[Plan]:
+    """The plans of all ranks, on the device."""
+    shape = (case.world_size, max_tokens(case), case.top_k)
+    ids, weights = torch.full(shape, MASKED, dtype=torch.int32), torch.zeros(shape)
+    for rank, num_tokens in enumerate(case.num_tokens):
+        inputs = rank_inputs(case, rank)
+        ids[rank, :num_tokens], weights[rank, :num_tokens] = inputs.top_k_ids, inputs.top_k_weights
+    return [plan_of(case, rank, ids, weights) for rank in range(case.world_size)]
+
+
+def plan_of(case: PlayedCase, rank: int, ids: Tensor, weights: Tensor) -> Plan:
+    """The rank's plan, on the device, from the ids and weights ``(W, M, K)`` of all ranks."""
+    layout = ExpertLayout.create(case.config, case.parallel, rank)
+    plan = plan_from_ids(
+        ids,
+        weights,
+        layout,
+        num_tokens=case.num_tokens[rank],
+        overlap=replace(case.overlap, num_phases=min(case.num_phases, case.world_size)),
+        expert_capacity=None,
+        max_routed_rows=routed_row_capacity(layout, max_tokens(case), case.block_rows, None),
+    )
+    tensors = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    return replace(plan, **{name: t.to(case.device) for name, t in tensors.items() if isinstance(t, Tensor)})
+
+
+def table_of(plan: Plan) -> TileTable:
+    """The tiles by expert, with fresh counters."""
+    return TileTable(
+        tiles=plan.segment_tiles,
+        num_tiles=plan.tile_starts[-1:].clone(),
+        row_ids=plan.routed_row_ids,
+        counters=torch.zeros(32, dtype=torch.int32, device=plan.tiles.device),
+        block_rows=plan.block_rows,
+        segments=(plan.segment_starts, plan.segment_counts),
+    )
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What the other ranks write to: rows and flags of every rank."""
+
+    rows: list[Tensor]
+    flags: list[Tensor]
+
+    @classmethod
+    def allocate(cls, case: PlayedCase, *flags_of_source: int) -> Buffers:
+        """Rows of NaN, so that nothing counts that was not sent, and flags ``(W, *flags_of_source)`` not raised."""
+        ranks, device = range(case.world_size), case.device
+        rows, flags = (case.world_size * max_tokens(case), case.hidden_size), (case.world_size, *flags_of_source)
+        return cls(
+            rows=[torch.full(rows, torch.nan, dtype=case.dtype, device=device) for _ in ranks],
+            flags=[torch.full(flags, EPOCH - 1, dtype=torch.int32, device=device) for _ in ranks],
+        )
+
+    def pretend(self) -> None:
+        """Let all look as if it had arrived from other ranks, and nothing from a rank itself."""
+        for rank, flags in enumerate(self.flags):
+            flags.fill_(PRETENDED)
+            flags[rank] = EPOCH - 1
+
+    def stop_pretending(self) -> None:
+        """Leave those flags up that another rank has raised."""
+        for rank, flags in enumerate(self.flags):
+            flags[flags != EPOCH] = EPOCH - 1
+            flags[rank] = EPOCH - 1
+
+    def wire(self, rank: int, fault: Tensor, deadline_ns: int) -> Wire:
+        """As rank ``rank`` sees them."""
+        rows, flags = (
+            torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=fault.device)
+            for tensors in (self.rows, self.flags)
+        )
+        return Wire(
+            rows=self.rows[rank],
+            row_pointers=rows,
+            flags=self.flags[rank],
+            flag_pointers=flags,
+            epoch=torch.tensor([EPOCH], dtype=torch.int32, device=fault.device),
+            fault=fault,
+            rank=rank,
+            max_tokens=self.rows[rank].shape[0] // len(self.rows),
+            timeout_ns=deadline_ns,
+        )
+
+
+def play(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], Result]) -> list[Result]:
+    """What ``launch`` of a rank over its wire returns for every rank in the second round; no spin may give up in it."""
+    results, ranks = [], range(case.world_size)
+    faults = [torch.zeros(8, dtype=torch.int64, device=case.device) for _ in ranks]
+    for lie_or_not in (buffers.pretend, buffers.stop_pretending):
+        lie_or_not()
+        results = [launch(rank, buffers.wire(rank, faults[rank], DEADLINE_NS[case.device])) for rank in ranks]
+        synchronize(case)
+    for rank, fault in enumerate(faults):
+        assert not fault.any(), f"rank {rank}: {fault.tolist()}"
+    return results
+
+
+def synchronize(case: PlayedCase) -> None:
+    """Wait until the launches are done."""
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def fault_of(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], object], deadline_ns: int) -> list[int]:
+    """The record of a fault that rank 0 leaves when no other rank ever comes."""
+    fault = torch.zeros(8, dtype=torch.int64, device=case.device)
+    launch(0, buffers.wire(0, fault, deadline_ns))
+    synchronize(case)
+    return fault.tolist()
