@@ -1,6 +1,7 @@
 """The whole MoE layer, forward or forward + backward: Comet against what everybody has, in one interleaved run.
 
-    torchrun --nproc-per-node 4 benchmarks/bench_moe.py --models mixtral_8x7b,deepseek_v3 --tokens 2048,8192 --ep 4
+    torchrun --nproc-per-node 4 benchmarks/bench_moe.py --models mixtral_8x7b,deepseek_v3 --tokens 2048,8192 --ep 4 \\
+        --routing uniform,zipf,hot
     torchrun --nproc-per-node 2 benchmarks/bench_moe.py --device cpu --models tiny --tokens 64 --ep 2
 
 Rank 0 writes ``bench_moe.csv`` (a row as soon as it is measured), ``.png`` and ``.json`` to ``--out``, prints one table
@@ -14,7 +15,8 @@ import argparse
 import gc
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -24,24 +26,36 @@ import torch
 import torch.distributed as dist
 from accounting import layer_flops, link_bytes
 from fp8 import deviation
+from graphs import Graph, record
 from points import (
     ROTATE,
     Inputs,
     Layer,
     Ranks,
     Settings,
+    Shared,
     attempt,
     floor_variants,
     layer_variants,
-    make_inputs,
     open_layer,
     relative_error,
 )
-from report import FP8_VARIANTS, VARIANTS, Row, append_csv, as_json, draw, figures, format_table
+from report import (
+    FP8_VARIANTS,
+    VARIANTS,
+    Row,
+    append_csv,
+    as_json,
+    draw,
+    figures,
+    format_summary,
+    format_table,
+    set_aside,
+)
 from roofs import gemm_roof_tflops, link_roof_gbs
 from routing import ROUTINGS
 from shapes import model
-from timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
+from timing import Timing, Variant, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 
 from comet.config import OverlapConfig, ParallelConfig, require
@@ -55,16 +69,23 @@ TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 
 
 def measure_point(
-    layer: Layer, num_tokens: int, settings: Settings, ranks: Ranks, rounds: int, link_roof: float | None
+    layer: Layer,
+    num_tokens: int,
+    settings: Settings,
+    ranks: Ranks,
+    rounds: int,
+    link_roof: float | None,
+    shared: Shared,
 ) -> Row:
-    """Check and time all variants at one number of tokens; collective."""
-    inputs = make_inputs(layer.config, num_tokens, settings, ranks)
+    """Check and time all variants at one number of tokens and one routing; collective."""
+    inputs = shared.draw(layer.config, num_tokens, settings, ranks)
     failures = dict(layer.failures)
-    variants, errors = checked_variants(layer, inputs, settings, ranks, failures)
+    variants, errors = checked_variants(layer, inputs, settings, ranks, failures, shared.graphs)
     floors, failure = attempt(partial(floor_variants, layer, inputs, settings, ranks), ranks)
     variants |= floors or {}
     if failure:
         failures["gemm"] = failure
+    start = time.perf_counter()
     timings = time_interleaved(
         variants,
         rounds=rounds,
@@ -73,6 +94,7 @@ def measure_point(
         device=ranks.device,
         slowest=max_over_ranks(ranks.device, ranks.process_group),
     )
+    timed_seconds = time.perf_counter() - start
     times_ms = {name: timing.median_ms for name, timing in timings.items()}
     if settings.backward:
         for name in times_ms.keys() & {"gemm_comet", "gemm_torch"}:
@@ -85,30 +107,48 @@ def measure_point(
         | figures(times_ms, flops, traffic, link_roof)
         | {"error": errors.get("comet"), "error_fp8": errors.get("comet_fp8")}
         | {"failures": describe(failures), "quantiles": quantiles(timings)}
-        | {"setting": describe_setting(layer)}
+        | {"setting": describe_setting(layer), "timed_seconds": timed_seconds}
     )
 
 
 def checked_variants(
-    layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks, failures: dict[str, str]
+    layer: Layer,
+    inputs: Inputs,
+    settings: Settings,
+    ranks: Ranks,
+    failures: dict[str, str],
+    graphs: dict[str, Graph] | None = None,
 ) -> tuple[dict[str, Variant], dict[str, float | None]]:
-    """The variants that run and agree with the plain path, and their errors; the others go to ``failures``."""
+    """The variants that run and agree with the plain path, and their errors; the others go to ``failures``.
+
+    ``graphs`` holds what was recorded with these inputs before, and gets what is recorded now.
+    """
+    graphs = {} if graphs is None else graphs
     usable: dict[str, Variant] = {}
     wanted: tuple[Tensor, ...] | None = None
     errors: dict[str, float | None] = {}
-    for name, variant in layer_variants(layer, inputs, settings, ranks).items():
-        output, failure = attempt(partial(variant, 0), ranks)
+
+    def check(name: str, first: Callable[[], tuple[Tensor, ...]]) -> str:
+        nonlocal wanted
+        output, failure = attempt(first, ranks)
         if output is not None:
             wanted = output if wanted is None and name == "plain" else wanted
             noise = layer.fp8.noise if layer.fp8 is not None and name in FP8_VARIANTS else None
             failure, errors[name] = compare(output, wanted if output else None, ranks, noise)
-        timed: Variant | None = variant
-        if not failure and name in GRAPHS and ranks.device.type == "cuda":
-            timed, failure = attempt(partial(capture, variant, rotate=ROTATE), ranks)
-        if failure or timed is None:
+        return failure
+
+    for name, variant in layer_variants(layer, inputs, settings, ranks).items():
+        graph, failure = graphs.get(name), ""
+        if graph is None:
+            failure = check(name, partial(variant, 0))
+            if not failure and name in GRAPHS and ranks.device.type == "cuda":
+                graph, failure = attempt(partial(record, variant, ROTATE), ranks)
+        if graph is not None:
+            graphs[name], failure = graph, check(name, graph.first)
+        if failure:
             failures[name] = failure
         else:
-            usable[name] = timed
+            usable[name] = variant if graph is None else graph.replay
     return usable, errors
 
 
@@ -153,28 +193,23 @@ def describe(failures: dict[str, str]) -> str:
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports."""
+    table = arguments.out / "bench_moe.csv"
+    if ranks.rank == 0:
+        for old, new in set_aside(arguments.out, "bench_moe"):
+            tell(ranks, f"{old.name} of an earlier run is now {new.name}")
+    start = time.perf_counter()
     facts = gather_facts(ranks)
+    tell(ranks, f"roofs: done in {time.perf_counter() - start:.1f} s")
     rows: list[Row] = []
     for name in arguments.models:
-        keys = {
-            "model": name,
-            "ep": settings.parallel.ep,
-            "tp": settings.parallel.tp,
-            "routing": settings.routing,
-            "direction": "forward+backward" if settings.backward else "forward",
-        }
+        start = time.perf_counter()
         with open_layer(model(name), settings, ranks) as layer:
-            for num_tokens in arguments.tokens:
-                measured, failure = attempt(
-                    partial(
-                        measure_point, layer, num_tokens, settings, ranks, arguments.rounds, facts["link_roof_gbs"]
-                    ),
-                    ranks,
-                )
-                rows.append(keys | {"tokens": num_tokens} | (measured or {"failures": f"point: {failure}"}))
+            tell(ranks, f"{name}: layer made in {time.perf_counter() - start:.1f} s")
+            for row in measure_layer(layer, arguments, settings, ranks, facts["link_roof_gbs"]):
+                rows.append({"model": name} | row)
                 if ranks.rank == 0:
-                    append_csv(arguments.out / "bench_moe.csv", rows[-1])
-                    print(f"{name} {num_tokens}: done", file=sys.stderr, flush=True)
+                    append_csv(table, rows[-1])
+                tell(ranks, progress(rows[-1]))
         del layer
         gc.collect()
         if ranks.device.type == "cuda":
@@ -182,9 +217,43 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     if ranks.rank == 0:
         line = as_json(rows, facts)
         (arguments.out / "bench_moe.json").write_text(line + "\n")
-        print(format_table(rows), flush=True)
+        print(format_table(rows), format_summary(rows), sep="\n", flush=True)
         draw(arguments.out / "bench_moe.png", rows)
         print(line)
+
+
+def measure_layer(
+    layer: Layer, arguments: argparse.Namespace, settings: Settings, ranks: Ranks, link_roof: float | None
+) -> Iterator[Row]:
+    """A row for each number of tokens and routing, without the model's name; collective."""
+    keys = {
+        "ep": settings.parallel.ep,
+        "tp": settings.parallel.tp,
+        "direction": "forward+backward" if settings.backward else "forward",
+    }
+    for num_tokens in arguments.tokens:
+        shared = Shared()
+        for routing in arguments.routing:
+            start = time.perf_counter()
+            routed = replace(settings, routing=routing)
+            measure = partial(measure_point, layer, num_tokens, routed, ranks, arguments.rounds, link_roof, shared)
+            measured, failure = attempt(measure, ranks)
+            seconds = {"seconds": time.perf_counter() - start}
+            point = keys | {"tokens": num_tokens, "routing": routing} | seconds
+            yield point | (measured or {"failures": f"point: {failure}"})
+
+
+def progress(row: Row) -> str:
+    """What is said of a finished row: ``tiny 64 zipf: done in 3.1 s, 0.9 s of it timed rounds``, and what failed."""
+    timed = f", {row['timed_seconds']:.1f} s of it timed rounds" if "timed_seconds" in row else ""
+    failures = f"; {row['failures']}" if row["failures"] else ""
+    return f"{row['model']} {row['tokens']} {row['routing']}: done in {row['seconds']:.1f} s{timed}{failures}"
+
+
+def tell(ranks: Ranks, line: str) -> None:
+    """One line of progress, by rank 0."""
+    if ranks.rank == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def gather_facts(ranks: Ranks) -> Row:
@@ -217,7 +286,9 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--tokens", type=names, default=("2048", "8192"), help="tokens per rank, comma-separated")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
+    parser.add_argument(
+        "--routing", type=names, default=("uniform",), help=f"comma-separated, of {', '.join(ROUTINGS)}"
+    )
     parser.add_argument("--backward", action="store_true", help="forward + backward")
     parser.add_argument("--path", default="auto", help="path of Comet's layer: auto, fused, twin, plain, reference")
     parser.add_argument(
@@ -227,19 +298,25 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--variants", type=names, default=VARIANTS, help=",".join(known))
     parser.add_argument("--rounds", type=int, default=20, help="counted calls of each variant")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench_moe"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/bench_moe"),
+        help="folder; what an earlier run left there is kept as bench_moe.1.csv and so on",
+    )
     arguments = parser.parse_args(command_line)
     arguments.tokens = [int(number) for number in arguments.tokens]
     for name in arguments.models:
         model(name)
-    require(arguments.routing in ROUTINGS, f"routing={arguments.routing!r} must be one of {', '.join(ROUTINGS)}")
+    for name in arguments.routing:
+        require(name in ROUTINGS, f"routing={name!r} must be one of {', '.join(ROUTINGS)}")
     for name in arguments.variants:
         require(name in known, f"variants={name!r} must be one of {', '.join(known)}")
     pairs = dict(pair.split("=", 1) for pair in arguments.overlap)
     return arguments, Settings(
         parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),
         max_tokens=max(arguments.tokens),
-        routing=arguments.routing,
+        routing=arguments.routing[0],
         backward=arguments.backward,
         path=arguments.path,
         overlap=OverlapConfig(**{name: int(value) for name, value in pairs.items()}) if pairs else None,

@@ -25,7 +25,11 @@ def combine_alone(path: SymmetricPath, plan: Plan, hidden: Tensor, w2: Tensor) -
         The launch.
     """
     if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
-        without_tiles = replace(plan, tile_starts=torch.zeros_like(plan.tile_starts))
+        without_tiles = replace(
+            plan,
+            tile_starts=torch.zeros_like(plan.tile_starts),
+            segment_counts=torch.zeros_like(plan.segment_counts),
+        )
         return lambda: path.ops.layer1(hidden, w2, without_tiles, path.workspace, path.settings)
     y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
     return lambda: path.ops.combine(y, plan, path.workspace, path.settings, weighted=True)

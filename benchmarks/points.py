@@ -20,6 +20,7 @@ from baselines import all_gather_experts, pipelined_experts
 from comm_only import exchange_alone
 from fp8 import FP8Layer, fits, quantize_layer
 from gemms import gemm_variants, split_evenly
+from graphs import Graph, LayerVariant
 from report import FP8_VARIANTS, VARIANTS
 from routing import make_routing
 from timing import Variant
@@ -36,10 +37,10 @@ from comet.plain import make_exchange, plain_experts
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
 SEEDS_PER_RANK = 1000
+WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the weights
 # What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
 T = TypeVar("T")
-LayerVariant = Callable[[int], tuple[Tensor, ...]]
 FORWARD_ONLY = ("pipelined", "all_gather")
 
 
@@ -50,7 +51,7 @@ class Settings:
     Args:
         parallel: EP and TP.
         max_tokens: Most tokens of any point.
-        routing: Kind of routing (see ``routing.make_routing``).
+        routing: Kind of routing (see ``routing.make_routing``) of the inputs drawn next.
         backward: Forward + backward instead of forward.
         path: Path of Comet's layer.
         overlap: How its kernels share the GPU; ``None`` takes the defaults.
@@ -114,6 +115,35 @@ class Inputs:
     grads: list[Tensor]
 
 
+@dataclass(slots=True)
+class Shared:
+    """What all routings of one number of tokens have in common.
+
+    Args:
+        inputs: Their ids and weights are overwritten in place by those of the next routing.
+        graphs: Recorded with these inputs; nothing in them depends on the routing but what the device reads.
+    """
+
+    inputs: Inputs | None = None
+    graphs: dict[str, Graph] = field(default_factory=dict)
+
+    def draw(self, config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks) -> Inputs:
+        """The inputs of ``settings.routing``."""
+        if self.inputs is None:
+            self.inputs = make_inputs(config, num_tokens, settings, ranks)
+        else:
+            reroute(self.inputs, config, settings, ranks)
+        return self.inputs
+
+
+class DrawnInPlace(MoE):
+    """Comet's layer with weights drawn on its device: on the host, billions of numbers take longer than a run."""
+
+    def reset_parameters(self, seed: int) -> None:
+        """Draw the experts; routing is given, so what the router holds does not matter."""
+        draw_weights(*self.expert_parameters(), self.config, self.group.rank)
+
+
 @contextmanager
 def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[Layer]:
     """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines."""
@@ -137,26 +167,34 @@ def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[
     group.close()
 
 
+@torch.no_grad()
+def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, rank: int) -> None:
+    """Fill both where they are: normal, of variance 1 / D and 1 / F; every rank draws its own."""
+    generator = torch.Generator(w1.device).manual_seed(WEIGHT_SEED + rank)
+    w1.normal_(0, config.hidden_size**-0.5, generator=generator)
+    w2.normal_(0, config.ffn_size**-0.5, generator=generator)
+
+
 def make_inputs(config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks) -> Inputs:
     """Draw the input sets of this rank."""
     inputs = Inputs([], [], [], [])
     for index in range(ROTATE):
-        seed = ranks.rank * SEEDS_PER_RANK + index
-        generator = torch.Generator(ranks.device).manual_seed(seed)
+        generator = torch.Generator(ranks.device).manual_seed(_seed(index, ranks))
         for tensors in (inputs.tokens, inputs.grads):
             drawn = torch.randn(num_tokens, config.hidden_size, generator=generator, device=ranks.device)
             tensors.append(drawn.to(ranks.dtype))
-        ids, weights = make_routing(
-            settings.routing,
-            num_tokens=num_tokens,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            seed=seed,
-            device=ranks.device,
-        )
+        ids, weights = _draw_routing(index, config, num_tokens, settings, ranks)
         inputs.ids.append(ids)
         inputs.weights.append(weights)
     return inputs
+
+
+def reroute(inputs: Inputs, config: MoEConfig, settings: Settings, ranks: Ranks) -> None:
+    """Overwrite ids and weights by those ``make_inputs`` draws for ``settings.routing``; tokens are the same anyway."""
+    for index, old in enumerate(zip(inputs.ids, inputs.weights, strict=True)):
+        new = _draw_routing(index, config, len(old[0]), settings, ranks)
+        for before, after in zip(old, new, strict=True):
+            before.copy_(after)
 
 
 def layer_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks) -> dict[str, LayerVariant]:
@@ -188,6 +226,8 @@ def layer_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Rank
 
 def floor_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Ranks) -> dict[str, Variant]:
     """The GEMMs alone: on balanced rows for uniform routing, else on the rows that reach this rank."""
+    if not {"gemm_comet", "gemm_torch"} & set(settings.variants):
+        return {}
     if settings.routing == "uniform":
         counts = split_evenly(balanced_rows(len(inputs.ids[0]), layer.layout), layer.layout.experts_local)
     else:
@@ -256,15 +296,30 @@ def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> tuple[E
     group = make_expert_group(
         config, settings.parallel, max_tokens=settings.max_tokens, dtype=ranks.dtype, device=ranks.device
     )
-    return group, MoE(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
+    moe = DrawnInPlace(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
+    return group, moe
 
 
 def _own_weights(config: MoEConfig, layout: ExpertLayout, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    width, of = config.ffn_size // layout.tp, {"device": ranks.device, "dtype": ranks.dtype}
+    w1 = torch.empty(layout.experts_local, 2 * width, config.hidden_size, **of)
+    w2 = torch.empty(layout.experts_local, config.hidden_size, width, **of)
+    draw_weights(w1, w2, config, ranks.rank)
+    return w1, w2
 
-    def draw(num_rows: int, num_columns: int) -> Tensor:
-        weight = torch.empty(layout.experts_local, num_rows, num_columns, device=ranks.device, dtype=ranks.dtype)
-        return weight.normal_(0, num_columns**-0.5, generator=generator)
 
-    width = config.ffn_size // layout.tp
-    return draw(2 * width, config.hidden_size), draw(config.hidden_size, width)
+def _seed(index: int, ranks: Ranks) -> int:
+    return ranks.rank * SEEDS_PER_RANK + index
+
+
+def _draw_routing(
+    index: int, config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    return make_routing(
+        settings.routing,
+        num_tokens=num_tokens,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        seed=_seed(index, ranks),
+        device=ranks.device,
+    )

@@ -1,0 +1,261 @@
+"""Many points in one run of the layer benchmark: what routings share, what is kept, and what is said at the end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import bench_moe
+import graphs
+import pytest
+import torch
+from bench_moe import checked_variants, parse, progress
+from graphs import Graph, record
+from points import Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer
+from report import append_csv, as_json, draw, format_summary, format_table, set_aside, summary
+from shapes import model
+from torch import Tensor
+
+from comet.config import MoEConfig, ParallelConfig
+
+CPU = torch.device("cpu")
+ALONE = Ranks(0, CPU, None)
+TINY = model("tiny")
+ROUTINGS = ("uniform", "zipf", "hot")
+
+
+class PretendedGPU(Ranks):
+    """A rank alone that takes the ways of a GPU, on CPU tensors."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def worst(self, value: float) -> float:
+        return value
+
+
+def settings_of(*variants: str, routing: str = "uniform") -> Settings:
+    return Settings(parallel=ParallelConfig(), max_tokens=64, routing=routing, variants=variants)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_next_routing_overwrites_ids_and_weights_in_place(seed: int) -> None:
+    draw_from = random.Random(seed)
+    num_tokens, order = draw_from.randint(1, 64), draw_from.sample(ROUTINGS, 3)
+    ranks, shared = Ranks(draw_from.randint(0, 5), CPU, None), Shared()
+    addresses = set()
+    for routing in order:
+        settings = settings_of(routing=routing)
+        found, wanted = (draw(TINY, num_tokens, settings, ranks) for draw in (shared.draw, make_inputs))
+        for name in ("tokens", "ids", "weights", "grads"):
+            pairs = zip(getattr(found, name), getattr(wanted, name), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs), f"seed {seed}: {name} of {routing}"
+        addresses.add(tuple(tensor.data_ptr() for tensor in (*found.tokens, *found.ids, *found.weights)))
+    assert len(addresses) == 1
+
+
+def replayed(recorded: list[LayerVariant], *, stale: bool) -> Callable[[LayerVariant, int], Graph]:
+    """What stands for ``record`` on a CPU: a replay writes into the first output, or, ``stale``, nothing at all."""
+
+    def pretend(variant: LayerVariant, rotate: int) -> Graph:
+        recorded.append(variant)
+        output = variant(0)
+
+        def replay(index: int) -> None:
+            for old, new in zip(output, () if stale else variant(index), strict=not stale):
+                old.copy_(new)
+
+        return Graph(variant, replay, output)
+
+    return pretend
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_graphs_are_recorded_once_and_compared_at_every_routing(monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
+    recorded: list[LayerVariant] = []
+    monkeypatch.setattr(bench_moe, "record", replayed(recorded, stale=stale))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    settings, shared = settings_of("comet", "comet_graph", "plain", "comm_comet"), Shared()
+    gpu = PretendedGPU(0, torch.device("cuda"), None)
+    with open_layer(TINY, settings, ALONE) as layer:
+        for number, routing in enumerate(ROUTINGS):
+            routed, failures = replace(settings, routing=routing), dict[str, str]()
+            inputs = shared.draw(TINY, 48, routed, ALONE)
+            usable, errors = checked_variants(layer, inputs, routed, gpu, failures, shared.graphs)
+            assert sorted(shared.graphs) == ["comet_graph", "comm_comet"]
+            assert usable["comm_comet"] is shared.graphs["comm_comet"].replay
+            if stale and number > 0:
+                assert failures["comet_graph"].startswith("differs from the plain path")
+                assert "comet_graph" not in usable
+            else:
+                assert not failures
+                assert usable["comet_graph"] is shared.graphs["comet_graph"].replay
+                assert errors["comet_graph"] < 1e-4
+    assert len(recorded) == 2
+
+
+def test_a_record_keeps_the_output_of_the_first_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``capture`` runs every set twice, to warm up and to record: the second output is the one a replay writes."""
+    calls: list[int] = []
+
+    def variant(index: int) -> tuple[Tensor, ...]:
+        calls.append(index)
+        return (torch.full((), 10 * len(calls) + index),)
+
+    def capture(run: Callable[[int], object], *, rotate: int) -> Callable[[int], object]:
+        assert [run(index) for index in (*range(rotate), *range(rotate))] == [None] * (2 * rotate)
+        return calls.append
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    graph = record(variant, 3)
+    assert [int(tensor) for tensor in graph.first()] == [40]
+    assert calls == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("variants", [("comet", "plain"), ("plain",)])
+def test_weights_are_drawn_where_they_are(variants: tuple[str, ...]) -> None:
+    """With and without Comet's layer, which holds the same memory; the widths tell D and F apart."""
+    config = MoEConfig(num_experts=4, top_k=2, hidden_size=128, ffn_size=64)
+    wanted = torch.empty(4, 128, 128), torch.empty(4, 128, 64)
+    others = torch.empty(4, 128, 128), torch.empty(4, 128, 64)
+    draw_weights(*wanted, config, 0)
+    draw_weights(*others, config, 1)
+    with open_layer(config, settings_of(*variants), ALONE) as layer:
+        assert (layer.moe is None) == ("comet" not in variants)
+        assert torch.equal(layer.w1, wanted[0])
+        assert torch.equal(layer.w2, wanted[1])
+        assert not torch.equal(layer.w2, others[1])
+        spread = layer.w1.std().item() * math.sqrt(128), layer.w2.std().item() * math.sqrt(64)
+        assert spread == pytest.approx((1, 1), rel=0.03)
+
+
+def row_of(model_name: str, tokens: int, routing: str, x_best: float | None) -> dict[str, object]:
+    keys = {"model": model_name, "tokens": tokens, "ep": 4, "tp": 1, "routing": routing, "direction": "forward"}
+    return keys | ({"x_best": x_best, "plain_ms": 2.0, "comet_ms": 1.0} if x_best else {"failures": "comet: too bad"})
+
+
+def test_summary_example() -> None:
+    rows = [row_of("a", 8, "uniform", 1.5), row_of("a", 8, "zipf", 0.9), row_of("b", 8, "hot", None)]
+    found = summary(rows)
+    assert (found["points"], found["compared"], found["slower"]) == (3, 2, 1)
+    assert found["least"] == {name: rows[1][name] for name in found["least"]}
+    assert found["least"]["x_best"] == 0.9
+    assert format_summary(rows) == (
+        "Compared at 2 of 3 points: Comet is slower than the best baseline at 1; least x_best 0.900 "
+        "(a, 8 tokens, ep=4 tp=1, zipf)"
+    )
+    assert format_summary(rows[2:]) == "Compared at 0 of 1 points: Comet is slower than the best baseline at 0"
+    assert summary([row_of("a", 8, "hot", 1.0)])["slower"] == 0
+    assert json.loads(as_json(rows, {}))["summary"] == found
+
+
+def test_means_are_given_for_each_of_several_routings() -> None:
+    rows = [row_of("a", 8, "uniform", 2.0), row_of("a", 9, "uniform", 8.0), row_of("a", 8, "zipf", 1.0)]
+    lines = format_table(rows).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    cells = [line.split() for line in lines[-3:]]
+    assert [(line[5], float(line[-1])) for line in cells] == [("uniform", 4), ("zipf", 1), ("-", 2.52)]
+    report = json.loads(as_json(rows, {}))
+    assert report["geometric_mean"]["x_best"] == pytest.approx(16 ** (1 / 3))
+    assert report["geometric_mean_by_routing"]["uniform"]["x_best"] == pytest.approx(4)
+    assert json.loads(as_json(rows[:2], {}))["geometric_mean_by_routing"] == {}
+    assert len(format_table(rows[:2]).splitlines()) == 4
+
+
+def test_a_panel_for_every_model_and_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    titles: list[list[str]] = []
+    save = Figure.savefig
+
+    def note(figure: Figure, path: Path, dpi: int) -> None:
+        titles.append([axes.get_title() for axes in figure.axes])
+        save(figure, path, dpi=dpi)
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    rows = [row_of(name, 8, routing, 1.5) for name in "ab" for routing in ("uniform", "zipf")]
+    rows[3] = row_of("b", 8, "zipf", None)
+    draw(tmp_path / "picture.png", rows)
+    assert titles == [["a uniform", "b uniform", "a zipf", "b zipf"]]
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_files_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
+    assert set_aside(tmp_path, "bench_moe") == []
+    for run in (1, 2):
+        for suffix in (".csv", ".json"):
+            (tmp_path / f"bench_moe{suffix}").write_text(f"{run}{suffix}")
+        moved = [(old.name, new.name) for old, new in set_aside(tmp_path, "bench_moe")]
+        assert moved == [(f"bench_moe{suffix}", f"bench_moe.{run}{suffix}") for suffix in (".csv", ".json")]
+    assert (tmp_path / "bench_moe.1.csv").read_text() == "1.csv"
+    assert (tmp_path / "bench_moe.2.json").read_text() == "2.json"
+    append_csv(tmp_path / "bench_moe.csv", row_of("a", 8, "zipf", 1.5))
+    with (tmp_path / "bench_moe.csv").open() as file:
+        assert [row["model"] for row in csv.DictReader(file)] == ["a"]
+    (tmp_path / "bench_moe.1.csv").unlink()
+    (tmp_path / "bench_moe.1.json").unlink()
+    (tmp_path / "bench_moe.2.csv").unlink()  # 2 is taken by the .json still, 1 is free
+    assert [new.name for _, new in set_aside(tmp_path, "bench_moe")] == ["bench_moe.1.csv"]
+
+
+def test_progress_of_a_row() -> None:
+    row = {"model": "tiny", "tokens": 64, "routing": "zipf", "seconds": 3.14, "timed_seconds": 0.88, "failures": ""}
+    assert progress(row) == "tiny 64 zipf: done in 3.1 s, 0.9 s of it timed rounds"
+    del row["timed_seconds"]
+    assert progress(row | {"failures": "point: oh"}) == "tiny 64 zipf: done in 3.1 s; point: oh"
+
+
+WORDS = ["--device", "cpu", "--models", "tiny", "--rounds", "1", "--routing", "hot,uniform", "--tokens", "16,8"]
+
+
+def test_routings_are_a_list() -> None:
+    arguments, settings = parse(WORDS)
+    assert arguments.routing == ("hot", "uniform")
+    assert settings.routing == "hot"
+    with pytest.raises(ValueError, match=r"routing='odd' must be one of uniform, zipf, hot"):
+        parse(["--routing", "uniform,odd"])
+
+
+def test_a_layer_is_opened_once_and_an_interrupted_run_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened, measured = [], []
+
+    def counted(*arguments: object) -> object:
+        opened.append(arguments)
+        return open_layer(*arguments)
+
+    def interrupted(layer: Layer, num_tokens: int, settings: Settings, *rest: object) -> dict[str, object]:
+        measured.append((num_tokens, settings.routing))
+        if len(measured) == 8:
+            raise KeyboardInterrupt
+        return measure_point(layer, num_tokens, settings, *rest)
+
+    measure_point = bench_moe.measure_point
+    monkeypatch.setattr(bench_moe, "open_layer", counted)
+    monkeypatch.setattr(bench_moe, "measure_point", interrupted)
+    words = [*WORDS, "--out", str(tmp_path)]
+    bench_moe.run(*parse(words), ALONE)
+    assert len(opened) == 1
+    points = [(16, "hot"), (16, "uniform"), (8, "hot"), (8, "uniform")]
+    assert measured == points
+    report = json.loads((tmp_path / "bench_moe.json").read_text())
+    assert [(row["tokens"], row["routing"]) for row in report["rows"]] == points
+    assert all(row["error"] < 1e-4 and row["seconds"] >= row["timed_seconds"] > 0 for row in report["rows"])
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-2].startswith("Compared at 4 of 4 points: ")
+    assert "tiny 8 hot: done in " in printed.err
+    with pytest.raises(KeyboardInterrupt):
+        bench_moe.run(*parse(words), ALONE)
+    with (tmp_path / "bench_moe.csv").open() as file:
+        assert [(int(row["tokens"]), row["routing"]) for row in csv.DictReader(file)] == points[:3]
+    with (tmp_path / "bench_moe.1.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 4
+    assert not (tmp_path / "bench_moe.json").exists()
+    assert "bench_moe.csv of an earlier run is now bench_moe.1.csv" in capsys.readouterr().err
