@@ -1,8 +1,8 @@
 """Layer 0's forward pass in CUDA C++ (``cuda/``): what ``dispatch_gemm`` does, bit for bit, in one launch.
 
-What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast,
-pieces of rows of equal height in the place of tiles of 128, and warps that push rows on every multiprocessor, eight
-rows at a time: the first rows arrive after microseconds, and no block is kept from multiplying.
+What it has and its Triton twin cannot have: warps that only load, pieces of rows of equal height in the place of tiles
+of 128, and a warp in every block that pushes rows, eight at a time: the first rows arrive after microseconds, and no
+block is kept from multiplying.
 
 Why it ends: pushing warps wait for nobody, so every flag is raised, in whatever order blocks run.
 """
@@ -186,10 +186,11 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
     """The CUDA text of one configuration."""
     constants = dict(
         CLUSTER=1, ROWS_BY_THREADS=1, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
-        PUSH_ROWS=config.push_rows, GROUP_PIECES=config.group_pieces, WORLD=world_size, SAVES_PRE=int(saves_pre), RECORDS=int(records),
-        LINE=LINE, DEPTH=DEPTH, COLS=COLS, MOST_ROWS=MOST_ROWS, STEP=STEP, TILE_ROWS=TILE_ROWS, WARPS=WARPS,
-        LOADERS=LOADERS, ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value,
-        EVENT_WORDS=EVENT_WORDS.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value, KIND_DISPATCH=KIND_DISPATCH.value,
+        GROUP_PIECES=config.group_pieces, PUSH_ROWS=config.push_rows, WORLD=world_size, SAVES_PRE=int(saves_pre),
+        RECORDS=int(records), LINE=LINE, DEPTH=DEPTH, COLS=COLS, MOST_ROWS=MOST_ROWS, STEP=STEP, TILE_ROWS=TILE_ROWS,
+        WARPS=WARPS, LOADERS=LOADERS, ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=CHUNK_ROWS,
+        PLACE_LAYER0=PLACE_LAYER0.value, EVENT_WORDS=EVENT_WORDS.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
+        KIND_DISPATCH=KIND_DISPATCH.value,
     )  # fmt: skip
     return cuda_text(constants, dtype, range(STEP, MOST_ROWS + 1, STEP), SOURCES)
 
