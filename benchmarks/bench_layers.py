@@ -3,12 +3,14 @@
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --models mixtral_8x7b,deepseek_v3 --tokens 2048,8192 --ep 4
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try comm_blocks=8 --try comm_blocks=32,num_panels=8
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try transport=copy --try transport=copy,num_phases=4
+    torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --compare --try num_panels=6
     torchrun --nproc-per-node 2 benchmarks/bench_layers.py --device cpu --models tiny --tokens 64 --ep 2
 
 All launches of a point are timed in one interleaved loop, on a GPU as CUDA graphs. Rank 0 writes ``bench_layers.csv``
 (a point's rows as soon as they are measured) and ``.json`` to ``--out``, prints one table and, as the last line, the
-best split of every point as JSON. A launch that fails or hangs is recorded and the run goes on. Columns and protocol:
-``RESULTS.md`` beside this file.
+best split of every point as JSON. A launch that fails or hangs is recorded and the run goes on. With ``--compare`` the
+kernels of both layers in Triton and in CUDA C++ are in the same loop, whatever the size of the layer; they get a table
+and ``bench_layers_compare.csv`` of their own. Columns and protocol: ``RESULTS.md`` beside this file.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from bench_moe import gather_facts
+from layer_compare import COLUMNS as COMPARED_COLUMNS
+from layer_compare import TABLE as COMPARED_TABLE
+from layer_compare import compared_launches, compared_row, what_cuda_lacks
 from layer_launches import checked_launches, timed_variants
 from layer_points import Point, Split, open_point, recover
 from layer_report import KEYS, append_csv, format_table, make_rows, summary
@@ -38,7 +42,6 @@ from timing import max_over_ranks, time_interleaved
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
-from comet.kernels import gemm_combine_cuda
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
@@ -52,11 +55,21 @@ GRID = {
 TIMEOUT_S = 5.0  # a hang is reported quickly
 
 
-def measure_point(point: Point, ranks: Ranks, rounds: int) -> list[Row]:
-    """Check and time every launch of one point; one row per split (collective)."""
+class Measured(NamedTuple):
+    """Of one point: a row per split, and the row of ``layer_compare`` if that was asked for."""
+
+    splits: list[Row]
+    compared: list[Row]
+
+
+def measure_point(point: Point, ranks: Ranks, rounds: int, *, compare: bool) -> Measured:
+    """Check and time every launch of one point, those of ``layer_compare`` as well if ``compare`` (collective)."""
     failures: dict[str, str] = {}
+    compare_failures: dict[str, str] = {}
     launches = checked_launches(point, ranks, failures)
-    variants, opening = timed_variants(launches, point, ranks, failures)
+    compared = compared_launches(point, ranks, compare_failures) if compare else {}
+    variants, opening = timed_variants(launches | compared, point, ranks, failures)
+    compare_failures |= {name: failures.pop(name) for name in compared if name in failures}
     timings = time_interleaved(
         variants,
         rounds=rounds,
@@ -66,34 +79,51 @@ def measure_point(point: Point, ranks: Ranks, rounds: int) -> list[Row]:
         slowest=max_over_ranks(ranks.device, ranks.process_group),
     )
     point.workspace.check()
-    return make_rows(point.paths, timings, failures)
+    row = compared_row(next(iter(point.paths)), timings, compare_failures)
+    return Measured(make_rows(point.paths, timings, failures), [row] if compare else [])
 
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports."""
     facts = gather_facts(ranks)
-    rows: list[Row] = []
+    lacking = what_cuda_lacks(ranks) if arguments.compare else ""
+    if lacking and ranks.rank == 0:
+        print(f"--compare: no kernels in CUDA C++ to compare with: {lacking}", file=sys.stderr, flush=True)
+    compare = arguments.compare and not lacking
+    all_measured = Measured([], [])
     for name in arguments.models:
-        for num_tokens, measured in measure_model(name, arguments, settings, ranks):
-            keys = (name, num_tokens, settings.parallel.ep, settings.parallel.tp, settings.routing)
-            new = [dict(zip(KEYS, keys, strict=True)) | row for row in measured]
-            rows += new
+        for num_tokens, measured in measure_model(name, arguments, settings, ranks, compare=compare):
+            parallel = settings.parallel
+            keys = dict(zip(KEYS, (name, num_tokens, parallel.ep, parallel.tp, settings.routing), strict=True))
+            new = Measured(*([keys | row for row in rows] for rows in measured))
+            all_measured.splits.extend(new.splits)
+            all_measured.compared.extend(new.compared)
             if ranks.rank == 0:
-                append_csv(arguments.out / "bench_layers.csv", new)
+                append_csv(arguments.out / "bench_layers.csv", new.splits)
+                if compare:
+                    append_csv(arguments.out / "bench_layers_compare.csv", new.compared, COMPARED_COLUMNS)
                 print(f"{name} {num_tokens}: done", file=sys.stderr, flush=True)
         gc.collect()
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
     if ranks.rank == 0:
-        found = summary(rows, facts)
-        (arguments.out / "bench_layers.json").write_text(json.dumps(found | {"rows": rows}) + "\n")
-        print(format_table(rows), flush=True)
-        print(json.dumps(found))
+        report(all_measured, facts, arguments.out)
+
+
+def report(measured: Measured, facts: Row, out: Path) -> None:
+    """Write the JSON file, print the tables and the line of JSON."""
+    found = summary(measured.splits, facts)
+    rows = {"rows": measured.splits, "compared": measured.compared}
+    (out / "bench_layers.json").write_text(json.dumps(found | rows) + "\n")
+    print(format_table(measured.splits), flush=True)
+    if measured.compared:
+        print(format_table(measured.compared, COMPARED_TABLE), flush=True)
+    print(json.dumps(found))
 
 
 def measure_model(
-    name: str, arguments: argparse.Namespace, settings: Settings, ranks: Ranks
-) -> Iterator[tuple[int, list[Row]]]:
+    name: str, arguments: argparse.Namespace, settings: Settings, ranks: Ranks, *, compare: bool
+) -> Iterator[tuple[int, Measured]]:
     """Rows of one number of tokens after the other; the model's weights live only here (collective)."""
     config = model(name)
     group = make_expert_group(
@@ -107,10 +137,14 @@ def measure_model(
     with open_layer(config, settings, ranks) as layer:
         for num_tokens in arguments.tokens:
             opening = partial(open_point, layer, group, num_tokens, settings.routing, arguments.tries, ranks)
-            rows, failure = attempt(lambda: measure_point(opening(), ranks, arguments.rounds), ranks)  # noqa: B023
+            measured, failure = attempt(
+                lambda: measure_point(opening(), ranks, arguments.rounds, compare=compare),  # noqa: B023
+                ranks,
+            )
             if failure:
                 recover(group.workspace, ranks)
-            yield num_tokens, rows or [{"failures": f"point: {failure}"}]
+            failed: list[Row] = [{"failures": f"point: {failure}"}]
+            yield num_tokens, measured or Measured(failed, failed if compare else [])
     group.close()
 
 
@@ -150,9 +184,7 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         help="comm_blocks=16,num_panels=4,beside=0 or transport=copy; repeatable",
     )
     parser.add_argument("--rounds", type=int, default=7, help="counted calls of each launch")
-    parser.add_argument(
-        "--layer1", choices=("auto", "triton"), default="auto", help="auto: CUDA C++ where the layer would take it"
-    )
+    parser.add_argument("--compare", action="store_true", help="time both layers in Triton and in CUDA C++ as well")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_layers"))
     arguments = parser.parse_args(command_line)
@@ -177,11 +209,7 @@ def main(command_line: Sequence[str]) -> None:
     wanted = settings.parallel.world_size
     require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    least = gemm_combine_cuda.LEAST_PRODUCTS if arguments.layer1 == "auto" else sys.maxsize
-    with (
-        patch.object(gemm_combine_cuda, "LEAST_PRODUCTS", least),
-        process_group(context, open_store(context)),
-    ):
+    with process_group(context, open_store(context)):
         run(arguments, settings, Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
 
 

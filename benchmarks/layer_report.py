@@ -24,7 +24,8 @@ FIGURES = tuple(
 )
 COLUMNS = (*KEYS, *Split._fields, *FIGURES, "plan_ms", "best", "failures")
 SPLIT = "comm/panels/phases/beside/transport"
-TABLE = ("model", "tokens", SPLIT, *COLUMNS[len(KEYS) + len(Split._fields) :])
+TABLE_KEYS = ("model", "tokens")
+TABLE = (*TABLE_KEYS, SPLIT, *COLUMNS[len(KEYS) + len(Split._fields) :])
 
 
 def overlap_figures(layer: float | None, gemm: float | None, comm: float | None) -> tuple[float | None, float | None]:
@@ -79,19 +80,19 @@ def make_rows(splits: Iterable[Split], timings: Mapping[str, Timing], failures: 
     return rows
 
 
-def append_csv(path: Path, rows: Sequence[Row]) -> None:
+def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
     """Add rows now, so that an interruption loses nothing; the first ones write the header."""
     is_new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
         if is_new:
             writer.writeheader()
         writer.writerows(rows)
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[Row], columns: Sequence[str] = TABLE) -> str:
     """One aligned line per row; columns in which nothing was measured are left out."""
-    shown = [name for name in TABLE if any(row.get(name) not in (None, "") for row in rows)]
+    shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
     lines = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
     return "\n".join(align(lines))
 

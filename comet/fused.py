@@ -8,27 +8,34 @@ import torch
 import triton
 from torch import Tensor
 
-from comet.comm.base import SymmTensor
 from comet.copy_engine import start_copies
+from comet.fused_arguments import (
+    combine_config,
+    combine_wire,
+    dispatch_config,
+    make_wire,
+    move_cols,
+    recv_wire,
+    returns_of,
+    sends_of,
+    table_of,
+)
 from comet.kernels.activation import swiglu_backward as launch_swiglu_backward
-from comet.kernels.arguments import GradWire, Returns, Scaled, TileTable, Wire, aligned, power_of_2
-from comet.kernels.dispatch import DispatchConfig, Sends
+from comet.kernels.arguments import GradWire, Scaled, aligned, power_of_2
+from comet.kernels.dispatch import DispatchConfig
 from comet.kernels.dispatch import dispatch as launch_dispatch
-from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.kernels.dispatch_gemm import dispatch_gemm
 from comet.kernels.fp8 import pack_rows
 from comet.kernels.fp8_dispatch_gemm import fp8_dispatch_gemm
-from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
+from comet.kernels.gemm_combine import gemm_combine
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.primitives import barrier_kernel
 from comet.packed import packed_columns
 from comet.plan import Plan
-from comet.plan_rules import NUM_COUNTERS
 from comet.quantize import FP8, FP8_BLOCK
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
-
-COUNTERS_PER_LAUNCH = 32
 
 
 def layer0(
@@ -39,15 +46,12 @@ def layer0(
     rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
     hidden = x.new_empty(rows, ffn)
     pre = x.new_empty(rows, 2 * ffn) if save_pre else None
-    config = _dispatch_config(settings, x, save_pre=save_pre)
-    table = replace(_table(plan, launch=0), tiles=plan.tiles, row_ids=plan.arrival_row_ids)
+    config = dispatch_config(settings, x, save_pre=save_pre)
+    table = table_of(plan, launch=0)
     join = None
     if plan.transport == "copy":
         join, config = start_copies(x, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
-    sends = _sends(plan)
-    if plan.transport == "push":
-        sends = replace(sends, pushed=plan.counters[NUM_COUNTERS:])
-    dispatch_gemm(x, w1, hidden, pre, _recv_wire(workspace), sends, table, config)
+    dispatch_gemm(x, w1, hidden, pre, recv_wire(workspace), sends_of(plan), table, config)
     if join is not None:
         join()
     return hidden, pre
@@ -57,9 +61,9 @@ def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, setting
     """Grouped GEMM || weighted top-k reduce || combine in one launch; see ``comet.twin.layer1``."""
     y = hidden.new_empty(hidden.shape[0], w2.shape[1])
     out = hidden.new_empty(plan.num_tokens, w2.shape[1])
-    config = _combine_config(settings, settings.layer1.num_panels, out)
-    table = _table(plan, launch=1)
-    gemm_combine(hidden, w2, y, out, _combine_wire(workspace), _returns(plan, weighted=True), table, config)
+    config = combine_config(settings, settings.layer1.num_panels, out)
+    table = table_of(plan, launch=1)
+    gemm_combine(hidden, w2, y, out, combine_wire(workspace), returns_of(plan, weighted=True), table, config)
     return out
 
 
@@ -73,15 +77,15 @@ def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: L
     pack_rows(x, own.view(torch.int32))
     elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
     scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
-    config = replace(_dispatch_config(settings, x, save_pre=False), push_cols=min(512, power_of_2(own.shape[1])))
-    table = replace(_table(plan, launch=0), tiles=plan.tiles, row_ids=plan.arrival_row_ids)
-    wire = _wire(workspace, landing, workspace.recv_flags)
+    config = replace(dispatch_config(settings, x, save_pre=False), push_cols=min(512, power_of_2(own.shape[1])))
+    table = table_of(plan, launch=0)
+    wire = make_wire(workspace, landing, workspace.recv_flags)
     wire = replace(wire, rows=wire.rows.view(torch.int32))
     join = None
     if plan.transport == "copy":
         join, config = start_copies(own, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
     weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-    fp8_dispatch_gemm(weights, hidden, wire, _sends(plan), table, config)
+    fp8_dispatch_gemm(weights, hidden, wire, sends_of(plan), table, config)
     if join is not None:
         join()
     return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
@@ -92,9 +96,9 @@ def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings:
     dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
     y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
     out = y.new_empty(plan.num_tokens, hidden_size)
-    config = _combine_config(replace(settings, beside=True), settings.layer1.num_panels, out)
+    config = combine_config(replace(settings, beside=True), settings.layer1.num_panels, out)
     config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages)
-    wire, returns, table = _combine_wire(workspace), _returns(plan, weighted=True), _table(plan, launch=1)
+    wire, returns, table = combine_wire(workspace), returns_of(plan, weighted=True), table_of(plan, launch=1)
     rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
     weights = Scaled(elements=w2.elements, scales=w2.scales)
     gemm_combine(rows, weights, y, out, wire, returns, table, config)
@@ -103,10 +107,10 @@ def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings:
 
 def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
     """Dispatch alone; see ``comet.twin.dispatch``."""
-    config = DispatchConfig(push_cols=_move_cols(rows, 1024))
+    config = DispatchConfig(push_cols=move_cols(rows, 1024))
     landing = workspace.recv_rows.with_columns(rows.shape[1])
-    wire = _wire(workspace, landing, workspace.recv_flags)
-    launch_dispatch(rows, wire, _sends(plan), _table(plan, launch=2).counters, config)
+    wire = make_wire(workspace, landing, workspace.recv_flags)
+    launch_dispatch(rows, wire, sends_of(plan), table_of(plan, launch=2).counters, config)
     return landing.local
 
 
@@ -116,9 +120,9 @@ def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
     The launch of layer 1 with no tile to multiply: what remains of it is the combine.
     """
     out = y.new_empty(plan.num_tokens, y.shape[1])
-    config = replace(_combine_config(replace(settings, beside=False), 1, out), flatten=False)
-    table = replace(_table(plan, launch=1), num_tiles=plan.tile_starts.new_zeros(1))
-    gemm_combine(y, y[None], y, out, _combine_wire(workspace), _returns(plan, weighted=weighted), table, config)
+    config = replace(combine_config(replace(settings, beside=False), 1, out), flatten=False)
+    table = replace(table_of(plan, launch=1), num_tiles=plan.tile_starts.new_zeros(1))
+    gemm_combine(y, y[None], y, out, combine_wire(workspace), returns_of(plan, weighted=weighted), table, config)
     return out
 
 
@@ -126,7 +130,7 @@ def grad_hidden(grad_rows: Tensor, w2: Tensor, plan: Plan) -> Tensor:
     """Grouped GEMM over gathered rows; see ``comet.twin.grad_hidden``."""
     out = grad_rows.new_empty(plan.routed_row_ids.numel(), w2.shape[2])
     config = GemmConfig.select(out.dtype)
-    group_gemm(grad_rows, w2, out, _table(plan, launch=2), gather=True, layout="kn", config=config)
+    group_gemm(grad_rows, w2, out, table_of(plan, launch=2), gather=True, layout="kn", config=config)
     return out
 
 
@@ -134,7 +138,7 @@ def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tens
     """See ``comet.twin.swiglu_backward``; routed rows of no tile are undefined."""
     grad_pre, weighted_hidden = torch.empty_like(pre), torch.empty_like(grad)
     row_grads = torch.zeros_like(plan.row_weights)
-    table = _table(plan, launch=2)
+    table = table_of(plan, launch=2)
     launch_swiglu_backward(pre, grad, plan.routed_slots, plan.row_weights, table, grad_pre, weighted_hidden, row_grads)
     return grad_pre, weighted_hidden, row_grads
 
@@ -165,9 +169,9 @@ def grad_tokens(
         landing_pointers=workspace.combine_grads.pointers,
         out=row_grads.new_empty(plan.num_tokens, plan.layout.top_k),
     )
-    config = _combine_config(settings, settings.layer0_backward.num_panels, out)
-    table = _table(plan, launch=3)
-    wire, returns = _combine_wire(workspace), _returns(plan, weighted=False)
+    config = combine_config(settings, settings.layer0_backward.num_panels, out)
+    table = table_of(plan, launch=3)
+    wire, returns = combine_wire(workspace), returns_of(plan, weighted=False)
     gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, b_is_kn=True, grads=grads)
     return out, grads.out
 
@@ -179,92 +183,3 @@ def barrier(workspace: Workspace) -> None:
         flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
         W_BLOCK=power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
     )  # fmt: skip
-
-
-def _dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:
-    """Flattened, the epilogue's shared memory adds to the ring's: storing gate | up costs a stage."""
-    tile = settings.tile
-    return DispatchGemmConfig(
-        comm_blocks=settings.comm_blocks,
-        by_source=settings.layer0.num_phases > 2,
-        block_f=tile.block_f,
-        block_k=tile.block_k,
-        group_tiles=settings.layer0.group_tiles,
-        push_cols=_move_cols(x, 1024),
-        flatten=x.dtype != torch.float32,
-        num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
-        beside=settings.beside,
-    )
-
-
-def _combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> GemmCombineConfig:
-    tile = settings.tile
-    return GemmCombineConfig(
-        comm_blocks=settings.comm_blocks,
-        num_panels=num_panels,
-        block_n=tile.block_n,
-        block_k=tile.block_k,
-        group_tiles=settings.layer1.group_tiles,
-        move_cols=_move_cols(out, 256 if settings.beside and out.element_size() == 2 else 512),
-        flatten=out.dtype != torch.float32,
-        num_stages=min(tile.num_stages, 3) if settings.beside else tile.num_stages,
-        beside=settings.beside,
-    )
-
-
-def _move_cols(rows: Tensor, most: int) -> int:
-    """Columns a block moves at once: a power of two, fewer in 32 bits."""
-    most = most // 4 if rows.dtype == torch.float32 else most
-    return min(most, power_of_2(rows.shape[1]))
-
-
-def _recv_wire(workspace: Workspace) -> Wire:
-    return _wire(workspace, workspace.recv_rows, workspace.recv_flags)
-
-
-def _combine_wire(workspace: Workspace) -> Wire:
-    return _wire(workspace, workspace.combine_rows, workspace.combine_flags)
-
-
-def _wire(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> Wire:
-    return Wire(
-        rows=rows.local,
-        row_pointers=rows.pointers,
-        flags=flags.local,
-        flag_pointers=flags.pointers,
-        epoch=workspace.epoch,
-        fault=workspace.fault,
-        rank=rows.rank,
-        max_tokens=workspace.max_tokens,
-        timeout_ns=workspace.timeout_ns,
-        recorder=workspace.recorder,
-    )
-
-
-def _sends(plan: Plan) -> Sends:
-    return Sends(token_ids=plan.send_token_ids, counts=plan.send_counts, recv_counts=plan.recv_counts)
-
-
-def _returns(plan: Plan, *, weighted: bool) -> Returns:
-    return Returns(
-        row_slots=plan.row_slots,
-        row_weights=plan.row_weights if weighted else None,
-        send_rows=plan.send_rows,
-        recv_counts=plan.recv_counts,
-    )
-
-
-def _table(plan: Plan, *, launch: int) -> TileTable:
-    """The tiles by expert, which reads each weight once, with the counters of one of the plan's launches.
-
-    Launch 0 is layer 0, whose tiles go by phase instead, 1 is layer 1, 2 and 3 are their backward.
-    """
-    first = launch * COUNTERS_PER_LAUNCH
-    return TileTable(
-        tiles=plan.segment_tiles,
-        num_tiles=plan.tile_starts[-1:],
-        row_ids=plan.routed_row_ids,
-        counters=plan.counters[first : first + COUNTERS_PER_LAUNCH],
-        block_rows=plan.block_rows,
-        segments=(plan.segment_starts, plan.segment_counts),
-    )

@@ -101,10 +101,15 @@ def runs_cuda(x: Tensor, w1: Tensor, wire: Wire, sends: Sends, table: TileTable)
         sends: See ``dispatch_gemm``.
         table: See ``dispatch_gemm``.
     """
+    _, double_f, depth = w1.shape
+    return wire.max_tokens * double_f * depth >= LEAST_PRODUCTS and can_run(x, w1, sends, table)
+
+
+def can_run(x: Tensor, w1: Tensor, sends: Sends, table: TileTable) -> bool:
+    """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
     experts, double_f, depth = w1.shape
     return (
-        wire.max_tokens * double_f * depth >= LEAST_PRODUCTS
-        and x.element_size() == 2
+        x.element_size() == 2
         and double_f % 16 == 0
         and depth % 8 == 0
         and sends.pushed is not None

@@ -113,18 +113,21 @@ def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTab
         returns: See ``gemm_combine``.
         table: See ``gemm_combine``.
     """
-    experts, cols, depth = b.shape
-    top_k = returns.row_slots.shape[1]
-    entries = max(top_k, wire.world_size)
+    _, cols, depth = b.shape
+    products = wire.max_tokens * returns.row_slots.shape[1] * cols * depth
+    return products >= LEAST_PRODUCTS and depth <= MOST_DEPTH and can_run(a, b, wire, returns, table)
+
+
+def can_run(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable) -> bool:
+    """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
+    entries = max(returns.row_slots.shape[1], wire.world_size)
     return (
-        wire.max_tokens * top_k * cols * depth >= LEAST_PRODUCTS
-        and depth <= MOST_DEPTH
-        and a.element_size() == 2
+        a.element_size() == 2
         and returns.row_weights is not None
         and table.segments is not None
         and table.block_rows == TILE_ROWS
         and entries <= MOST_ENTRIES
-        and CudaConfig().shared_bytes(experts, entries) <= SHARED_LIMIT
+        and CudaConfig().shared_bytes(len(b), entries) <= SHARED_LIMIT
         and is_available(a.device)
     )
 
