@@ -11,11 +11,9 @@ from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.plan import Plan
-from comet.plan_rules import NUM_COUNTERS
+from comet.plan_rules import COUNTERS_PER_LAUNCH, NUM_COUNTERS
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
-
-COUNTERS_PER_LAUNCH = 32
 
 
 def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:

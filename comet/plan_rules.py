@@ -12,7 +12,8 @@ from comet.layout import CHUNK_ROWS, ExpertLayout
 from comet.schedule import check_phases
 from comet.workspace import Workspace
 
-NUM_COUNTERS = 128  # 32 for each launch
+COUNTERS_PER_LAUNCH = 32
+NUM_COUNTERS = 4 * COUNTERS_PER_LAUNCH
 INT32_MAX = 2**31 - 1
 
 

@@ -5,27 +5,55 @@ from pathlib import Path
 
 import torch
 
+from .recorder import EVENT_WORDS
 
-def cuda_text(constants: Mapping[str, int], dtype: torch.dtype, heights: Sequence[int], sources: Sequence[str]) -> str:
+SHARED_LIMIT = 232448  # bytes of shared memory a block can have
+
+# Constants of the sources, which get them from here.
+LINE = 128  # bytes of a row in shared memory: what a swizzle spans
+DEPTH = 64  # elements of the contraction per stage: a line
+COLS = 128  # rows of a weight per block
+MOST_ROWS = 256  # routed rows per block
+STEP = 16  # rows come in steps of
+TILE_ROWS = 128  # rows of the plan's tiles
+WARPS = 8  # that multiply
+ITEM_SLOTS = 8  # items that the loading warps can be ahead, and more
+PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per lane
+COMMON = dict(
+    LINE=LINE, DEPTH=DEPTH, COLS=COLS, MOST_ROWS=MOST_ROWS, STEP=STEP, TILE_ROWS=TILE_ROWS, WARPS=WARPS,
+    ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value,
+)  # fmt: skip
+HEIGHTS = range(STEP, MOST_ROWS + 1, STEP)
+
+
+def cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequence[str]) -> str:
     """One text to compile.
 
     Args:
-        constants: Numbers by name.
+        constants: Numbers by name, beside ``COMMON``.
         dtype: Of the elements, bfloat16 or float16.
-        heights: Rows of the pieces that the text has products for, multiples of 8 up to 256.
         sources: Files of ``cuda/`` without their ending, in the order of their use.
     """
     is_bf16 = dtype == torch.bfloat16
+    numbers = {"ELEMENT_IS_BF16": int(is_bf16)} | COMMON | dict(constants)
     folder = Path(__file__).parent / "cuda"
     return "\n".join(
         [
-            f"constexpr int ELEMENT_IS_BF16 = {int(is_bf16)};",
-            *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in heights)}",
-            *(_product(height, "bf16" if is_bf16 else "f16") for height in heights),
+            *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+            f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in HEIGHTS)}",
+            *(_product(height, "bf16" if is_bf16 else "f16") for height in HEIGHTS),
             *((folder / f"{name}.cu").read_text() for name in sources),
         ]
     )
+
+
+def memory_bytes(num_stages: int, staging_bytes: int, item_bytes: int) -> int:
+    """Bytes of ``Memory`` of ``cuda/products.cu``: alignment, stages, staging, barriers, items.
+
+    Example: 4 stages, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 256 = 206144.
+    """
+    stages = num_stages * (COLS + MOST_ROWS) * LINE
+    return 1024 + stages + staging_bytes + 16 * num_stages + ITEM_SLOTS * item_bytes
 
 
 def _product(rows: int, element: str) -> str:

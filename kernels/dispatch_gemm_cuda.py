@@ -16,28 +16,15 @@ from torch import Tensor
 
 from .aot_case import CudaCase
 from .arguments import CHUNK_ROWS, TileTable, Wire
-from .cuda_text import cuda_text
+from .cuda_text import COLS, DEPTH, SHARED_LIMIT, TILE_ROWS, WARPS, cuda_text, memory_bytes
 from .dispatch import Sends
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 from .primitives import PLACE_LAYER0
-from .recorder import EVENT_WORDS, KIND_DISPATCH, KIND_LAYER0_TILE
+from .recorder import KIND_DISPATCH, KIND_LAYER0_TILE
 
 NAME = "dispatch_gemm"
 SOURCES = ("hopper", "recorder", "signals", "products", "gather", "gather_gemm", "push", "dispatch_gemm")
-SHARED_LIMIT = 232448  # bytes of shared memory a block can have
-
-# Constants of the sources, which get them from here.
-LINE = 128  # bytes of a row in shared memory: what a swizzle spans
-DEPTH = 64  # elements of the contraction per stage: a line
-COLS = 128  # rows of w1 per block: half of them of gate, half of up
-MOST_ROWS = 256  # routed rows per block
-STEP = 16  # rows come in steps of
-TILE_ROWS = 128  # rows of the plan's tiles
-WARPS = 8  # that multiply
 LOADERS = 3  # warps that load; one more pushes
-ITEM_SLOTS = 8  # items that the loading warp can be ahead, and more
-PASS_COLS = 256  # columns that a pushing warp has at a time: 16 bytes per lane
-
 ITEM_BYTES = 48
 # Of the tokens of a rank with one expert; with fewer the launch is too short to tell (benchmarks/RESULTS.md, run 6).
 LEAST_PRODUCTS = 1_000_000_000
@@ -50,13 +37,11 @@ class CudaConfig:
     Args:
         num_stages: Depth of the load pipeline.
         staged_rows: Rows of a result that are stored at once, a multiple of 32.
-        group_pieces: Pieces of an expert's rows that are computed side by side, column by column.
         push_rows: Rows of a pushing warp's ticket, a divisor of 128.
     """
 
     num_stages: int = 4
     staged_rows: int = 32
-    group_pieces: int = 1
     push_rows: int = 8
 
     def shared_bytes(self, num_experts: int) -> int:
@@ -71,9 +56,8 @@ class CudaConfig:
         Example:
             32 experts: 1024 + 4 * 49152 + 2 * 2048 + 64 + 384 + 4 * 97 = 202564.
         """
-        stages = self.num_stages * (COLS + MOST_ROWS) * LINE
-        staging = 2 * self.staged_rows * COLS // 2
-        return 1024 + stages + staging + 16 * self.num_stages + ITEM_SLOTS * ITEM_BYTES + 4 * (3 * num_experts + 1)
+        memory = memory_bytes(self.num_stages, 2 * self.staged_rows * COLS // 2, ITEM_BYTES)
+        return memory + 4 * (3 * num_experts + 1)
 
 
 class _Fault(ctypes.Structure):
@@ -191,13 +175,11 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
     """The CUDA text of one configuration."""
     constants = dict(
         CLUSTER=1, ROWS_BY_THREADS=1, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
-        GROUP_PIECES=config.group_pieces, PUSH_ROWS=config.push_rows, WORLD=world_size, SAVES_PRE=int(saves_pre),
-        RECORDS=int(records), LINE=LINE, DEPTH=DEPTH, COLS=COLS, MOST_ROWS=MOST_ROWS, STEP=STEP, TILE_ROWS=TILE_ROWS,
-        WARPS=WARPS, LOADERS=LOADERS, ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=CHUNK_ROWS,
-        PLACE_LAYER0=PLACE_LAYER0.value, EVENT_WORDS=EVENT_WORDS.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
+        PUSH_ROWS=config.push_rows, WORLD=world_size, SAVES_PRE=int(saves_pre), RECORDS=int(records), LOADERS=LOADERS,
+        CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
         KIND_DISPATCH=KIND_DISPATCH.value,
     )  # fmt: skip
-    return cuda_text(constants, dtype, range(STEP, MOST_ROWS + 1, STEP), SOURCES)
+    return cuda_text(constants, dtype, SOURCES)
 
 
 def aot_cases() -> list[CudaCase]:

@@ -16,30 +16,20 @@ from torch import Tensor
 
 from .aot_case import CudaCase
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
-from .cuda_text import cuda_text
+from .cuda_text import COLS, DEPTH, LINE, PASS_COLS, SHARED_LIMIT, TILE_ROWS, WARPS, cuda_text, memory_bytes
 from .gemm_panels import PANEL_COUNTERS
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 from .primitives import PLACE_LAYER1, PLACE_PANEL
-from .recorder import EVENT_WORDS, KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
+from .recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
 
 NAME = "gemm_combine"
 SOURCES = ("hopper", "recorder", "signals", "products", "panel_gemm", "combine", "gemm_combine")
-SHARED_LIMIT = 232448  # bytes of shared memory a block can have
 
-# Constants of the sources, which get them from here.
-LINE = 128  # bytes of a row in shared memory: what a swizzle spans
-DEPTH = 64  # elements of the contraction per stage: a line
-COLS = 128  # columns of y per block
+# Constants of the sources, which get them from here and from ``cuda_text``.
 BLOCK_COLS = 256  # columns that count as one in panels
-MOST_ROWS = 256  # routed rows per block
-STEP = 16  # rows come in steps of
 BOX_ROWS = 32  # rows per bulk load
-TILE_ROWS = 128  # rows of the plan's tiles, in which panels are counted
-WARPS = 8  # that multiply
 COMBINERS = 3  # warps that combine from the start
 WARPS_BESIDE = 132 * COMBINERS  # of a GPU of 132 multiprocessors
-ITEM_SLOTS = 8  # items that the loading warp can be ahead, and more
-PASS_COLS = 256  # columns that a combining warp has at a time: 16 bytes per lane
 
 ITEM_BYTES = 32
 ENTRY_BYTES = 8
@@ -83,10 +73,9 @@ class CudaConfig:
         Example:
             32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 230852.
         """
-        stages = self.num_stages * (COLS + MOST_ROWS) * LINE
+        memory = memory_bytes(self.num_stages, 2 * self.staged_rows * LINE, ITEM_BYTES)
         combiner = COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + self.ahead * SLOT_BYTES
-        tables = 16 * self.num_stages + ITEM_SLOTS * ITEM_BYTES + 4 * (num_experts + 1)
-        return 1024 + stages + 2 * self.staged_rows * LINE + COMBINERS * combiner + tables
+        return memory + COMBINERS * combiner + 4 * (num_experts + 1)
 
 
 class Arguments(ctypes.Structure):
@@ -229,17 +218,14 @@ def _kernel(
 
 def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, records: bool) -> str:
     """The CUDA text of one configuration."""
-    heights = range(STEP, MOST_ROWS + 1, STEP)
     constants = dict(
         CLUSTER=config.cluster, ROWS_BY_THREADS=0, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
         AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, TOP_K=top_k, WORLD=world_size, RECORDS=int(records),
-        LINE=LINE, DEPTH=DEPTH, COLS=COLS, BLOCK_COLS=BLOCK_COLS,
-        MOST_ROWS=MOST_ROWS, STEP=STEP, BOX_ROWS=BOX_ROWS, TILE_ROWS=TILE_ROWS, WARPS=WARPS, COMBINERS=COMBINERS,
-        ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS,
-        PLACE_PANEL=PLACE_PANEL.value, PLACE_LAYER1=PLACE_LAYER1.value, EVENT_WORDS=EVENT_WORDS.value,
-        KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value, KIND_FINAL_SUM=KIND_FINAL_SUM.value,
+        BLOCK_COLS=BLOCK_COLS, BOX_ROWS=BOX_ROWS, COMBINERS=COMBINERS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS,
+        PLACE_PANEL=PLACE_PANEL.value, PLACE_LAYER1=PLACE_LAYER1.value, KIND_LAYER1_TILE=KIND_LAYER1_TILE.value,
+        KIND_REDUCE=KIND_REDUCE.value, KIND_FINAL_SUM=KIND_FINAL_SUM.value,
     )  # fmt: skip
-    return cuda_text(constants, dtype, heights, SOURCES)
+    return cuda_text(constants, dtype, SOURCES)
 
 
 def aot_cases() -> list[CudaCase]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,19 +16,19 @@ from played_ranks import (
     Kind,
     PlayedCase,
     fault_of,
+    fresh,
     launched_in,
     max_tokens,
     plans_of,
     play,
-    table_of,
 )
 from torch import Tensor
 from torch.nn.functional import silu
 
+from comet.fused_arguments import sends_of, table_of
 from comet.kernels import dispatch_gemm as dispatch_gemm_module
 from comet.kernels import dispatch_gemm_cuda as cuda_module
 from comet.kernels.arguments import Wire, power_of_2
-from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.layout import CHUNK_ROWS
 from comet.plan import Plan
@@ -90,22 +90,16 @@ def launch(
     case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int, wire: Wire, *, save_pre: bool = False
 ) -> Hidden:
     """One launch of one rank: results of all routed rows, NaN where nothing was written."""
-    plan, x = plans[rank], tokens_of(case, rank)
+    plan, x = fresh(plans[rank]), tokens_of(case, rank)
     if case.transport == "copy":
         copy_tokens(case, plans, buffers, rank)
     rows = plan.routed_row_ids.numel()
     hidden, pre = (
         torch.full((rows, parts * case.ffn_size), torch.nan, dtype=case.dtype, device=case.device) for parts in (1, 2)
     )
-    table = replace(table_of(plan), tiles=plan.tiles, row_ids=plan.arrival_row_ids)
-    sends = Sends(
-        token_ids=plan.send_token_ids,
-        counts=plan.send_counts,
-        recv_counts=plan.recv_counts,
-        pushed=torch.zeros_like(wire.flags) if case.transport == "push" else None,
-    )
-    config = config_of(case, save_pre=save_pre)
-    dispatch_gemm(x, expert_weights(case, rank), hidden, pre if save_pre else None, wire, sends, table, config)
+    table, config = table_of(plan, launch=0), config_of(case, save_pre=save_pre)
+    w1 = expert_weights(case, rank)
+    dispatch_gemm(x, w1, hidden, pre if save_pre else None, wire, sends_of(plan), table, config)
     return Hidden(hidden, pre if save_pre else None)
 
 

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from played_ranks import Buffers, Counted, Kind, PlayedCase, fault_of, launched_in, max_tokens, plans_of, play, table_of
+from played_ranks import Buffers, Counted, Kind, PlayedCase, fault_of, fresh, launched_in, max_tokens, plans_of, play
 from torch import Tensor
 
+from comet.fused_arguments import returns_of, table_of
 from comet.kernels import gemm_combine as gemm_combine_module
 from comet.kernels import gemm_combine_cuda as cuda_module
-from comet.kernels.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, Wire, power_of_2
+from comet.kernels.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Wire, power_of_2
 from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.plan import Plan
 
@@ -40,20 +41,14 @@ def expert_inputs(case: PlayedCase, rank: int, num_rows: int) -> tuple[Tensor, T
 
 def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) -> Tensor:
     """One launch of one rank: its output ``(T, D)``."""
-    plan = plans[rank]
+    plan = fresh(plans[rank])
     hidden, w2 = expert_inputs(case, rank, plan.routed_row_ids.numel())
     out = torch.full((plan.num_tokens, case.hidden_size), torch.nan, dtype=case.dtype, device=case.device)
-    returns = Returns(
-        row_slots=plan.row_slots,
-        row_weights=plan.row_weights,
-        send_rows=plan.send_rows,
-        recv_counts=plan.recv_counts,
-    )
     y = torch.full((hidden.shape[0], case.hidden_size), torch.nan, dtype=case.dtype, device=case.device)
     config = GemmCombineConfig(
         num_panels=case.num_panels, beside=True, num_stages=3, move_cols=256, block_k=min(64, power_of_2(case.ffn_size))
     )
-    gemm_combine(hidden, w2, y, out, wire, returns, table_of(plan), config)
+    gemm_combine(hidden, w2, y, out, wire, returns_of(plan, weighted=True), table_of(plan, launch=1), config)
     return out
 
 

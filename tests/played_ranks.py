@@ -18,7 +18,7 @@ import torch
 from layer_cases import MASKED, LayerCase, rank_inputs
 from torch import Tensor
 
-from comet.kernels.arguments import TileTable, Wire
+from comet.kernels.arguments import Wire
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 from comet.plan import Plan, plan_from_ids, routed_row_capacity
 
@@ -99,16 +99,9 @@ def plan_of(case: PlayedCase, rank: int, ids: Tensor, weights: Tensor) -> Plan:
     return replace(plan, **{name: t.to(case.device) for name, t in tensors.items() if isinstance(t, Tensor)})
 
 
-def table_of(plan: Plan) -> TileTable:
-    """The tiles by expert, with fresh counters."""
-    return TileTable(
-        tiles=plan.segment_tiles,
-        num_tiles=plan.tile_starts[-1:].clone(),
-        row_ids=plan.routed_row_ids,
-        counters=torch.zeros(32, dtype=torch.int32, device=plan.tiles.device),
-        block_rows=plan.block_rows,
-        segments=(plan.segment_starts, plan.segment_counts),
-    )
+def fresh(plan: Plan) -> Plan:
+    """The plan with counters that no launch has used up."""
+    return replace(plan, counters=torch.zeros_like(plan.counters))
 
 
 @dataclass(frozen=True)

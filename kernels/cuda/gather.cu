@@ -61,28 +61,20 @@ struct alignas(16) Item {
 
 static_assert(sizeof(Item) == 48 && ITEM_SLOTS > STAGES + 1);
 
-// Parts one after the other. GROUP_PIECES pieces of a part go through its columns side by side: their weights are read
-// from memory once.
+// Pieces one after the other, for each its columns.
 __device__ __forceinline__ Item item_at(const Work& work, int index) {
     Item item = {};
-    const int per_piece = work.items_per_piece(), piece = index / per_piece;
+    const int piece = index / work.items_per_piece();
+    item.col = index % work.items_per_piece() * HIDDEN_COLS;
     const int* const first_piece = work.parts.first_piece;
-    int low = 0, high = 2 * work.experts - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (first_piece[middle] <= piece) low = middle; else high = middle - 1;
-    }
-    const bool is_first = low < work.experts;
+    const int part = part_of(first_piece, 2 * work.experts, piece);
+    const bool is_first = part < work.experts;
     item.phase = !is_first;
-    item.expert = is_first ? low : low - work.experts;
-    const int in_part = index - first_piece[low] * per_piece, num = first_piece[low + 1] - first_piece[low];
-    const int group = in_part / (GROUP_PIECES * per_piece), in_group = in_part % (GROUP_PIECES * per_piece);
-    const int side_by_side = min(GROUP_PIECES, num - group * GROUP_PIECES);
-    const int place = group * GROUP_PIECES + in_group % side_by_side;
-    item.col = in_group / side_by_side * HIDDEN_COLS;
+    item.expert = is_first ? part : part - work.experts;
+    const int place = piece - first_piece[part], num = first_piece[part + 1] - first_piece[part];
     const int first = work.parts.first_rows[item.expert];
     const int count = is_first ? first : __ldg(work.counts + item.expert) - first;
-    const int height = ceil_div(ceil_div(count, num), STEP) * STEP;
+    const int height = piece_height(count, num);
     item.first_row = __ldg(work.starts + item.expert) + (is_first ? 0 : first) + place * height;
     item.valid = min(height, count - place * height);
     item.rows = ceil_div(item.valid, STEP) * STEP;
@@ -200,12 +192,12 @@ __device__ __forceinline__ void load_rows(
 }
 
 __device__ __forceinline__ void load_items(
-    const Work& work, const Arrivals& arrivals, const TensorMap& weights_map, Item* items, u32 stages, u32 full,
-    u32 empty, int loader, int lane) {
+    const Work& work, const Arrivals& arrivals, const TensorMap& weights_map, const Memory<Item>& memory, int loader,
+    int lane) {
     const int num_items = work.num_items(), num_steps = work.num_steps();
     if (blockIdx.x >= num_items) return;
-    int stage = 0, slot = 0;
-    u32 parity = 0;
+    Ring ring = memory.ring();
+    int slot = 0;
     const bool leads = loader == 0 && lane == 0;
     // Rows of 128 bytes are swizzled in groups of eight; a load has four rows.
     const u32 even = lane / 8 * LINE + ((lane % 8 ^ lane / 8) << 4), odd = even ^ (4 << 4);
@@ -218,7 +210,7 @@ __device__ __forceinline__ void load_items(
         if constexpr (RECORDS) item.begin = now_ns();
         if (!__all_sync(0xFFFFFFFF, arrived)) rows.wait(arrivals);
         if constexpr (RECORDS) item.ready = now_ns();
-        if (leads) items[slot] = item; // seen by whoever has waited for the item's first stage
+        if (leads) memory.items[slot] = item; // seen by whoever has waited for the item's first stage
         slot = (slot + 1) % ITEM_SLOTS;
         const char* from[MOST_LOADS];
 #pragma unroll
@@ -245,8 +237,8 @@ __device__ __forceinline__ void load_items(
                         if (step == LOOK_STEP + eight) arrived &= rows.look(eight, arrivals);
                     }
                 }
-                barrier_wait(empty + 8 * stage, parity ^ 1);
-                const u32 weights = stages + stage * STAGE_BYTES, ready = full + 8 * stage;
+                barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+                const u32 weights = ring.stages + ring.stage * STAGE_BYTES, ready = ring.full + 8 * ring.stage;
                 if (leads) {
                     barrier_expect(ready, WEIGHT_BYTES);
                     load_gate_up(weights, weights_map, ready, step * DEPTH, item.col / 8, item.expert);
@@ -259,10 +251,7 @@ __device__ __forceinline__ void load_items(
                     load_rows<false>(target + even, target + odd, from, inside ? unrolled * LINE : 0, num_groups, inside);
                 }
                 asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
+                ring.advance();
             }
 #pragma unroll
             for (int load = 0; load < MOST_LOADS; ++load) from[load] += UNROLLED * LINE;

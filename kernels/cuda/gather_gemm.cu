@@ -86,14 +86,13 @@ __device__ __forceinline__ void compute_item(
 }
 
 __device__ __forceinline__ void multiply_items(
-    const Work& work, const Item* items, const Results& results, u32 stages, u32 full, u32 empty, u32 staging,
-    const Recorder& recorder, int warp, int lane) {
+    const Work& work, const Memory<Item>& memory, const Results& results, const Recorder& recorder, int warp, int lane) {
     const int group = warp / 4;
-    Ring ring{stages, full, empty, 0, 0};
+    Ring ring = memory.ring();
     int slot = 0;
     for (int index = blockIdx.x; index < work.num_items(); index += gridDim.x) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-        const Item& item = items[slot];
+        const Item& item = memory.items[slot];
         slot = (slot + 1) % ITEM_SLOTS;
         const u64 begin = item.begin, ready = item.ready;
         const int first_row = item.first_row, col = item.col, phase = item.phase;
@@ -101,7 +100,7 @@ __device__ __forceinline__ void multiply_items(
 #define CASE(N) \
     case N / STEP: \
         compute_item<N>( \
-            ring, item, results, work.ffn, staging + group * STAGING_BYTES, group, warp % 4, lane, \
+            ring, item, results, work.ffn, memory.staging + group * STAGING_BYTES, group, warp % 4, lane, \
             work.num_steps()); \
         break;
             FOR_EACH_HEIGHT(CASE)

@@ -13,37 +13,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
     const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weights_map,
     const int* __restrict__ counts, const int* __restrict__ starts, int experts, int depth,
     const __grid_constant__ Returns returns) {
-    extern __shared__ char memory[];
-    const u32 base = (shared_address(memory) + 1023) & ~1023u;
-    char* const aligned = memory + (base - shared_address(memory));
-    const u32 staging = base + STAGES * STAGE_BYTES;
-    const u32 full = staging + 2 * STAGING_BYTES, empty = full + 8 * STAGES;
-    Item* const items = reinterpret_cast<Item*>(aligned + (empty + 8 * STAGES - base));
-    char* const combiners = reinterpret_cast<char*>(items + ITEM_SLOTS);
+    extern __shared__ char dynamic[];
+    const Memory<Item> memory(dynamic, 2 * STAGING_BYTES);
+    char* const combiners = memory.behind();
     int* const first_piece = reinterpret_cast<int*>(combiners + COMBINERS * COMBINER_BYTES);
 
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (warp == LOADER && lane == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(full + 8 * stage, 1);
-            barrier_init(empty + 8 * stage, WARPS * CLUSTER);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (warp == LOADER && lane == 0) memory.init_barriers(1, WARPS * CLUSTER);
     if (warp == 0) list_pieces(first_piece, counts, experts, lane);
     __syncthreads();
     cluster_sync();
 
     const Work work{counts, starts, first_piece, experts, depth, returns.cols, returns.panels, int(cluster_rank())};
     if (warp == LOADER) {
-        if (lane == 0) load_items(work, rows_map, weights_map, items, base, full, empty);
+        if (lane == 0) load_items(work, rows_map, weights_map, memory);
     } else if (warp < WARPS) {
         const Recorder recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), 0);
-        multiply_items(
-            work, items, returns.y, returns.panel_counters, base, full, empty, staging, recorder, warp, lane);
+        multiply_items(work, memory, returns.y, returns.panel_counters, recorder, warp, lane);
         // Both warpgroups are done with the stages.
         asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
-        Combiner<AHEAD_AFTER>(returns, aligned + warp * AFTER_BYTES, 1 + COMBINERS + warp, lane).run();
+        Combiner<AHEAD_AFTER>(returns, memory.begin + warp * AFTER_BYTES, 1 + COMBINERS + warp, lane).run();
     } else {
         const int combiner = warp - WARPS;
         Combiner<AHEAD_BESIDE>(returns, combiners + combiner * COMBINER_BYTES, 1 + combiner, lane).run();

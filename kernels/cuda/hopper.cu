@@ -1,6 +1,6 @@
 // Hopper's own instructions: barriers in shared memory, bulk copies, tensor cores. Nothing here knows of experts.
 //
-// The host puts constants in front of this text (kernels/gemm_combine_cuda.py says what they mean) and, for each number
+// The host puts constants in front of this text (kernels/cuda_text.py and its callers say what they mean) and, for each number
 // of rows N, multiply(sums, descriptor of weights, descriptor of rows), which adds a product of 64 columns and N rows.
 
 using u16 = unsigned short;

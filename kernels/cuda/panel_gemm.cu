@@ -1,10 +1,6 @@
 // The GEMM of layer 1: y[q] = w[expert of q] @ a[q] for all routed rows, column panel by column panel.
 //
-// Transposed on the tensor cores: columns of y are the 64 rows of a matrix instruction, routed rows its N. N goes in
-// steps of 16, so an expert's rows are cut into pieces of equal height and little is computed for nothing, where tiles
-// of 128 routed rows waste a quarter of 256 +- 16.
-//
-// One warp loads, two warpgroups multiply, each 64 columns. CLUSTER blocks have neighbouring columns of the same rows:
+// One warp loads. CLUSTER blocks have neighbouring columns of the same rows:
 // each fetches its own weights and a part of the rows, which the copies hand to all of them.
 
 constexpr int STAGING_BYTES = STAGED_ROWS * LINE; // of each warpgroup
@@ -63,16 +59,10 @@ __device__ __forceinline__ Item item_at(const Work& work, int index) {
     index -= first * per_col * pieces;
     const int piece = index / (width * per_col);
     item.col = ((first * per_col + index % (width * per_col)) * CLUSTER + work.rank) * COLS;
-    int low = 0, high = work.experts - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (work.first_piece[middle] <= piece) low = middle; else high = middle - 1;
-    }
-    item.expert = low;
-    const int place = piece - work.first_piece[low], num = work.first_piece[low + 1] - work.first_piece[low];
-    const int count = __ldg(work.counts + low), tiles = ceil_div(count, TILE_ROWS);
-    const int height = ceil_div(ceil_div(count, num), STEP) * STEP;
-    item.first_row = __ldg(work.starts + low) + place * height;
+    const int expert = item.expert = part_of(work.first_piece, work.experts, piece);
+    const int place = piece - work.first_piece[expert], num = work.first_piece[expert + 1] - work.first_piece[expert];
+    const int count = __ldg(work.counts + expert), tiles = ceil_div(count, TILE_ROWS), height = piece_height(count, num);
+    item.first_row = __ldg(work.starts + expert) + place * height;
     // Heights are rounded up, so the last piece may be lower than the others; it has at least one step.
     item.rows = max(min(height, ceil_div(count - place * height, STEP) * STEP), STEP);
     item.tiles = (place + 1) * tiles / num - place * tiles / num;
@@ -82,29 +72,26 @@ __device__ __forceinline__ Item item_at(const Work& work, int index) {
 // ---- roles
 
 __device__ __forceinline__ void load_items(
-    const Work& work, const TensorMap& rows_map, const TensorMap& weights_map, Item* items, u32 stages, u32 full,
-    u32 empty) {
-    int stage = 0, slot = 0;
-    u32 parity = 0;
+    const Work& work, const TensorMap& rows_map, const TensorMap& weights_map, const Memory<Item>& memory) {
+    Ring ring = memory.ring();
+    int slot = 0;
     const int num_items = work.num_items();
     for (int index = blockIdx.x / CLUSTER; index < num_items; index += gridDim.x / CLUSTER) {
         const Item item = item_at(work, index);
-        items[slot] = item; // seen by whoever has waited for the item's first stage
+        memory.items[slot] = item; // seen by whoever has waited for the item's first stage
         slot = (slot + 1) % ITEM_SLOTS;
         const int boxes = ceil_div(item.rows, BOX_ROWS);
         for (int step = 0; step < work.num_steps(); ++step) {
-            barrier_wait(empty + 8 * stage, parity ^ 1);
-            const u32 weights = stages + stage * STAGE_BYTES, rows = weights + WEIGHT_BYTES;
-            barrier_expect(full + 8 * stage, WEIGHT_BYTES + boxes * BOX_ROWS * LINE);
-            load_weights(weights, weights_map, full + 8 * stage, step * DEPTH, item.col, item.expert);
+            barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+            const u32 weights = ring.stages + ring.stage * STAGE_BYTES, rows = weights + WEIGHT_BYTES;
+            const u32 ready = ring.full + 8 * ring.stage;
+            barrier_expect(ready, WEIGHT_BYTES + boxes * BOX_ROWS * LINE);
+            load_weights(weights, weights_map, ready, step * DEPTH, item.col, item.expert);
             for (int box = work.rank; box < boxes; box += CLUSTER) {
-                load_rows(rows + box * BOX_ROWS * LINE, rows_map, full + 8 * stage, step * DEPTH,
-                          item.first_row + box * BOX_ROWS);
+                load_rows(
+                    rows + box * BOX_ROWS * LINE, rows_map, ready, step * DEPTH, item.first_row + box * BOX_ROWS);
             }
-            if (++stage == STAGES) {
-                stage = 0;
-                parity ^= 1;
-            }
+            ring.advance();
         }
     }
 }
@@ -190,22 +177,23 @@ __device__ __forceinline__ void list_pieces(int* first_piece, const int* counts,
 }
 
 __device__ __forceinline__ void multiply_items(
-    const Work& work, const Item* items, u16* y, int* panel_counters, u32 stages, u32 full, u32 empty, u32 staging,
-    const Recorder& recorder, int warp, int lane) {
+    const Work& work, const Memory<Item>& memory, u16* y, int* panel_counters, const Recorder& recorder, int warp,
+    int lane) {
     const int group = warp / 4, num_items = work.num_items(), num_steps = work.num_steps();
-    Ring ring{stages, full, empty, 0, 0};
+    Ring ring = memory.ring();
     Share share{panel_counters, 0, 0};
     int slot = 0;
     for (int index = blockIdx.x / CLUSTER; index < num_items; index += gridDim.x / CLUSTER) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const u64 begin = recorder.now();
-        const Item& item = items[slot];
+        const Item& item = memory.items[slot];
         slot = (slot + 1) % ITEM_SLOTS;
         switch (item.rows / STEP) {
 #define CASE(N) \
     case N / STEP: \
         compute_item<N>( \
-            ring, item, share, y, work.cols, staging + group * STAGING_BYTES, group, warp % 4, lane, num_steps); \
+            ring, item, share, y, work.cols, memory.staging + group * STAGING_BYTES, group, warp % 4, lane, \
+            num_steps); \
         break;
             FOR_EACH_HEIGHT(CASE)
 #undef CASE

@@ -12,7 +12,59 @@ struct Ring {
     u32 stages, full, empty;
     int stage;
     u32 parity;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
 };
+
+// How a block's shared memory begins: stages, what is staged for stores, barriers, items; all else comes behind.
+template <typename Item>
+struct Memory {
+    char* begin;
+    u32 stages, staging, full, empty;
+    Item* items;
+
+    __device__ __forceinline__ Memory(char* memory, int staging_bytes) {
+        stages = (shared_address(memory) + 1023) & ~1023u;
+        begin = memory + (stages - shared_address(memory));
+        staging = stages + STAGES * STAGE_BYTES;
+        full = staging + staging_bytes;
+        empty = full + 8 * STAGES;
+        items = reinterpret_cast<Item*>(begin + (empty + 8 * STAGES - stages));
+    }
+
+    __device__ __forceinline__ Ring ring() const { return {stages, full, empty, 0, 0}; }
+
+    __device__ __forceinline__ char* behind() const { return reinterpret_cast<char*>(items + ITEM_SLOTS); }
+
+    // By one thread: how many arrivals fill a stage, and how many free it.
+    __device__ __forceinline__ void init_barriers(u32 filling, u32 freeing) const {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full + 8 * stage, filling);
+            barrier_init(empty + 8 * stage, freeing);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+};
+
+// The last of `num` parts that has at most `piece` pieces before it.
+__device__ __forceinline__ int part_of(const int* first_piece, int num, int piece) {
+    int low = 0, high = num - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first_piece[middle] <= piece) low = middle; else high = middle - 1;
+    }
+    return low;
+}
+
+// Rows of each of `num` pieces; the last may have fewer.
+__device__ __forceinline__ int piece_height(int count, int num) {
+    return ceil_div(ceil_div(count, num), STEP) * STEP;
+}
 
 __device__ __forceinline__ void group_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
@@ -41,10 +93,7 @@ __device__ __forceinline__ void multiply_item(
         if (step > 0 && lane < CLUSTER) {
             barrier_arrive(ring.empty + 8 * (ring.stage == 0 ? STAGES - 1 : ring.stage - 1), lane);
         }
-        if (++ring.stage == STAGES) {
-            ring.stage = 0;
-            ring.parity ^= 1;
-        }
+        ring.advance();
     }
     products_wait<0>();
     if (lane < CLUSTER) {

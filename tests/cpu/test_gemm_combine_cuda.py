@@ -15,10 +15,16 @@ from ranks import run_ranks
 from comet.kernels import dispatch_gemm_cuda, nvrtc
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.arguments import Returns, TileTable, Wire
+from comet.kernels.cuda_text import memory_bytes
 from comet.kernels.gemm_combine_cuda import CudaConfig, column_parts
 from comet.kernels.nvrtc import compile_cubin, is_available
 
 SOURCES = Path(module.__file__).parent / "cuda"
+
+
+def test_worked_example_of_the_memory() -> None:
+    assert memory_bytes(4, 8192, 32) == 1024 + 4 * 49152 + 8192 + 64 + 256
+    assert memory_bytes(4, 8192, 32) == 206144
 
 
 def test_worked_examples() -> None:
