@@ -14,11 +14,13 @@ from comet.kernels import dispatch_gemm_cuda as module
 from comet.kernels.arguments import TileTable, Wire
 from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm_cuda import CudaConfig
+from comet.plan_rules import num_counters
 
 SOURCES = Path(module.__file__).parent / "cuda"
 
 
-def test_worked_example() -> None:
+def test_worked_examples() -> None:
+    assert num_counters(4, 2048) == 128 + 4 * 16 == 192
     assert CudaConfig().shared_bytes(32) == 1024 + 4 * 49152 + 2 * 2048 + 64 + 384 + 4 * 97
     assert CudaConfig().shared_bytes(32) == 202564
 

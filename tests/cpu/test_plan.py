@@ -17,7 +17,6 @@ from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
 from comet.layout import ExpertLayout
 from comet.plan import Plan, begin_plan, make_plan, plan_from_ids, routed_row_capacity
-from comet.plan_rules import num_counters
 from comet.plan_twin import _positions
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
@@ -75,10 +74,6 @@ def test_example_of_routed_row_capacity() -> None:
     assert routed_row_capacity(layout, 128, 16, 1.5) == 416
     with pytest.raises(ValueError, match=r"max_imbalance=0.5 must be at least 1, or None"):
         routed_row_capacity(layout, 128, 16, 0.5)
-
-
-def test_example_of_num_counters() -> None:
-    assert num_counters(4, 2048) == 128 + 4 * 16 == 192
 
 
 def test_example_of_positions() -> None:
