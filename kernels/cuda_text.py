@@ -41,6 +41,8 @@ def cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequenc
         [
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
             f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in HEIGHTS)}",
+            f"using Sums = float[{MOST_ROWS // 2}];",
+            "template <int ROWS>\n__device__ void multiply(Sums& sums, unsigned long long a, unsigned long long b);",
             *(_product(height, "bf16" if is_bf16 else "f16") for height in HEIGHTS),
             *((folder / f"{name}.cu").read_text() for name in sources),
         ]
@@ -58,12 +60,12 @@ def memory_bytes(num_stages: int, staging_bytes: int, item_bytes: int) -> int:
 
 def _product(rows: int, element: str) -> str:
     """``multiply`` for pieces of ``rows`` rows: the instruction names each of its registers."""
-    num_sums = rows // 2
+    num_sums = rows // 2  # the first of an item's
     sums = ", ".join(f"%{index}" for index in range(num_sums))
     operands = ", ".join(f'"+f"(sums[{index}])' for index in range(num_sums))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{element}.{element}"
     return (
-        f"__device__ __forceinline__ void multiply(float (&sums)[{num_sums}], unsigned long long a, "
+        f"template <>\n__device__ __forceinline__ void multiply<{rows}>(Sums& sums, unsigned long long a, "
         "unsigned long long b) {\n"
         '    asm volatile("{\\n.reg .pred adds;\\nsetp.ne.b32 adds, 1, 0;\\n'
         f'{instruction} {{{sums}}}, %{num_sums}, %{num_sums + 1}, adds, 1, 1, 0, 0;\\n}}"\n'

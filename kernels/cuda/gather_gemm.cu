@@ -9,13 +9,12 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
 }
 
 // An item's gate and up as they are rounded: a lane has two rows of one column for each eight rows.
-template <int ROWS>
 struct Rounded {
-    u32 gate[ROWS / 8], up[ROWS / 8];
+    u32 gate[MOST_ROWS / 8], up[MOST_ROWS / 8];
 
-    __device__ __forceinline__ explicit Rounded(const float (&sums)[ROWS / 2]) {
+    __device__ __forceinline__ explicit Rounded(const Sums& sums) {
 #pragma unroll
-        for (int eight = 0; eight < ROWS / 8; ++eight) {
+        for (int eight = 0; eight < MOST_ROWS / 8; ++eight) {
             gate[eight] = pack(sums[4 * eight], sums[4 * eight + 1]);
             up[eight] = pack(sums[4 * eight + 2], sums[4 * eight + 3]);
         }
@@ -28,17 +27,17 @@ struct Rounded {
 };
 
 // Through shared memory, which turns columns into rows of 32 columns.
-template <int ROWS, typename Value>
+template <typename Value>
 __device__ __forceinline__ void store_values(
     Value value_at, u16* target, const Item& item, u32 col, u32 stride, bool in_range, u32 staging, int group, int warp,
     int lane) {
     const int in_32 = 8 * warp + lane / 4;
 #pragma unroll
-    for (int begin = 0; begin < ROWS; begin += STAGED_ROWS) {
-        const int end = begin + STAGED_ROWS < ROWS ? begin + STAGED_ROWS : ROWS;
+    for (int begin = 0; begin < MOST_ROWS; begin += STAGED_ROWS) {
+        if (begin >= item.rows) break;
         group_sync(group);
 #pragma unroll
-        for (int row = begin; row < end; row += STEP) {
+        for (int row = begin; row < begin + STAGED_ROWS; row += STEP) {
             const int in_stage = row - begin + lane % 16;
             const u32 address = staging + in_stage * STAGED_LINE + ((warp ^ (in_stage >> 1 & 3)) << 4);
             asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
@@ -46,9 +45,9 @@ __device__ __forceinline__ void store_values(
         }
         group_sync(group);
 #pragma unroll
-        for (int row = begin; row < end; row += 32) {
+        for (int row = begin; row < begin + STAGED_ROWS; row += 32) {
             const int in_stage = row - begin + in_32;
-            if (in_range && row + in_32 < ROWS) {
+            if (in_range && row + in_32 < item.rows) {
                 u32 x, y, z, w;
                 asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                              : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
@@ -66,23 +65,22 @@ struct Results {
     u16* pre; // gate | up, if SAVES_PRE
 };
 
-template <int ROWS>
 __device__ __forceinline__ void compute_item(
     Ring& ring, const Item& item, const Results& results, int ffn, u32 staging, int group, int warp, int lane,
     int num_steps) {
-    float sums[ROWS / 2] = {};
-    multiply_item<ROWS>(ring, sums, group, lane, num_steps, [] {});
-    const Rounded<ROWS> rounded(sums);
+    Sums sums;
+    multiply_item(ring, sums, item.rows, group, lane, num_steps, [] {});
+    const Rounded rounded(sums);
     const int col = item.col + group * GROUP_COLS + lane % 4 * 8;
     const bool in_range = col < ffn;
     if constexpr (SAVES_PRE) {
         const auto gate = [&](int eight) { return rounded.gate[eight]; };
         const auto up = [&](int eight) { return rounded.up[eight]; };
-        store_values<ROWS>(gate, results.pre, item, col, 2 * ffn, in_range, staging, group, warp, lane);
-        store_values<ROWS>(up, results.pre + ffn, item, col, 2 * ffn, in_range, staging, group, warp, lane);
+        store_values(gate, results.pre, item, col, 2 * ffn, in_range, staging, group, warp, lane);
+        store_values(up, results.pre + ffn, item, col, 2 * ffn, in_range, staging, group, warp, lane);
     }
     const auto hidden = [&](int eight) { return rounded.hidden(eight); };
-    store_values<ROWS>(hidden, results.hidden, item, col, ffn, in_range, staging, group, warp, lane);
+    store_values(hidden, results.hidden, item, col, ffn, in_range, staging, group, warp, lane);
 }
 
 __device__ __forceinline__ void multiply_items(
@@ -96,16 +94,9 @@ __device__ __forceinline__ void multiply_items(
         slot = (slot + 1) % ITEM_SLOTS;
         const u64 begin = item.begin, ready = item.ready;
         const int first_row = item.first_row, col = item.col, phase = item.phase;
-        switch (item.rows / STEP) {
-#define CASE(N) \
-    case N / STEP: \
-        compute_item<N>( \
-            ring, item, results, work.ffn, memory.staging + group * STAGING_BYTES, group, warp % 4, lane, \
-            work.num_steps()); \
-        break;
-            FOR_EACH_HEIGHT(CASE)
-#undef CASE
-        }
+        compute_item(
+            ring, item, results, work.ffn, memory.staging + group * STAGING_BYTES, group, warp % 4, lane,
+            work.num_steps());
         if (warp == 0 && lane == 0) {
             recorder.record(KIND_LAYER0_TILE, first_row / TILE_ROWS, col / HIDDEN_COLS, phase, begin, ready);
         }

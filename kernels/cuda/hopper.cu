@@ -1,7 +1,8 @@
 // Hopper's own instructions: barriers in shared memory, bulk copies, tensor cores. Nothing here knows of experts.
 //
 // The host puts constants in front of this text (kernels/cuda_text.py and its callers say what they mean) and, for each number
-// of rows N, multiply(sums, descriptor of weights, descriptor of rows), which adds a product of 64 columns and N rows.
+// of rows N, multiply<N>(sums, descriptor of weights, descriptor of rows), which adds a product of 64 columns and N rows to
+// the first N / 2 of a thread's Sums.
 
 using u16 = unsigned short;
 using u32 = unsigned int;

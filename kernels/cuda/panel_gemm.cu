@@ -111,20 +111,19 @@ struct Share {
 };
 
 // Through shared memory, which turns columns of y into rows of 64 columns, to 128 bytes of a row of y at a time.
-template <int ROWS>
 __device__ __forceinline__ void store_item(
-    const float (&sums)[ROWS / 2], const Item& item, u16* __restrict__ y, int cols, u32 staging, int group, int warp,
+    const Sums& sums, const Item& item, u16* __restrict__ y, int cols, u32 staging, int group, int warp,
     int lane) {
     const int chunk = 2 * warp + ((lane >> 3) & 1);
     const int in_pair = ((lane >> 4) << 3) + (lane & 7);
     const int col = item.col + group * (COLS / 2) + (lane % 8) * 8;
     u16* const target = y + u64(item.first_row) * cols + col;
 #pragma unroll
-    for (int begin = 0; begin < ROWS; begin += STAGED_ROWS) {
-        const int end = begin + STAGED_ROWS < ROWS ? begin + STAGED_ROWS : ROWS;
+    for (int begin = 0; begin < MOST_ROWS; begin += STAGED_ROWS) {
+        if (begin >= item.rows) break;
         group_sync(group);
 #pragma unroll
-        for (int row = begin; row < end; row += STEP) {
+        for (int row = begin; row < begin + STAGED_ROWS; row += STEP) {
             const int place = row / 2;
             const u32 address = staging + (row - begin + in_pair) * LINE + ((chunk ^ (lane & 7)) << 4);
             asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
@@ -135,7 +134,8 @@ __device__ __forceinline__ void store_item(
         group_sync(group);
         if (col < cols) {
 #pragma unroll
-            for (int row = begin; row < end; row += STEP) {
+            for (int row = begin; row < begin + STAGED_ROWS; row += STEP) {
+                if (row >= item.rows) break;
                 const int in_stage = row - begin + 4 * warp + lane / 8;
                 u32 x, y, z, w;
                 asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -149,15 +149,14 @@ __device__ __forceinline__ void store_item(
     group_sync(group);
 }
 
-template <int ROWS>
 __device__ __forceinline__ void compute_item(
     Ring& ring, const Item& item, Share& share, u16* y, int cols, u32 staging, int group, int warp, int lane,
     int num_steps) {
-    float sums[ROWS / 2] = {};
+    Sums sums;
     const bool leads = warp == 0 && lane == 0;
     // Of the item before, whose stores have had time to complete.
-    multiply_item<ROWS>(ring, sums, group, lane, num_steps, [&] { if (leads) share.tell(); });
-    store_item<ROWS>(sums, item, y, cols, staging, group, warp, lane);
+    multiply_item(ring, sums, item.rows, group, lane, num_steps, [&] { if (leads) share.tell(); });
+    store_item(sums, item, y, cols, staging, group, warp, lane);
     share.panel = item.panel;
     share.tiles = item.tiles;
 }
@@ -188,16 +187,8 @@ __device__ __forceinline__ void multiply_items(
         const u64 begin = recorder.now();
         const Item& item = memory.items[slot];
         slot = (slot + 1) % ITEM_SLOTS;
-        switch (item.rows / STEP) {
-#define CASE(N) \
-    case N / STEP: \
-        compute_item<N>( \
-            ring, item, share, y, work.cols, memory.staging + group * STAGING_BYTES, group, warp % 4, lane, \
-            num_steps); \
-        break;
-            FOR_EACH_HEIGHT(CASE)
-#undef CASE
-        }
+        compute_item(
+            ring, item, share, y, work.cols, memory.staging + group * STAGING_BYTES, group, warp % 4, lane, num_steps);
         if (warp == 0 && lane == 0) {
             recorder.record(
                 KIND_LAYER1_TILE, item.first_row / TILE_ROWS, item.col / BLOCK_COLS, item.panel, begin, begin);

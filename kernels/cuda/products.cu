@@ -70,10 +70,12 @@ __device__ __forceinline__ void group_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-// Adds up an item. `meanwhile` is called while products run, and once more at the end, for items of few steps.
+// Adds up an item of ROWS rows. `meanwhile` is called while products run, and once more at the end, for items of few
+// steps.
 template <int ROWS, typename Meanwhile>
-__device__ __forceinline__ void multiply_item(
-    Ring& ring, float (&sums)[ROWS / 2], int group, int lane, int num_steps, Meanwhile meanwhile) {
+__device__ __forceinline__ void multiply_rows(
+    Ring& ring, Sums& sums, int group, int lane, int num_steps, Meanwhile meanwhile) {
+#pragma unroll 1 // as fast, and a third of the assembler's time
     for (int step = 0; step < num_steps; ++step) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         // Tensor cores read what threads have written.
@@ -84,7 +86,7 @@ __device__ __forceinline__ void multiply_item(
         products_begin();
 #pragma unroll
         for (int k = 0; k < DEPTH / 16; ++k) {
-            multiply(sums, a + 2 * k, b + 2 * k);
+            multiply<ROWS>(sums, a + 2 * k, b + 2 * k);
         }
         products_commit();
         if (step == MEANWHILE_STEP) meanwhile();
@@ -100,4 +102,17 @@ __device__ __forceinline__ void multiply_item(
         barrier_arrive(ring.empty + 8 * (ring.stage == 0 ? STAGES - 1 : ring.stage - 1), lane);
     }
     meanwhile();
+}
+
+// The same of as many rows as an item has. Only the products are compiled for each height, for the assembler's time.
+template <typename Meanwhile>
+__device__ __forceinline__ void multiply_item(
+    Ring& ring, Sums& sums, int rows, int group, int lane, int num_steps, Meanwhile meanwhile) {
+#pragma unroll
+    for (float& sum : sums) sum = 0.0f;
+    switch (rows / STEP) {
+#define CASE(N) case N / STEP: multiply_rows<N>(ring, sums, group, lane, num_steps, meanwhile); break;
+        FOR_EACH_HEIGHT(CASE)
+#undef CASE
+    }
 }
