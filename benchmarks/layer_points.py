@@ -41,10 +41,11 @@ class Split(NamedTuple):
     def launches(self) -> tuple[str, str]:
         """Names of its layer 0, which has no panels, and of its layer 1; equal launches have equal names.
 
-        Copy engines leave layer 0 without comm blocks, and layer 1 as it is.
+        Copy engines leave layer 0 without comm blocks, and layer 1 as it is. ``beside=0`` keeps both to Triton.
         """
         mover = f"comm_blocks={self.comm_blocks}" if self.transport == "push" else f"transport={self.transport}"
-        return f"layer0 {mover},num_phases={self.num_phases}", f"layer1 {self._replace(transport='push')}"
+        layer0 = f"layer0 {mover},num_phases={self.num_phases},beside={self.beside}"
+        return layer0, f"layer1 {self._replace(transport='push')}"
 
     @property
     def plan(self) -> tuple[int, Transport]:
