@@ -75,6 +75,33 @@ class _Sends(ctypes.Structure):
     )  # fmt: skip
 
 
+def takes(max_tokens: int, experts: int, double_f: int, depth: int, itemsize: int, block_rows: int) -> bool:
+    """Whether a launch of this size is one for CUDA C++, on a GPU that has it and where ranks push their rows.
+
+    Args:
+        max_tokens: M.
+        experts: Experts of this rank.
+        double_f: 2F of this rank.
+        depth: D.
+        itemsize: Bytes of an element.
+        block_rows: Rows of the plan's tiles.
+
+    Example:
+        M=512, 2F=1536 and D=2048 are 1.6e9 products: taken, if in 16 bits; M=256 not.
+    """
+    return max_tokens * double_f * depth >= LEAST_PRODUCTS and _fits(experts, double_f, depth, itemsize, block_rows)
+
+
+def _fits(experts: int, double_f: int, depth: int, itemsize: int, block_rows: int) -> bool:
+    return (
+        itemsize == 2
+        and double_f % 16 == 0
+        and depth % 8 == 0
+        and block_rows == TILE_ROWS
+        and CudaConfig().shared_bytes(experts) <= SHARED_LIMIT
+    )
+
+
 def runs_cuda(x: Tensor, w1: Tensor, wire: Wire, sends: Sends, table: TileTable) -> bool:
     """Whether a launch is the one in CUDA C++; ranks may differ in it, for they see the same flags from either.
 
@@ -85,21 +112,15 @@ def runs_cuda(x: Tensor, w1: Tensor, wire: Wire, sends: Sends, table: TileTable)
         sends: See ``dispatch_gemm``.
         table: See ``dispatch_gemm``.
     """
-    _, double_f, depth = w1.shape
-    return wire.max_tokens * double_f * depth >= LEAST_PRODUCTS and can_run(x, w1, sends, table)
+    return takes(wire.max_tokens, *w1.shape, x.element_size(), table.block_rows) and can_run(x, w1, sends, table)
 
 
 def can_run(x: Tensor, w1: Tensor, sends: Sends, table: TileTable) -> bool:
     """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
-    experts, double_f, depth = w1.shape
     return (
-        x.element_size() == 2
-        and double_f % 16 == 0
-        and depth % 8 == 0
+        _fits(*w1.shape, x.element_size(), table.block_rows)
         and sends.pushed is not None
         and table.segments is not None
-        and table.block_rows == TILE_ROWS
-        and CudaConfig().shared_bytes(experts) <= SHARED_LIMIT
         and is_available(x.device)
     )
 

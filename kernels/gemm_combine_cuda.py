@@ -92,6 +92,38 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
+def takes(
+    max_tokens: int, top_k: int, world_size: int, experts: int, cols: int, depth: int, itemsize: int, block_rows: int
+) -> bool:
+    """Whether a forward launch of this size is one for CUDA C++, on a GPU that has it.
+
+    Args:
+        max_tokens: M.
+        top_k: K.
+        world_size: W.
+        experts: Experts of this rank.
+        cols: D.
+        depth: F of this rank.
+        itemsize: Bytes of an element.
+        block_rows: Rows of the plan's tiles.
+
+    Example:
+        M=4096, K=8, D=2048 and F=768 are 5.2e10 products: taken, if in 16 bits; M=2048 not.
+    """
+    products = max_tokens * top_k * cols * depth
+    fits = _fits(max(top_k, world_size), experts, itemsize, block_rows)
+    return products >= LEAST_PRODUCTS and depth <= MOST_DEPTH and fits
+
+
+def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
+    return (
+        itemsize == 2
+        and block_rows == TILE_ROWS
+        and entries <= MOST_ENTRIES
+        and CudaConfig().shared_bytes(experts, entries) <= SHARED_LIMIT
+    )
+
+
 def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable) -> bool:
     """Whether a forward launch is the one in CUDA C++; equal on all ranks, for the flags of the two are not the same.
 
@@ -102,21 +134,18 @@ def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTab
         returns: See ``gemm_combine``.
         table: See ``gemm_combine``.
     """
-    _, cols, depth = b.shape
-    products = wire.max_tokens * returns.row_slots.shape[1] * cols * depth
-    return products >= LEAST_PRODUCTS and depth <= MOST_DEPTH and can_run(a, b, wire, returns, table)
+    top_k = returns.row_slots.shape[1]
+    is_large = takes(wire.max_tokens, top_k, wire.world_size, *b.shape, a.element_size(), table.block_rows)
+    return is_large and can_run(a, b, wire, returns, table)
 
 
 def can_run(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable) -> bool:
     """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
     entries = max(returns.row_slots.shape[1], wire.world_size)
     return (
-        a.element_size() == 2
+        _fits(entries, len(b), a.element_size(), table.block_rows)
         and returns.row_weights is not None
         and table.segments is not None
-        and table.block_rows == TILE_ROWS
-        and entries <= MOST_ENTRIES
-        and CudaConfig().shared_bytes(len(b), entries) <= SHARED_LIMIT
         and is_available(a.device)
     )
 
