@@ -11,10 +11,12 @@ import torch
 
 from comet.config import OverlapConfig
 from comet.launch.config import compose, default_ranks, make_job
-from comet.tuner import explain_facts, explain_text, propose, resolve
-from comet.tuner.job import job_problems
+from comet.launch.sweep import load_models
+from comet.tuner import Explained, explain_facts, explain_text, propose, resolve
+from comet.tuner.job import job_points
 from comet.tuner.machine import Machine
 from comet.tuner.model import predict
+from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
 
 
@@ -36,15 +38,22 @@ def explain_job(arguments: Sequence[str]) -> int:
     machine = Machine.of(device)
     store = ProfileStore.open(Path(job.tune.profiles), machine.name, job.parallel.world_size)
     facts = []
-    for problem in job_problems(job, device):
-        found = store.lookup(problem)
-        entry = found[0] if found else None
-        predictions = propose(problem, machine)
-        known = {item.setting for item in predictions}
-        measured = [item.setting for item in entry.measured if item.setting not in known] if entry else []
-        predictions += [predict(problem, setting, machine) for setting in measured]
-        resolved = resolve(problem, store, machine, forced=job.overlap, default=OverlapConfig())
-        sys.stdout.write(explain_text(problem, predictions, resolved, entry) + "\n\n")
-        facts.append(explain_facts(problem, predictions, resolved, entry))
+    for model, problems in job_points(job, load_models(job.tune.models), device).items():
+        for problem in problems:
+            found = _explained(problem, machine, store, job.overlap)
+            sys.stdout.write(f"{model}\n{explain_text(found)}\n\n")
+            facts.append({"model": model, **explain_facts(found)})
     sys.stdout.write(json.dumps({"task": "explain", "profile": str(store.path), "points": facts}) + "\n")
     return 0
+
+
+def _explained(problem: Problem, machine: Machine, store: ProfileStore, forced: OverlapConfig | None) -> Explained:
+    """What a layer would use; the table has the candidates of ``tune``, and what else was measured."""
+    found = store.lookup(problem)
+    entry = found[0] if found else None
+    predictions = propose(problem, machine)
+    known = {item.setting for item in predictions}
+    measured = [item.setting for item in entry.measured if item.setting not in known] if entry else []
+    predictions += [predict(problem, setting, machine) for setting in measured]
+    resolved = resolve(problem, store, machine, forced=forced, default=OverlapConfig())
+    return Explained(problem=problem, machine=machine, predictions=predictions, resolved=resolved, entry=entry)

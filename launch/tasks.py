@@ -47,7 +47,7 @@ TASKS: Mapping[str, Task] = {
         "generate_job",
         dry_run="comet.launch.dry_run_generate",
     ),
-    "tune": Task("measure how fused kernels best share the GPU, keep the winners", "comet.tuner.job", "tune_job"),
+    "tune": Task("measure how fused kernels best share the GPU, keep the winners", "comet.launch.tune", "tune_job"),
     "sweep": Task("measure a grid of overlap settings, models and layouts, draw it", "comet.launch.sweep", "sweep_job"),
     "explain": Task("predicted and measured time of each split", "comet.launch.explain", "explain_job", ranks=False),
     "compile": Task("compile every kernel ahead of time, no GPU needed", "comet.kernels.aot", "main", ranks=False),

@@ -9,8 +9,9 @@ from typing import Literal
 from comet.config import OverlapConfig, require
 from comet.layout import MAX_PANELS
 from comet.schedule import check_phases
+from comet.tuner.candidates import propose
+from comet.tuner.layers import candidate_name, column_blocks
 from comet.tuner.machine import Machine
-from comet.tuner.model import candidate_name, column_blocks, propose
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileKey, ProfileStore
 
@@ -119,7 +120,7 @@ class Resolver:
             logger.info(
                 "E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
                 key.num_experts, key.top_k, key.hidden_size, key.ffn_size, key.dtype, key.ep, key.tp, key.tokens,
-                candidate_name(choice.setting), choice.source,
+                candidate_name(choice.setting, bucket, self.machine), choice.source,
             )  # fmt: skip
         return self._choices[key, forced]
 

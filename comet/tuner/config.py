@@ -13,11 +13,13 @@ class TuneConfig:
     """What is tuned or explained, and where measurements are kept.
 
     Args:
+        models: Names of models; none takes the job's.
         tokens: Tokens per rank of each point, ascending or not; none takes those of a training step.
         rounds: Counted calls of every candidate.
         profiles: Folder of the profile store; one file per machine.
     """
 
+    models: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     rounds: int = 20
     profiles: str = "outputs/profiles"

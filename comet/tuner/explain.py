@@ -5,86 +5,92 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from comet.config import OverlapConfig
 from comet.tuner.choice import Resolved
-from comet.tuner.model import Prediction, candidate_name
+from comet.tuner.layers import candidate_name, effective
+from comet.tuner.machine import Machine
+from comet.tuner.model import Prediction
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileEntry
+from comet.tuner.regret import measured_ms, model_regret
 
 
-def explain(
-    problem: Problem, predictions: Sequence[Prediction], resolved: Resolved, entry: ProfileEntry | None = None
-) -> str:
-    """Tell how a setting was chosen.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explained:
+    """A choice and what it was made from.
 
     Args:
         problem: The layer call.
+        machine: Where it runs.
         predictions: Candidates with their predicted times.
         resolved: The choice; marked in the table where it is one of the candidates.
         entry: Measurements of these candidates, if any.
-
-    Returns:
-        ``explain_text``, and ``explain_facts`` as JSON in the last line.
     """
-    facts = explain_facts(problem, predictions, resolved, entry)
-    return explain_text(problem, predictions, resolved, entry) + "\n" + json.dumps(facts)
+
+    problem: Problem
+    machine: Machine
+    predictions: Sequence[Prediction]
+    resolved: Resolved
+    entry: ProfileEntry | None = None
+
+    def name(self, setting: OverlapConfig | None) -> str:
+        """Of a candidate."""
+        return candidate_name(setting, self.problem, self.machine)
+
+    def is_chosen(self, setting: OverlapConfig | None) -> bool:
+        """Whether a candidate comes to the same launches as the choice."""
+        pair = setting, self.resolved.setting
+        first, second = (item and effective(item, self.problem, self.machine) for item in pair)
+        return first == second
 
 
-def explain_text(
-    problem: Problem, predictions: Sequence[Prediction], resolved: Resolved, entry: ProfileEntry | None
-) -> str:
+def explain(explained: Explained) -> str:
+    """Tell how a setting was chosen: ``explain_text``, and ``explain_facts`` as JSON in the last line."""
+    return explain_text(explained) + "\n" + json.dumps(explain_facts(explained))
+
+
+def explain_text(explained: Explained) -> str:
     """The shape, an aligned table ``candidate, predicted ms, measured ms, why``, and the choice with its source.
 
     The fastest stands first, by measurement where there is one; a measurement made at other tokens says so.
     """
+    entry, resolved = explained.entry, explained.resolved
     measured = measured_ms(entry)
     failures = {item.setting: item.failure for item in entry.measured if item.ms is None} if entry else {}
     rows = [("candidate", "predicted ms", "measured ms", "why")]
-    for item in _ordered(predictions, measured):
-        name = candidate_name(item.setting) + (" <- chosen" if item.setting == resolved.setting else "")
+    for item in _ordered(explained.predictions, measured):
+        name = explained.name(item.setting) + (" <- chosen" if explained.is_chosen(item.setting) else "")
         time = f"{measured[item.setting]:.3f}" if item.setting in measured else "-"
         failure = failures.get(item.setting)
         rows.append((name, f"{item.ms:.3f}", time, f"failed: {failure}" if failure else item.why))
-    title = ", ".join(f"{name}={value}" for name, value in _shape(problem).items())
-    chosen = f"chosen: {candidate_name(resolved.setting)} (source: {resolved.source})"
+    title = ", ".join(f"{name}={value}" for name, value in _shape(explained.problem).items())
+    chosen = f"chosen: {explained.name(resolved.setting)} (source: {resolved.source})"
     if entry is not None:
         chosen += f"; measured at {entry.key.tokens} tokens, {entry.date}, version {entry.commit}"
     return "\n".join([title, _table(rows), chosen])
 
 
-def explain_facts(
-    problem: Problem, predictions: Sequence[Prediction], resolved: Resolved, entry: ProfileEntry | None
-) -> dict[str, Any]:
+def explain_facts(explained: Explained) -> dict[str, Any]:
     """What ``explain_text`` says, for JSON; ``regret`` is ``model_regret``."""
-    measured = measured_ms(entry)
+    measured = measured_ms(explained.entry)
     return {
-        "shape": _shape(problem),
-        "chosen": _setting(resolved.setting),
-        "source": resolved.source,
-        "regret": model_regret(predictions, entry),
+        "shape": _shape(explained.problem),
+        "chosen": _setting(explained.resolved.setting),
+        "source": explained.resolved.source,
+        "regret": model_regret(explained.predictions, explained.entry),
         "candidates": [
-            {"setting": _setting(item.setting), "predicted_ms": item.ms, "measured_ms": measured.get(item.setting)}
-            for item in _ordered(predictions, measured)
+            {
+                "name": explained.name(item.setting),
+                "setting": _setting(item.setting),
+                "predicted_ms": item.ms,
+                "measured_ms": measured.get(item.setting),
+            }
+            for item in _ordered(explained.predictions, measured)
         ],
     }
-
-
-def measured_ms(entry: ProfileEntry | None) -> dict[OverlapConfig | None, float]:
-    """Candidate to ms, for those that ran."""
-    return {item.setting: item.ms for item in entry.measured if item.ms is not None} if entry else {}
-
-
-def model_regret(predictions: Sequence[Prediction], entry: ProfileEntry | None) -> float | None:
-    """Measured time of the candidate the model likes best over the fastest measured; ``None`` if it did not run.
-
-    Example: predicted 1.0 and 1.1 ms, measured 1.05 and 1.0 ms: 1.05.
-    """
-    measured = measured_ms(entry)
-    favourite = min(predictions, key=lambda item: item.ms).setting
-    return measured[favourite] / min(measured.values()) if favourite in measured else None
 
 
 def _ordered(predictions: Sequence[Prediction], measured: Mapping[OverlapConfig | None, float]) -> list[Prediction]:

@@ -4,73 +4,117 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 
+from comet.config import MoEConfig
 from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
 from comet.training.run import RankContext, activation_dtype
+from comet.tuner.candidates import propose
 from comet.tuner.choice import resolve
-from comet.tuner.explain import explain_facts, explain_text
+from comet.tuner.explain import Explained, explain_facts, explain_text
+from comet.tuner.layers import effective
 from comet.tuner.machine import Machine
 from comet.tuner.measure import measure_layer
-from comet.tuner.model import propose
+from comet.tuner.model import predict
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
+from comet.tuner.regret import Tuned, regret_text, regrets
+from comet.tuner.sweep_job import from_first_rank
 from comet.tuner.tune import tune
+from comet.workspace import Workspace, WorkspaceShape
+
+LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
 
 
-def tune_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
+def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -> dict[str, Any]:
     """Tune every point of the job (collective); each winner is stored as soon as it is measured.
 
     Args:
         config: Layer, layout, communicator and ``tune`` settings.
         context: This rank.
+        load_models: From names to layers; called on rank 0.
 
     Returns:
-        The facts of all points, equal on all ranks; rank 0 has printed the tables and, as the last line, these facts.
+        The facts of all points, and ``regrets``; equal on all ranks but for seconds. Rank 0 has printed the tables and,
+        as the last line, these facts.
 
     Raises:
         ValueError: If no candidate of a point runs, or a setting breaks its rule.
     """
-    points = job_problems(config, context.device)
-    machine = Machine.of(context.device)
+    start = time.perf_counter()
+    models = from_first_rank(lambda: load_models(config.tune.models), context)
+    points = job_points(config, models, context.device)
+    machine, store = from_first_rank(lambda: _open_store(config, context.device), context)
+    first = next(iter(points.values()))[0]
     group = make_expert_group(
-        config.model.moe,
+        first.moe,
         config.parallel,
-        max_tokens=max(point.num_tokens for point in points),
-        dtype=points[0].dtype,
+        max_tokens=1,  # each point has a pool of its own
+        dtype=first.dtype,
         device=context.device,
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
     )
-    store = ProfileStore.open(Path(config.tune.profiles), machine.name, config.parallel.world_size)
-    facts = [_tune_point(point, machine, store, group, config.tune.rounds) for point in points]
+    tuned: list[Tuned] = []
+    facts: list[dict[str, Any]] = []
+    for model, problems in points.items():
+        for problem in problems:
+            begin = time.perf_counter()
+            tuned.append(_tune_point(problem, machine, store, group, config.tune.rounds))
+            explained, seconds = _explained(tuned[-1], machine, store), time.perf_counter() - begin
+            facts.append({"model": model, "seconds": round(seconds, 2), **explain_facts(explained)})
+            if context.rank == 0:
+                sys.stdout.write(f"{model}, {seconds:.1f} s\n{explain_text(explained)}\n\n")
+                sys.stdout.flush()
     group.close()
-    regrets = [point["regret"] for point in facts if point["regret"] is not None]
-    result = {"task": "tune", "profile": str(store.path), "mean_regret": mean(regrets) if regrets else None}
-    result["points"] = facts
+    total, found = round(time.perf_counter() - start, 2), regrets(tuned, store, machine)
+    result = {"task": "tune", "profile": str(store.path), "seconds": total, "regrets": found, "points": facts}
     if context.rank == 0:
-        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.write(f"{regret_text(found)}\n\n{json.dumps(result)}\n")
     return result
 
 
-def job_problems(config: JobConfig, device: torch.device) -> list[Problem]:
-    """The points of a job: one per number of tokens, under uniform routing."""
+def job_points(config: JobConfig, models: Mapping[str, MoEConfig], device: torch.device) -> dict[str, list[Problem]]:
+    """The points of a job by model: one per number of tokens, under uniform routing.
+
+    Args:
+        config: Whose model counts where ``models`` is empty.
+        models: The layers of ``config.tune.models``, by name.
+        device: Decides the element type.
+
+    Raises:
+        ValueError: If a model does not divide over the ranks.
+    """
     dtype = activation_dtype(config.train.dtype, device)
-    tokens = config.tune.tokens or (config.train.batch_size * config.model.context,)
-    return [Problem.create(config.model.moe, config.parallel, num, dtype) for num in dict.fromkeys(tokens)]
+    tokens = dict.fromkeys(config.tune.tokens or (config.train.batch_size * config.model.context,))
+    layers = models or {config.model.name: config.model.moe}
+    return {name: [Problem.create(moe, config.parallel, num, dtype) for num in tokens] for name, moe in layers.items()}
 
 
-def _tune_point(
-    problem: Problem, machine: Machine, store: ProfileStore, group: ExpertGroup, rounds: int
-) -> dict[str, Any]:
+def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, ProfileStore]:
+    """Of the first rank: the candidates depend on both, and ranks have to agree on them."""
+    machine = Machine.of(device)
+    return machine, ProfileStore.open(Path(config.tune.profiles), machine.name, config.parallel.world_size)
+
+
+def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: ExpertGroup, rounds: int) -> Tuned:
+    """Measure and store: as in a layer made for this many tokens, which decides between kernels."""
+    shape = WorkspaceShape.create(problem.moe, problem.world_size, problem.num_tokens, problem.dtype)
+    group = replace(group, workspace=Workspace(group.comm, shape))
     predictions = propose(problem, machine)
+    stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
+    if stored is not None:
+        taken = effective(stored, problem, machine)
+        predictions += [predict(problem, taken, machine)] * all(item.setting != taken for item in predictions)
     settings = [item.setting for item in predictions]
     measure = measure_layer(problem, settings, group, rounds=rounds)
     date = datetime.now(UTC).date().isoformat()
@@ -79,10 +123,17 @@ def _tune_point(
         store.put(entry)
     else:
         store.entries[entry.key] = entry
-    resolved = resolve(problem, store, machine)
-    if group.world_rank == 0:
-        sys.stdout.write(explain_text(problem, predictions, resolved, entry) + "\n\n")
-    return explain_facts(problem, predictions, resolved, entry)
+    return Tuned(problem=problem, predictions=predictions, entry=entry)
+
+
+def _explained(point: Tuned, machine: Machine, store: ProfileStore) -> Explained:
+    return Explained(
+        problem=point.problem,
+        machine=machine,
+        predictions=point.predictions,
+        resolved=resolve(point.problem, store, machine),
+        entry=point.entry,
+    )
 
 
 def _version() -> str:

@@ -1,7 +1,10 @@
 """What the model knows of a machine: every number is a measurement, a data sheet's or a fit, and says which.
 
 ``H200`` is the default. "Design" is the project's design notes (sections 5, 6 and 8: one host of H200 GPUs, NV18),
-"fit" runs 1 (plain) and 2 (fused) of ``benchmarks/RESULTS.md``; ``tests/cpu/test_tuner.py`` asserts how well it agrees.
+"fit" runs 1 (plain) to 4 (Triton) of ``benchmarks/RESULTS.md``. What is named ``cuda_`` was fitted, at EP4 in bfloat16,
+to how much faster than Triton layer 0 (run 6) and layer 1 (run 5) are in CUDA C++, alone and in one loop, to the ten
+whole layers of run 6 as graphs, and to the effect of panels on layer 1 (run 5); not to absolute times of single layers,
+which a loop without pauses heats. ``tests/cpu/test_tuner.py`` asserts how well all this agrees.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ class Machine:
     Args:
         name: Device name as the driver gives it.
         num_sms: SMs, and thread blocks of a fused kernel.
+        cuda_kernels: Whether kernels in CUDA C++ run here: a GPU of sm_90, with a compiler.
         gemm_tflops: 16-bit grouped GEMM on all SMs without tile overhead and heat. Fit; cuBLAS dense reaches 790.
         fp32_tflops: The same in IEEE float32, without tensor cores. Data sheet, 67 at boost clock, less 25 %.
         narrow_share: Rate of tiles of fewer than 128 rows over that of 128, whose warp groups share operands. Fit to
@@ -45,6 +49,12 @@ class Machine:
         fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
         signal_ms: One flag between ranks, with the skew of the ranks' starts. Fit.
         launch_ms: Start and end of one fused launch: first loads, last stores, late ranks. Fit.
+        cuda_l2_gbs_per_sm: Rows and weights from L2 to one SM in CUDA C++. Fit.
+        cuda_exposed_push: Part of the push, at the link's rate, by which it lengthens layer 0's GEMM. Fit.
+        cuda_passes: What the combine costs layer 1's GEMM, over its memory traffic. Fit.
+        cuda_exposed_panels: Panels' worth of partial sums that travel after layer 1's GEMM. Fit.
+        cuda_panel_ns: What a panel more costs layer 1, per column of the result. Fit.
+        cuda_launch_ms: Start and end of a launch in CUDA C++, late ranks. Fit.
         plan_ms: Plan of an empty call: launches and the exchange of ids. ``benchmarks/RESULTS.md``, plan alone.
         plan_ns_per_row: What each of the W*T*K ids adds to it. The same.
         nccl_gbs: All-to-all of the plain path. Fit.
@@ -57,6 +67,7 @@ class Machine:
 
     name: str = "NVIDIA H200"
     num_sms: int = 132
+    cuda_kernels: bool = True
     gemm_tflops: float = 770.0
     fp32_tflops: float = 50.0
     narrow_share: float = 0.72
@@ -77,6 +88,12 @@ class Machine:
     fused_share: float = 0.93
     signal_ms: float = 0.01
     launch_ms: float = 0.06
+    cuda_l2_gbs_per_sm: float = 61.0
+    cuda_exposed_push: float = 0.2
+    cuda_passes: float = 0.95
+    cuda_exposed_panels: float = 2.0
+    cuda_panel_ns: float = 6.0
+    cuda_launch_ms: float = 0.045
     plan_ms: float = 0.017
     plan_ns_per_row: float = 0.07
     nccl_gbs: float = 200.0
@@ -87,7 +104,7 @@ class Machine:
         require(self.num_sms >= 2, f"num_sms={self.num_sms} must be at least 2: one block computes, one communicates")
         for name in (item.name for item in fields(self)):
             value = getattr(self, name)
-            require(isinstance(value, (str, tuple)) or value > 0, f"{name}={value} must be positive")
+            require(isinstance(value, (str, tuple, bool)) or value > 0, f"{name}={value} must be positive")
         blocks, rates = zip(*self.push_gbs, strict=True)
         ascending = all(list(column) == sorted(set(column)) and column[0] > 0 for column in (blocks, rates))
         require(ascending, f"push_gbs={self.push_gbs} must ascend in comm blocks and in rate, from above 0")
@@ -96,9 +113,12 @@ class Machine:
     def of(cls, device: torch.device) -> Machine:
         """The H200's rates under a device's name and number of SMs; measurements correct what does not fit."""
         if device.type != "cuda":
-            return cls(name=device.type)
+            return cls(name=device.type, cuda_kernels=False)
+        from comet.kernels.nvrtc import is_available  # needs Triton, as GPUs do
+
         properties = torch.cuda.get_device_properties(device)
-        return cls(name=properties.name, num_sms=properties.multi_processor_count)
+        name, num_sms = properties.name, properties.multi_processor_count
+        return cls(name=name, num_sms=num_sms, cuda_kernels=is_available(device))
 
     def push_rate(self, comm_blocks: int) -> float:
         """GB/s that ``comm_blocks`` push beside a GEMM: linear between the measured points, flat past the last.

@@ -1,10 +1,11 @@
 """Time candidates on this machine through the layer's own paths: interleaved, slowest rank, median.
 
 The protocol is that of the benchmarks (``benchmarks/timing.py``): all candidates in one loop with a rotating start, a
-barrier on the device before each call, CUDA events around it, several input sets. Fused candidates are replayed as CUDA
-graphs, because launching one from the host takes as long as a small layer, whatever its setting; the plain path, which
-waits for the host, cannot be. On a CPU a wall clock takes the place of events and the twin that of the kernels; only
-the machinery can be tried there.
+barrier on the device before each call, CUDA events around it, two input sets (each more would be another graph to
+record for each candidate, and all other candidates run between two calls of one). Fused candidates are replayed as
+CUDA graphs, because launching one from the host takes as long as a small layer, whatever its setting; the plain path,
+which waits for the host, cannot be. On a CPU a wall clock takes the place of events and the twin that of the kernels;
+only the machinery can be tried there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from comet.paths import ExpertPath, make_path
 from comet.tuner.problem import Problem
 from comet.tuner.tune import Measure
 
-NUM_INPUTS = 4
+NUM_INPUTS = 2
 WARMUP_ROUNDS = 3
 
 Call = Callable[[], object]

@@ -1,11 +1,15 @@
-"""Analytic model of the layer: what a setting should cost on a machine, and which settings are worth measuring.
+"""Analytic model of the layer: what a setting should cost on a machine.
 
-*Layer 0.* Compute blocks start with own rows. With two phases the others arrive in the order of the experts, with more
-a phase starts when its sources have arrived. While rows are pushed, ``comm_blocks`` fewer blocks compute, afterwards
-all do (dynamic conversion). Copy engines take no block, but move every row to every rank.
+*Layer 0 in Triton.* Compute blocks start with own rows. With two phases the others arrive in the order of the experts,
+with more a phase starts when its sources have arrived. While rows are pushed, ``comm_blocks`` fewer blocks compute,
+afterwards all do (dynamic conversion). Copy engines take no block, but move every row to every rank.
 
-*Layer 1.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks reduce
-and send finished panels meanwhile, what is left all blocks do, and the final sum follows. Each panel reads hidden.
+*Layer 1 in Triton.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks
+reduce and send finished panels meanwhile, what is left all blocks do, and the final sum follows. Each panel reads
+hidden.
+
+*In CUDA C++* all blocks compute, pieces of an expert's rows that are of equal height. The push lengthens layer 0 by a
+part of its time. In layer 1 the combine slows the GEMM, each panel costs the same, and the last ones travel after it.
 
 *Plain.* GEMMs, all-to-alls of every routed row, memory passes and host time, one after the other.
 
@@ -15,13 +19,14 @@ All functions are pure; every constant is a field of ``Machine``, except the one
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from comet.config import OverlapConfig, Transport
+from comet.config import OverlapConfig
 from comet.layout import MAX_PANELS
 from comet.schedule import part_span
 from comet.settings import TileShape
+from comet.tuner.layers import column_blocks, cuda_layers, fitting_phases
 from comet.tuner.machine import Machine
 from comet.tuner.problem import Problem
 
@@ -31,13 +36,10 @@ WAVES = 8  # steps in which rows arrive, of at most 31
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.
 PLAIN_ROW_PASSES = 15
 PLAIN_HIDDEN_PASSES = 6
+# Items in CUDA C++ (``kernels/cuda_text.py``): most rows, of which there are whole steps, and columns of a weight.
+CUDA_ROWS, CUDA_STEP, CUDA_COLS = 256, 16, 128
 
-COMM_BLOCKS = (4, 8, 16, 24, 32, 48, 64)
-PANELS = (1, 2, 4, 8, 16)
 BLOCK_ROWS = (16, 32, 64, 128)
-PLAIN = "plain"
-# Other values of each knob that are worth measuring.
-KNOBS = {"comm_blocks": 4, "num_phases": 1, "num_panels": 2, "block_rows": 1, "beside": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,68 +79,95 @@ class GemmCost:
         return both * machine.throttle(self.layer_ms, num_blocks)
 
 
+Gemms = Mapping[int, tuple[GemmCost, GemmCost]]
+
+
+def all_gemms(problem: Problem, machine: Machine) -> Gemms:
+    """The two GEMMs of the busiest rank by rows of a tile in Triton, and in CUDA C++ under ``CUDA_ROWS``."""
+    return {rows: layer_gemms(problem, rows, machine) for rows in (*BLOCK_ROWS, CUDA_ROWS)}
+
+
 def layer_gemms(problem: Problem, block_rows: int, machine: Machine) -> tuple[GemmCost, GemmCost]:
-    """The two GEMMs of the busiest rank with tiles of ``block_rows``."""
+    """The two GEMMs of the busiest rank with tiles of ``block_rows``, or with pieces of at most ``CUDA_ROWS``."""
     hidden_size, width, itemsize = problem.moe.hidden_size, problem.width, problem.dtype.itemsize
+    num_tiles, rows, in_cuda = problem.num_tiles(block_rows), problem.routed_rows, block_rows == CUDA_ROWS
+    rate = machine.tflops(problem.dtype) * 1e9
+    sm_flops, layer_ms = rate / machine.num_sms, 6 * rows * hidden_size * width / rate
+    height, l2_gbs, overhead = float(block_rows), machine.l2_gbs_per_sm, machine.tile_overhead_ms
+    if in_cuda:
+        height, l2_gbs, overhead = rows / max(num_tiles, 1.0) + CUDA_STEP / 2, machine.cuda_l2_gbs_per_sm, 0.0
+    elif block_rows < max(BLOCK_ROWS):
+        sm_flops *= machine.narrow_share
     tile = TileShape.select(problem.dtype, hidden_size, width)
-    num_tiles, columns = problem.num_tiles(block_rows), column_blocks(problem)
-    rows, sm_flops = problem.routed_rows, machine.tflops(problem.dtype) * 1e9 / machine.num_sms
-    layer_ms = 6 * rows * hidden_size * width / (machine.tflops(problem.dtype) * 1e9)
-    reads = (problem.recv_rows * hidden_size, rows * width)
-    writes = (rows * width, rows * hidden_size)
+    traffic = (problem.recv_rows * hidden_size + rows * width, rows * (width + hidden_size))
     gemms = []
     for number, (block_n, contraction, outputs) in enumerate(
         ((2 * tile.block_f, hidden_size, 2 * width), (tile.block_n, width, hidden_size))
     ):
-        rate = sm_flops * (machine.narrow_share if block_rows < max(BLOCK_ROWS) else 1.0)
-        flops = 2 * block_rows * block_n * contraction / rate
-        operands = (block_rows + block_n) * contraction * itemsize / machine.l2_gbs_per_sm / 1e6
+        block_n = CUDA_COLS if in_cuda else block_n
+        loaded_rows = height / 2 if in_cuda and number else height  # two blocks share the rows of layer 1
+        flops = 2 * height * block_n * contraction / sm_flops
+        operands = (loaded_rows + block_n) * contraction * itemsize / l2_gbs / 1e6
         weight_bytes = problem.experts_local * outputs * contraction * itemsize * min(1.0, num_tiles)
-        traffic = weight_bytes + (reads[number] + writes[number]) * itemsize
         gemms.append(
             GemmCost(
-                items=num_tiles * columns[number],
-                tile_ms=max(flops, operands) + machine.tile_overhead_ms,
+                items=num_tiles * -(-outputs // block_n),
+                tile_ms=max(flops, operands) + overhead,
                 weight_bytes=weight_bytes,
-                memory_ms=traffic / machine.hbm_gbs / 1e6,
+                memory_ms=(weight_bytes + traffic[number] * itemsize) / machine.hbm_gbs / 1e6,
                 layer_ms=layer_ms,
             )
         )
     return gemms[0], gemms[1]
 
 
-def candidate_name(setting: OverlapConfig | None) -> str:
-    """Short name of a candidate; the default setting is ``16 comm blocks, 2 phases, 4 panels, 128 rows, beside``.
-
-    Where copy engines move the rows of layer 0, ``copy`` stands behind it.
-    """
-    if setting is None:
-        return PLAIN
-    return (
-        f"{setting.comm_blocks} comm blocks, {setting.num_phases} phases, {setting.num_panels} panels, "
-        f"{setting.block_rows} rows, {'beside' if setting.beside else 'split'}"
-        f"{', copy' if setting.transport == 'copy' else ''}"
-    )
-
-
-def predict(problem: Problem, setting: OverlapConfig | None, machine: Machine) -> Prediction:
+def predict(
+    problem: Problem, setting: OverlapConfig | None, machine: Machine, gemms: Gemms | None = None
+) -> Prediction:
     """Expected time of the forward pass under one setting.
 
     Args:
         problem: Shape, tokens and routing density.
         setting: The candidate; ``None`` is the plain path.
         machine: Its rates.
+        gemms: ``all_gemms``, where many settings are compared.
 
     Returns:
         The prediction, with exposed communication apart from the GEMMs.
     """
-    if setting is not None:
-        return _predict_fused(problem, setting, machine, layer_gemms(problem, setting.block_rows, machine))
-    return _prediction(None, _plain_parts(problem, machine))
+    gemms = gemms or all_gemms(problem, machine)
+    if setting is None:
+        parts = _plain_parts(problem, machine, gemms[max(BLOCK_ROWS)])
+        return Prediction(setting=None, ms=sum(parts.values()), parts=tuple(parts.items()))
+    num_ids = problem.world_size * problem.num_tokens * problem.moe.top_k
+    parts = {"plan": machine.plan_ms + num_ids * machine.plan_ns_per_row / 1e6}
+    in_cuda = cuda_layers(setting, problem, machine)
+    for number, layer in enumerate(LAYERS):
+        gemm = gemms[CUDA_ROWS if in_cuda[number] else setting.block_rows][number]
+        alone = gemm.ms(machine.num_sms, machine) / (1.0 if in_cuda[number] else machine.fused_share)
+        whole = layer[in_cuda[number]](problem, setting, machine, gemm)
+        parts |= {f"GEMM {number}": alone, f"exposed {number}": whole - alone}
+    return Prediction(setting=setting, ms=sum(parts.values()), parts=tuple(parts.items()))
+
+
+def layer0_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
+    """Expected time of dispatch || GEMM || SwiGLU in CUDA C++, which no knob changes."""
+    push = problem.sent_rows * problem.row_bytes / machine.link_gbs / 1e6
+    compute = gemm.ms(machine.num_sms, machine)
+    return max(compute, push) + machine.cuda_exposed_push * push + machine.cuda_launch_ms
+
+
+def layer1_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
+    """Expected time of GEMM || reduce || combine in CUDA C++."""
+    num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
+    compute = gemm.ms(machine.num_sms, machine) + machine.cuda_passes * _passes_ms(problem, machine)
+    send = _returned_ms(problem, machine)
+    panels = (num_panels - 1) * machine.cuda_panel_ns * problem.moe.hidden_size / 1e6
+    return max(compute, send) + machine.cuda_exposed_panels * send / num_panels + panels + machine.cuda_launch_ms
 
 
 def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
-    """Expected time of dispatch || GEMM || SwiGLU, for the first of ``layer_gemms``."""
+    """Expected time of dispatch || GEMM || SwiGLU in Triton, for the first of ``layer_gemms``."""
     ranks, num_phases = problem.world_size, fitting_phases(setting.num_phases, problem.world_size)
     copies = setting.transport == "copy"
     comm_blocks = 0 if copies else min(setting.comm_blocks, machine.num_sms - 1)
@@ -188,7 +217,7 @@ def copy_rows_ms(problem: Problem, machine: Machine) -> float:
 
 
 def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
-    """Expected time of GEMM || reduce || combine, for the second of ``layer_gemms``."""
+    """Expected time of GEMM || reduce || combine in Triton, for the second of ``layer_gemms``."""
     if setting.beside:
         return _layer1_beside_ms(problem, setting, machine, gemm)
     comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
@@ -211,8 +240,7 @@ def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine
     hidden_bytes = problem.routed_rows * problem.width * problem.dtype.itemsize
     reread = (num_panels - 1) * hidden_bytes / machine.hbm_gbs / 1e6
     compute = gemm.ms(machine.num_sms, machine, reread) / machine.fused_share
-    sent = problem.recv_rows * problem.row_bytes * (problem.world_size - 1) / problem.world_size
-    last = sent / (2 * num_panels) / machine.link_gbs / 1e6  # the last panel is half as wide
+    last = _returned_ms(problem, machine) / (2 * num_panels if num_panels > 1 else 1)  # of several it is half as wide
     slowed = machine.beside_passes * _passes_ms(problem, machine)
     return compute + slowed + last + machine.signal_ms * num_panels**0.5 + machine.launch_ms
 
@@ -223,101 +251,21 @@ def _passes_ms(problem: Problem, machine: Machine) -> float:
     return (problem.routed_rows * problem.row_bytes + returned) / machine.hbm_gbs / 1e6
 
 
-def fitting_phases(num_phases: int, world_size: int) -> int:
-    """The number of phases a layer uses: 1 for a rank alone, else within 2 .. W."""
-    return 1 if world_size == 1 else min(max(2, num_phases), world_size)
+def _returned_ms(problem: Problem, machine: Machine) -> float:
+    """Partial sums over the link: those of the busiest rank for the tokens of others."""
+    sent = problem.recv_rows * problem.row_bytes * (problem.world_size - 1) / problem.world_size
+    return sent / machine.link_gbs / 1e6
 
 
-def column_blocks(problem: Problem) -> tuple[int, int]:
-    """Column blocks of the tiles of layer 0 and of layer 1; bfloat16, D=2048, F=768: 6 and 8."""
-    tile = TileShape.select(problem.dtype, problem.moe.hidden_size, problem.width)
-    return -(-problem.width // tile.block_f), -(-problem.moe.hidden_size // tile.block_n)
+# In Triton and in CUDA C++.
+LAYERS = (layer0_ms, layer0_cuda_ms), (layer1_ms, layer1_cuda_ms)
 
 
-def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig]:
-    """Every setting the model compares; all are legal for the problem and the machine.
-
-    Comm blocks that nothing depends on are 0: beside compute blocks, where copy engines move the rows of layer 0.
-    """
-    ranks = problem.world_size
-    phases = sorted({fitting_phases(num, ranks) for num in (2, 3, 4, ranks)})
-    panels = sorted({min(num, MAX_PANELS, column_blocks(problem)[1]) for num in PANELS})
-    blocks = [num for num in COMM_BLOCKS if num < machine.num_sms] or [1]
-    splits: list[tuple[Transport, bool, int]] = [("push", beside, num) for num in blocks for beside in (True, False)]
-    if ranks > 1:
-        splits += [("copy", True, 0), *(("copy", False, num) for num in blocks)]
-    return [
-        OverlapConfig(
-            comm_blocks=num,
-            num_phases=num_phases,
-            num_panels=num_panels,
-            block_rows=block_rows,
-            beside=beside,
-            transport=transport,
-        )
-        for transport, beside, num in splits
-        for num_phases in phases
-        for num_panels in panels
-        for block_rows in BLOCK_ROWS
-    ]
-
-
-def propose(problem: Problem, machine: Machine) -> list[Prediction]:
-    """The candidates worth measuring, best first.
-
-    They are the best of each transport, for each knob of the best that pushes its best other values, the default and
-    plain. Measured neighbours tell where the model is wrong; the next best settings of the whole list would all be
-    alike. With the default among them, a tuned layer is never slower than an untuned one.
-
-    Args:
-        problem: Shape, tokens and routing density.
-        machine: Its rates.
-
-    Returns:
-        At most 13 predictions with distinct settings, ascending in ms; the plain path is one of them.
-    """
-    gemms = {block_rows: layer_gemms(problem, block_rows, machine) for block_rows in BLOCK_ROWS}
-    settings = candidates(problem, machine)
-    fused = (_predict_fused(problem, setting, machine, gemms[setting.block_rows]) for setting in settings)
-    ranked = sorted(fused, key=_order)
-    firsts = {item.setting.transport: item for item in reversed(ranked) if item.setting}
-    chosen = {item.setting: item for item in firsts.values() if item.setting}
-    best = firsts["push"].setting
-    assert best is not None, "ranked predictions have settings"
-    default = _default(problem)
-    if default.comm_blocks < machine.num_sms:
-        chosen[default] = predict(problem, default, machine)
-    for knob, num in KNOBS.items():
-        others = (item for item in ranked if item.setting and _differs_only(item.setting, best, knob))
-        chosen.update((item.setting, item) for item in islice(others, num) if item.setting)
-    return sorted([*chosen.values(), predict(problem, None, machine)], key=_order)
-
-
-def _predict_fused(
-    problem: Problem, setting: OverlapConfig, machine: Machine, gemms: tuple[GemmCost, GemmCost]
-) -> Prediction:
-    num_ids = problem.world_size * problem.num_tokens * problem.moe.top_k
-    alone = [gemm.ms(machine.num_sms, machine) / machine.fused_share for gemm in gemms]
-    parts = {
-        "plan": machine.plan_ms + num_ids * machine.plan_ns_per_row / 1e6,
-        "GEMM 0": alone[0],
-        "exposed 0": layer0_ms(problem, setting, machine, gemms[0]) - alone[0],
-        "GEMM 1": alone[1],
-        "exposed 1": layer1_ms(problem, setting, machine, gemms[1]) - alone[1],
-    }
-    return _prediction(setting, parts)
-
-
-def _prediction(setting: OverlapConfig | None, parts: dict[str, float]) -> Prediction:
-    return Prediction(setting=setting, ms=sum(parts.values()), parts=tuple(parts.items()))
-
-
-def _plain_parts(problem: Problem, machine: Machine) -> dict[str, float]:
+def _plain_parts(problem: Problem, machine: Machine, gemms: tuple[GemmCost, GemmCost]) -> dict[str, float]:
     rows, ranks = problem.routed_rows, problem.world_size
     moved = rows * (ranks - 1) / ranks * problem.row_bytes * 2
     hidden_bytes = problem.width * problem.dtype.itemsize
     passes = rows * (PLAIN_ROW_PASSES * problem.row_bytes + PLAIN_HIDDEN_PASSES * hidden_bytes)
-    gemms = layer_gemms(problem, max(BLOCK_ROWS), machine)
     return {
         "GEMMs": sum(gemm.ms(machine.num_sms, machine) for gemm in gemms),
         "all-to-alls": moved / machine.nccl_gbs / 1e6,
@@ -332,19 +280,3 @@ def _advance(start: float, work: float, push: float, slowed: float) -> float:
     if work * slowed <= before:
         return start + work * slowed
     return start + before + (work - before / slowed)
-
-
-def _default(problem: Problem) -> OverlapConfig:
-    """The default setting as a layer narrows it."""
-    default = OverlapConfig()
-    num_panels = min(default.num_panels, MAX_PANELS, column_blocks(problem)[1])
-    return replace(default, num_phases=fitting_phases(default.num_phases, problem.world_size), num_panels=num_panels)
-
-
-def _order(prediction: Prediction) -> tuple[float, str]:
-    return prediction.ms, candidate_name(prediction.setting)
-
-
-def _differs_only(setting: OverlapConfig, other: OverlapConfig, knob: str) -> bool:
-    names = (*KNOBS, "transport")
-    return [name for name in names if getattr(setting, name) != getattr(other, name)] == [knob]

@@ -14,11 +14,10 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
-from comet.tuner import H200, Problem, explain, predict, resolve, tune
+from comet.tuner import H200, Explained, Machine, Problem, explain, predict, resolve, tune
 from comet.tuner.choice import Resolved, Resolver, check_setting
-from comet.tuner.explain import model_regret
+from comet.tuner.layers import candidate_name
 from comet.tuner.measure import measure_layer
-from comet.tuner.model import candidate_name
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
@@ -97,15 +96,18 @@ def test_tune_records_failures_and_picks_the_fastest() -> None:
 
 
 def test_explanation_is_aligned_and_ends_in_json() -> None:
-    problem, broken = problem_of(), OverlapConfig(comm_blocks=64)
-    settings = [OverlapConfig(), OverlapConfig(comm_blocks=8), broken, None]
+    problem, broken = problem_of(), OverlapConfig(comm_blocks=64, beside=False)
+    split = OverlapConfig(comm_blocks=8, beside=False)
+    settings = [OverlapConfig(), split, broken, None]
     predictions = [predict(problem, setting, H200) for setting in settings]
-    entry = entry_of(problem, (OverlapConfig(), 2.0), (OverlapConfig(comm_blocks=8), 1.5), (broken, None), (None, 9.0))
+    entry = entry_of(problem, (OverlapConfig(), 2.0), (split, 1.5), (broken, None), (None, 9.0))
     resolved = Resolved(setting=entry.winner.setting, source="profile")
-    title, header, *rows, chosen, last = explain(problem, predictions, resolved, entry).splitlines()
+    explained = Explained(problem=problem, machine=H200, predictions=predictions, resolved=resolved, entry=entry)
+    title, header, *rows, chosen, last = explain(explained).splitlines()
     assert title.startswith("num_experts=128, top_k=8, hidden_size=2048, ffn_size=768, ep=4, tp=1, tokens=8192")
     assert header.split("  ")[0] == "candidate"
-    assert rows[0].startswith("8 comm blocks, 2 phases, 4 panels, 128 rows, beside <- chosen")
+    assert rows[0].startswith("8 comm blocks, 2 phases, 4 panels, 128 rows, split <- chosen")
+    assert rows[1].startswith("4 panels, both layers in CUDA C++ ")
     end = header.index("measured ms") + len("measured ms")
     assert [row[:end].split()[-1] for row in rows] == ["1.500", "2.000", "9.000", "-"]
     assert {row[end : end + 2] for row in rows} == {"  "}, "aligned"
@@ -113,28 +115,30 @@ def test_explanation_is_aligned_and_ends_in_json() -> None:
     assert rows[0][end + 2 :].startswith("plan 0.0")
     assert rows[3][end + 2 :] == "failed: died"
     assert chosen == (
-        "chosen: 8 comm blocks, 2 phases, 4 panels, 128 rows, beside (source: profile); "
+        "chosen: 8 comm blocks, 2 phases, 4 panels, 128 rows, split (source: profile); "
         "measured at 8192 tokens, 2026-11-20, version abc"
     )
     content = json.loads(last)
     assert content["chosen"] == dict(
-        comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=True, transport="push"
+        comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=False, transport="push"
     )
-    assert content["candidates"][2]["setting"] == "plain"
+    assert content["candidates"][2]["setting"] == content["candidates"][2]["name"] == "plain"
     assert content["candidates"][3]["measured_ms"] is None
     favourite = min(predictions, key=lambda item: item.ms).setting
-    expected = {OverlapConfig(): 2.0, OverlapConfig(comm_blocks=8): 1.5, None: 9.0}.get(favourite)
-    assert content["regret"] == (expected / 1.5 if expected else None)
-    unmeasured = explain(problem, predictions, Resolved(setting=None, source="model")).splitlines()
-    assert json.loads(unmeasured[-1])["regret"] is None
-    assert candidate_name(None) == "plain"
+    assert content["regret"] == {OverlapConfig(): 2.0, split: 1.5, None: 9.0}[favourite] / 1.5
+    unmeasured = replace(explained, resolved=Resolved(setting=None, source="model"), entry=None)
+    assert json.loads(explain(unmeasured).splitlines()[-1])["regret"] is None
 
 
-def test_regret_example() -> None:
-    problem = problem_of()
-    first, second = (replace(predict(problem, None, H200), ms=ms) for ms in (1.0, 1.1))
-    second = replace(second, setting=OverlapConfig())
-    assert model_regret([first, second], entry_of(problem, (None, 1.05), (OverlapConfig(), 1.0))) == 1.05
+def test_a_choice_is_marked_whatever_its_idle_knobs_say() -> None:
+    predictions = [predict(problem_of(), OverlapConfig(num_panels=num), H200) for num in (4, 6)]
+    resolved = Resolved(setting=OverlapConfig(comm_blocks=24, num_phases=3, num_panels=6), source="nearest")
+    explained = Explained(problem=problem_of(), machine=H200, predictions=predictions, resolved=resolved)
+    lines = explain(explained).splitlines()
+    assert [line.split("  ")[0] for line in lines if "<- chosen" in line] == [
+        "6 panels, both layers in CUDA C++ <- chosen"
+    ]
+    assert "chosen: 6 panels, both layers in CUDA C++ (source: nearest)" in lines
 
 
 def measure_on_rank(rank: int, world_size: int) -> list[tuple[str, float | None, str]]:
@@ -147,7 +151,8 @@ def measure_on_rank(rank: int, world_size: int) -> list[tuple[str, float | None,
         problem, settings, measure_layer(problem, settings, group, rounds=3), device="cpu", commit="c", date="d"
     )
     group.close()
-    return [(candidate_name(item.setting), item.ms, item.failure) for item in entry.measured]
+    machine = Machine.of(group.device)
+    return [(candidate_name(item.setting, problem, machine), item.ms, item.failure) for item in entry.measured]
 
 
 def test_layer_is_measured_on_two_ranks_with_one_result() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import mean
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.tuner import H200, Problem, predict
+from comet.tuner import H200, Machine, Problem, predict
 from comet.tuner.choice import check_setting, resolve
-from comet.tuner.explain import model_regret
+from comet.tuner.layers import effective
 from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries
+from comet.tuner.regret import model_regret
 
 SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))
 # Mean of the model's choice over the best measured; the model was fitted to these measurements, among others.
@@ -27,10 +29,17 @@ def problem_of(entry: ProfileEntry) -> Problem:
     return Problem.create(moe, ParallelConfig(ep=key.ep, tp=key.tp), key.tokens, getattr(torch, key.dtype))
 
 
+def machine_of(entry: ProfileEntry) -> Machine:
+    """Settings that coincide in CUDA C++ and were all measured were measured in Triton."""
+    problem, settings = problem_of(entry), [item.setting for item in entry.measured if item.setting]
+    coincide = len({effective(setting, problem, H200) for setting in settings}) < len(settings)
+    return replace(H200, cuda_kernels=not coincide)
+
+
 def regret(entry: ProfileEntry) -> float:
     """``model_regret`` where the model chooses among what was measured."""
-    problem = problem_of(entry)
-    predictions = [predict(problem, item.setting, H200) for item in entry.measured if item.ms is not None]
+    problem, machine = problem_of(entry), machine_of(entry)
+    predictions = [predict(problem, item.setting, machine) for item in entry.measured if item.ms is not None]
     found = model_regret(predictions, entry)
     assert found is not None
     return found

@@ -6,14 +6,40 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from comet.config import MoEConfig, OverlapConfig
 from comet.launch.cli import main
+from comet.launch.config import compose, make_job
+from comet.launch.sweep import load_models
 from comet.launch.tasks import TASKS
-from comet.tuner import H200, ProfileStore
+from comet.training.config import JobConfig
+from comet.tuner import H200, Problem, ProfileStore, job
+from comet.tuner.tune import Measure
+
+CPU = torch.device("cpu")
+MODELS = {
+    "few": MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2),
+    "many": MoEConfig(hidden_size=64, ffn_size=32, num_experts=8, top_k=1),
+}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The context of a job of one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+
+
+def job_of(folder: Path, *overrides: str) -> JobConfig:
+    return make_job(compose(["model=tiny", f"tune.profiles={folder}", "tune.rounds=1", *overrides]), 1)
 
 
 def comet(*words: str) -> tuple[int, list[str], str]:
@@ -39,8 +65,11 @@ def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     status, lines, errors = comet("tune", "tune.rounds=2", *settings)
     assert status == 0, errors
     tuned = json.loads(lines[-1])
-    assert tuned["mean_regret"] >= 1
+    assert tuned["regrets"].keys() == {"default", "model", "nearest"}
+    assert all(values["points"] == 2 and 1 <= values["mean"] <= values["worst"] for values in tuned["regrets"].values())
     assert sum(line.startswith("candidate ") for line in lines) == 2
+    assert sum(line.startswith("tiny, ") and line.endswith(" s") for line in lines) == 2, "seconds of each point"
+    assert 0 < sum(point["seconds"] for point in tuned["points"]) <= tuned["seconds"]
     for point in tuned["points"]:
         times = [candidate["measured_ms"] for candidate in point["candidates"]]
         assert point["source"] == "profile"
@@ -54,6 +83,62 @@ def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     after = explain(capfd, *settings[:1], "tune.tokens=[48,9,100000]", "parallel.ep=2")
     assert [point["source"] for point in after] == ["profile", "profile", "default"]
     assert [point["chosen"] for point in after[:2]] == [point["chosen"] for point in tuned["points"]]
+
+
+def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]")
+    asked: list[Sequence[str]] = []
+    facts = job.tune_job(config, Alone(), lambda names: asked.append(names) or MODELS)
+    assert asked == [("few", "many")]
+    assert [point["model"] for point in facts["points"]] == ["few", "few", "many", "many"]
+    entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
+    assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4), (64, 16), (64, 4)}
+    assert json.loads(capfd.readouterr().out.splitlines()[-1]) == facts
+
+
+def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_layer, done = job.measure_layer, []
+
+    def stops_at_the_third(problem: Problem, *others, **named) -> Measure:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(problem)
+        return measure_layer(problem, *others, **named)
+
+    monkeypatch.setattr(job, "measure_layer", stops_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]"), Alone(), lambda _: MODELS)
+    entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
+    assert {(key.hidden_size, key.tokens) for key in entries} == {(32, 16), (32, 4)}
+
+
+def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the pool decides between kernels; settings that are not proposed come from the nearest entry."""
+    pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_phases=1, num_panels=1, block_rows=64)
+
+    def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, *, rounds: int) -> Measure:
+        pools.append((problem.num_tokens, group.workspace.shape.max_tokens, group.workspace.shape.hidden_size))
+        tried.append(settings)
+        return lambda setting: 1.0 if setting == odd else 2.0
+
+    monkeypatch.setattr(job, "measure_layer", fake)
+    propose = job.propose
+    monkeypatch.setattr(job, "propose", lambda *call: [*propose(*call), job.predict(call[0], odd, call[1])])
+    job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[300]"), Alone(), lambda _: MODELS)
+    assert pools == [(300, 300, 32), (300, 300, 64)]
+    monkeypatch.setattr(job, "propose", propose)
+    job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[100]"), Alone(), lambda _: MODELS)
+    assert all(settings.count(odd) == 1 for settings in tried)
+
+
+def test_models_of_the_groups_and_wrong_names(capfd: pytest.CaptureFixture[str]) -> None:
+    points = explain(capfd, "tune.models=[mixtral_8x7b,tiny]", "tune.tokens=[32]", "parallel.ep=1")
+    assert [point["model"] for point in points] == ["mixtral_8x7b", "tiny"]
+    assert [point["shape"]["hidden_size"] for point in points] == [4096, load_models(["tiny"])["tiny"].hidden_size]
+    assert main(["explain", "tune.models=[nobody]"]) == 2
+    assert "model='nobody' must be one of deepseek_v3" in capfd.readouterr().err
 
 
 def test_mistakes_are_one_line() -> None:

@@ -1,0 +1,175 @@
+"""Which kernels a setting stands for: as the launchers decide, and what is idle there makes no candidate."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.kernels import cuda_text, dispatch_gemm_cuda, gemm_combine_cuda
+from comet.kernels.arguments import Returns, TileTable, Wire
+from comet.kernels.dispatch import Sends
+from comet.tuner import H200, Machine, Problem, predict, propose
+from comet.tuner.candidates import candidates
+from comet.tuner.layers import candidate_name, cuda_layers, effective
+from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP
+from comet.workspace import WorkspaceShape
+
+QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
+MIXTRAL = MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336)
+SHAPES = [
+    QWEN3,
+    MIXTRAL,
+    MoEConfig(num_experts=64, top_k=4, hidden_size=2048, ffn_size=1408),
+    MoEConfig(num_experts=256, top_k=8, hidden_size=7168, ffn_size=2048),
+    MoEConfig(num_experts=512, top_k=8, hidden_size=2048, ffn_size=768),  # alone more than layer 1's table holds
+    MoEConfig(num_experts=64, top_k=10, hidden_size=2048, ffn_size=1408),  # more entries than a sum may have
+    MoEConfig(num_experts=16, top_k=2, hidden_size=64, ffn_size=96),
+]
+TRITON = replace(H200, cuda_kernels=False)
+
+
+def problem_of(moe: MoEConfig, tokens: int, ep: int = 4, tp: int = 1, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    return Problem.create(moe, ParallelConfig(ep=ep, tp=tp), tokens, dtype)
+
+
+def random_problem(rng: random.Random) -> Problem:
+    ep, tp = rng.choice([(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (8, 1)])
+    tokens = rng.choice([0, 1, 129, 512, 2048, 4096, 8192])
+    return problem_of(rng.choice(SHAPES), tokens, ep, tp, rng.choice([torch.bfloat16, torch.float16, torch.float32]))
+
+
+def random_setting(rng: random.Random, problem: Problem) -> OverlapConfig:
+    return OverlapConfig(
+        comm_blocks=rng.choice([4, 16, 24]),
+        num_phases=rng.choice([2, 3, 4]),
+        num_panels=rng.choice([1, 3, 4, 8]),
+        block_rows=rng.choice([64, 128, 128]),
+        beside=rng.random() < 0.8,
+        transport=rng.choice(["push", "push", "copy"]) if problem.world_size > 1 else "push",
+    )
+
+
+def launched(problem: Problem, setting: OverlapConfig) -> tuple[bool, bool]:
+    """What the launchers decide on a GPU, for tensors of the sizes a layer has there."""
+    moe, experts, width = problem.moe, problem.experts_local, -(-problem.width // 16) * 16
+    shape = WorkspaceShape.create(moe, problem.world_size, max(problem.num_tokens, 1), problem.dtype)
+    some = torch.zeros(problem.world_size, dtype=torch.int64)
+    wire = Wire(
+        rows=some, row_pointers=some, flags=some, flag_pointers=some, epoch=some, fault=some, rank=0,
+        max_tokens=shape.padded_tokens, timeout_ns=1,
+    )  # fmt: skip
+    table = TileTable(
+        tiles=some, num_tiles=some, row_ids=some, counters=some, block_rows=setting.block_rows, segments=(some, some)
+    )
+    sends = Sends(token_ids=some, counts=some, recv_counts=some, pushed=some if setting.transport == "push" else None)
+    returns = Returns(row_slots=torch.zeros(1, moe.top_k), row_weights=some, send_rows=some, recv_counts=some)
+
+    def empty(*dims: int) -> torch.Tensor:
+        return torch.empty(*dims, dtype=problem.dtype, device="meta")
+
+    x, w1 = empty(1, moe.hidden_size), empty(experts, 2 * width, moe.hidden_size)
+    hidden, w2 = empty(1, width), empty(experts, moe.hidden_size, width)
+    return (
+        setting.beside and dispatch_gemm_cuda.runs_cuda(x, w1, wire, sends, table),
+        setting.beside and gemm_combine_cuda.runs_cuda(hidden, w2, wire, returns, table),
+    )
+
+
+def test_the_tuner_knows_what_the_launchers_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dispatch_gemm_cuda, gemm_combine_cuda):
+        monkeypatch.setattr(module, "is_available", lambda device: True)
+    rng = random.Random(seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    seen = set()
+    for _ in range(400):
+        problem = random_problem(rng)
+        setting = random_setting(rng, problem)
+        expected = launched(problem, setting) if problem.num_tokens else (False, False)
+        assert cuda_layers(setting, problem, H200) == expected, (seed, problem, setting)
+        assert cuda_layers(setting, problem, TRITON) == (False, False)
+        seen.add(expected)
+    assert len(seen) == 4, "every combination of kernels occurs"
+
+
+def test_examples_of_kernels() -> None:
+    default = OverlapConfig()
+    assert cuda_layers(default, problem_of(QWEN3, 512), H200) == (True, False)
+    assert cuda_layers(default, problem_of(QWEN3, 8192), H200) == (True, True)
+    many = OverlapConfig(comm_blocks=8, num_phases=3, num_panels=8)
+    assert effective(many, problem_of(QWEN3, 8192), H200) == OverlapConfig(num_panels=8)
+    assert dispatch_gemm_cuda.takes(512, 32, 1536, 2048, 2, 128)
+    assert not dispatch_gemm_cuda.takes(256, 32, 1536, 2048, 2, 128)
+    assert gemm_combine_cuda.takes(4096, 8, 4, 32, 2048, 768, 2, 128)
+    assert not gemm_combine_cuda.takes(2048, 8, 4, 32, 2048, 768, 2, 128)
+
+
+@pytest.mark.parametrize(
+    ("moe", "tokens", "machine", "setting", "name"),
+    [
+        (QWEN3, 8192, TRITON, OverlapConfig(), "16 comm blocks, 2 phases, 4 panels, 128 rows, beside"),
+        (QWEN3, 8192, H200, OverlapConfig(), "4 panels, both layers in CUDA C++"),
+        (QWEN3, 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
+        (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, layer 0 in CUDA C++"),
+        (QWEN3, 128, H200, OverlapConfig(), "16 comm blocks, 2 phases, 4 panels, 128 rows, beside"),
+        (QWEN3, 8192, H200, OverlapConfig(block_rows=64), "16 comm blocks, 2 phases, 4 panels, 64 rows, beside"),
+        (QWEN3, 8192, H200, OverlapConfig(beside=False), "16 comm blocks, 2 phases, 4 panels, 128 rows, split"),
+        (
+            QWEN3,
+            8192,
+            H200,
+            OverlapConfig(comm_blocks=0, num_phases=3, transport="copy"),
+            "3 phases, 4 panels, layer 1 in CUDA C++, copy",
+        ),
+        (
+            QWEN3,
+            512,
+            H200,
+            OverlapConfig(comm_blocks=0, transport="copy"),
+            "2 phases, 4 panels, 128 rows, beside, copy",
+        ),
+        (QWEN3, 512, H200, None, "plain"),
+    ],
+)
+def test_names_say_what_runs(
+    moe: MoEConfig, tokens: int, machine: Machine, setting: OverlapConfig | None, name: str
+) -> None:
+    assert candidate_name(setting, problem_of(moe, tokens), machine) == name
+
+
+def test_candidates_differ_in_what_they_launch() -> None:
+    rng = random.Random(seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    for _ in range(30):
+        problem, machine = random_problem(rng), rng.choice([H200, TRITON])
+        setting = random_setting(rng, problem)
+        taken = effective(setting, problem, machine)
+        assert effective(taken, problem, machine) == taken
+        assert cuda_layers(taken, problem, machine) == cuda_layers(setting, problem, machine)
+        assert predict(problem, taken, machine).ms == pytest.approx(predict(problem, setting, machine).ms), seed
+        found = candidates(problem, machine)
+        assert len({effective(item, problem, machine) for item in found}) == len(found)
+        names = [candidate_name(item.setting, problem, machine) for item in propose(problem, machine)]
+        assert len(set(names)) == len(names), names
+
+
+def test_in_cuda_only_panels_and_other_kernels_are_tried() -> None:
+    problem = problem_of(QWEN3, 8192)
+    settings = [item.setting for item in propose(problem, H200) if item.setting]
+    in_cuda = [setting for setting in settings if cuda_layers(setting, problem, H200) == (True, True)]
+    assert sorted(setting.num_panels for setting in in_cuda) == [1, 2, 3, 4, 6, 8]
+    assert len(in_cuda) + 1 < len(settings) + 1 <= 10
+    assert {setting.beside for setting in settings if setting not in in_cuda} == {True, False}
+    in_triton = [item.setting for item in propose(problem, TRITON) if item.setting]
+    assert len({setting.comm_blocks for setting in in_triton if setting.beside}) >= 3
+
+
+def test_pieces_are_those_of_the_kernels() -> None:
+    assert (CUDA_ROWS, CUDA_STEP, CUDA_COLS) == (cuda_text.MOST_ROWS, cuda_text.STEP, cuda_text.COLS)
+
+
+def test_a_machine_without_gpus_has_no_cuda_kernels() -> None:
+    assert not Machine.of(torch.device("cpu")).cuda_kernels
