@@ -46,13 +46,14 @@ class Machine:
             copy launched by the host; not measured yet in a graph.
         reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
         beside_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
+        exposed_panels: Panels' worth of partial sums that travel after layer 1's GEMM, but for split launches. Fit to the
+            effect of panels: run 5 and the profiles of runs 3 and 4.
         fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
         signal_ms: One flag between ranks, with the skew of the ranks' starts. Fit.
         launch_ms: Start and end of one fused launch: first loads, last stores, late ranks. Fit.
         cuda_l2_gbs_per_sm: Rows and weights from L2 to one SM in CUDA C++. Fit.
         cuda_exposed_push: Part of the push, at the link's rate, by which it lengthens layer 0's GEMM. Fit.
         cuda_passes: What the combine costs layer 1's GEMM, over its memory traffic. Fit.
-        cuda_exposed_panels: Panels' worth of partial sums that travel after layer 1's GEMM. Fit.
         cuda_panel_ns: What a panel more costs layer 1, per column of the result. Fit.
         cuda_launch_ms: Start and end of a launch in CUDA C++, late ranks. Fit.
         plan_ms: Plan of an empty call: launches and the exchange of ids. ``benchmarks/RESULTS.md``, plan alone.
@@ -84,16 +85,16 @@ class Machine:
     link_gbs: float = 385.0
     copy_ms: float = 0.012
     reduce_gbs_per_block: float = 3.2
-    beside_passes: float = 1.6
+    beside_passes: float = 1.2
+    exposed_panels: float = 1.5
     fused_share: float = 0.93
     signal_ms: float = 0.01
     launch_ms: float = 0.06
     cuda_l2_gbs_per_sm: float = 61.0
     cuda_exposed_push: float = 0.2
     cuda_passes: float = 0.95
-    cuda_exposed_panels: float = 2.0
-    cuda_panel_ns: float = 6.0
-    cuda_launch_ms: float = 0.045
+    cuda_panel_ns: float = 5.0
+    cuda_launch_ms: float = 0.04
     plan_ms: float = 0.017
     plan_ns_per_row: float = 0.07
     nccl_gbs: float = 200.0

@@ -163,7 +163,7 @@ def layer1_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, g
     compute = gemm.ms(machine.num_sms, machine) + machine.cuda_passes * _passes_ms(problem, machine)
     send = _returned_ms(problem, machine)
     panels = (num_panels - 1) * machine.cuda_panel_ns * problem.moe.hidden_size / 1e6
-    return max(compute, send) + machine.cuda_exposed_panels * send / num_panels + panels + machine.cuda_launch_ms
+    return max(compute, send) + machine.exposed_panels * send / num_panels + panels + machine.cuda_launch_ms
 
 
 def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
@@ -240,7 +240,7 @@ def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine
     hidden_bytes = problem.routed_rows * problem.width * problem.dtype.itemsize
     reread = (num_panels - 1) * hidden_bytes / machine.hbm_gbs / 1e6
     compute = gemm.ms(machine.num_sms, machine, reread) / machine.fused_share
-    last = _returned_ms(problem, machine) / (2 * num_panels if num_panels > 1 else 1)  # of several it is half as wide
+    last = machine.exposed_panels * _returned_ms(problem, machine) / num_panels
     slowed = machine.beside_passes * _passes_ms(problem, machine)
     return compute + slowed + last + machine.signal_ms * num_panels**0.5 + machine.launch_ms
 

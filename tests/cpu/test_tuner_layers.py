@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.kernels import cuda_text, dispatch_gemm_cuda, gemm_combine_cuda
+from comet.kernels import cuda_text, dispatch_gemm_cuda, gemm_combine_cuda, nvrtc
 from comet.kernels.arguments import Returns, TileTable, Wire
 from comet.kernels.dispatch import Sends
 from comet.tuner import H200, Machine, Problem, predict, propose
@@ -171,5 +172,10 @@ def test_pieces_are_those_of_the_kernels() -> None:
     assert (CUDA_ROWS, CUDA_STEP, CUDA_COLS) == (cuda_text.MOST_ROWS, cuda_text.STEP, cuda_text.COLS)
 
 
-def test_a_machine_without_gpus_has_no_cuda_kernels() -> None:
+@pytest.mark.parametrize("available", [True, False])
+def test_a_machine_has_cuda_kernels_where_they_compile(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "is_available", lambda device: available)
+    properties = SimpleNamespace(name="NVIDIA H100", multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert Machine.of(torch.device("cuda", 0)) == Machine(name="NVIDIA H100", num_sms=114, cuda_kernels=available)
     assert not Machine.of(torch.device("cpu")).cuda_kernels

@@ -66,7 +66,8 @@ def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     assert status == 0, errors
     tuned = json.loads(lines[-1])
     assert tuned["regrets"].keys() == {"default", "model", "nearest"}
-    assert all(values["points"] == 2 and 1 <= values["mean"] <= values["worst"] for values in tuned["regrets"].values())
+    assert all(1 <= values["mean"] <= values["worst"] for values in tuned["regrets"].values())
+    assert tuned["regrets"]["default"]["points"] == tuned["regrets"]["model"]["points"] == 2
     assert sum(line.startswith("candidate ") for line in lines) == 2
     assert sum(line.startswith("tiny, ") and line.endswith(" s") for line in lines) == 2, "seconds of each point"
     assert 0 < sum(point["seconds"] for point in tuned["points"]) <= tuned["seconds"]
