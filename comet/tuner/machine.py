@@ -46,8 +46,8 @@ class Machine:
             copy launched by the host; not measured yet in a graph.
         reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
         beside_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
-        exposed_panels: Panels' worth of partial sums that travel after layer 1's GEMM, but for split launches. Fit to the
-            effect of panels: run 5 and the profiles of runs 3 and 4.
+        exposed_panels: Panels' worth of partial sums that travel after layer 1's GEMM, but for split launches. Fit to
+            the effect of panels: run 5 and the profiles of runs 3 and 4.
         fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
         signal_ms: One flag between ranks, with the skew of the ranks' starts. Fit.
         launch_ms: Start and end of one fused launch: first loads, last stores, late ranks. Fit.
