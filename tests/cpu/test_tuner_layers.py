@@ -85,10 +85,15 @@ def test_the_tuner_knows_what_the_launchers_decide(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "is_available", lambda device: True)
     rng = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
+    copies = OverlapConfig(comm_blocks=0, transport="copy")
+    cases = [
+        (problem_of(QWEN3, 8192), copies),
+        *((problem_of(QWEN3, num), OverlapConfig()) for num in (128, 512, 8192)),
+    ]
+    problems = [random_problem(rng) for _ in range(400)]
+    cases += [(problem, random_setting(rng, problem)) for problem in problems]
     seen = set()
-    for _ in range(400):
-        problem = random_problem(rng)
-        setting = random_setting(rng, problem)
+    for problem, setting in cases:
         expected = launched(problem, setting) if problem.num_tokens else (False, False)
         assert cuda_layers(setting, problem, H200) == expected, (seed, problem, setting)
         assert cuda_layers(setting, problem, TRITON) == (False, False)
