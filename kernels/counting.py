@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import PLACE_EXCHANGE, allow_next, wait_flag, wait_for_previous
+from .primitives import PLACE_EXCHANGE, wait_flag
 
 
 @triton.jit
@@ -71,11 +71,9 @@ def count_kernel(
     ids_ptr, flag_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, recv_waves_ptr, send_waves_ptr,
     recv_ranks_ptr, send_ranks_ptr, positions_ptr, rank, timeout_ns, M,
     K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_BLOCK: tl.constexpr, EP: tl.constexpr,
-    TP: tl.constexpr, CHUNK: tl.constexpr, WAVES: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRET: tl.constexpr,
+    TP: tl.constexpr, CHUNK: tl.constexpr, WAVES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Per (source, chunk) a program for every block of experts, one for the waves, one for the waves of own tokens."""
-    wait_for_previous(DEPENDENT)
-    allow_next(DEPENDENT)
     source_chunk = tl.program_id(0)
     num_chunks = M // CHUNK
     source = source_chunk // num_chunks

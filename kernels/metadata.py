@@ -27,7 +27,7 @@ from torch import Tensor
 from .arguments import CHUNK_ROWS, MAX_WAVES, power_of_2
 from .counting import count_kernel
 from .placement import place_kernel
-from .primitives import allow_next, signal
+from .primitives import signal
 
 EXPERT_BLOCK = 32
 NARROW_EXPERT_BLOCK = 8
@@ -164,10 +164,9 @@ def exchange_kernel(
     ids_ptr, weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch_ptr, plan_epoch_ptr, totals_ptr,
     counters_ptr, rank, num_tokens, M,
     WORLD: tl.constexpr, K: tl.constexpr, POOL_K: tl.constexpr, FLAT: tl.constexpr, NUM_TOTALS: tl.constexpr,
-    NUM_COUNTERS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Copy one chunk of ids and weights to one peer; program (0, 0) also zeroes what later kernels count in."""
-    allow_next(DEPENDENT)
     chunk = tl.program_id(0)
     peer = (rank + tl.program_id(1)) % WORLD
     epoch = tl.load(epoch_ptr) + 1
@@ -232,11 +231,10 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
     num_programs = config.world_size * num_chunks
     constants = count_constants(config, pool_top_k, num_chunks)
     num_blocks = -(-config.experts_local // constants["E_BLOCK"])
-    early = {"launch_pdl": True} if constants["DEPENDENT"] else {}
     count_kernel[(num_programs, num_blocks + 2)](
         pool.ids, pool.flags, pool.fault, scratch.epoch, scratch.totals, scratch.counts, scratch.recv_waves,
         scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, pool.rank, pool.timeout_ns,
-        pool.max_tokens, **constants, **early,
+        pool.max_tokens, **constants,
     )  # fmt: skip
     tensors = {"arrival_row_ids": tensors["routed_row_ids"], **tensors}
     place_kernel[(2 * num_programs + config.experts_local + 1,)](
@@ -244,7 +242,7 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
         scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.starts,
         scratch.positions, scratch.bases, pool.rank, config.expert_capacity,
         tensors["routed_row_ids"].numel(), pool.max_tokens, num_warps=place_warps(config), **tensors,
-        **place_constants(config, pool_top_k), **early,
+        **place_constants(config, pool_top_k),
     )  # fmt: skip
 
 
@@ -261,7 +259,6 @@ def exchange_constants(config: PlanConfig, pool_top_k: int, num_counters: int) -
         "NUM_TOTALS": config.world_size * config.experts_local,
         "NUM_COUNTERS": num_counters,
         "CHUNK": CHUNK_ROWS,
-        "DEPENDENT": not triton.knobs.runtime.interpret,
     }
 
 
@@ -281,7 +278,6 @@ def count_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
         "TP": config.tp,
         "CHUNK": CHUNK_ROWS,
         "WAVES": config.num_waves,
-        "DEPENDENT": not triton.knobs.runtime.interpret,
         "INTERPRET": triton.knobs.runtime.interpret,
     }
 
@@ -303,7 +299,6 @@ def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool
         "SCAN_ROWS": max(SCAN_ELEMENTS // e_pad, 1),
         "BY_TOKEN": config.by_token,
         "WAVES": config.num_waves,
-        "DEPENDENT": not triton.knobs.runtime.interpret,
     }
 
 

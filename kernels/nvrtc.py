@@ -90,25 +90,19 @@ class CudaKernel:
     shared_bytes: int
 
     def launch(self, num_blocks: int, arguments: Sequence[Any]) -> None:
-        """Launch on the current stream; arguments are tensors, tensor maps, structures or ints (32 bits).
-
-        The kernel may start when the blocks of the one before allow it, and waits by itself (``wait_for_previous``).
-        """
+        """Launch on the current stream; arguments are tensors, tensor maps, structures or ints (32 bits)."""
         from cuda.bindings import driver
 
         holders = [_holder(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(holders))(*[address for _, address in holders])
-        config, cluster, early = driver.CUlaunchConfig(), driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
         config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.num_threads, 1, 1
         config.sharedMemBytes = self.shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
-        kinds = driver.CUlaunchAttributeID
-        cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = self.cluster, 1, 1
-        early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [cluster, early], 2
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = self.cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
         _checked(driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
 
 

@@ -15,7 +15,7 @@ through the experts; tokens that are not needed there form the last wave.
 import triton
 import triton.language as tl
 
-from .primitives import FAULT_ROWS_NEEDED, allow_next, wait_for_previous
+from .primitives import FAULT_ROWS_NEEDED
 from .tiles import phase_of_source
 
 
@@ -233,11 +233,9 @@ def place_kernel(
     routed_slots, segment_starts, segment_counts, tiles, segment_tiles, tile_starts, status,
     K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,
     TP: tl.constexpr, W_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, WAVES: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCAN_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, WAVES: tl.constexpr,
 ):  # fmt: skip
     """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.plan.Plan``."""
-    wait_for_previous(DEPENDENT)
-    allow_next(DEPENDENT)
     WORLD: tl.constexpr = EP * TP
     SUM_BLOCK: tl.constexpr = 32
     num_chunks = M // CHUNK

@@ -229,20 +229,6 @@ def wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, i
     tl.debug_barrier()
 
 
-@triton.jit
-def allow_next(DEPENDENT: tl.constexpr):
-    """Let the next kernel of the stream start as soon as every block of this one has."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Return when the kernel before has finished and its stores can be read."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-
-
 @triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns"])
 def barrier_kernel(
     flag_addresses, epoch_ptr, fault_ptr, rank, world_size, timeout_ns, W_BLOCK: tl.constexpr, INTERPRET: tl.constexpr

@@ -13,9 +13,8 @@ reading F D weights of every distinct expert once.
 import triton
 import triton.language as tl
 
-from .primitives import wait_for_previous
 from .warp_decode_gather import ABSENT
-from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serving, slot_of
+from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serving, slot_of, wait_for_previous
 from .warp_decode_scales import (
     lane_columns,
     lane_scales,

@@ -10,15 +10,16 @@ import triton
 import triton.language as tl
 
 from .activation import swiglu
-from .primitives import allow_next, wait_for_previous
 from .warp_decode_routing import (
     NO_ROW,
+    allow_next,
     load_columns,
     pass_of,
     row_of,
     rows_in_passes,
     serving,
     token_of,
+    wait_for_previous,
 )
 from .warp_decode_scales import (
     lane_columns,

@@ -32,7 +32,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .primitives import allow_next, any_of, clock_ns, record_fault
+from .primitives import any_of, clock_ns, record_fault
+from .warp_decode_routing import allow_next
 from .warp_decode_step import Landing, Step
 from .warp_decode_words import POLL_COUNT, landing_of, word_of
 

@@ -114,3 +114,17 @@ def lane_products(weights, x, LANE: tl.constexpr):
     """
     products = weights.to(tl.float32) * x.to(tl.float32)[None, :]
     return tl.sum(products.reshape(weights.shape[0], weights.shape[1] // LANE, LANE), axis=2)
+
+
+@triton.jit
+def allow_next(DEPENDENT: tl.constexpr):
+    """Let the next kernel of the stream start as soon as every block of this one has."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Return when the kernel before has finished and its stores can be read."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()

@@ -16,8 +16,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
 
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (warp == PUSHER && lane == 0) memory.init_barriers(1 + 32 * LOADERS, WARPS);
-    wait_for_previous();
-    allow_next();
     const int epoch = __ldg(sends.epoch);
     const Parts parts{first_piece, first_piece + 2 * experts + 1};
     const Work work{counts, starts, parts, experts, depth, ffn};

@@ -20,7 +20,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
 
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (warp == LOADER && lane == 0) memory.init_barriers(1, WARPS * CLUSTER);
-    wait_for_previous();
     if (warp == 0) list_pieces(first_piece, counts, experts, lane);
     __syncthreads();
     cluster_sync();

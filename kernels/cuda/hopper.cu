@@ -127,16 +127,6 @@ __device__ __forceinline__ float2 unpack(u32 packed) {
     }
 }
 
-// ---- the kernels before and after this one in its stream
-
-// Let the next kernel start as soon as every block of this one has.
-__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Return when the kernel before has finished and its stores can be read.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// ---- numbers
-
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Number of whatever lanes count before this lane, and in all.
