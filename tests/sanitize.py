@@ -1,7 +1,11 @@
 """Launch every kernel on small cases, on one GPU and in one process, for compute-sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
+
+``--report-api-errors no``, because ``cuda.bindings`` asks the driver for functions that it may not have. Each takes two to
+four minutes; with ``--dtype`` for one type of elements alone.
 
 The process plays all ranks (``comet.comm.emulated_group``), one after the other: no kernel may wait for a later rank.
 Hence every step in which ranks wait for each other runs twice: first with flags that pretend everything has arrived,
@@ -299,9 +303,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run all of it; raises at the first wrong number."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    kind = parser.parse_args(argv).device
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="one of the two on a GPU (default: both)")
+    arguments = parser.parse_args(argv)
+    kind, name = arguments.device, arguments.dtype
     device = torch.device(kind, 0 if kind == "cuda" else None)
-    dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
+    on_gpu = (getattr(torch, name),) if name else (torch.bfloat16, torch.float16)
+    dtypes = on_gpu if device.type == "cuda" else (torch.float32,)
     for dtype in dtypes:
         run_layers(device, dtype)
         run_fp8(device, dtype)
