@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from clock_loop import FIGURES as CLOCK_FIGURES
+from clock_loop import format_clocks
 from decode_library import PREFIX
 from report import align, cell
 from timing import Timing
@@ -20,8 +22,9 @@ KEYS = ("model", "weights", "ep", "tp", "tokens")
 CENTRIC = "triton"
 OTHERS = ("torch", "fused", "local", "local_nccl")
 NO_RIVAL = ("comet", "local")  # ``local`` is a part of decode over ranks, not another way to do it
-IN_JSON_ONLY = ("times_us", "quantiles", "accuracy")
+IN_JSON_ONLY = ("times_us", "quantiles", "accuracy", "clocks")
 BELOW_TABLE = ("no_graph", "failures")
+CLOCK_COLUMNS = (*KEYS, "launch", "us", "repeated_us", "repeated_of_roof", *CLOCK_FIGURES[2:])
 
 
 def figures(
@@ -60,6 +63,26 @@ def figures(
         row[f"{name}_error"], row[f"{name}_cosine"] = accuracy.get(source, (None, None))
     quantiles = {name: asdict(timing) for name, timing in timings.items()}
     return row | {"times_us": times_us, "quantiles": quantiles, "accuracy": dict(accuracy)}
+
+
+def clock_figures(repeated: Row, num_steps: int, touched_bytes: float, roof_tbs: float) -> Row:
+    """A row of ``clock_loop`` with microseconds of a step instead of milliseconds of a call, and the part of the roof.
+
+    Example: 0.4 ms in the rounds, 0.5 when repeated, for 4 steps that touch 2e8 bytes each, roof 4 TB/s: 100 us, 125 us
+    and 0.4 of the roof.
+    """
+    row = {name: value for name, value in repeated.items() if name not in ("ms", "repeated_ms")}
+    for milliseconds, name in (("ms", "us"), ("repeated_ms", "repeated_us")):
+        if milliseconds in repeated:
+            row[name] = repeated[milliseconds] * 1e3 / num_steps
+    if "repeated_us" in row:
+        row["repeated_of_roof"] = touched_bytes / (row["repeated_us"] * 1e6) / roof_tbs
+    return row
+
+
+def clock_table(rows: Sequence[Row]) -> list[Row]:
+    """A row for each variant that was repeated alone, with the ``KEYS`` of its point."""
+    return [{name: row[name] for name in KEYS} | each for row in rows for each in row.get("clocks", ())]
 
 
 def crossovers(rows: Sequence[Row]) -> list[Row]:
@@ -101,19 +124,25 @@ def format_table(rows: Sequence[Row]) -> str:
     hidden = (*IN_JSON_ONLY, *BELOW_TABLE)
     shown = [name for name in columns(rows, hidden) if any(row.get(name) is not None for row in rows)]
     table = align([shown, *([cell(row.get(name), near_one=7) for name in shown] for row in rows)])
-    return "\n".join([*table, *_remarks(rows), *map(_sentence, crossovers(rows))])
+    clocks = [format_clocks(clock_table(rows), CLOCK_COLUMNS)] if clock_table(rows) else []
+    return "\n".join([*table, *clocks, *_remarks(rows), *map(_sentence, crossovers(rows))])
 
 
 def write_results(folder: Path, rows: Sequence[Row], facts: Row) -> str:
     """CSV and JSON of all rows so far, so that an interruption loses nothing; returns the JSON, one line."""
-    names = columns(rows, IN_JSON_ONLY)
-    with (folder / "bench_decode.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows([_plain(row.get(name)) for name in names] for row in rows)
+    _write_csv(folder / "bench_decode.csv", rows, columns(rows, IN_JSON_ONLY))
+    if clock_table(rows):
+        _write_csv(folder / "bench_decode_clocks.csv", clock_table(rows), CLOCK_COLUMNS)
     line = json.dumps({"facts": facts, "crossover": crossovers(rows), "rows": list(rows)})
     (folder / "bench_decode.json").write_text(line + "\n")
     return line
+
+
+def _write_csv(path: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([_plain(row.get(name)) for name in names] for row in rows)
 
 
 def columns(rows: Sequence[Row], hidden: Sequence[str]) -> list[str]:

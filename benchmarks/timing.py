@@ -72,7 +72,7 @@ def time_interleaved(
         clocks = {}
         for step in range(len(names)):
             index = (number + step) % len(names)
-            clocks[index] = _call(variants[names[index]], number % rotate, barrier, device)
+            clocks[index] = start_call(variants[names[index]], number % rotate, barrier, device)
         elapsed = {index: read_ms() for index, read_ms in clocks.items()}
         if number >= 0:
             for index, milliseconds in elapsed.items():
@@ -142,7 +142,7 @@ def capture(variant: Variant, *, rotate: int) -> Variant:
     return lambda index: graphs[index].replay()
 
 
-def _call(variant: Variant, index: int, barrier: Callable[[], None], device: torch.device) -> Callable[[], float]:
+def start_call(variant: Variant, index: int, barrier: Callable[[], None], device: torch.device) -> Callable[[], float]:
     """Run one call; returns what reads its milliseconds once the round is over."""
     if device.type != "cuda":
         barrier()

@@ -197,7 +197,8 @@ def with_twins(rank: int, world_size: int, trouble: dict[str, str]) -> Measured:
 )
 def test_what_fails_or_differs_is_named_and_not_timed(trouble: dict[str, str], missing: dict[str, str]) -> None:
     found = run_ranks(with_twins, 2, trouble)
-    for splits, (row,) in found:
+    for splits, (row,), clocks in found:
+        assert clocks == []
         assert [split["failures"] for split in splits] == [""]
         assert {name for name in (*LAYER0, *LAYER1) if row[f"{name}_ms"] is None} == set(missing)
         assert set(row["quantiles"]) == {*LAYER0, *LAYER1} - set(missing)
@@ -217,7 +218,7 @@ def test_a_kernel_that_cannot_be_captured_fails_alone(monkeypatch: pytest.Monkey
         return timed_variants({n: launch for n, launch in launches.items() if n != "layer1_cuda"}, point, ranks, {})
 
     monkeypatch.setattr(bench_layers, "timed_variants", without_one)
-    (split,), (row,) = with_twins(0, 1, {})
+    (split,), (row,), _ = with_twins(0, 1, {})
     assert split["failures"] == ""
     assert row["failures"] == "layer1_cuda: RuntimeError: not in a graph"
     assert row["layer1_cuda_ms"] is None
@@ -268,7 +269,7 @@ def test_the_report_has_a_table_and_a_csv_of_its_own(tmp_path: Path, capsys: pyt
         read = list(csv.DictReader(file))
     assert tuple(read[0]) == COLUMNS
     assert [line["layer0_cuda_gemm_ms"] for line in read] == ["1.5", ""]
-    report(Measured([keys | {"failures": "point: no"}], compared), {}, tmp_path)
+    report(Measured([keys | {"failures": "point: no"}], compared, []), {}, tmp_path)
     *lines, last = capsys.readouterr().out.splitlines()
     columns = ["model", "tokens", *(f"{name}_ms" for name in LAYER0), "ratio0", "layer1_triton_ms", "failures"]
     assert lines[2].split() == columns
