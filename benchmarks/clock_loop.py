@@ -82,9 +82,11 @@ def over_ranks(milliseconds: float, clocks: Clocks, ranks: Ranks) -> tuple[float
     active = [float(word in clocks.limits) for word in LIMITS]
     largest = max_over_ranks(ranks.device, ranks.process_group)
     slowest, *found = largest(torch.tensor([milliseconds, *numbers, *active], dtype=torch.float64)).tolist()
-    worst = [None if math.isinf(value) else sign * value for sign, value in zip(signs, found, strict=False)]
+    sm, memory, watts, celsius = (
+        None if math.isinf(value) else sign * value for sign, value in zip(signs, found, strict=False)
+    )
     limits = tuple(word for word, is_active in zip(LIMITS, found[len(signs) :], strict=True) if is_active)
-    return slowest, Clocks(*worst, limits=limits)
+    return slowest, Clocks(sm, memory, watts, celsius, limits)
 
 
 def clock_rows(
@@ -121,7 +123,7 @@ def clock_rows(
             found, failure = guard(partial(clocks_of_call, watch, variant, calls, opening, ranks.device))
             row: Row = {"launch": name, "ms": milliseconds, "failures": failure}
             if found is not None:
-                repeated_ms, clocks = over_ranks(*found, ranks)
+                repeated_ms, clocks = over_ranks(*found, ranks=ranks)
                 row |= asdict(clocks) | {"repeated_ms": repeated_ms, "limits": ", ".join(clocks.limits)}
             rows.append(row)
     return rows

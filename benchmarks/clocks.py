@@ -84,8 +84,8 @@ def parse_sample(line: str) -> Sample:
     require(len(words) == len(FIELDS), f"line={line.strip()!r} of nvidia-smi must have {len(FIELDS)} fields")
     *numbers, reasons = (None if word.startswith("[") or word == "N/A" else word for word in words)
     try:
-        values = [None if number is None else float(number) for number in numbers]
-        return Sample(*values, reasons=None if reasons is None else int(reasons, 16))
+        sm, memory, watts, celsius = (None if number is None else float(number) for number in numbers)
+        return Sample(sm, memory, watts, celsius, None if reasons is None else int(reasons, 16))
     except ValueError as error:
         raise ValueError(f"line={line.strip()!r} of nvidia-smi must hold numbers: {error}") from error
 
