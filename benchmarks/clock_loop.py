@@ -123,7 +123,7 @@ def clock_rows(
             found, failure = guard(partial(clocks_of_call, watch, variant, calls, opening, ranks.device))
             row: Row = {"launch": name, "ms": milliseconds, "failures": failure}
             if found is not None:
-                repeated_ms, clocks = over_ranks(*found, ranks=ranks)
+                repeated_ms, clocks = over_ranks(found[0], found[1], ranks)
                 row |= asdict(clocks) | {"repeated_ms": repeated_ms, "limits": ", ".join(clocks.limits)}
             rows.append(row)
     return rows
