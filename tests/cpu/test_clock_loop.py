@@ -22,7 +22,7 @@ from clocks import LIMITS, Clocks
 from decode_points import repeat_alone
 from decode_report import clock_figures
 from decode_team import Team
-from layer_points import open_point
+from layer_points import Split, open_point
 from points import Ranks, Settings, attempt, open_layer
 from ranks import run_ranks
 from timing import Timing
@@ -193,9 +193,9 @@ def layers_on_rank(rank: int, world_size: int, folder: str) -> tuple[list[dict[s
 
 
 def test_every_launch_of_a_layer_has_its_clocks(tmp_path: Path) -> None:
-    launches = {f"layer0 comm_blocks={blocks},num_phases=2" for blocks in (8, 16)}
-    launches |= {f"layer1 comm_blocks={blocks},num_panels=2,num_phases=2,beside=1,transport=push" for blocks in (8, 16)}
-    launches |= {"plan", "dispatch", "gemm0", "gemm1", "combine"}
+    launches = {"plan", "dispatch", "gemm0", "gemm1", "combine"}
+    launches |= {name for blocks in (8, 16) for name in Split(blocks, 2, 2).launches()}
+    assert len(launches) == 9
     for rows, clocks in run_ranks(layers_on_rank, 2, str(tmp_path)):
         assert [row["failures"] for row in rows] == ["", ""]
         assert {row["launch"] for row in clocks} == launches
