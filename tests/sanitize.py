@@ -4,8 +4,8 @@
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
 
-``--report-api-errors no``, because ``cuda.bindings`` asks the driver for functions that it may not have. Each takes two to
-four minutes; with ``--dtype`` for one type of elements alone.
+``--report-api-errors no``, because ``cuda.bindings`` asks the driver for functions that it may not have. Each takes two
+to four minutes; with ``--dtype`` for one type of elements alone.
 
 The process plays all ranks (``comet.comm.emulated_group``), one after the other: no kernel may wait for a later rank.
 Hence every step in which ranks wait for each other runs twice: first with flags that pretend everything has arrived,
