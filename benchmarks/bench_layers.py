@@ -36,8 +36,9 @@ from layer_compare import COLUMNS as COMPARED_COLUMNS
 from layer_compare import TABLE as COMPARED_TABLE
 from layer_compare import compared_launches, compared_row, what_cuda_lacks
 from layer_launches import checked_launches, timed_variants
-from layer_points import Point, Split, open_point, recover, try_launch
+from layer_points import Point, open_point, recover, try_launch
 from layer_report import KEYS, TABLE_KEYS, append_csv, format_table, make_rows, summary
+from overlap import parse_overlap
 from points import Ranks, Settings, attempt, open_layer
 from report import Row
 from routing import ROUTINGS
@@ -49,7 +50,7 @@ from comet.group import make_expert_group
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
-GRID = {
+GRID: dict[str, tuple[Any, ...]] = {
     "comm_blocks": (8, 16, 32, 64),
     "num_panels": (2, 4, 8),
     "num_phases": (2, 4),
@@ -182,18 +183,6 @@ def default_grid() -> list[OverlapConfig]:
     return [default, *(overlap for overlap in changed if overlap != default)]
 
 
-def parse_try(text: str) -> OverlapConfig:
-    """Read ``comm_blocks=16,num_panels=4``; what is not named keeps its default; raises ``ValueError``."""
-    values: dict[str, Any] = {}
-    rule = "must be comm_blocks=N, num_panels=N, num_phases=N, beside=0 or transport=copy"
-    for pair in text.split(","):
-        name, _, value = pair.partition("=")
-        known = value.isalpha() if name == "transport" else name in Split._fields and value.isdigit()
-        require(known, f"try={pair!r} {rule}")
-        values[name] = value if name == "transport" else bool(int(value)) if name == "beside" else int(value)
-    return OverlapConfig(**values)
-
-
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
     names = lambda text: tuple(text.split(","))  # noqa: E731
@@ -217,7 +206,11 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_layers"))
     arguments = parser.parse_args(command_line)
     arguments.tokens = [int(number) for number in arguments.tokens]
-    arguments.tries = [OverlapConfig(), *map(parse_try, arguments.tries)] if arguments.tries else default_grid()
+    arguments.tries = (
+        [OverlapConfig(), *(parse_overlap(text, "try") for text in arguments.tries)]
+        if arguments.tries
+        else default_grid()
+    )
     for name in arguments.models:
         model(name)
     require(arguments.routing in ROUTINGS, f"routing={arguments.routing!r} must be one of {', '.join(ROUTINGS)}")

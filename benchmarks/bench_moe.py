@@ -27,6 +27,7 @@ import torch.distributed as dist
 from accounting import layer_flops, link_bytes
 from fp8 import deviation
 from graphs import Graph, record
+from overlap import parse_overlap
 from points import (
     ROTATE,
     Inputs,
@@ -58,7 +59,7 @@ from shapes import model
 from timing import Timing, Variant, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 
-from comet.config import OverlapConfig, ParallelConfig, require
+from comet.config import ParallelConfig, require
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 from comet.paths import SymmetricPath
 
@@ -291,9 +292,7 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     )
     parser.add_argument("--backward", action="store_true", help="forward + backward")
     parser.add_argument("--path", default="auto", help="path of Comet's layer: auto, fused, twin, plain, reference")
-    parser.add_argument(
-        "--overlap", type=names, default=(), help="settings of Comet, such as comm_blocks=16,num_panels=4"
-    )
+    parser.add_argument("--overlap", default="", help="settings of Comet, such as comm_blocks=16,num_panels=4")
     known = (*VARIANTS, *FP8_VARIANTS)
     parser.add_argument("--variants", type=names, default=VARIANTS, help=",".join(known))
     parser.add_argument("--rounds", type=int, default=20, help="counted calls of each variant")
@@ -312,14 +311,13 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         require(name in ROUTINGS, f"routing={name!r} must be one of {', '.join(ROUTINGS)}")
     for name in arguments.variants:
         require(name in known, f"variants={name!r} must be one of {', '.join(known)}")
-    pairs = dict(pair.split("=", 1) for pair in arguments.overlap)
     return arguments, Settings(
         parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),
         max_tokens=max(arguments.tokens),
         routing=arguments.routing[0],
         backward=arguments.backward,
         path=arguments.path,
-        overlap=OverlapConfig(**{name: int(value) for name, value in pairs.items()}) if pairs else None,
+        overlap=parse_overlap(arguments.overlap, "overlap") if arguments.overlap else None,
         variants=arguments.variants,
     )
 

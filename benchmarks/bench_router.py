@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from report import align
@@ -29,7 +30,7 @@ from comet.router import Router, compute_logits, score_logits, select_experts, w
 from comet.router_losses import RouterStats, measure_routing
 
 ROTATE = 4
-DEEPSEEK = dict(score="sigmoid", num_groups=8, top_groups=4, balance="bias", routed_scale=2.5)
+DEEPSEEK: dict[str, Any] = dict(score="sigmoid", num_groups=8, top_groups=4, balance="bias", routed_scale=2.5)
 
 Select = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 Measure = Callable[[Tensor, Tensor, Tensor], RouterStats]

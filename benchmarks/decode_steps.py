@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,10 @@ from comet.config import MoEConfig
 from comet.decode import DecodeWeights, rank_slots
 from comet.decode.twin import slot_weights
 from comet.layout import ExpertLayout
-from comet.quantize import quantize_fp8, quantize_mxfp8
+from comet.quantize import FP8, MXFP8, quantize_fp8, quantize_mxfp8
 from comet.reference import rank_partial
 
-QUANTISERS = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8}
+QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | FP8]] = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8}
 WEIGHTS = ("bf16", *QUANTISERS)
 SEEDS_PER_RANK = 1000
 

@@ -301,9 +301,9 @@ def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> tuple[E
 
 
 def _own_weights(config: MoEConfig, layout: ExpertLayout, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    width, of = config.ffn_size // layout.tp, {"device": ranks.device, "dtype": ranks.dtype}
-    w1 = torch.empty(layout.experts_local, 2 * width, config.hidden_size, **of)
-    w2 = torch.empty(layout.experts_local, config.hidden_size, width, **of)
+    experts, width = layout.experts_local, config.ffn_size // layout.tp
+    w1 = torch.empty(experts, 2 * width, config.hidden_size, device=ranks.device, dtype=ranks.dtype)
+    w2 = torch.empty(experts, config.hidden_size, width, device=ranks.device, dtype=ranks.dtype)
     draw_weights(w1, w2, config, ranks.rank)
     return w1, w2
 

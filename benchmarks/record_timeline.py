@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
-from bench_layers import parse_try
+from overlap import parse_overlap
 from points import Inputs, Ranks, Settings, make_inputs, open_layer
 from routing import ROUTINGS
 from shapes import model
@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     """Record one layer; rank 0 writes and prints."""
     config = model(arguments.model)
     with open_layer(config, settings, ranks) as layer:
-        require(layer.moe is not None, f"model={arguments.model} must be a layer Comet can build: {layer.failures}")
+        if layer.moe is None:
+            raise ValueError(f"model={arguments.model} must be a layer Comet can build: {layer.failures}")
         inputs = make_inputs(config, arguments.tokens, settings, ranks)
         timeline, is_equal = record_layer(layer.moe, inputs, arguments.capacity)
         cost = None
@@ -137,7 +138,7 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         max_tokens=arguments.tokens,
         routing=arguments.routing,
         path="fused",
-        overlap=parse_try(arguments.split),
+        overlap=parse_overlap(arguments.split, "split"),
         variants=("comet",),
     )
 

@@ -180,7 +180,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             _draw_panel(panels[line][column], chosen, drawn)
             panels[line][column].set_title(f"{model} {routing}", fontsize=9)
         panels[line][0].set_ylabel("time / plain path")
-    entries = {}
+    entries: dict[str, Any] = {}
     for panel in panels.flat:
         entries |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     if entries:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench_layers import default_grid, measure_point, parse, parse_try
+from bench_layers import default_grid, measure_point, parse
 from layer_launches import checked_launches
 from layer_points import Split, open_point
 from layer_report import COLUMNS, append_csv, format_table, make_rows, overlap_figures, summary
+from overlap import parse_overlap
 from points import Ranks, Settings, open_layer
 from ranks import run_ranks
 from timing import Timing
@@ -78,7 +79,7 @@ def test_tries_come_after_the_default() -> None:
     assert arguments.tries == [OverlapConfig(), OverlapConfig(comm_blocks=8), OverlapConfig(num_panels=2, num_phases=3)]
     assert settings.max_tokens == 8192
     assert parse([])[0].tries == default_grid()
-    assert parse_try("transport=copy,comm_blocks=0") == OverlapConfig(transport="copy", comm_blocks=0)
+    assert parse_overlap("transport=copy,comm_blocks=0", "try") == OverlapConfig(transport="copy", comm_blocks=0)
 
 
 def test_kernels_are_compared_when_asked_for() -> None:
@@ -100,14 +101,14 @@ def test_kernels_are_compared_when_asked_for() -> None:
 )
 def test_a_try_must_name_a_setting_and_a_number(text: str) -> None:
     with pytest.raises(ValueError, match=r"try='.*' must be comm_blocks=N, num_panels=N, num_phases=N, beside=0 or tr"):
-        parse_try(text)
+        parse_overlap(text, "try")
 
 
 def test_a_try_obeys_the_rules_of_the_settings() -> None:
     with pytest.raises(ValueError, match=r"comm_blocks=0 must be at least 1"):
-        parse_try("comm_blocks=0")
+        parse_overlap("comm_blocks=0", "try")
     with pytest.raises(ValueError, match=r"transport='fly' must be 'push' or 'copy'"):
-        parse_try("transport=fly")
+        parse_overlap("transport=fly", "try")
 
 
 def test_rows_share_the_pieces_and_mark_the_best() -> None:
