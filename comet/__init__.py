@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from comet.comm import Communicator, make_communicator
     from comet.config import MoEConfig, OverlapConfig, ParallelConfig
     from comet.errors import CapacityError, CommTimeoutError, UnavailableError
+    from comet.graphed_moe import GraphedMoE
     from comet.group import ExpertGroup, make_expert_group
     from comet.moe import MoE
 
@@ -20,6 +21,7 @@ __all__ = [
     "CommTimeoutError",
     "Communicator",
     "ExpertGroup",
+    "GraphedMoE",
     "MoE",
     "MoEConfig",
     "OverlapConfig",
@@ -34,6 +36,7 @@ _MODULES = {
     "CommTimeoutError": "comet.errors",
     "Communicator": "comet.comm",
     "ExpertGroup": "comet.group",
+    "GraphedMoE": "comet.graphed_moe",
     "MoE": "comet.moe",
     "MoEConfig": "comet.config",
     "OverlapConfig": "comet.config",

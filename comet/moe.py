@@ -99,7 +99,7 @@ class MoE(nn.Module):
         Returns:
             ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
         """
-        tokens, side = self._tokens(x), self.group.side_stream
+        tokens, side = self.tokens_of(x), self.group.side_stream
         routing = self.router(tokens)
         # The plan waits for neither; first the one that can fill the GPU while the plan cannot.
         shared = None if self.shared is None else side.start(self.shared, tokens)
@@ -123,7 +123,8 @@ class MoE(nn.Module):
         w1, w2 = (weight.to(tokens.dtype) for weight in self.expert_parameters())
         return self.experts(tokens, top_k_ids, top_k_weights, w1.flatten(1, 2), w2)
 
-    def _tokens(self, x: Tensor) -> Tensor:
+    def tokens_of(self, x: Tensor) -> Tensor:
+        """``(..., D)`` as ``(T, D)``; ValueError if size, device or type are not the layer's."""
         shape, device = self.group.workspace.shape, self.group.device
         require(
             x.shape[-1] == self.config.hidden_size,

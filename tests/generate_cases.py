@@ -76,20 +76,20 @@ def _shared(left: Tensor, right: Tensor) -> bool:
 
 
 class Captures:
-    """Stands in for ``comet.generation.step.capture`` and counts."""
+    """Stands in for ``comet.graphs.capture`` and counts."""
 
     def __init__(self) -> None:
         self.count = 0
         self.replays = 0
 
     def __call__(
-        self, run: Callable[[], Tensor], stream: object, keep: list[object]
-    ) -> tuple[Callable[[], None], Tensor]:
+        self, run: Callable[[], Any], stream: object, keep: list[object], pool: object = None
+    ) -> tuple[Callable[[], None], Any]:
         self.count += 1
         recorder = Recorder()
         try:
             with recorder:
-                logits = run()
+                result = run()
         finally:
             recorder.restore()
 
@@ -97,7 +97,7 @@ class Captures:
             self.replays += 1
             recorder.replay()
 
-        return replay, logits
+        return replay, result
 
 
 def graphs_on_cpu(monkeypatch: Any) -> Captures:

@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from comet.graphs import capture, device_obstacle, first_line, release_random_numbers, run_beside
+
 logger = logging.getLogger(__name__)
 
 GraphMode = Literal["auto", "on", "off"]
@@ -96,56 +98,3 @@ def batch_obstacle(num_sequences: int, decode_tokens: int) -> str:
     if num_sequences <= decode_tokens:
         return ""
     return f"{num_sequences} sequences are more than the {decode_tokens} of warp decode"
-
-
-def device_obstacle(device: torch.device) -> str:
-    """Why nothing can be captured on a device; empty for a GPU."""
-    return "" if device.type == "cuda" else f"the model is on the device {device.type!r}"
-
-
-def capture(
-    run: Callable[[], Tensor], stream: torch.cuda.Stream | None, keep: list[torch.cuda.CUDAGraph]
-) -> tuple[Callable[[], None], Tensor]:
-    """Capture a function as a CUDA graph; it is not computed.
-
-    Args:
-        run: What to capture.
-        stream: Where.
-        keep: Gets the graph. torch's allocator may ask it for as long as it allocates, also where the capture failed.
-
-    Returns:
-        What replays the graph on the caller's stream, and the tensor each replay leaves ``run``'s result in.
-
-    Raises:
-        RuntimeError: If ``run`` does what a capture does not permit, such as waiting for the device.
-    """
-    graph = torch.cuda.CUDAGraph()
-    keep.append(graph)
-    # The outer context restores the stream even where the inner one fails on its way out. Other threads (a watchdog of
-    # NCCL) may go on asking the device: the capture is this thread's.
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        result = run()
-    return graph.replay, result
-
-
-def first_line(error: RuntimeError) -> str:
-    """What went wrong in a capture: the mistake itself, not that the capture could not end after it."""
-    mistake = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-    return (str(mistake).strip() or type(mistake).__name__).splitlines()[0]
-
-
-def release_random_numbers(device: torch.device) -> None:
-    """Let a GPU draw again after a failed capture: torch leaves its generator waiting for the end of it."""
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index]
-        generator.graphsafe_set_state(generator.clone_state())
-
-
-def run_beside(run: Callable[[], Tensor], stream: torch.cuda.Stream) -> Tensor:
-    """Run a function on another stream, behind all that was launched here and before all that follows."""
-    here = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(here)
-    with torch.cuda.stream(stream):
-        result = run()
-    here.wait_stream(stream)
-    return result
