@@ -74,16 +74,20 @@ def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Mac
         return PLAIN
     taken, in_cuda = effective(setting, problem, machine), cuda_layers(setting, problem, machine)
     copies = taken.transport == "copy"
-    parts = [f"{taken.num_panels} panels"]
+    parts = [_counted(taken.num_panels, "panel")]
     if not in_cuda[0]:
-        parts.insert(0, f"{taken.num_phases} phases")
+        parts.insert(0, _counted(taken.num_phases, "phase"))
         if not (copies and taken.beside):
-            parts.insert(0, f"{taken.comm_blocks} comm blocks")
+            parts.insert(0, _counted(taken.comm_blocks, "comm block"))
     if any(in_cuda):
         parts.append(f"{'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++")
     else:
         parts += [f"{taken.block_rows} rows", "beside" if taken.beside else "split"]
     return ", ".join([*parts, "copy"] if copies else parts)
+
+
+def _counted(num: int, name: str) -> str:
+    return f"{num} {name}" if num == 1 else f"{num} {name}s"
 
 
 def fitting_phases(num_phases: int, world_size: int) -> int:

@@ -6,10 +6,11 @@ afterwards all do (dynamic conversion). Copy engines take no block, but move eve
 
 *Layer 1 in Triton.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks
 reduce and send finished panels meanwhile, what is left all blocks do, and the final sum follows. Each panel reads
-hidden.
+hidden and raises its flags. Beside the GEMM nothing hides the last panel, and one panel is the whole result: its rows
+travel, and its blocks go through their rows and columns step by step, however few tokens there are.
 
 *In CUDA C++* all blocks compute, pieces of an expert's rows that are of equal height. The push lengthens layer 0 by a
-part of its time. In layer 1 the combine slows the GEMM, each panel costs the same, and the last ones travel after it.
+part of its time. In layer 1 the combine slows the GEMM, each panel costs the same, and the last one travels after it.
 
 *Plain.* GEMMs, all-to-alls of every routed row, memory passes and host time, one after the other.
 
@@ -163,7 +164,7 @@ def layer1_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, g
     compute = gemm.ms(machine.num_sms, machine) + machine.cuda_passes * _passes_ms(problem, machine)
     send = _returned_ms(problem, machine)
     panels = (num_panels - 1) * machine.cuda_panel_ns * problem.moe.hidden_size / 1e6
-    return max(compute, send) + machine.exposed_panels * send / num_panels + panels + machine.cuda_launch_ms
+    return max(compute, send) + send / num_panels + panels + machine.cuda_launch_ms
 
 
 def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
@@ -231,18 +232,18 @@ def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
     ]
     beside = min(partial_bytes * (num_panels - 1) / num_panels, rates[0] * compute * (num_panels - 1) / num_panels)
     rest = (partial_bytes - beside) / rates[1]
-    return compute + rest + _passes_ms(problem, machine) + machine.signal_ms * num_panels**0.5 + machine.launch_ms
+    return compute + rest + _passes_ms(problem, machine) + machine.panel_ms * num_panels + machine.launch_ms
 
 
 def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
-    """No multiprocessor is lost, but memory traffic slows the GEMM, and the last panel travels after it."""
+    """No multiprocessor is lost, but memory traffic slows the GEMM, and nothing hides the last panel's way."""
     num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
     hidden_bytes = problem.routed_rows * problem.width * problem.dtype.itemsize
     reread = (num_panels - 1) * hidden_bytes / machine.hbm_gbs / 1e6
     compute = gemm.ms(machine.num_sms, machine, reread) / machine.fused_share
-    last = machine.exposed_panels * _returned_ms(problem, machine) / num_panels
+    last = (_returned_ms(problem, machine) + machine.last_ms) / num_panels
     slowed = machine.beside_passes * _passes_ms(problem, machine)
-    return compute + slowed + last + machine.signal_ms * num_panels**0.5 + machine.launch_ms
+    return compute + slowed + last + machine.panel_ms * num_panels + machine.launch_ms
 
 
 def _passes_ms(problem: Problem, machine: Machine) -> float:

@@ -20,7 +20,9 @@ def shared_resolver(
     """What the layers of a group ask for their setting (collective).
 
     The first rank reads the profiles and tells the others: files may differ from node to node. Where nothing was
-    measured the default setting is used, not the model's: its regret has not been measured on GPUs yet.
+    measured the default setting is used, not the model's: over 20 points on two GPUs (EP2, 512 to 8192 tokens) it took
+    1.4 % longer than the best measured, at worst 3.7 %, the model's choice 7.0 %, at worst 49.9 %. Since the model was
+    fitted to these points its choice there takes 0.9 % longer, at worst 3.7 %; no run has measured others since.
 
     Args:
         folder: Of the user's profiles; ``None`` reads those shipped with Comet only.

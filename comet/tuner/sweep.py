@@ -66,7 +66,7 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
         models: The layers of ``job.sweep.models``, by name.
 
     Returns:
-        Distinct points; one transport, 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phases: 24.
+        Distinct points; one transport, 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phase: 24.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
     layers = models or {job.model.name: job.model.moe}

@@ -196,6 +196,10 @@ def test_overlap_has_floor_and_ceiling() -> None:
     first, second = layer_gemms(problem, 128, H200)
     panels = [layer1_ms(problem, OverlapConfig(num_panels=num), H200, second) for num in (1, 4)]
     assert panels[0] > panels[1], "nothing is sent beside the only panel"
+    few = problem_of(num_tokens=8)
+    second = layer_gemms(few, 128, H200)[1]
+    panels = [layer1_ms(few, OverlapConfig(num_panels=num), H200, second) for num in (1, 4, 8)]
+    assert panels[0] > panels[1] > panels[2], "few rows go through one block, column after column"
     phases = [layer0_ms(problem, OverlapConfig(num_phases=num), H200, first) for num in (2, 4)]
     assert phases[1] > phases[0], "the push is hidden anyway: another phase only reads weights again"
 

@@ -31,6 +31,7 @@ SHAPES = [
     MoEConfig(num_experts=16, top_k=2, hidden_size=64, ffn_size=96),
 ]
 TRITON = replace(H200, cuda_kernels=False)
+ONE_OF_EACH = "1 comm block, 2 phases, 1 panel, 128 rows, split"
 
 
 def problem_of(moe: MoEConfig, tokens: int, ep: int = 4, tp: int = 1, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -119,6 +120,8 @@ def test_examples_of_kernels() -> None:
         (QWEN3, 8192, TRITON, OverlapConfig(), "16 comm blocks, 2 phases, 4 panels, 128 rows, beside"),
         (QWEN3, 8192, H200, OverlapConfig(), "4 panels, both layers in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
+        (QWEN3, 2048, H200, OverlapConfig(num_panels=1), "1 panel, layer 0 in CUDA C++"),
+        (QWEN3, 512, H200, OverlapConfig(comm_blocks=1, num_panels=1, beside=False), ONE_OF_EACH),
         (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, layer 0 in CUDA C++"),
         (QWEN3, 128, H200, OverlapConfig(), "16 comm blocks, 2 phases, 4 panels, 128 rows, beside"),
         (QWEN3, 8192, H200, OverlapConfig(block_rows=64), "16 comm blocks, 2 phases, 4 panels, 64 rows, beside"),

@@ -19,8 +19,9 @@ from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_e
 from comet.tuner.regret import model_regret
 
 SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))
-# Mean of the model's choice over the best measured; the model was fitted to these measurements, among others.
-MOST_REGRET = 1.05
+# Of the model's choice over the best measured; the model was fitted to these measurements, among others.
+MOST_MEAN_REGRET = 1.02
+MOST_REGRET = 1.1
 
 
 def problem_of(entry: ProfileEntry) -> Problem:
@@ -70,4 +71,5 @@ def test_every_entry_is_read_and_used(path: Path) -> None:
 def test_the_model_chooses_about_as_well(path: Path) -> None:
     entries, _ = read_entries(path, json.loads(path.read_text())["device"])
     regrets = {key: regret(entry) for key, entry in entries.items()}
-    assert mean(regrets.values()) <= MOST_REGRET, regrets
+    assert mean(regrets.values()) <= MOST_MEAN_REGRET, regrets
+    assert max(regrets.values()) <= MOST_REGRET, regrets
