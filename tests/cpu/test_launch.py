@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from launch_jobs import APP, TIMEOUT_S, all_gone, environment, rank_pids, run, start
 from terminal import Terminal
 from training_cases import Rank
 
@@ -27,45 +27,6 @@ from comet.launch.failures import is_peer_error, is_user_error, one_line
 from comet.launch.tasks import TASKS, find_task
 from comet.training.checkpoint_folder import choose_checkpoint
 from comet.training.run import train
-
-APP = str(Path(__file__).parents[1] / "launch_app.py")
-TIMEOUT_S = 180
-
-
-def environment() -> dict[str, str]:
-    """Ranks of these tests compute on the CPU, also on a machine with GPUs."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def start(*words: str, program: Sequence[str] = (APP,), stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    command = [sys.executable, *program, *words]
-    return subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-    )
-
-
-def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], list[str]]:
-    """Exit status, lines of standard output, lines of standard error."""
-    process = start(*words, program=program)
-    try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    return process.returncode, out.splitlines(), err.splitlines()
-
-
-def rank_pids(folder: Path, num_ranks: int) -> list[int]:
-    """Wait until every rank has noted its process id."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(folder.glob("pid.*"))) < num_ranks or not all(file.read_text() for file in folder.glob("pid.*")):
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.05)
-    return [int((folder / f"pid.{rank}").read_text()) for rank in range(num_ranks)]
-
-
-def all_gone(pids: Sequence[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
-    return not alive
 
 
 def test_help_lists_tasks_groups_and_examples():
@@ -259,7 +220,7 @@ def test_a_bug_shows_one_traceback_and_names_the_rank(failed):
 )
 def test_a_signal_ends_every_rank(task, signum, status, tmp_path):
     process = start(task, f"output_dir={tmp_path}")
-    pids = rank_pids(tmp_path, 2)
+    pids = rank_pids(tmp_path, 2, process)
     process.send_signal(signum)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (status, "")
@@ -270,7 +231,7 @@ def test_a_signal_ends_every_rank(task, signum, status, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     process = start("sleep", f"output_dir={tmp_path}")
-    pids = rank_pids(tmp_path, 2)
+    pids = rank_pids(tmp_path, 2, process)
     process.kill()
     process.communicate(timeout=TIMEOUT_S)
     assert all_gone(pids)
