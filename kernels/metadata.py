@@ -15,6 +15,7 @@ Counts and ids can disagree only after a wait met its deadline; indices are boun
 outside its tensor.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ EXPERT_BLOCK = 32
 NARROW_EXPERT_BLOCK = 8
 FEW_PROGRAMS = 64  # so few programs leave most multiprocessors idle: narrower blocks of experts use them
 SCAN_ELEMENTS = 4096
+KEPT_PLACES = 64  # of a few layers
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and first element of a tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,10 +157,23 @@ class PlanScratch:
 
 def cut(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
     """Uninitialised int32 tensors of these shapes, each 256-byte aligned, cut out of one allocation."""
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    cuts = [part for size in sizes for part in (size, -size % 64)]
-    pieces = torch.empty(sum(cuts), dtype=torch.int32, device=device).split(cuts)[::2]
-    return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+    places, total = _places(tuple(shapes.values()))
+    whole = torch.empty(total, dtype=torch.int32, device=device)
+    return {name: whole.as_strided(*place) for name, place in zip(shapes, places, strict=True)}
+
+
+@functools.lru_cache(maxsize=KEPT_PLACES)
+def _places(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[Place, ...], int]:
+    """Where tensors lie one after the other, each from a multiple of 64 elements on, and how many elements that are.
+
+    Example: shapes (2, 3) and (4,) begin at 0 and 64, with strides (3, 1) and (1,); 128 elements in all.
+    """
+    places, first = [], 0
+    for shape in shapes:
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        places.append((shape, strides, first))
+        first += -(-math.prod(shape) // 64) * 64
+    return tuple(places), first
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
