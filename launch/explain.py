@@ -14,7 +14,7 @@ from comet.launch.config import compose, default_ranks, make_job
 from comet.launch.sweep import load_models
 from comet.tuner import Explained, explain_facts, explain_text, propose, resolve
 from comet.tuner.job import job_points
-from comet.tuner.machine import Machine
+from comet.tuner.machine import H200, Machine
 from comet.tuner.model import predict
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
@@ -34,8 +34,11 @@ def explain_job(arguments: Sequence[str]) -> int:
     """
     container = compose(arguments)
     job = make_job(container, default_ranks(container, torch.cuda.device_count()))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = Machine.of(device)
+    on_h200 = job.tune.machine == "h200"
+    device = torch.device("cuda" if on_h200 or torch.cuda.is_available() else "cpu")
+    machine = H200 if on_h200 else Machine.of(device)
+    if device.type == "cpu":
+        sys.stderr.write("comet: no GPU here; tune.machine=h200 tells the times of an H200 in bfloat16\n")
     store = ProfileStore.open(Path(job.tune.profiles), machine.name, job.parallel.world_size)
     facts = []
     for model, problems in job_points(job, load_models(job.tune.models), device).items():

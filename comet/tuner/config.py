@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from comet.config import Transport, require
+
+TunedMachine = Literal["this", "h200"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,17 +19,22 @@ class TuneConfig:
         tokens: Tokens per rank of each point, ascending or not; none takes those of a training step.
         rounds: Counted calls of every candidate.
         profiles: Folder of the profile store; one file per machine.
+        machine: Whose times ``explain`` tells: of the machine it runs on (``this``), or of an H200 in bfloat16
+            (``h200``), with what was measured there.
     """
 
     models: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     rounds: int = 20
     profiles: str = "outputs/profiles"
+    machine: TunedMachine = "this"
 
     def __post_init__(self) -> None:
         require(all(num >= 1 for num in self.tokens), f"tokens={self.tokens} must each be at least 1")
         require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
         require(bool(self.profiles), f"profiles={self.profiles!r} must name a folder")
+        known = get_args(TunedMachine)
+        require(self.machine in known, f"machine={self.machine!r} must be one of {known}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

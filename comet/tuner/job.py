@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
 from comet.training.run import RankContext, activation_dtype
@@ -51,6 +51,8 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
         ValueError: If no candidate of a point runs, or a setting breaks its rule.
     """
     start = time.perf_counter()
+    machine_name = config.tune.machine
+    require(machine_name == "this", f"tune.machine={machine_name!r} must be 'this': tune measures where it runs")
     models = from_first_rank(lambda: load_models(config.tune.models), context)
     points = job_points(config, models, context.device)
     machine, store = from_first_rank(lambda: _open_store(config, context.device), context)

@@ -86,6 +86,36 @@ def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     assert [point["chosen"] for point in after[:2]] == [point["chosen"] for point in tuned["points"]]
 
 
+def test_an_h200_is_explained_without_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = f"tune.profiles={tmp_path}", "model=qwen3_30b_a3b", "tune.tokens=[2048]", "parallel.ep=2"
+    assert main(["explain", *settings]) == 0
+    assert capfd.readouterr().err.splitlines() == [
+        "comet: no GPU here; tune.machine=h200 tells the times of an H200 in bfloat16"
+    ]
+    assert main(["explain", *settings, "tune.machine=h200"]) == 0
+    out, err = capfd.readouterr()
+    assert "dtype=bfloat16" in out
+    assert "in CUDA C++ <- chosen" in out
+    assert err == ""
+    point = json.loads(out.splitlines()[-1])["points"][0]
+    assert point["source"] == "profile", "measured on two H200, and shipped"
+    chosen = [candidate for candidate in point["candidates"] if candidate["setting"] == point["chosen"]]
+    assert chosen[0]["measured_ms"] == min(c["measured_ms"] for c in point["candidates"] if c["measured_ms"])
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [("h200", "tune.machine='h200' must be 'this': tune measures where it runs"), ("b200", "must be one of ")],
+)
+def test_tune_measures_where_it_runs(machine: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        job.tune_job(job_of(tmp_path, f"tune.machine={machine}"), Alone(), lambda names: MODELS)
+
+
 def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16,4]")
     asked: list[Sequence[str]] = []
