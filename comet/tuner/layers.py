@@ -74,11 +74,11 @@ def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Mac
         return PLAIN
     taken, in_cuda = effective(setting, problem, machine), cuda_layers(setting, problem, machine)
     copies = taken.transport == "copy"
-    parts = [_counted(taken.num_panels, "panel")]
+    parts = [counted(taken.num_panels, "panel")]
     if not in_cuda[0]:
-        parts.insert(0, _counted(taken.num_phases, "phase"))
+        parts.insert(0, counted(taken.num_phases, "phase"))
         if not (copies and taken.beside):
-            parts.insert(0, _counted(taken.comm_blocks, "comm block"))
+            parts.insert(0, counted(taken.comm_blocks, "comm block"))
     if any(in_cuda):
         parts.append(f"{'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++")
     else:
@@ -86,7 +86,8 @@ def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Mac
     return ", ".join([*parts, "copy"] if copies else parts)
 
 
-def _counted(num: int, name: str) -> str:
+def counted(num: int, name: str) -> str:
+    """``1 panel``, ``2 panels``."""
     return f"{num} {name}" if num == 1 else f"{num} {name}s"
 
 

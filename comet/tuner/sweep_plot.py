@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from comet.tuner.layers import counted
 from comet.tuner.profile import Measured
 from comet.tuner.sweep import Point
 
@@ -32,7 +33,7 @@ def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
     for shape, axes in zip(shapes, grid, strict=False):
         lines = sweep_lines({point: item for point, item in results.items() if point.shape == shape})
         for (panels, phases, transport), line in lines.items():
-            label = f"{panels} panels, {phases} phases, {transport}"
+            label = f"{counted(panels, 'panel')}, {counted(phases, 'phase')}, {transport}"
             axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=label)
         axes.set(xlabel="communication blocks", ylabel="ms", title=shape.title)
         if lines:
