@@ -6,6 +6,8 @@ Started plainly, a task that needs ranks starts them itself; started by torchrun
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -54,13 +56,19 @@ def main(
         The exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(help_page(tasks))
-        return 0
     try:
-        return _run(words, tasks, program)
+        if not words or words[0] in ("-h", "--help", "help"):
+            sys.stdout.write(help_page(tasks))
+            status = 0
+        else:
+            status = _run(words, tasks, program)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError, RuntimeError) as error:
         from comet.launch.distributed import speaks_for_job
         from comet.launch.failures import STATUS_USER, is_user_error, one_line, say

@@ -39,6 +39,18 @@ def test_help_lists_tasks_groups_and_examples():
     assert text.strip() == help_page(TASKS).strip()
 
 
+@pytest.mark.parametrize("words", [["--help"], ["explain", "model=tiny", "tune.tokens=[32]"]])
+def test_a_reader_that_leaves_early_is_no_mistake(words):
+    process = start(*words, program=PROGRAM)
+    assert process.stdout is not None
+    process.stdout.close()  # as `head` does once it has its lines
+    assert process.stderr is not None
+    err = process.stderr.read()
+    assert process.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+
+
 def test_dry_run_prints_settings_and_memory_and_starts_nothing(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["train", "--dry-run", f"output_dir={tmp_path}/run", "parallel=ep2_tp2"]) == 0
