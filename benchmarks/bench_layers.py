@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from bench_moe import gather_facts
 from clock_loop import FIGURES as CLOCK_FIGURES
-from clock_loop import clock_rows, format_clocks
+from clock_loop import clock_rows
 from clocks import watch_command
 from layer_compare import COLUMNS as COMPARED_COLUMNS
 from layer_compare import TABLE as COMPARED_TABLE
@@ -40,7 +40,7 @@ from layer_points import Point, open_point, recover, try_launch
 from layer_report import KEYS, TABLE_KEYS, append_csv, format_table, make_rows, summary
 from overlap import parse_overlap
 from points import Ranks, Settings, attempt, open_layer
-from report import Row
+from report import Row, cell, table_of
 from routing import ROUTINGS
 from shapes import model
 from timing import max_over_ranks, time_interleaved
@@ -92,12 +92,12 @@ def measure_point(
         slowest=max_over_ranks(ranks.device, ranks.process_group),
     )
     point.workspace.check()
-    row = compared_row(next(iter(point.paths)), timings, compare_failures)
+    rows = [compared_row(next(iter(point.paths)), timings, compare_failures)] if compare else []
     clocks: list[Row] = []
     if watch is not None:
         guard = partial(try_launch, point=point, ranks=ranks)
         clocks = clock_rows(variants, timings, command=watch, opening=opening, guard=guard, ranks=ranks)
-    return Measured(make_rows(point.paths, timings, failures), [row] if compare else [], clocks)
+    return Measured(make_rows(point.paths, timings, failures), rows, clocks)
 
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
@@ -139,7 +139,7 @@ def report(measured: Measured, facts: Row, out: Path) -> None:
     if measured.compared:
         print(format_table(measured.compared, COMPARED_TABLE), flush=True)
     if measured.clocks:
-        print(format_clocks(measured.clocks, CLOCK_TABLE), flush=True)
+        print(table_of(measured.clocks, CLOCK_TABLE, cell), flush=True)
     print(json.dumps(found))
 
 

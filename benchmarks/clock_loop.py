@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from clocks import LIMITS, Clocks, Watch
 from points import Ranks
-from report import Row, align, cell
+from report import Row
 from timing import Timing, Variant, max_over_ranks, start_call, summarize
 
 SECONDS = 1.0
@@ -127,9 +127,3 @@ def clock_rows(
                 row |= asdict(clocks) | {"repeated_ms": repeated_ms, "limits": ", ".join(clocks.limits)}
             rows.append(row)
     return rows
-
-
-def format_clocks(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """One aligned line per row; columns in which nothing stands are left out."""
-    shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
-    return "\n".join(align([shown, *([cell(row.get(name)) for name in shown] for row in rows)]))

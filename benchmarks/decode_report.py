@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from clock_loop import FIGURES as CLOCK_FIGURES
-from clock_loop import format_clocks
 from decode_library import PREFIX
-from report import align, cell
+from report import align, cell, table_of
 from timing import Timing
 
 Row = dict[str, Any]
@@ -124,7 +123,7 @@ def format_table(rows: Sequence[Row]) -> str:
     hidden = (*IN_JSON_ONLY, *BELOW_TABLE)
     shown = [name for name in columns(rows, hidden) if any(row.get(name) is not None for row in rows)]
     table = align([shown, *([cell(row.get(name), near_one=7) for name in shown] for row in rows)])
-    clocks = [format_clocks(clock_table(rows), CLOCK_COLUMNS)] if clock_table(rows) else []
+    clocks = [table_of(clock_table(rows), CLOCK_COLUMNS, cell)] if clock_table(rows) else []
     return "\n".join([*table, *clocks, *_remarks(rows), *map(_sentence, crossovers(rows))])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from accounting import geometric_mean
 from bench_moe import describe
 from layer_points import Split
-from report import Row, align
+from report import Row, table_of
 from timing import Timing
 
 # A layer, its GEMM and its communication.
@@ -92,9 +92,7 @@ def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS
 
 def format_table(rows: Sequence[Row], columns: Sequence[str] = TABLE) -> str:
     """One aligned line per row; columns in which nothing was measured are left out."""
-    shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
-    lines = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
-    return "\n".join(align(lines))
+    return table_of(rows, columns, _cell)
 
 
 def _cell(value: Any) -> str:

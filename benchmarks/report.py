@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,7 @@ def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row, then the geometric means of each routing, where there are several, and of all."""
     means = [{"routing": routing} | of for routing, of in means_by_routing(rows).items()]
     lines = [*rows, *({"model": "geometric mean"} | of for of in (*means, geometric_means(rows)))]
-    shown = [name for name in COLUMNS if any(line.get(name) not in (None, "") for line in lines)]
-    return "\n".join(align([shown, *([cell(line.get(name)) for name in shown] for line in lines)]))
+    return table_of(lines, COLUMNS, cell)
 
 
 def geometric_means(rows: Sequence[Row]) -> Row:
@@ -121,6 +120,12 @@ def format_summary(rows: Sequence[Row]) -> str:
     least = found["least"]
     where = f"{least['model']}, {least['tokens']} tokens, ep={least['ep']} tp={least['tp']}, {least['routing']}"
     return f"{line}; least x_best {least['x_best']:.3f} ({where})"
+
+
+def table_of(rows: Sequence[Row], columns: Sequence[str], to_cell: Callable[[Any], str]) -> str:
+    """One aligned line per row, names first; columns in which nothing stands are left out."""
+    shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
+    return "\n".join(align([shown, *([to_cell(row.get(name)) for name in shown] for row in rows)]))
 
 
 def align(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -89,7 +89,11 @@ def takes(max_tokens: int, experts: int, double_f: int, depth: int, itemsize: in
     Example:
         M=512, 2F=1536 and D=2048 are 1.6e9 products: taken, if in 16 bits; M=256 not.
     """
-    return max_tokens * double_f * depth >= LEAST_PRODUCTS and _fits(experts, double_f, depth, itemsize, block_rows)
+    return _is_large(max_tokens, double_f, depth) and _fits(experts, double_f, depth, itemsize, block_rows)
+
+
+def _is_large(max_tokens: int, double_f: int, depth: int) -> bool:
+    return max_tokens * double_f * depth >= LEAST_PRODUCTS
 
 
 def _fits(experts: int, double_f: int, depth: int, itemsize: int, block_rows: int) -> bool:
@@ -112,7 +116,7 @@ def runs_cuda(x: Tensor, w1: Tensor, wire: Wire, sends: Sends, table: TileTable)
         sends: See ``dispatch_gemm``.
         table: See ``dispatch_gemm``.
     """
-    return takes(wire.max_tokens, *w1.shape, x.element_size(), table.block_rows) and can_run(x, w1, sends, table)
+    return _is_large(wire.max_tokens, *w1.shape[1:]) and can_run(x, w1, sends, table)
 
 
 def can_run(x: Tensor, w1: Tensor, sends: Sends, table: TileTable) -> bool:

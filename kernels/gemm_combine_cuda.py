@@ -110,9 +110,13 @@ def takes(
     Example:
         M=4096, K=8, D=2048 and F=768 are 5.2e10 products: taken, if in 16 bits; M=2048 not.
     """
-    products = max_tokens * top_k * cols * depth
     fits = _fits(max(top_k, world_size), experts, itemsize, block_rows)
-    return products >= LEAST_PRODUCTS and depth <= MOST_DEPTH and fits
+    return fits and _is_large(max_tokens, top_k, cols, depth)
+
+
+def _is_large(max_tokens: int, top_k: int, cols: int, depth: int) -> bool:
+    """Nor of too long a contraction."""
+    return max_tokens * top_k * cols * depth >= LEAST_PRODUCTS and depth <= MOST_DEPTH
 
 
 def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
@@ -134,8 +138,7 @@ def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTab
         returns: See ``gemm_combine``.
         table: See ``gemm_combine``.
     """
-    top_k = returns.row_slots.shape[1]
-    is_large = takes(wire.max_tokens, top_k, wire.world_size, *b.shape, a.element_size(), table.block_rows)
+    is_large = _is_large(wire.max_tokens, returns.row_slots.shape[1], *b.shape[1:])
     return is_large and can_run(a, b, wire, returns, table)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
 from comet.moe import MoE
+from comet.router_losses import RouterStats
 from comet.side_stream import SideStream
 
 CONFIG = MoEConfig(
@@ -80,6 +81,11 @@ def delay(layer: MoE, like: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
         layer.shared.register_full_backward_pre_hook(nap),
         layer.router.weight.register_hook(poison),
     ]
+
+
+def named(result: tuple[Tensor, RouterStats]) -> dict[str, Tensor]:
+    """What a layer returned, for ``assert_same``."""
+    return {"output": result[0], "loss": result[1].loss, "load": result[1].expert_load}
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:

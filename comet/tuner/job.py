@@ -116,7 +116,8 @@ def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: 
     stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
     if stored is not None:
         taken = effective(stored, problem, machine)
-        predictions += [predict(problem, taken, machine)] * all(item.setting != taken for item in predictions)
+        if all(item.setting != taken for item in predictions):
+            predictions.append(predict(problem, taken, machine))
     settings = [item.setting for item in predictions]
     measure = measure_layer(problem, settings, group, rounds=rounds)
     date = datetime.now(UTC).date().isoformat()

@@ -60,7 +60,7 @@ def effective(setting: OverlapConfig, problem: Problem, machine: Machine) -> Ove
         setting,
         comm_blocks=setting.comm_blocks if have_work else idle,
         num_phases=fitting_phases(default.num_phases if layer0 else setting.num_phases, problem.world_size),
-        num_panels=min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1]),
+        num_panels=fitting_panels(setting.num_panels, problem),
     )
 
 
@@ -94,6 +94,11 @@ def counted(num: int, name: str) -> str:
 def fitting_phases(num_phases: int, world_size: int) -> int:
     """The number of phases a layer uses: 1 for a rank alone, else within 2 .. W."""
     return 1 if world_size == 1 else min(max(2, num_phases), world_size)
+
+
+def fitting_panels(num_panels: int, problem: Problem) -> int:
+    """The number of panels layer 1 uses: no more than its column blocks."""
+    return min(num_panels, MAX_PANELS, column_blocks(problem)[1])
 
 
 def column_blocks(problem: Problem) -> tuple[int, int]:

@@ -24,10 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from comet.config import OverlapConfig
-from comet.layout import MAX_PANELS
 from comet.schedule import part_span
 from comet.settings import TileShape
-from comet.tuner.layers import column_blocks, cuda_layers, fitting_phases
+from comet.tuner.layers import cuda_layers, fitting_panels, fitting_phases
 from comet.tuner.machine import Machine
 from comet.tuner.problem import Problem
 
@@ -160,7 +159,7 @@ def layer0_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, g
 
 def layer1_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """Expected time of GEMM || reduce || combine in CUDA C++."""
-    num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
+    num_panels = fitting_panels(setting.num_panels, problem)
     compute = gemm.ms(machine.num_sms, machine) + machine.cuda_passes * _passes_ms(problem, machine)
     send = _returned_ms(problem, machine)
     panels = (num_panels - 1) * machine.cuda_panel_ns * problem.moe.hidden_size / 1e6
@@ -222,7 +221,7 @@ def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
     if setting.beside:
         return _layer1_beside_ms(problem, setting, machine, gemm)
     comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
-    num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
+    num_panels = fitting_panels(setting.num_panels, problem)
     compute = gemm.ms(machine.num_sms - comm_blocks, machine) / machine.fused_share
     partial_bytes = problem.recv_rows * problem.row_bytes
     remote = (problem.world_size - 1) / problem.world_size
@@ -237,7 +236,7 @@ def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: 
 
 def _layer1_beside_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """No multiprocessor is lost, but memory traffic slows the GEMM, and nothing hides the last panel's way."""
-    num_panels = min(setting.num_panels, MAX_PANELS, column_blocks(problem)[1])
+    num_panels = fitting_panels(setting.num_panels, problem)
     hidden_bytes = problem.routed_rows * problem.width * problem.dtype.itemsize
     reread = (num_panels - 1) * hidden_bytes / machine.hbm_gbs / 1e6
     compute = gemm.ms(machine.num_sms, machine, reread) / machine.fused_share

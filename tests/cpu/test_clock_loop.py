@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clock_cases import fake_watch
-from clock_loop import Calls, clock_rows, format_clocks, over_ranks, repeat
+from clock_loop import Calls, clock_rows, over_ranks, repeat
 from clocks import LIMITS, Clocks
 from decode_points import repeat_alone
 from decode_report import clock_figures
@@ -25,6 +25,7 @@ from decode_team import Team
 from layer_points import Split, open_point
 from points import Ranks, Settings, attempt, open_layer
 from ranks import run_ranks
+from report import cell, table_of
 from timing import Timing
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -161,7 +162,7 @@ def test_a_launch_that_fails_does_so_alone(tmp_path: Path) -> None:
     assert first == {"launch": "fails", "ms": 5.0, "failures": "RuntimeError: no such kernel"}
     assert second.pop("repeated_ms") >= 5
     assert second == {"launch": "works", "ms": 5.0, "failures": ""} | SAMPLED
-    table = format_clocks([first, second], ("launch", *clock_loop.FIGURES)).splitlines()
+    table = table_of([first, second], ("launch", *clock_loop.FIGURES), cell).splitlines()
     assert table[0].split() == ["launch", "ms", "sm_mhz", "memory_mhz", "watts", "celsius", "limits", "failures"]
     assert table[1].split()[:3] == ["fails", "5", "-"]
     assert table[2].split()[:5] == ["works", "5", "1410", "3201", "699"]

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stream_cases import NUM_TOKENS, assert_same, make_pair, make_tokens
-from torch import Tensor
+from stream_cases import NUM_TOKENS, assert_same, make_pair, make_tokens, named
 
 from comet import GraphedMoE
-from comet.router_losses import RouterStats
 
 pytestmark = pytest.mark.gpu
-
-
-def output_and_load(result: tuple[Tensor, RouterStats]) -> dict[str, Tensor]:
-    return {"output": result[0], "loss": result[1].loss, "load": result[1].expert_load}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -28,7 +22,7 @@ def test_every_call_is_the_layer_whatever_the_numbers_of_tokens(dtype: torch.dty
     torch.cuda.synchronize()
     assert graphed.why_eager == ""
     for call, (found, wanted) in enumerate(kept):
-        assert_same(output_and_load(found), output_and_load(wanted), f"call {call}")
+        assert_same(named(found), named(wanted), f"call {call}")
     layers.streams.group.workspace.check()
 
 
@@ -38,4 +32,4 @@ def test_the_plain_path_is_the_layer_too() -> None:
     with torch.no_grad():
         for seed in range(4):
             x = make_tokens(layers.streams, seed)
-            assert_same(output_and_load(graphed(x)), output_and_load(layers.in_line(x)), f"call {seed}")
+            assert_same(named(graphed(x)), named(layers.in_line(x)), f"call {seed}")
