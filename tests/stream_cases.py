@@ -93,7 +93,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) 
     assert found.keys() == wanted.keys()
     for name, actual in found.items():
         expected = wanted[name]
-        if not actual.is_cuda or not actual.is_floating_point():
+        if not actual.is_cuda or not actual.is_floating_point() or not actual.numel():
             assert torch.equal(actual, expected), f"{what}: {name}"
             continue
         limit = 16 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
