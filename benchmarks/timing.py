@@ -2,7 +2,10 @@
 
 1. *Interleaved.* All variants run in one loop, one call each per round, and each round starts with another variant. A
    GPU slows by up to 10 % within a minute of load (power limit): variants measured one after the other say nothing.
-2. *Warm-up.* Whole rounds, not counted: compilation, autotuning, lazily created communicators, allocator.
+2. *Warm-up.* Whole rounds, not counted: compilation, autotuning, lazily created communicators, allocator. On a GPU they
+   fill ``WARM_S``: one that was idle runs its first fraction of a second of memory-bound work 13 % slower. How many
+   that takes follows from the shortest of the first ones (others may have compiled) on the slowest rank, so that all
+   ranks make equally many.
 3. *Barrier.* Before each call a barrier runs on the device, so that no rank's time contains another rank's lateness.
 4. *CUDA events* around the call, read at the end of a round: the host runs ahead as it does in training, unless the
    variant itself makes it wait, which then counts. ``capture`` removes launch cost altogether.
@@ -14,9 +17,11 @@ On a CPU the same protocol runs with a wall clock; only ratios mean anything the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,6 +31,9 @@ from torch.distributed import ProcessGroup
 from comet.config import require
 
 Variant = Callable[[int], object]
+
+WARM_S = 0.5
+SHORTEST_ROUND_S = 50e-6  # a shorter one is taken for as long as this, so that 10,000 rounds are the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +63,51 @@ def time_interleaved(
         barrier: Orders the device after all ranks arrived (see ``rank_barrier``).
         rotate: Number of input sets, at least 1.
         device: Where the variants run.
-        slowest: Maximum over ranks of a tensor of samples (see ``max_over_ranks``); ``None`` keeps this rank's.
-        warmup: Rounds that are not counted.
+        slowest: Maximum over ranks of a tensor of samples (see ``max_over_ranks``); ``None`` is a rank alone.
+        warmup: Rounds that are not counted, at least 1; on a GPU as many more follow as fill ``WARM_S``.
 
     Returns:
         Name to ``Timing``.
 
     Raises:
-        ValueError: If ``rounds`` or ``rotate`` is less than 1.
+        ValueError: If ``rounds``, ``rotate`` or ``warmup`` is less than 1.
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(rotate >= 1, f"rotate={rotate} must be at least 1")
+    require(warmup >= 1, f"warmup={warmup} must be at least 1")
+    slowest = slowest or max_over_ranks(device, None)
+    run = partial(run_round, variants, barrier=barrier, rotate=rotate, device=device)
+    shortest_s = min(wall_clock(partial(run, number)) for number in range(-warmup, 0))
+    if device.type == "cuda":
+        round_s = slowest(torch.tensor([shortest_s], dtype=torch.float64)).item()
+        for number in range(-more_rounds(round_s, warmup), 0):
+            run(number)
+    samples = slowest(torch.stack([run(number) for number in range(rounds)], dim=1))
+    return {name: summarize(samples[index]) for index, name in enumerate(variants)}
+
+
+def run_round(
+    variants: Mapping[str, Variant], number: int, *, barrier: Callable[[], None], rotate: int, device: torch.device
+) -> Tensor:
+    """Milliseconds ``(variants,)`` of one call each, read when all have started; each number starts with another."""
     names = list(variants)
-    samples = torch.zeros(len(names), rounds, dtype=torch.float64)
-    for number in range(-warmup, rounds):
-        clocks = {}
-        for step in range(len(names)):
-            index = (number + step) % len(names)
-            clocks[index] = start_call(variants[names[index]], number % rotate, barrier, device)
-        elapsed = {index: read_ms() for index, read_ms in clocks.items()}
-        if number >= 0:
-            for index, milliseconds in elapsed.items():
-                samples[index, number] = milliseconds
-    if slowest is not None:
-        samples = slowest(samples)
-    return {name: summarize(samples[index]) for index, name in enumerate(names)}
+    clocks = {}
+    for step in range(len(names)):
+        index = (number + step) % len(names)
+        clocks[index] = start_call(variants[names[index]], number % rotate, barrier, device)
+    return torch.tensor([clocks[index]() for index in range(len(names))], dtype=torch.float64)
+
+
+def wall_clock(action: Callable[[], object]) -> float:
+    """Seconds an action takes the host."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def more_rounds(round_s: float, done: int) -> int:
+    """Rounds of that length that fill ``WARM_S`` after ``done`` of them; of 20 ms after 3: 22, of 0.2 s none."""
+    return max(0, math.ceil(WARM_S / max(round_s, SHORTEST_ROUND_S)) - done)
 
 
 def summarize(samples_ms: Tensor) -> Timing:

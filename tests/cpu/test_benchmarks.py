@@ -1,4 +1,4 @@
-"""The benchmark itself: its arithmetic, its routing, its timing loop, its baselines, and one run end to end on CPUs."""
+"""The benchmark itself: its arithmetic, its routing, its baselines, and one run end to end on CPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from ranks import run_ranks
 from report import append_csv, as_json, draw, figures, format_table
 from routing import make_routing
 from shapes import MODELS, model
-from timing import summarize, time_interleaved
 
 from comet.config import MoEConfig
 from comet.launch.distributed import LaunchContext
@@ -37,48 +36,6 @@ ALONE = Ranks(0, CPU, None)
 
 def layout_of(num_experts: int, top_k: int, ep: int, tp: int, rank: int = 0) -> ExpertLayout:
     return ExpertLayout(num_experts=num_experts, top_k=top_k, ep=ep, tp=tp, rank=rank)
-
-
-def test_quantiles_example() -> None:
-    timing = summarize(torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0]))
-    assert (timing.median_ms, timing.p10_ms, timing.p90_ms) == pytest.approx((3, 1.4, 4.6))
-
-
-def test_variants_are_interleaved_rotated_and_warmed_up() -> None:
-    calls: list[tuple[str, int] | str] = []
-    variants = {name: lambda index, name=name: calls.append((name, index)) for name in "abc"}
-    timings = time_interleaved(
-        variants, rounds=3, warmup=1, barrier=lambda: calls.append("barrier"), rotate=2, device=CPU
-    )
-    assert calls[::2] == ["barrier"] * 12
-    rounds = [calls[start : start + 6 : 2] for start in range(1, 24, 6)]
-    assert [[name for name, _ in of_round] for of_round in rounds] == [
-        list("cab"),
-        list("abc"),
-        list("bca"),
-        list("cab"),
-    ]
-    assert [{index for _, index in of_round} for of_round in rounds] == [{1}, {0}, {1}, {0}]
-    assert list(timings) == ["a", "b", "c"]
-
-
-def test_the_slowest_rank_counts() -> None:
-    timings = time_interleaved(
-        {"a": lambda _: None, "b": lambda _: None},
-        rounds=3,
-        barrier=lambda: None,
-        rotate=1,
-        device=CPU,
-        slowest=lambda samples: torch.maximum(samples, torch.tensor([[7000.0], [0.0]])),
-    )
-    assert timings["a"].median_ms == 7000
-    assert timings["b"].median_ms < 7000
-
-
-@pytest.mark.parametrize(("rounds", "rotate"), [(0, 1), (1, 0)])
-def test_timing_needs_a_round_and_an_input(rounds: int, rotate: int) -> None:
-    with pytest.raises(ValueError, match=r"(rounds|rotate)=0 must be at least 1"):
-        time_interleaved({}, rounds=rounds, barrier=lambda: None, rotate=rotate, device=CPU)
 
 
 def test_accounting_examples() -> None:

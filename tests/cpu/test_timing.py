@@ -1,0 +1,191 @@
+"""The timing loop: its order, its samples, and how long it warms up, on a GPU whose clock is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timing
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from timing import SHORTEST_ROUND_S, WARM_S, max_over_ranks, more_rounds, summarize, time_interleaved
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@dataclass
+class FakeGPU:
+    """Runs a call when its end is read: ``seconds`` pass then, or what ``slow`` has for the place of the call.
+
+    ``calls`` are name and input set of each; the milliseconds that are read of one are its place.
+    """
+
+    seconds: float
+    slow: dict[int, float] = field(default_factory=dict)
+    now: float = 0.0
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Take the place of the events and of the host's clock in the timing loop."""
+        patch.setattr(timing, "start_call", self.start_call)
+        patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def start_call(
+        self, variant: Callable[[int], Any], index: int, barrier: Callable[[], None], _: Any
+    ) -> Callable[[], float]:
+        barrier()
+        variant(index)
+        mine = len(self.calls) - 1
+
+        def read_ms() -> float:
+            self.now += self.slow.get(mine, self.seconds)
+            return float(mine)
+
+        return read_ms
+
+    def variants(self, names: Sequence[str]) -> dict[str, Callable[[int], None]]:
+        return {name: lambda index, name=name: self.calls.append((name, index)) for name in names}
+
+
+def warm_rounds(gpu: FakeGPU, *, rounds: int = 2, warmup: int = 3, slowest: Any = None) -> int:
+    """Uncounted rounds of two variants."""
+    time_interleaved(
+        gpu.variants("ab"),
+        rounds=rounds,
+        barrier=lambda: None,
+        rotate=2,
+        device=GPU,
+        slowest=slowest,
+        warmup=warmup,
+    )
+    assert len(gpu.calls) % 2 == 0
+    return len(gpu.calls) // 2 - rounds
+
+
+def test_quantiles_example() -> None:
+    timing = summarize(torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0]))
+    assert (timing.median_ms, timing.p10_ms, timing.p90_ms) == pytest.approx((3, 1.4, 4.6))
+
+
+def test_variants_are_interleaved_rotated_and_warmed_up() -> None:
+    calls: list[tuple[str, int] | str] = []
+    variants = {name: lambda index, name=name: calls.append((name, index)) for name in "abc"}
+    timings = time_interleaved(
+        variants, rounds=3, warmup=1, barrier=lambda: calls.append("barrier"), rotate=2, device=CPU
+    )
+    assert calls[::2] == ["barrier"] * 12
+    rounds = [calls[start : start + 6 : 2] for start in range(1, 24, 6)]
+    assert [[name for name, _ in of_round] for of_round in rounds] == [
+        list("cab"),
+        list("abc"),
+        list("bca"),
+        list("cab"),
+    ]
+    assert [{index for _, index in of_round} for of_round in rounds] == [{1}, {0}, {1}, {0}]
+    assert list(timings) == ["a", "b", "c"]
+
+
+def test_the_slowest_rank_counts() -> None:
+    timings = time_interleaved(
+        {"a": lambda _: None, "b": lambda _: None},
+        rounds=3,
+        barrier=lambda: None,
+        rotate=1,
+        device=CPU,
+        slowest=lambda samples: torch.maximum(samples, torch.tensor([[7000.0], [0.0]])),
+    )
+    assert timings["a"].median_ms == 7000
+    assert timings["b"].median_ms < 7000
+
+
+@pytest.mark.parametrize("name", ["rounds", "rotate", "warmup"])
+def test_timing_needs_a_round_an_input_and_a_warm_up(name: str) -> None:
+    numbers = {"rounds": 1, "rotate": 1, "warmup": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        time_interleaved({}, barrier=lambda: None, device=CPU, **numbers)
+
+
+# ---- how long it warms up --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("round_s", "done", "more"),
+    [
+        (0.02, 3, 22),
+        (0.2, 3, 0),
+        (0.2, 2, 1),
+        (0.0201, 3, 22),
+        (0.0199, 3, 23),
+        (WARM_S, 1, 0),
+        (7.0, 1, 0),
+        (SHORTEST_ROUND_S, 3, 9_997),
+        (0.0, 3, 9_997),
+        (0.0, 20_000, 0),
+    ],
+)
+def test_more_rounds_examples(round_s: float, done: int, more: int) -> None:
+    assert more_rounds(round_s, done) == more
+
+
+@pytest.mark.parametrize(("seconds", "warm"), [(2**-10, 256), (0.0036, 70), (0.1, 3), (0.2, 3), (30.0, 3), (0, 10_000)])
+def test_a_gpu_is_warmed_up_for_half_a_second(seconds: float, warm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGPU(seconds)
+    gpu.install(monkeypatch)
+    assert warm_rounds(gpu) == warm
+    assert warm * 2 * seconds >= WARM_S or seconds == 0
+
+
+def test_neither_compilation_nor_a_hiccup_shortens_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGPU(2**-7, slow={0: 9.0, 5: 0.25})
+    gpu.install(monkeypatch)
+    assert warm_rounds(gpu) == 32
+
+
+def test_rounds_of_the_warm_up_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGPU(0.01)
+    gpu.install(monkeypatch)
+    timings = time_interleaved(gpu.variants("abc"), rounds=3, barrier=lambda: None, rotate=2, device=GPU)
+    assert len(gpu.calls) == 17 * 3 + 9
+    assert gpu.calls[-9:] == [(name, index) for index, names in ((0, "abc"), (1, "bca"), (0, "cab")) for name in names]
+    places = {"a": [51, 56, 58], "b": [52, 54, 59], "c": [53, 55, 57]}
+    assert timings == {name: summarize(torch.tensor(each).double()) for name, each in places.items()}
+
+
+def test_nothing_to_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGPU(0.0).install(monkeypatch)
+    assert time_interleaved({}, rounds=2, barrier=lambda: None, rotate=1, device=GPU) == {}
+
+
+def test_a_cpu_needs_no_more_rounds() -> None:
+    calls: list[int] = []
+    agreed: list[torch.Size] = []
+    time_interleaved(
+        {"a": calls.append},
+        rounds=2,
+        barrier=lambda: None,
+        rotate=1,
+        device=CPU,
+        slowest=lambda samples: agreed.append(samples.shape) or samples,
+    )
+    assert len(calls) == 3 + 2
+    assert agreed == [(1, 2)]
+
+
+def rounds_on_rank(rank: int, world_size: int, seconds: list[float]) -> tuple[int, float]:
+    """Uncounted rounds, and how long they and two counted ones took by this rank's clock."""
+    gpu = FakeGPU(seconds[rank])
+    with pytest.MonkeyPatch.context() as patch:
+        gpu.install(patch)
+        return warm_rounds(gpu, slowest=max_over_ranks(CPU, dist.group.WORLD)), gpu.now
+
+
+def test_ranks_of_unequal_speed_make_equally_many_rounds() -> None:
+    """The slowest rank's half second decides, wherever it is: other numbers would leave a rank waiting."""
+    (fast, fast_s), (slow, slow_s) = run_ranks(rounds_on_rank, 2, [2**-10, 2**-8])
+    assert fast == slow == 64
+    assert slow_s == 4 * fast_s == WARM_S + 2 * 2**-7
+    assert [rounds for rounds, _ in run_ranks(rounds_on_rank, 2, [0.25, 2**-10])] == [3, 3]
