@@ -105,7 +105,10 @@ def table_of(plan: Plan, *, launch: int) -> TileTable:
 
     Launch 0 is layer 0, whose tiles go by phase instead and read rows where they arrive, 1 is layer 1, 2 and 3 are
     their backward.
+
+    Example: 2048 tokens on each of 4 ranks, 8 of 256 experts each: ``even_rows`` is 8192 * 8 / 256 = 256.
     """
+    layout = plan.layout
     first = launch * COUNTERS_PER_LAUNCH
     return TileTable(
         tiles=plan.segment_tiles if launch else plan.tiles,
@@ -114,4 +117,5 @@ def table_of(plan: Plan, *, launch: int) -> TileTable:
         counters=plan.counters[first : first + COUNTERS_PER_LAUNCH],
         block_rows=plan.block_rows,
         segments=(plan.segment_starts, plan.segment_counts),
+        even_rows=plan.num_tokens * layout.world_size * layout.top_k / layout.num_experts,
     )

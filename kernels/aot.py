@@ -43,6 +43,9 @@ WIDE_STORES = r"st\.global[\w.:]*\.v4\.[bfsu]32|st\.global[\w.:]*\.v2\.[bfsu]64"
 TMA_STORES = r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared"
 NARROW_LOADS = r"ld\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
 NARROW_STORES = r"st\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
+HGMMA = r"\bHGMMA\."
+# The last of a group that is waited for: several multiply one step.
+HGMMA_WITH_BARRIER = r"\bHGMMA\.[^;]*\bgsb0\b"
 
 HEADER = ("kernel", "configuration", "regs", "spill B", "shared B", "wgmma", "ld16", "st16", "narrow")
 
@@ -60,6 +63,7 @@ class Quality:
         wide_stores: 16-byte and TMA stores to global memory.
         narrow_loads: Loads of less than 4 bytes.
         narrow_stores: Stores of less than 4 bytes.
+        serialized: The assembler waits for every wgmma before the next, as it does when registers are few.
     """
 
     registers: int
@@ -70,6 +74,7 @@ class Quality:
     wide_stores: int
     narrow_loads: int
     narrow_stores: int
+    serialized: bool = False
 
     def complaints(self, case: KernelCase | CudaCase) -> list[str]:
         """What breaks the case's expectations, in words; empty when all is well."""
@@ -80,6 +85,8 @@ class Quality:
             found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}")
         if "wgmma" in case.expects and not self.wgmma:
             found.append("missing wgmma")
+        if self.serialized:
+            found.append("waits for each wgmma before the next")
         for feature, wide, narrow in (
             ("wide_loads", self.wide_loads, max(0, self.narrow_loads - case.narrow_loads)),
             ("wide_stores", self.wide_stores, self.narrow_stores),
@@ -161,11 +168,12 @@ def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
         registers=int(used[1]),
         spilled_bytes=int(used[2]),
         shared_bytes=shared_bytes,
-        wgmma=count(r"\bHGMMA\.", code),
+        wgmma=count(HGMMA, code),
         wide_loads=count(r"\b(?:UTMALDG|LDGSTS\.E\S*\.128|LDG\.E\S*\.128)", code),
         wide_stores=count(r"\bSTG\.E\S*\.128", code),
         narrow_loads=count(r"\bLDG\.E\S*\.[US](?:8|16)\b", code),
         narrow_stores=count(r"\bSTG\.E\S*\.[US](?:8|16)\b", code),
+        serialized=count(HGMMA, code) == count(HGMMA_WITH_BARRIER, code) > 0,
     )
 
 

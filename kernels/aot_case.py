@@ -94,14 +94,13 @@ class CudaCase:
         kernel: Name in the table.
         source: The text, constants included.
         shared_bytes: Dynamic shared memory of a block.
-        spilled_bytes: See ``KernelCase``.
     """
 
     name: str
     kernel: str
     source: str
     shared_bytes: int
-    spilled_bytes: int = 0
     # As of a ``KernelCase``, and the same for all.
     narrow_loads: ClassVar[int] = 0
+    spilled_bytes: ClassVar[int] = 0
     expects: ClassVar[frozenset[str]] = frozenset({"wgmma", "wide_loads", "wide_stores"})

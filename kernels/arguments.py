@@ -66,6 +66,8 @@ class TileTable:
         block_rows: Rows of a tile.
         segments: ``(e + 1,)`` int32 first routed row and ``(e,)`` int32 routed rows of each local expert, for kernels
             that cut an expert's rows their own way; ``None`` where they are not known.
+        even_rows: Routed rows of each expert if all have equally many and all ranks as many tokens as this one; to
+            choose a kernel's blocks by, 0 where it is not known.
     """
 
     tiles: Tensor
@@ -74,6 +76,7 @@ class TileTable:
     counters: Tensor
     block_rows: int
     segments: tuple[Tensor, Tensor] | None = None
+    even_rows: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

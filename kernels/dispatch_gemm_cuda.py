@@ -35,11 +35,13 @@ class CudaConfig:
     """Shape of the blocks, as measured best on an H200.
 
     Args:
+        most_rows: Most rows of a piece that has all rows of its expert; others have up to ``MOST_AT_ONCE``.
         num_stages: Depth of the load pipeline.
         staged_rows: Rows of a result that are stored at once, a multiple of 32.
         push_rows: Rows of a pushing warp's ticket, a divisor of 128.
     """
 
+    most_rows: int = 288
     num_stages: int = 4
     staged_rows: int = 32
     push_rows: int = 8
@@ -54,9 +56,9 @@ class CudaConfig:
             Bytes: alignment, stages, staging, barriers, items, the table of pieces.
 
         Example:
-            32 experts: 1024 + 4 * 49152 + 2 * 2048 + 64 + 384 + 4 * 97 = 202564.
+            32 experts: 1024 + 4 * 53248 + 2 * 2048 + 64 + 384 + 4 * 97 = 218948.
         """
-        memory = memory_bytes(self.num_stages, 2 * self.staged_rows * COLS // 2, ITEM_BYTES)
+        memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * COLS // 2, ITEM_BYTES)
         return memory + 4 * (3 * num_experts + 1)
 
 
@@ -204,7 +206,7 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
         CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
         KIND_DISPATCH=KIND_DISPATCH.value,
     )  # fmt: skip
-    return cuda_text(constants, dtype, SOURCES)
+    return cuda_text(constants, dtype, SOURCES, config.most_rows)
 
 
 def aot_cases() -> list[CudaCase]:
@@ -223,8 +225,6 @@ def aot_cases() -> list[CudaCase]:
             kernel=f"{NAME}_cuda",
             source=source(config, dtype, ranks, saves_pre, records),
             shared_bytes=config.shared_bytes(experts),
-            # Written once and read once per item, beside 128 sums of a thread.
-            spilled_bytes=24 if saves_pre else 0,
         )
         for dtype, saves_pre, records in shapes
     ]

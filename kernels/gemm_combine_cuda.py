@@ -27,7 +27,6 @@ SOURCES = ("hopper", "recorder", "signals", "products", "panel_gemm", "combine",
 
 # Constants of the sources, which get them from here and from ``cuda_text``.
 BLOCK_COLS = 256  # columns that count as one in panels
-BOX_ROWS = 32  # rows per bulk load
 COMBINERS = 3  # warps that combine from the start
 WARPS_BESIDE = 132 * COMBINERS  # of a GPU of 132 multiprocessors
 
@@ -40,6 +39,7 @@ MOST_ENTRIES = 8  # experts of a token, or ranks
 # With fewer products of a rank, or a longer contraction, Triton is as fast or faster (benchmarks/RESULTS.md, run 5).
 LEAST_PRODUCTS = 50_000_000_000
 MOST_DEPTH = 2048
+TALL_FROM, TALL_TO = 232.0, 280.0  # rows of an expert for which taller pieces pay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,17 +48,38 @@ class CudaConfig:
 
     Args:
         cluster: Blocks that share their rows: 1 or 2.
+        most_rows: Most rows of a piece that has all rows of its expert; others have up to ``MOST_AT_ONCE``.
         num_stages: Depth of the load pipeline.
+        box_rows: Rows per bulk load, a divisor of ``most_rows``.
         staged_rows: Rows of a result that are stored at once.
         ahead: Rows that a combining warp has on their way beside the GEMM, a multiple of 4.
         ahead_after: The same after it, in the memory of the stages.
     """
 
     cluster: int = 2
+    most_rows: int = 256
     num_stages: int = 4
+    box_rows: int = 32
     staged_rows: int = 32
     ahead: int = 12
     ahead_after: int = 32
+
+    @classmethod
+    def select(cls, even_rows: float) -> "CudaConfig":
+        """The blocks for experts of about so many rows.
+
+        Around what an instruction multiplies at once, half of the experts have a few rows more, for which all their
+        weights are loaded again, unless one piece holds them. Its stages leave combining warps less memory, which costs
+        up to 6 % elsewhere (benchmarks/RESULTS.md, run 8).
+
+        Args:
+            even_rows: See ``TileTable``.
+
+        Example: 256 +- 16 rows: pieces of up to 272; 512 or 64: of up to 256.
+        """
+        if not TALL_FROM <= even_rows <= TALL_TO:
+            return cls()
+        return cls(most_rows=272, box_rows=16, staged_rows=16, ahead=8)
 
     def shared_bytes(self, num_experts: int, entries: int) -> int:
         """Dynamic shared memory of a block.
@@ -73,7 +94,7 @@ class CudaConfig:
         Example:
             32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 230852.
         """
-        memory = memory_bytes(self.num_stages, 2 * self.staged_rows * LINE, ITEM_BYTES)
+        memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * LINE, ITEM_BYTES)
         combiner = COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + self.ahead * SLOT_BYTES
         return memory + COMBINERS * combiner + 4 * (num_experts + 1)
 
@@ -177,7 +198,7 @@ def gemm_combine_cuda(
         num_panels: Column panels.
         config: Shape of the blocks.
     """
-    config = config or CudaConfig()
+    config = config or CudaConfig.select(table.even_rows)
     assert table.segments is not None
     starts, counts = table.segments
     experts, cols, depth = b.shape
@@ -206,7 +227,7 @@ def gemm_combine_cuda(
         shares_per_tile=SHARES_PER_TILE,
         event_capacity=0 if recorder is None else recorder.capacity,
     )
-    maps = tensor_map(a, (BOX_ROWS, DEPTH)), tensor_map(b, (1, COLS, DEPTH))
+    maps = tensor_map(a, (config.box_rows, DEPTH)), tensor_map(b, (1, COLS, DEPTH))
     kernel.launch(num_blocks, [*maps, counts, starts, experts, depth, arguments])
 
 
@@ -253,11 +274,11 @@ def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, 
     constants = dict(
         CLUSTER=config.cluster, ROWS_BY_THREADS=0, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
         AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, TOP_K=top_k, WORLD=world_size, RECORDS=int(records),
-        BLOCK_COLS=BLOCK_COLS, BOX_ROWS=BOX_ROWS, COMBINERS=COMBINERS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS,
-        PLACE_PANEL=PLACE_PANEL.value, PLACE_LAYER1=PLACE_LAYER1.value, KIND_LAYER1_TILE=KIND_LAYER1_TILE.value,
-        KIND_REDUCE=KIND_REDUCE.value, KIND_FINAL_SUM=KIND_FINAL_SUM.value,
+        BLOCK_COLS=BLOCK_COLS, BOX_ROWS=config.box_rows, COMBINERS=COMBINERS, CHUNK=COMBINE_CHUNK_ROWS,
+        MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value, PLACE_LAYER1=PLACE_LAYER1.value,
+        KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value, KIND_FINAL_SUM=KIND_FINAL_SUM.value,
     )  # fmt: skip
-    return cuda_text(constants, dtype, SOURCES)
+    return cuda_text(constants, dtype, SOURCES, config.most_rows)
 
 
 def aot_cases() -> list[CudaCase]:
@@ -268,13 +289,15 @@ def aot_cases() -> list[CudaCase]:
         (torch.bfloat16, 8, True),
         (torch.float16, 8, False),
     ]
-    config, ranks, experts = CudaConfig(), 4, 64
+    ranks, experts = 4, 64
     return [
         CudaCase(
-            name=f"{str(dtype).removeprefix('torch.')}, top-{top_k}, {ranks} ranks{', recording' if records else ''}",
+            name=f"{str(dtype).removeprefix('torch.')}, top-{top_k}, {ranks} ranks, pieces of {config.most_rows}"
+            f"{', recording' if records else ''}",
             kernel=f"{NAME}_cuda",
             source=source(config, dtype, top_k, ranks, records),
             shared_bytes=config.shared_bytes(experts, max(top_k, ranks)),
         )
         for dtype, top_k, records in shapes
+        for config in (CudaConfig(), CudaConfig.select(TALL_FROM))
     ]

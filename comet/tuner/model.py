@@ -36,7 +36,7 @@ WAVES = 8  # steps in which rows arrive, of at most 31
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.
 PLAIN_ROW_PASSES = 15
 PLAIN_HIDDEN_PASSES = 6
-# Items in CUDA C++ (``kernels/cuda_text.py``): most rows, of which there are whole steps, and columns of a weight.
+# Items in CUDA C++ (``kernels/cuda_text.py``): most rows, but of an expert's only one, which are whole steps; columns.
 CUDA_ROWS, CUDA_STEP, CUDA_COLS = 256, 16, 128
 
 BLOCK_ROWS = (16, 32, 64, 128)

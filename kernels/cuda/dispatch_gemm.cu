@@ -4,6 +4,7 @@
 
 constexpr int PUSHER = WARPS + LOADERS;
 constexpr int THREADS = 32 * (PUSHER + 1);
+constexpr int MULTIPLYING_REGISTERS = 176, OTHER_REGISTERS = 152;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
     const __grid_constant__ TensorMap weights_map, const u16* __restrict__ received, const int* __restrict__ counts,
@@ -23,9 +24,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
     __syncthreads();
 
     if (warp < WARPS) {
+        take_registers<MULTIPLYING_REGISTERS>();
         const Recorder recorder(sends.events, sends.event_capacity, epoch, 0);
         multiply_items(work, memory, Results{hidden, pre}, recorder, warp, lane);
-    } else if (warp < PUSHER) {
+        return;
+    }
+    give_registers<OTHER_REGISTERS>();
+    if (warp < PUSHER) {
         const Arrivals arrivals{sends.x, received, row_ids, flags, fault, epoch, sends.rank, sends.max_tokens};
         load_items(work, arrivals, weights_map, memory, warp - WARPS, lane);
     } else {

@@ -102,11 +102,12 @@ __device__ __forceinline__ void list_pieces(
             const int expert = begin + thread;
             const int first = expert < experts ? first_rows[expert] : 0;
             const int count = expert >= experts ? 0 : second ? __ldg(work.counts + expert) - first : first;
-            int pieces = ceil_div(count, MOST_ROWS), total;
+            int pieces = num_pieces(count), total;
             int earlier = before_lane(pieces, thread, total);
             if (!second && expert < experts) {
-                pieces = min(pieces, max(enough - before - earlier, 0));
-                first_rows[expert] = min(count, pieces * MOST_ROWS);
+                const int kept = min(pieces, max(enough - before - earlier, 0));
+                if (kept < pieces) first_rows[expert] = kept * MOST_AT_ONCE;
+                pieces = kept;
             }
             earlier = before_lane(pieces, thread, total);
             if (expert < experts) work.parts.first_piece[second * experts + expert] = before + earlier;

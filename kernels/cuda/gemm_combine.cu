@@ -5,6 +5,7 @@
 
 constexpr int LOADER = WARPS + COMBINERS;
 constexpr int THREADS = 32 * (LOADER + 1);
+constexpr int MULTIPLYING_REGISTERS = 176, OTHER_REGISTERS = 152;
 constexpr int COMBINER_BYTES = LIST_BYTES + AHEAD_BESIDE * SLOT_BYTES;
 constexpr int AFTER_BYTES = LIST_BYTES + AHEAD_AFTER * SLOT_BYTES;
 static_assert(WARPS * AFTER_BYTES <= STAGES * STAGE_BYTES);
@@ -25,17 +26,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
     cluster_sync();
 
     const Work work{counts, starts, first_piece, experts, depth, returns.cols, returns.panels, int(cluster_rank())};
-    if (warp == LOADER) {
-        if (lane == 0) load_items(work, rows_map, weights_map, memory);
-    } else if (warp < WARPS) {
+    if (warp < WARPS) {
+        take_registers<MULTIPLYING_REGISTERS>();
         const Recorder recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), 0);
         multiply_items(work, memory, returns.y, returns.panel_counters, recorder, warp, lane);
         // Both warpgroups are done with the stages.
         asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
         Combiner<AHEAD_AFTER>(returns, memory.begin + warp * AFTER_BYTES, 1 + COMBINERS + warp, lane).run();
     } else {
-        const int combiner = warp - WARPS;
-        Combiner<AHEAD_BESIDE>(returns, combiners + combiner * COMBINER_BYTES, 1 + combiner, lane).run();
+        give_registers<OTHER_REGISTERS>();
+        if (warp == LOADER) {
+            if (lane == 0) load_items(work, rows_map, weights_map, memory);
+        } else {
+            const int combiner = warp - WARPS;
+            Combiner<AHEAD_BESIDE>(returns, combiners + combiner * COMBINER_BYTES, 1 + combiner, lane).run();
+        }
     }
     __syncwarp();
     cluster_sync();

@@ -106,6 +106,18 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Registers of each thread from here on, of all four warps of a warpgroup. A launch gives all threads equally many, of
+// which those that multiply tall items have too few.
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
     if constexpr (ELEMENT_IS_BF16) {

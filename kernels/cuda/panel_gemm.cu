@@ -166,7 +166,7 @@ __device__ __forceinline__ void list_pieces(int* first_piece, const int* counts,
     int before = 0;
     for (int first = 0; first < experts; first += 32) {
         const int expert = first + lane;
-        const int pieces = expert < experts ? ceil_div(__ldg(counts + expert), MOST_ROWS) : 0;
+        const int pieces = expert < experts ? num_pieces(__ldg(counts + expert)) : 0;
         int total;
         const int earlier = before_lane(pieces, lane, total);
         if (expert < experts) first_piece[expert] = before + earlier;

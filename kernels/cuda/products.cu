@@ -2,7 +2,8 @@
 //
 // Transposed on the tensor cores: columns of the result are the 64 rows of a matrix instruction, routed rows its N. N
 // goes in steps of 16, so an expert's rows are cut into pieces of equal height and little is computed for nothing, where
-// tiles of 128 routed rows waste a quarter of 256 +- 16. Two warpgroups multiply, each COLS / 2 columns.
+// tiles of 128 routed rows waste a quarter of 256 +- 16. One piece may be taller than what an instruction takes, for
+// weights are then loaded once and not twice. Two warpgroups multiply, each COLS / 2 columns.
 
 constexpr int MEANWHILE_STEP = 2;
 constexpr int WEIGHT_BYTES = COLS * LINE;
@@ -59,6 +60,11 @@ __device__ __forceinline__ int part_of(const int* first_piece, int num, int piec
         if (first_piece[middle] <= piece) low = middle; else high = middle - 1;
     }
     return low;
+}
+
+// Pieces that `count` rows are cut into: as many as one matrix instruction takes, or all of them in a taller one.
+__device__ __forceinline__ int num_pieces(int count) {
+    return count <= MOST_ROWS ? count > 0 : ceil_div(count, MOST_AT_ONCE);
 }
 
 // Rows of each of `num` pieces; the last may have fewer.

@@ -21,8 +21,8 @@ SOURCES = Path(module.__file__).parent / "cuda"
 
 def test_worked_examples() -> None:
     assert num_counters(4, 2048) == 128 + 4 * 16 == 192
-    assert CudaConfig().shared_bytes(32) == 1024 + 4 * 49152 + 2 * 2048 + 64 + 384 + 4 * 97
-    assert CudaConfig().shared_bytes(32) == 202564
+    assert CudaConfig().shared_bytes(32) == 1024 + 4 * 53248 + 2 * 2048 + 64 + 384 + 4 * 97
+    assert CudaConfig().shared_bytes(32) == 218948
 
 
 def fields_of(source: str, structure: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -12,24 +13,29 @@ from layer1_launches import exact_layer1, run_layer1
 from played_ranks import PlayedCase
 from ranks import run_ranks
 
+from comet.fused_arguments import table_of
 from comet.kernels import dispatch_gemm_cuda, nvrtc
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.arguments import Returns, TileTable, Wire
-from comet.kernels.cuda_text import memory_bytes
+from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine_cuda import CudaConfig, column_parts
 from comet.kernels.nvrtc import compile_cubin, is_available
+from comet.layout import ExpertLayout
+from comet.plan import Plan
 
 SOURCES = Path(module.__file__).parent / "cuda"
 
 
 def test_worked_example_of_the_memory() -> None:
-    assert memory_bytes(4, 8192, 32) == 1024 + 4 * 49152 + 8192 + 64 + 256
-    assert memory_bytes(4, 8192, 32) == 206144
+    assert memory_bytes(4, 256, 8192, 32) == 1024 + 4 * 49152 + 8192 + 64 + 256
+    assert memory_bytes(4, 256, 8192, 32) == 206144
 
 
 def test_worked_examples() -> None:
     assert CudaConfig().shared_bytes(32, 8) == 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33
     assert CudaConfig().shared_bytes(32, 8) == 230852
+    assert CudaConfig.select(256).most_rows == 272
+    assert CudaConfig.select(512) == CudaConfig.select(64) == CudaConfig(most_rows=256)
     assert column_parts(2048, 4, 2048, 4) == 2
     assert column_parts(2048, 4, 7168, 4) == 4
     assert column_parts(8192, 4, 7168, 4) == 1
@@ -42,6 +48,21 @@ def test_parts_have_flags_and_columns(max_tokens: int, cols: int, num_panels: in
     parts = column_parts(max_tokens, 2, cols, num_panels)
     assert 1 <= parts <= 16 // num_panels
     assert parts <= max(1, -(-cols // 256))
+
+
+def test_rows_of_an_expert_if_all_have_equally_many() -> None:
+    layout = ExpertLayout(num_experts=256, top_k=8, ep=4, tp=1, rank=0)
+    fields = {field.name: torch.zeros(64, dtype=torch.int32) for field in dataclasses.fields(Plan)}
+    plan = Plan(**fields | {"layout": layout, "num_tokens": 2048})
+    assert table_of(plan, launch=1).even_rows == 8192 * 8 / 256 == 256
+
+
+@pytest.mark.parametrize("even_rows", [0.0, 231.9, 232.0, 256.0, 280.0, 280.1, 4096.0])
+def test_blocks_fit_where_the_layer_takes_them(even_rows: float) -> None:
+    chosen, default = CudaConfig.select(even_rows), CudaConfig()
+    assert (chosen == default) == (not 232 <= even_rows <= 280)
+    assert chosen.most_rows % chosen.box_rows == 0
+    assert chosen.shared_bytes(256, 8) <= default.shared_bytes(256, 8) <= SHARED_LIMIT
 
 
 def test_the_structure_is_that_of_the_source() -> None:

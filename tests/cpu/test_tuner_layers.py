@@ -177,7 +177,7 @@ def test_in_cuda_only_panels_and_other_kernels_are_tried() -> None:
 
 
 def test_pieces_are_those_of_the_kernels() -> None:
-    assert (CUDA_ROWS, CUDA_STEP, CUDA_COLS) == (cuda_text.MOST_ROWS, cuda_text.STEP, cuda_text.COLS)
+    assert (CUDA_ROWS, CUDA_STEP, CUDA_COLS) == (cuda_text.MOST_AT_ONCE, cuda_text.STEP, cuda_text.COLS)
 
 
 @pytest.mark.parametrize("available", [True, False])

@@ -35,6 +35,7 @@ CASES = [
     PlayedCase("four phases", 4, 1, (150, 900, 260, 1), 16, 4, 512, 192, num_phases=4),
     PlayedCase("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192),
     PlayedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
+    PlayedCase("256 +- 15 rows of an expert", 2, 1, (1024, 1024), 16, 2, 384, 272),
     PlayedCase("less than a stage", 2, 1, (300, 80), 4, 1, 16, 256),
     PlayedCase("narrow", 1, 1, (300,), 4, 2, 80, 16),
     PlayedCase("more items than blocks", 2, 1, (2500, 1800), 8, 4, 128, 1040),

@@ -21,6 +21,8 @@ CASES = [
     PlayedCase("four ranks", 4, 1, (500, 90, 0, 710), 16, 4, 2048, 256, num_panels=6),
     PlayedCase("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192, num_panels=4),
     PlayedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
+    PlayedCase("256 +- 15 rows of an expert", 2, 1, (1024, 1024), 16, 2, 1280, 272, num_panels=3),
+    PlayedCase("tall pieces on one rank only", 2, 1, (1024, 300), 16, 2, 512, 128),
     PlayedCase("less than a stage", 1, 1, (300,), 4, 1, 256, 16, num_panels=1),
     PlayedCase("float16", 2, 1, (400, 300), 16, 4, 512, 256, dtype=torch.float16),
     PlayedCase("sixteen panels", 2, 1, (400, 300), 16, 4, 4096, 128, num_panels=16),
