@@ -48,6 +48,7 @@ from timing import max_over_ranks, time_interleaved
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
+from comet.tuner.measure import host_ahead
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
 GRID: dict[str, tuple[Any, ...]] = {
@@ -86,7 +87,7 @@ def measure_point(
     timings = time_interleaved(
         variants,
         rounds=rounds,
-        barrier=opening,
+        barrier=host_ahead(opening, ranks.device),
         rotate=1,
         device=ranks.device,
         slowest=max_over_ranks(ranks.device, ranks.process_group),

@@ -62,6 +62,7 @@ from torch import Tensor
 from comet.config import ParallelConfig, require
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 from comet.paths import SymmetricPath
+from comet.tuner.measure import host_ahead
 
 # Replayed as a CUDA graph, without what its launches cost the host.
 GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")
@@ -90,7 +91,7 @@ def measure_point(
     timings = time_interleaved(
         variants,
         rounds=rounds,
-        barrier=rank_barrier(ranks.device, ranks.process_group),
+        barrier=host_ahead(rank_barrier(ranks.device, ranks.process_group), ranks.device),
         rotate=ROTATE,
         device=ranks.device,
         slowest=max_over_ranks(ranks.device, ranks.process_group),

@@ -35,6 +35,7 @@ from comet.kernels.recorder import DEFAULT_CAPACITY, Recorder
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 from comet.moe import MoE
 from comet.trace import Timeline, record, recording_to
+from comet.tuner.measure import host_ahead
 
 
 def forward(moe: MoE, inputs: Inputs, index: int = 0) -> Tensor:
@@ -72,7 +73,7 @@ def measure_overhead(moe: MoE, inputs: Inputs, capacity: int, rounds: int, ranks
     timings = time_interleaved(
         {"off": capture(partial(forward, moe, inputs), rotate=1), "on": capture(recorded, rotate=1)},
         rounds=rounds,
-        barrier=opening,
+        barrier=host_ahead(opening, ranks.device),
         rotate=1,
         device=ranks.device,
         slowest=max_over_ranks(ranks.device, ranks.process_group),

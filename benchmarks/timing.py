@@ -7,6 +7,8 @@
    that takes follows from the shortest of the first ones (others may have compiled) on the slowest rank, so that all
    ranks make equally many.
 3. *Barrier.* Before each call a barrier runs on the device, so that no rank's time contains another rank's lateness.
+   Over ranks the GPU first waits a quarter of a millisecond (``host_ahead``), in which the host launches the call: a
+   variant before it that makes the host wait would otherwise cost this one its launch.
 4. *CUDA events* around the call, read at the end of a round: the host runs ahead as it does in training, unless the
    variant itself makes it wait, which then counts. ``capture`` removes launch cost altogether.
 5. *Rotated inputs.* Call number i gets input set i modulo ``rotate``, so that L2 does not flatter.

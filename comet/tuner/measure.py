@@ -1,11 +1,11 @@
 """Time candidates on this machine through the layer's own paths: interleaved, slowest rank, median.
 
 The protocol is that of the benchmarks (``benchmarks/timing.py``): all candidates in one loop with a rotating start, a
-barrier on the device before each call, CUDA events around it, two input sets (each more would be another graph to
-record for each candidate, and all other candidates run between two calls of one). Fused candidates are replayed as
-CUDA graphs, because launching one from the host takes as long as a small layer, whatever its setting; the plain path,
-which waits for the host, cannot be. On a CPU a wall clock takes the place of events and the twin that of the kernels;
-only the machinery can be tried there.
+barrier on the device before each call for which hosts are ahead, CUDA events around it, two input sets (each more would
+be another graph to record for each candidate, and all other candidates run between two calls of one). Fused candidates
+are replayed as CUDA graphs, because launching one from the host takes as long as a small layer, whatever its setting;
+the plain path, which waits for the host, cannot be. On a CPU a wall clock takes the place of events and the twin that
+of the kernels; only the machinery can be tried there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from comet.tuner.tune import Measure
 
 NUM_INPUTS = 2
 WARMUP_ROUNDS = 3
+LEAD_CYCLES = 500_000  # a quarter of a millisecond: a barrier, a graph and their events take the host less
 
 Call = Callable[[], object]
 
@@ -157,7 +158,7 @@ def _interleave(candidates: Sequence[Sequence[Call]], group: ExpertGroup, rounds
 
 def _start_call(call: Call, group: ExpertGroup) -> Callable[[], float]:
     """Run one call; returns what reads its milliseconds at the end of the round."""
-    _slowest(torch.zeros(1, device=group.device), group)
+    host_ahead(partial(_slowest, torch.zeros(1, device=group.device), group), group.device)()
     if group.device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -173,6 +174,21 @@ def _start_call(call: Call, group: ExpertGroup) -> Callable[[], float]:
         return begin.elapsed_time(end)
 
     return read_ms
+
+
+def host_ahead(barrier: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The barrier, before which a GPU waits until its host has launched what follows.
+
+    A variant that makes the host wait leaves the GPU idle: without this, launching the next one would count as its
+    time, and as that of all other ranks.
+    """
+
+    def held() -> None:
+        if device.type == "cuda":
+            torch.cuda._sleep(LEAD_CYCLES)
+        barrier()
+
+    return held
 
 
 def _slowest(values: Tensor, group: ExpertGroup) -> Tensor:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from timing import SHORTEST_ROUND_S, WARM_S, max_over_ranks, more_rounds, summarize, time_interleaved
 
+from comet.tuner.measure import host_ahead
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -107,6 +109,18 @@ def test_timing_needs_a_round_an_input_and_a_warm_up(name: str) -> None:
     numbers = {"rounds": 1, "rotate": 1, "warmup": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
         time_interleaved({}, barrier=lambda: None, device=CPU, **numbers)
+
+
+@pytest.mark.parametrize(("device", "done"), [(GPU, ["wait", "barrier"]), (CPU, ["barrier"])])
+def test_a_gpu_waits_for_its_host_before_the_barrier(
+    device: torch.device, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: found.append("wait"))
+    held = host_ahead(lambda: found.append("barrier"), device)
+    assert found == []
+    held()
+    assert found == done
 
 
 # ---- how long it warms up --------------------------------------------------------------------------------------------
