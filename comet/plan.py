@@ -128,17 +128,8 @@ def make_plan(
         One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
         segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
     """
-    finish = begin_plan(
-        top_k_ids,
-        top_k_weights,
-        layout,
-        workspace,
-        overlap=overlap,
-        expert_capacity=expert_capacity,
-        max_routed_rows=max_routed_rows,
-        use_kernels=use_kernels,
-    )
-    return finish()
+    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=True)()
 
 
 def begin_plan(
@@ -156,16 +147,31 @@ def begin_plan(
 
     Returns:
         The second half, to be called once: it waits for the other ranks' ids and builds the plan. Whoever plays several
-        ranks in one process or on one GPU begins all their plans before finishing the first.
+        ranks in one process or on one GPU begins all their plans before finishing the first. By kernels the two halves
+        are one launch more than ``make_plan``.
     """
     rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=False)
+
+
+def _begin(
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    layout: ExpertLayout,
+    workspace: Workspace,
+    rules: PlanRules,
+    use_kernels: bool,
+    *,
+    at_once: bool,
+) -> Callable[[], Plan]:
+    """Send this rank's ids, and ``at_once`` count all ranks' where that is one launch; the result builds the plan."""
     check_routing(top_k_ids, top_k_weights, layout, workspace)
     rules.check(layout, workspace)
     if use_kernels:
         from comet.plan_kernels import start  # needs triton
     else:
         from comet.plan_twin import start
-    finish = start(top_k_ids.contiguous(), top_k_weights.contiguous(), layout, workspace, rules)
+    finish = start(top_k_ids.contiguous(), top_k_weights.contiguous(), layout, workspace, rules, at_once=at_once)
     num_tokens, max_tokens = top_k_ids.shape[0], workspace.max_tokens
     return lambda: _plan(layout, num_tokens, max_tokens, rules, finish())
 

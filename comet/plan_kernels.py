@@ -7,16 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, build, cut, exchange
+from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, cut, exchange, place
 from comet.layout import ExpertLayout
 from comet.plan_rules import PlanRules, plan_shapes
 from comet.workspace import Workspace
 
 
 def start(
-    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules
+    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules, *, at_once: bool
 ) -> Callable[[], dict[str, Tensor]]:
-    """Launch the exchange of ids and weights ``(T, K)``; the result launches the rest and returns the tensors."""
+    """Launch the exchange of ids and weights ``(T, K)``; the result launches the rest and returns the tensors.
+
+    ``at_once`` the exchange waits for the other ranks' ids as well, which saves a launch; else the result does.
+    """
     config = PlanConfig(
         top_k=layout.top_k,
         experts_local=layout.experts_local,
@@ -42,10 +45,13 @@ def start(
     scratch = PlanScratch.allocate(pool, config)
     tensors = cut(plan_shapes(layout, workspace.max_tokens, rules), ids.device)
     tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
-    exchange(ids, weights, pool, config, scratch, tensors["counters"])
+    exchanged = (ids, weights, pool, config, scratch, tensors["counters"])
+    exchange(*exchanged, part="all" if at_once else "send")
 
     def finish() -> dict[str, Tensor]:
-        build(pool, config, scratch, {name: tensor for name, tensor in tensors.items() if name != "counters"})
+        if not at_once:
+            exchange(*exchanged, part="count")
+        place(pool, config, scratch, {name: tensor for name, tensor in tensors.items() if name != "counters"})
         return tensors
 
     return finish

@@ -22,9 +22,12 @@ PLACE = "exchange of top-k ids"
 
 
 def start(
-    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules
+    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules, *, at_once: bool
 ) -> Callable[[], dict[str, Tensor]]:
-    """Send the ids ``(T, K)`` and weights ``(T, K)``; the result waits for the others' and makes the plan's tensors."""
+    """Send the ids ``(T, K)`` and weights ``(T, K)``; the result waits for the others' and makes the plan's tensors.
+
+    ``at_once`` changes nothing here (see ``comet.plan_kernels``).
+    """
     device = workspace.comm.device
     require(device.type == "cpu", f"use_kernels=False needs a workspace on the CPU, this one is on {device}")
     low, high = (int(bound) for bound in ids.aminmax()) if ids.numel() else (0, 0)

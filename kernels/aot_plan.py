@@ -4,15 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .aot_case import KernelCase
-from .counting import count_kernel
-from .metadata import (
-    PlanConfig,
-    count_constants,
-    exchange_constants,
-    exchange_kernel,
-    place_constants,
-    place_warps,
-)
+from .counting import exchange_kernel
+from .metadata import PlanConfig, exchange_constants, place_constants, place_warps
 from .placement import place_kernel
 
 NUM_COUNTERS = 128
@@ -25,13 +18,13 @@ LAYERS = {
     "256 experts on one rank": (256, 8, 1, 1, 1),
     "top-32 of 32": (32, 32, 4, 1, 4),
 }
-FLOATS = ("weights_ptr", "row_weights")
+FLOATS = ("weights_ptr", "own_weights_ptr", "row_weights")
 INT64 = ("id_addresses", "weight_addresses", "flag_addresses", "fault_ptr")
-NUMBERS = ("rank", "num_tokens", "M", "capacity", "num_routed_rows")
+NUMBERS = ("first_program", "rank", "num_tokens", "M", "capacity", "num_routed_rows")
 
 
 def aot_cases() -> list[KernelCase]:
-    """All three kernels for every layer."""
+    """Both kernels for every layer."""
     cases = []
     for name, (num_experts, top_k, ep, tp, num_phases) in LAYERS.items():
         config = PlanConfig(
@@ -44,8 +37,7 @@ def aot_cases() -> list[KernelCase]:
             expert_capacity=2**31 - 1,
         )
         launches = [
-            (exchange_kernel, exchange_constants(config, top_k, NUM_COUNTERS), 4),
-            *((count_kernel, values, 4) for values in _counts(config)),
+            *((exchange_kernel, values, 4) for values in _exchanges(config)),
             (place_kernel, place_constants(config, top_k), place_warps(config)),
             (place_kernel, place_constants(replace(config, by_token=True), top_k), place_warps(config)),
         ]
@@ -70,9 +62,9 @@ def _suffix(values: Mapping[str, int | bool]) -> str:
     return ", rows by token" if values.get("BY_TOKEN") else ""
 
 
-def _counts(config: PlanConfig) -> list[dict[str, int | bool]]:
+def _exchanges(config: PlanConfig) -> list[dict[str, int | bool]]:
     """Constants for few and for many chunks, where they differ."""
-    few, many = (count_constants(config, config.top_k, num_chunks) for num_chunks in (1, 256))
+    few, many = (exchange_constants(config, config.top_k, num_chunks, NUM_COUNTERS) for num_chunks in (1, 256))
     return [few] if few == many else [few, many]
 
 

@@ -1,9 +1,22 @@
-"""Middle step of the plan on the device: what is in one chunk of one source (see ``metadata``)."""
+"""First launch of the plan on the device: send ids, and count what is in the chunks of all ranks (see ``metadata``).
+
+Programs of ``exchange_kernel``, C chunks of W ranks, blocks of experts:
+
+    [0, W*C)                        send a chunk to a peer
+    [W*C, 2*W*C)                    waves of a chunk of own tokens at an EP shard
+    [2*W*C, 3*W*C)                  waves of a (source, chunk) at this rank
+    [3*W*C, (3 + blocks)*W*C)       routed rows of a (source, chunk), for one block of experts
+
+It ends on every rank: programs that send wait for nobody, and no program that waits can keep one from running, for a
+grid's programs start in the order of their numbers, on a GPU as many at once as have room, under the interpreter one
+after the other. So whichever programs hold the multiprocessors, those that send have run or run among them; then all
+ranks' flags are raised, and all waits end.
+"""
 
 import triton
 import triton.language as tl
 
-from .primitives import PLACE_EXCHANGE, wait_flag
+from .primitives import PLACE_EXCHANGE, signal, wait_flags
 
 
 @triton.jit
@@ -66,39 +79,89 @@ def count_experts(
             before += here.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["rank", "timeout_ns"])
-def count_kernel(
-    ids_ptr, flag_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, recv_waves_ptr, send_waves_ptr,
-    recv_ranks_ptr, send_ranks_ptr, positions_ptr, rank, timeout_ns, M,
-    K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_BLOCK: tl.constexpr, EP: tl.constexpr,
-    TP: tl.constexpr, CHUNK: tl.constexpr, WAVES: tl.constexpr, INTERPRET: tl.constexpr,
+@triton.jit
+def send_chunk(
+    ids_ptr, weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, peer, chunk, rank, num_tokens, M,
+    WORLD: tl.constexpr, K: tl.constexpr, POOL_K: tl.constexpr, FLAT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Per (source, chunk) a program for every block of experts, one for the waves, one for the waves of own tokens."""
-    source_chunk = tl.program_id(0)
+    """Copy a chunk of this rank's ids and weights into the pool of ``peer``, and signal."""
+    flat = tl.arange(0, FLAT)
+    inside = flat < CHUNK * K
+    first = chunk * (CHUNK * K)
+    valid = inside & (first + flat < num_tokens * K)
+    offset = ((epoch & 1) * WORLD + rank) * (M * POOL_K) + first
+    target = tl.multiple_of(tl.load(id_addresses + peer).to(tl.pointer_type(tl.int32)), 16) + offset
+    tl.store(target + flat, tl.load(ids_ptr + first + flat, mask=valid, other=-1), mask=inside)
+    # Nobody reads the weight of a masked slot.
+    if chunk * CHUNK < num_tokens:
+        weights = tl.multiple_of(tl.load(weight_addresses + peer).to(tl.pointer_type(tl.float32)), 16) + offset
+        tl.store(weights + flat, tl.load(weights_ptr + first + flat, mask=valid, other=0.0), mask=inside)
+    flags = tl.load(flag_addresses + peer).to(tl.pointer_type(tl.int32))
+    signal(flags + rank * (M // CHUNK) + chunk, epoch)
+
+
+@triton.jit
+def wait_for_chunk(flag_ptr, epoch, source, chunk, rank, num_chunks, fault_ptr, timeout_ns, INTERPRET: tl.constexpr):
+    """Until a chunk of ``source`` is here, and this rank's first chunk, whose sender zeroes the totals before."""
+    both = tl.arange(0, 2)
+    sources, chunks = tl.where(both == 0, source, rank), tl.where(both == 0, chunk, 0)
+    flags = flag_ptr + sources * num_chunks + chunks
+    wait_flags(flags, both >= 0, epoch, fault_ptr, timeout_ns, PLACE_EXCHANGE, sources, chunks, INTERPRET)
+
+
+@triton.jit(do_not_specialize=["first_program", "rank", "num_tokens", "timeout_ns"])
+def exchange_kernel(
+    own_ids_ptr, own_weights_ptr, id_addresses, weight_addresses, flag_addresses, ids_ptr, flag_ptr, epoch_ptr,
+    fault_ptr, plan_epoch_ptr, counters_ptr, totals_ptr, counts_ptr, recv_waves_ptr, send_waves_ptr, recv_ranks_ptr,
+    send_ranks_ptr, positions_ptr, first_program, rank, num_tokens, timeout_ns, M,
+    K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_BLOCK: tl.constexpr, EP: tl.constexpr,
+    TP: tl.constexpr, CHUNK: tl.constexpr, FLAT: tl.constexpr, WAVES: tl.constexpr, NUM_COUNTERS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """See the module; ``first_program`` is the number of the launch's first program."""
+    WORLD: tl.constexpr = EP * TP
+    NUM_TOTALS: tl.constexpr = WORLD * E_LOCAL
     num_chunks = M // CHUNK
-    source = source_chunk // num_chunks
-    chunk = source_chunk - source * num_chunks
-    epoch = tl.load(plan_epoch_ptr)
-    block = tl.program_id(1)
-    half = ids_ptr + (epoch & 1) * (EP * TP) * (M * POOL_K) + (chunk * CHUNK + tl.arange(0, CHUNK)) * K
-    if block == tl.num_programs(1) - 1:
-        if source % TP == 0:
-            place = source // TP * num_chunks + chunk
-            rank_tokens(
-                half + rank * (M * POOL_K), source // TP, send_waves_ptr + place * WAVES,
-                send_ranks_ptr + place * CHUNK, K, E_LOCAL, CHUNK, WAVES,
-            )  # fmt: skip
+    program = tl.program_id(0) + first_program
+    part = program // (WORLD * num_chunks)
+    place = program - part * (WORLD * num_chunks)
+    # Each rank begins with itself: at different moments all send to different peers.
+    peer = (rank + place // num_chunks) % WORLD
+    chunk = place % num_chunks
+    epoch = tl.load(epoch_ptr) + 1
+    half = ids_ptr + (epoch & 1) * WORLD * (M * POOL_K) + (chunk * CHUNK + tl.arange(0, CHUNK)) * K
+    if part == 0:
+        if place == 0:
+            tl.store(plan_epoch_ptr, epoch)
+            totals = tl.arange(0, triton.next_power_of_2(NUM_TOTALS))
+            tl.store(totals_ptr + totals, totals * 0, mask=totals < NUM_TOTALS)
+            counters = tl.arange(0, triton.next_power_of_2(NUM_COUNTERS))
+            tl.store(counters_ptr + counters, counters * 0, mask=counters < NUM_COUNTERS)
+        send_chunk(
+            own_ids_ptr, own_weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, peer, chunk, rank,
+            num_tokens, M, WORLD, K, POOL_K, FLAT, CHUNK,
+        )  # fmt: skip
     else:
-        wait_flag(flag_ptr + source_chunk, epoch, fault_ptr, timeout_ns, PLACE_EXCHANGE, source, chunk, INTERPRET)
+        # Own tokens at the EP shard of ``peer``, or tokens of ``peer`` here.
+        source = tl.where(part == 1, rank, peer)
+        wait_for_chunk(flag_ptr, epoch, source, chunk, rank, num_chunks, fault_ptr, timeout_ns, INTERPRET)
         chunk_ids = half + source * (M * POOL_K)
-        if block == tl.num_programs(1) - 2:
+        source_chunk = peer * num_chunks + chunk
+        if part == 1:
+            shard_chunk = peer // TP * num_chunks + chunk
+            if peer % TP == 0:
+                rank_tokens(
+                    chunk_ids, peer // TP, send_waves_ptr + shard_chunk * WAVES, send_ranks_ptr + shard_chunk * CHUNK,
+                    K, E_LOCAL, CHUNK, WAVES,
+                )  # fmt: skip
+        elif part == 2:
             rank_tokens(
                 chunk_ids, rank // TP, recv_waves_ptr + source_chunk * WAVES, recv_ranks_ptr + source_chunk * CHUNK,
                 K, E_LOCAL, CHUNK, WAVES,
             )  # fmt: skip
         else:
             count_experts(
-                chunk_ids, rank // TP * E_LOCAL, block, totals_ptr + source * E_LOCAL,
+                chunk_ids, rank // TP * E_LOCAL, part - 3, totals_ptr + peer * E_LOCAL,
                 counts_ptr + source_chunk * E_LOCAL, positions_ptr + source_chunk * (K * CHUNK), K, E_LOCAL, E_BLOCK,
                 CHUNK,
             )  # fmt: skip

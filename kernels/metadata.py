@@ -1,9 +1,10 @@
-"""The plan on the device: three small kernels turn the top-k ids of all ranks into ``comet.plan.Plan``'s tensors.
+"""The plan on the device: two small kernels turn the top-k ids of all ranks into ``comet.plan.Plan``'s tensors.
 
-1. ``exchange_kernel``, (chunk of 128 tokens, peer): copies this rank's ids and weights into the peer's pool, signals.
-2. ``counting.count_kernel``, (source, chunk) x block of experts: waits for the chunk, counts what comes to this rank's
-   experts, and gives every routed row its position among the rows of its expert inside the chunk; waves likewise.
-3. ``placement.place_kernel``, one program per piece of output: position plus what lies before the chunk is the final
+1. ``counting.exchange_kernel``. Its first programs, (peer, chunk of 128 tokens), copy this rank's ids and weights into
+   the peer's pool and signal. The others, (source, chunk) x block of experts, wait for the chunk, count what comes to
+   this rank's experts, and give every routed row its position among the rows of its expert inside the chunk; waves
+   likewise.
+2. ``placement.place_kernel``, one program per piece of output: position plus what lies before the chunk is the final
    address. Each program adds up the few counts before it by itself, which is quicker than one more launch for a scan.
 
 Routed rows are in (source, token, slot) order. A *list* of M places (rows received from one source, tokens sent to one
@@ -19,16 +20,15 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .arguments import CHUNK_ROWS, MAX_WAVES, power_of_2
-from .counting import count_kernel
+from .counting import exchange_kernel
 from .placement import place_kernel
-from .primitives import signal
 
 EXPERT_BLOCK = 32
 NARROW_EXPERT_BLOCK = 8
@@ -36,6 +36,8 @@ FEW_PROGRAMS = 64  # so few programs leave most multiprocessors idle: narrower b
 SCAN_ELEMENTS = 4096
 KEPT_PLACES = 64  # of a few layers
 
+# Programs of ``exchange_kernel`` that one launch runs.
+Part = Literal["all", "send", "count"]
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and first element of a tensor
 
 
@@ -110,7 +112,7 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanScratch:
-    """What the kernels hand to each other; int32, free for reuse after ``build``.
+    """What the kernels hand to each other; int32, free for reuse after ``place``.
 
     Args:
         epoch: ``(1,)`` the epoch of this plan.
@@ -176,38 +178,6 @@ def _places(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[Place, ...], int
     return tuple(places), first
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens"])
-def exchange_kernel(
-    ids_ptr, weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch_ptr, plan_epoch_ptr, totals_ptr,
-    counters_ptr, rank, num_tokens, M,
-    WORLD: tl.constexpr, K: tl.constexpr, POOL_K: tl.constexpr, FLAT: tl.constexpr, NUM_TOTALS: tl.constexpr,
-    NUM_COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Copy one chunk of ids and weights to one peer; program (0, 0) also zeroes what later kernels count in."""
-    chunk = tl.program_id(0)
-    peer = (rank + tl.program_id(1)) % WORLD
-    epoch = tl.load(epoch_ptr) + 1
-    if (chunk == 0) & (tl.program_id(1) == 0):
-        tl.store(plan_epoch_ptr, epoch)
-        totals = tl.arange(0, triton.next_power_of_2(NUM_TOTALS))
-        tl.store(totals_ptr + totals, totals * 0, mask=totals < NUM_TOTALS)
-        counters = tl.arange(0, triton.next_power_of_2(NUM_COUNTERS))
-        tl.store(counters_ptr + counters, counters * 0, mask=counters < NUM_COUNTERS)
-    flat = tl.arange(0, FLAT)
-    inside = flat < CHUNK * K
-    first = chunk * (CHUNK * K)
-    valid = inside & (first + flat < num_tokens * K)
-    offset = ((epoch & 1) * WORLD + rank) * (M * POOL_K) + first
-    target = tl.multiple_of(tl.load(id_addresses + peer).to(tl.pointer_type(tl.int32)), 16) + offset
-    tl.store(target + flat, tl.load(ids_ptr + first + flat, mask=valid, other=-1), mask=inside)
-    # Nobody reads the weight of a masked slot.
-    if chunk * CHUNK < num_tokens:
-        weights = tl.multiple_of(tl.load(weight_addresses + peer).to(tl.pointer_type(tl.float32)), 16) + offset
-        tl.store(weights + flat, tl.load(weights_ptr + first + flat, mask=valid, other=0.0), mask=inside)
-    flags = tl.load(flag_addresses + peer).to(tl.pointer_type(tl.int32))
-    signal(flags + rank * (M // CHUNK) + chunk, epoch)
-
-
 def exchange(
     top_k_ids: Tensor,
     top_k_weights: Tensor,
@@ -215,27 +185,35 @@ def exchange(
     config: PlanConfig,
     scratch: PlanScratch,
     counters: Tensor,
+    part: Part,
 ) -> None:
-    """Launch the exchange: all ranks' ids and weights start to arrive in every pool.
+    """Launch the exchange: send this rank's ids and weights to every pool, wait for every rank's chunks, count them.
 
     Args:
         top_k_ids: ``(T, K)`` int32, contiguous; -1 masks a slot.
         top_k_weights: ``(T, K)`` float32, contiguous.
         pool: Where they go.
         config: Shape of the plan.
-        scratch: Its ``epoch`` is set and its ``totals`` are zeroed.
+        scratch: What ``place`` needs; all but ``starts`` and ``bases`` is written.
         counters: int32, zeroed.
+        part: ``all``, or ``send`` now and ``count`` later, where one process or GPU plays several ranks: all of them
+            have to send before one waits.
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
-    exchange_kernel[(num_chunks, config.world_size)](
-        top_k_ids, top_k_weights, pool.id_pointers, pool.weight_pointers, pool.flag_pointers, pool.epoch,
-        scratch.epoch, scratch.totals, counters, pool.rank, top_k_ids.shape[0], pool.max_tokens,
-        **exchange_constants(config, pool.ids.shape[3], counters.numel()),
+    num_places = config.world_size * num_chunks
+    constants = exchange_constants(config, pool.ids.shape[3], num_chunks, counters.numel())
+    first = num_places if part == "count" else 0
+    end = num_places * (1 if part == "send" else 3 + -(-config.experts_local // constants["E_BLOCK"]))
+    exchange_kernel[(end - first,)](
+        top_k_ids, top_k_weights, pool.id_pointers, pool.weight_pointers, pool.flag_pointers, pool.ids, pool.flags,
+        pool.epoch, pool.fault, scratch.epoch, counters, scratch.totals, scratch.counts, scratch.recv_waves,
+        scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, first, pool.rank,
+        top_k_ids.shape[0], pool.timeout_ns, pool.max_tokens, **constants,
     )  # fmt: skip
 
 
-def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: Mapping[str, Tensor]) -> None:
-    """Launch the rest: wait for every rank's chunks, count them, and write the plan.
+def place(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: Mapping[str, Tensor]) -> None:
+    """Launch the rest: write the plan.
 
     Args:
         pool: As for ``exchange``.
@@ -244,45 +222,23 @@ def build(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
         tensors: The tensor fields of ``comet.plan.Plan`` but ``counters``, by name, uninitialised;
             ``arrival_row_ids`` only ``by_token``.
     """
-    num_chunks, pool_top_k = pool.max_tokens // CHUNK_ROWS, pool.ids.shape[3]
-    num_programs = config.world_size * num_chunks
-    constants = count_constants(config, pool_top_k, num_chunks)
-    num_blocks = -(-config.experts_local // constants["E_BLOCK"])
-    count_kernel[(num_programs, num_blocks + 2)](
-        pool.ids, pool.flags, pool.fault, scratch.epoch, scratch.totals, scratch.counts, scratch.recv_waves,
-        scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, pool.rank, pool.timeout_ns,
-        pool.max_tokens, **constants,
-    )  # fmt: skip
+    num_places = config.world_size * (pool.max_tokens // CHUNK_ROWS)
     tensors = {"arrival_row_ids": tensors["routed_row_ids"], **tensors}
-    place_kernel[(2 * num_programs + config.experts_local + 1,)](
+    place_kernel[(2 * num_places + config.experts_local + 1,)](
         pool.ids, pool.weights, pool.epoch, pool.fault, scratch.epoch, scratch.totals, scratch.counts,
         scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.starts,
         scratch.positions, scratch.bases, pool.rank, config.expert_capacity,
         tensors["routed_row_ids"].numel(), pool.max_tokens, num_warps=place_warps(config), **tensors,
-        **place_constants(config, pool_top_k),
+        **place_constants(config, pool.ids.shape[3]),
     )  # fmt: skip
 
 
-def exchange_constants(config: PlanConfig, pool_top_k: int, num_counters: int) -> dict[str, int]:
-    """Constants of ``exchange_kernel``.
+def exchange_constants(
+    config: PlanConfig, pool_top_k: int, num_chunks: int, num_counters: int
+) -> dict[str, int | bool]:
+    """Constants of ``exchange_kernel`` for ``num_chunks`` chunks per source; every block of experts is a program.
 
-    Example: K=8 of 8, e=32, EP=4, TP=1, 128 counters: FLAT = 1024, NUM_TOTALS = 128.
-    """
-    return {
-        "WORLD": config.world_size,
-        "K": config.top_k,
-        "POOL_K": pool_top_k,
-        "FLAT": power_of_2(CHUNK_ROWS * config.top_k),
-        "NUM_TOTALS": config.world_size * config.experts_local,
-        "NUM_COUNTERS": num_counters,
-        "CHUNK": CHUNK_ROWS,
-    }
-
-
-def count_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dict[str, int | bool]:
-    """Constants of ``count_kernel`` for ``num_chunks`` chunks per source; every block of experts is a program.
-
-    Example: e=32 in blocks of 32 for W=4 and M=8192 (256 chunks), of 8 for M=512 (16 chunks).
+    Example: K=8, e=32, W=4: FLAT = 1024, experts in blocks of 32 for M=8192 (256 chunks), of 8 for M=512 (16 chunks).
     """
     num_programs = config.world_size * num_chunks * -(-config.experts_local // EXPERT_BLOCK)
     widest = NARROW_EXPERT_BLOCK if num_programs <= FEW_PROGRAMS else EXPERT_BLOCK
@@ -294,7 +250,9 @@ def count_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
         "EP": config.ep,
         "TP": config.tp,
         "CHUNK": CHUNK_ROWS,
+        "FLAT": power_of_2(CHUNK_ROWS * config.top_k),
         "WAVES": config.num_waves,
+        "NUM_COUNTERS": num_counters,
         "INTERPRET": triton.knobs.runtime.interpret,
     }
 

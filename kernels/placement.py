@@ -289,5 +289,5 @@ def place_kernel(
             totals, kept, phases, recv_waves_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status,
             fault_ptr, num_routed_rows, num_chunks, WORLD, E_LOCAL, E_PAD, P, BLOCK_ROWS, WAVES, SUM_BLOCK,
         )  # fmt: skip
-        # Every kernel of this plan reads its own copy of the epoch, so this store races with nobody.
+        # The other programs read the plan's copy of the epoch, so this store races with nobody.
         tl.store(epoch_ptr, epoch)

@@ -100,13 +100,13 @@ def ids_flag_first(rank: int) -> None:
     """On rank 1, raise the flags of the ids before the kernel that stores both."""
     exchange = comet.plan_kernels.exchange
 
-    def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any) -> None:
+    def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any, part: Any) -> None:
         chunks = pool.max_tokens // CHUNK_ROWS
         for address in pool.flag_pointers.tolist():
             for chunk in range(chunks):
                 ctypes.c_int32.from_address(address + 4 * (rank * chunks + chunk)).value = int(pool.epoch) + 1
         time.sleep(WINDOW_S)
-        exchange(ids, weights, pool, *others)
+        exchange(ids, weights, pool, *others, part=part)
 
     if rank == 1:
         comet.plan_kernels.exchange = raise_then_exchange
@@ -128,7 +128,7 @@ def copied_flag_first(rank: int) -> None:
 
 BREAKS: dict[str, Callable[[int], None]] = {
     "nothing": nothing,
-    "plan does not wait": partial(skip, counting, "wait_flag"),
+    "plan does not wait": partial(skip, counting, "wait_flags"),
     "plan's flag first": ids_flag_first,
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
     "layer 0's flag first": partial(flag_first, dispatch, "push_chunk"),
