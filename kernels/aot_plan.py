@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .aot_case import KernelCase
 from .counting import exchange_kernel
-from .metadata import PlanConfig, exchange_constants, place_constants, place_warps
+from .metadata import PlanConfig, exchange_constants, num_warps, place_constants
 from .placement import place_kernel
 
 NUM_COUNTERS = 128
@@ -37,9 +37,9 @@ def aot_cases() -> list[KernelCase]:
             expert_capacity=2**31 - 1,
         )
         launches = [
-            *((exchange_kernel, values, 4) for values in _exchanges(config)),
-            (place_kernel, place_constants(config, top_k), place_warps(config)),
-            (place_kernel, place_constants(replace(config, by_token=True), top_k), place_warps(config)),
+            *((exchange_kernel, values) for values in _exchanges(config)),
+            (place_kernel, place_constants(config, top_k)),
+            (place_kernel, place_constants(replace(config, by_token=True), top_k)),
         ]
         cases += [
             KernelCase(
@@ -47,10 +47,10 @@ def aot_cases() -> list[KernelCase]:
                 fn=kernel,
                 signature={argument: _kind(argument) for argument in kernel.arg_names if argument not in values},
                 constexprs=values,
-                num_warps=num_warps,
+                num_warps=num_warps(config),
                 expects=frozenset({"wide_stores"} if kernel is exchange_kernel and top_k >= 4 else ()),
             )
-            for kernel, values, num_warps in launches
+            for kernel, values in launches
         ]
     return cases
 

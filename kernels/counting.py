@@ -29,25 +29,41 @@ def waves_of(first, E_LOCAL: tl.constexpr, WAVES: tl.constexpr):
 
 
 @triton.jit
+def load_local(chunk_ids, first_expert, K: tl.constexpr, CHUNK: tl.constexpr, E_LOCAL: tl.constexpr):
+    """(CHUNK, K): expert of each slot from ``first_expert`` on, E_LOCAL where it is not among the next E_LOCAL."""
+    slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    ids = tl.load(chunk_ids + tl.arange(0, CHUNK)[:, None] * K + slots, mask=slots < K, other=-1)
+    local = ids - first_expert
+    return tl.where((ids >= 0) & (local >= 0) & (local < E_LOCAL), local, E_LOCAL)
+
+
+@triton.jit
 def rank_tokens(
     chunk_ids, shard, counts_ptr, ranks_ptr, K: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr,
     WAVES: tl.constexpr,
 ):  # fmt: skip
     """Store each token's wave * CHUNK + place in the chunk's part of the wave, and how many tokens each wave has.
 
-    ``chunk_ids`` points at each token's slots; the waves are those of an EP shard.
+    ``chunk_ids`` points at the first id; the waves are those of an EP shard. They are counted in bytes of four words.
     """
-    tokens = tl.arange(0, CHUNK)
-    first = tokens * 0 + E_LOCAL
-    for k in range(K):
-        local = tl.load(chunk_ids + k) - shard * E_LOCAL
-        first = tl.minimum(first, tl.where((local >= 0) & (local < E_LOCAL), local, E_LOCAL))
-    waves = waves_of(first, E_LOCAL, WAVES)
-    numbers = tl.arange(0, WAVES)
-    hot = (waves[:, None] == numbers[None, :]).to(tl.int32)
-    until = tl.cumsum(hot, axis=0)
-    tl.store(ranks_ptr + tokens, waves * CHUNK + tl.sum(hot * until, axis=1) - 1)
-    tl.store(counts_ptr + numbers, tl.max(until, axis=0))
+    tl.static_assert(CHUNK < 256)
+    # Not in fewer words: Triton 3.6 cannot scan a tensor that is narrower than a thread's piece of the ids.
+    WORDS: tl.constexpr = 4
+    PER_WORD: tl.constexpr = (WAVES + WORDS - 1) // WORDS
+    local = load_local(chunk_ids, shard * E_LOCAL, K, CHUNK, E_LOCAL)
+    waves = waves_of(tl.min(local, axis=1), E_LOCAL, WAVES)
+    one = tl.full((), 1, tl.int64 if PER_WORD > 4 else tl.int32)
+    shifts = waves % PER_WORD * 8
+    words = tl.arange(0, WORDS)
+    here = (waves // PER_WORD)[:, None] == words[None, :]
+    hot = tl.where(here, (one << shifts)[:, None], 0)
+    until = tl.sum(tl.where(here, tl.cumsum(hot, axis=0), 0), axis=1)
+    ranks = waves * CHUNK + ((until >> shifts) & 255).to(tl.int32) - 1
+    tl.store(ranks_ptr + tl.arange(0, CHUNK), ranks)
+    places = tl.arange(0, PER_WORD)[None, :]
+    numbers = words[:, None] * PER_WORD + places
+    counts = (tl.sum(hot, axis=0)[:, None] >> (places * 8)) & 255
+    tl.store(counts_ptr + numbers, counts.to(tl.int32), mask=numbers < WAVES)
 
 
 @triton.jit
@@ -55,28 +71,30 @@ def count_experts(
     chunk_ids, first_expert, block, totals_ptr, counts_ptr, positions_ptr,
     K: tl.constexpr, E_LOCAL: tl.constexpr, E_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Count one chunk for one block of this rank's experts; pointers are those of the chunk, totals of its source."""
-    tokens = tl.arange(0, CHUNK)
-    experts = block * E_BLOCK + tl.arange(0, E_BLOCK)
-    # ---- how many of each token's slots name each expert
-    hot = tl.zeros((CHUNK, E_BLOCK), dtype=tl.int32)
-    for k in range(K):
-        local = tl.load(chunk_ids + k) - first_expert
-        mine = (local >= 0) & (local < E_LOCAL)
-        hot += (tl.where(mine, local, -1)[:, None] == experts[None, :]).to(tl.int32)
-    count = tl.sum(hot, axis=0)
-    tl.store(counts_ptr + experts, count, mask=experts < E_LOCAL)
-    # ---- position of each slot; slots of one token that name the same expert follow each other
-    if tl.sum(count, axis=0) > 0:
-        tl.atomic_add(totals_ptr + experts, count, mask=experts < E_LOCAL, sem="relaxed")
-        before = tl.cumsum(hot, axis=0) - hot
-        for k in range(K):
-            local = tl.load(chunk_ids + k) - first_expert
-            mine = (local >= 0) & (local < E_LOCAL)
-            here = tl.where(mine, local, -1)[:, None] == experts[None, :]
-            position = tl.sum(tl.where(here, before, 0), axis=1)
-            tl.store(positions_ptr + k * CHUNK + tokens, position, mask=mine & (local // E_BLOCK == block))
-            before += here.to(tl.int32)
+    """Count one chunk for one block of this rank's experts; pointers are those of the chunk, totals of its source.
+
+    Up to four experts are counted in one word, in 16 bits each; slots of one token that name the same expert follow
+    each other.
+    """
+    tl.static_assert(CHUNK * K < 2**16)
+    PER_WORD: tl.constexpr = 4 if E_BLOCK > 4 else E_BLOCK
+    tokens = tl.arange(0, CHUNK)[:, None]
+    slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    local = load_local(chunk_ids, first_expert, K, CHUNK, E_LOCAL)
+    shifts = local % PER_WORD * 16
+    for word in tl.static_range(E_BLOCK // PER_WORD):
+        first = block * E_BLOCK + word * PER_WORD
+        mine = (local < E_LOCAL) & (local // PER_WORD * PER_WORD == first)
+        hot = tl.where(mine, tl.full((), 1, tl.int64) << shifts, 0)
+        of_token = tl.sum(hot, axis=1)
+        before = (tl.cumsum(of_token, axis=0) - of_token)[:, None] + tl.cumsum(hot, axis=1) - hot
+        position = ((before >> shifts) & (2**16 - 1)).to(tl.int32)
+        tl.store(positions_ptr + tokens * K + slots, position, mask=mine)
+        experts = first + tl.arange(0, PER_WORD)
+        count = (tl.sum(of_token, axis=0) >> (tl.arange(0, PER_WORD) * 16)) & (2**16 - 1)
+        count = count.to(tl.int32)
+        tl.store(counts_ptr + experts, count, mask=experts < E_LOCAL)
+        tl.atomic_add(totals_ptr + experts, count, mask=(experts < E_LOCAL) & (count > 0), sem="relaxed")
 
 
 @triton.jit
@@ -89,14 +107,16 @@ def send_chunk(
     inside = flat < CHUNK * K
     first = chunk * (CHUNK * K)
     valid = inside & (first + flat < num_tokens * K)
-    offset = ((epoch & 1) * WORLD + rank) * (M * POOL_K) + first
-    target = tl.multiple_of(tl.load(id_addresses + peer).to(tl.pointer_type(tl.int32)), 16) + offset
-    tl.store(target + flat, tl.load(ids_ptr + first + flat, mask=valid, other=-1), mask=inside)
-    # Nobody reads the weight of a masked slot.
-    if chunk * CHUNK < num_tokens:
-        weights = tl.multiple_of(tl.load(weight_addresses + peer).to(tl.pointer_type(tl.float32)), 16) + offset
-        tl.store(weights + flat, tl.load(weights_ptr + first + flat, mask=valid, other=0.0), mask=inside)
+    # All loads stand before what needs them, so that they travel together.
+    ids = tl.load(ids_ptr + first + flat, mask=valid, other=-1)
+    weights = tl.load(weights_ptr + first + flat, mask=valid, other=0.0)
+    ids_target = tl.multiple_of(tl.load(id_addresses + peer).to(tl.pointer_type(tl.int32)), 16)
+    weights_target = tl.multiple_of(tl.load(weight_addresses + peer).to(tl.pointer_type(tl.float32)), 16)
     flags = tl.load(flag_addresses + peer).to(tl.pointer_type(tl.int32))
+    offset = ((epoch & 1) * WORLD + rank) * (M * POOL_K) + first
+    tl.store(ids_target + offset + flat, ids, mask=inside)
+    # Nobody reads the weight of a masked slot.
+    tl.store(weights_target + offset + flat, weights, mask=inside & (chunk * CHUNK < num_tokens))
     signal(flags + rank * (M // CHUNK) + chunk, epoch)
 
 
@@ -129,10 +149,9 @@ def exchange_kernel(
     peer = (rank + place // num_chunks) % WORLD
     chunk = place % num_chunks
     epoch = tl.load(epoch_ptr) + 1
-    half = ids_ptr + (epoch & 1) * WORLD * (M * POOL_K) + (chunk * CHUNK + tl.arange(0, CHUNK)) * K
+    half = ids_ptr + (epoch & 1) * WORLD * (M * POOL_K) + chunk * (CHUNK * K)
     if part == 0:
         if place == 0:
-            tl.store(plan_epoch_ptr, epoch)
             totals = tl.arange(0, triton.next_power_of_2(NUM_TOTALS))
             tl.store(totals_ptr + totals, totals * 0, mask=totals < NUM_TOTALS)
             counters = tl.arange(0, triton.next_power_of_2(NUM_COUNTERS))
@@ -141,27 +160,26 @@ def exchange_kernel(
             own_ids_ptr, own_weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, peer, chunk, rank,
             num_tokens, M, WORLD, K, POOL_K, FLAT, CHUNK,
         )  # fmt: skip
+        if place == 0:
+            tl.store(plan_epoch_ptr, epoch)
     else:
         # Own tokens at the EP shard of ``peer``, or tokens of ``peer`` here.
         source = tl.where(part == 1, rank, peer)
         wait_for_chunk(flag_ptr, epoch, source, chunk, rank, num_chunks, fault_ptr, timeout_ns, INTERPRET)
         chunk_ids = half + source * (M * POOL_K)
         source_chunk = peer * num_chunks + chunk
-        if part == 1:
-            shard_chunk = peer // TP * num_chunks + chunk
-            if peer % TP == 0:
-                rank_tokens(
-                    chunk_ids, peer // TP, send_waves_ptr + shard_chunk * WAVES, send_ranks_ptr + shard_chunk * CHUNK,
-                    K, E_LOCAL, CHUNK, WAVES,
-                )  # fmt: skip
-        elif part == 2:
-            rank_tokens(
-                chunk_ids, rank // TP, recv_waves_ptr + source_chunk * WAVES, recv_ranks_ptr + source_chunk * CHUNK,
-                K, E_LOCAL, CHUNK, WAVES,
-            )  # fmt: skip
-        else:
+        if part > 2:
             count_experts(
                 chunk_ids, rank // TP * E_LOCAL, part - 3, totals_ptr + peer * E_LOCAL,
                 counts_ptr + source_chunk * E_LOCAL, positions_ptr + source_chunk * (K * CHUNK), K, E_LOCAL, E_BLOCK,
                 CHUNK,
+            )  # fmt: skip
+        elif (part == 2) | (peer % TP == 0):
+            shard, waves_ptr, ranks_ptr = rank // TP, recv_waves_ptr, recv_ranks_ptr
+            if part == 1:
+                shard, waves_ptr, ranks_ptr = peer // TP, send_waves_ptr, send_ranks_ptr
+                source_chunk = shard * num_chunks + chunk
+            rank_tokens(
+                chunk_ids, shard, waves_ptr + source_chunk * WAVES, ranks_ptr + source_chunk * CHUNK, K, E_LOCAL, CHUNK,
+                WAVES,
             )  # fmt: skip

@@ -123,7 +123,7 @@ class PlanScratch:
         recv_ranks: ``(W, C, 128)`` wave * 128 + place in the chunk's part of the wave, of each token.
         send_ranks: ``(EP, C, 128)`` the same of own tokens at each EP shard.
         starts: ``(2 * W * C, waves)`` place in a list of the first token of each wave that a chunk holds.
-        positions: ``(W, C, K, 128)`` position of a routed row among those of its expert in its chunk.
+        positions: ``(W, C, 128, K)`` position of a routed row among those of its expert in its chunk.
         bases: ``(W, C, 2, e)`` first routed row, and how many are kept, of each expert in each chunk.
     """
 
@@ -151,7 +151,7 @@ class PlanScratch:
             "recv_ranks": (sources, chunks, CHUNK_ROWS),
             "send_ranks": (config.ep, chunks, CHUNK_ROWS),
             "starts": (2 * sources * chunks, config.num_waves),
-            "positions": (sources, chunks, config.top_k, CHUNK_ROWS),
+            "positions": (sources, chunks, CHUNK_ROWS, config.top_k),
             "bases": (sources, chunks, 2, experts),
         }
         return cls(**cut(shapes, pool.ids.device))
@@ -208,7 +208,7 @@ def exchange(
         top_k_ids, top_k_weights, pool.id_pointers, pool.weight_pointers, pool.flag_pointers, pool.ids, pool.flags,
         pool.epoch, pool.fault, scratch.epoch, counters, scratch.totals, scratch.counts, scratch.recv_waves,
         scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.positions, first, pool.rank,
-        top_k_ids.shape[0], pool.timeout_ns, pool.max_tokens, **constants,
+        top_k_ids.shape[0], pool.timeout_ns, pool.max_tokens, num_warps=num_warps(config), **constants,
     )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def place(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
         pool.ids, pool.weights, pool.epoch, pool.fault, scratch.epoch, scratch.totals, scratch.counts,
         scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.starts,
         scratch.positions, scratch.bases, pool.rank, config.expert_capacity,
-        tensors["routed_row_ids"].numel(), pool.max_tokens, num_warps=place_warps(config), **tensors,
+        tensors["routed_row_ids"].numel(), pool.max_tokens, num_warps=num_warps(config), **tensors,
         **place_constants(config, pool.ids.shape[3]),
     )  # fmt: skip
 
@@ -277,6 +277,6 @@ def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool
     }
 
 
-def place_warps(config: PlanConfig) -> int:
-    """Warps of ``place_kernel``: it keeps 128 x K addresses in registers."""
+def num_warps(config: PlanConfig) -> int:
+    """Warps of both kernels: they keep 128 x K values in registers."""
     return 8 if config.top_k > 8 else 4

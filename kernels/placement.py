@@ -127,8 +127,8 @@ def place_rows(
     in_row = (tokens >= 0)[:, None] & (slots < K)
     local = tl.load(ids_ptr + offsets, mask=in_row, other=-1) - rank // TP * E_LOCAL
     mine = in_row & (local >= 0) & (local < E_LOCAL)
-    positions_ptr += (source * num_chunks + chunk) * (K * CHUNK)
-    position = tl.load(positions_ptr + slots * CHUNK + tokens[:, None], mask=mine, other=0)
+    positions_ptr += source * num_chunks * (CHUNK * K)
+    position = tl.load(positions_ptr + offsets, mask=mine, other=0)
     weight = tl.load(weights_ptr + offsets, mask=mine, other=0.0)
     base = tl.load(bases + local, mask=mine, other=0)
     count = tl.load(bases + E_LOCAL + local, mask=mine, other=0)
