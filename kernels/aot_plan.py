@@ -9,6 +9,8 @@ from .metadata import PlanConfig, exchange_constants, num_warps, place_constants
 from .placement import place_kernel
 
 NUM_COUNTERS = 128
+FEW_CHUNKS = 4  # of a source with 512 tokens
+MANY_CHUNKS = 64
 # Name: experts, top-k, EP, TP, phases.
 LAYERS = {
     "Mixtral, EP4": (8, 2, 4, 1, 2),
@@ -38,8 +40,8 @@ def aot_cases() -> list[KernelCase]:
         )
         launches = [
             *((exchange_kernel, values) for values in _exchanges(config)),
-            (place_kernel, place_constants(config, top_k)),
-            (place_kernel, place_constants(replace(config, by_token=True), top_k)),
+            *((place_kernel, place_constants(config, top_k, num_chunks)) for num_chunks in (FEW_CHUNKS, MANY_CHUNKS)),
+            (place_kernel, place_constants(replace(config, by_token=True), top_k, MANY_CHUNKS)),
         ]
         cases += [
             KernelCase(
@@ -59,12 +61,14 @@ def _suffix(values: Mapping[str, int | bool]) -> str:
     """What tells the configurations of one kernel and layer apart."""
     if "E_BLOCK" in values:
         return f", {values['E_BLOCK']} experts at once"
-    return ", rows by token" if values.get("BY_TOKEN") else ""
+    return f", {values['SUM_BLOCK']} chunks at once" + (", rows by token" if values["BY_TOKEN"] else "")
 
 
 def _exchanges(config: PlanConfig) -> list[dict[str, int | bool]]:
     """Constants for few and for many chunks, where they differ."""
-    few, many = (exchange_constants(config, config.top_k, num_chunks, NUM_COUNTERS) for num_chunks in (1, 256))
+    few, many = (
+        exchange_constants(config, config.top_k, num_chunks, NUM_COUNTERS) for num_chunks in (FEW_CHUNKS, MANY_CHUNKS)
+    )
     return [few] if few == many else [few, many]
 
 

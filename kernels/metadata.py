@@ -33,7 +33,8 @@ from .placement import place_kernel
 EXPERT_BLOCK = 32
 NARROW_EXPERT_BLOCK = 8
 FEW_PROGRAMS = 64  # so few programs leave most multiprocessors idle: narrower blocks of experts use them
-SCAN_ELEMENTS = 4096
+SCAN_ELEMENTS = 1024
+SUM_CHUNKS = 32
 KEPT_PLACES = 64  # of a few layers
 
 # Programs of ``exchange_kernel`` that one launch runs.
@@ -122,9 +123,7 @@ class PlanScratch:
         send_waves: ``(EP, C, waves)`` tokens of each own chunk in each wave of each EP shard.
         recv_ranks: ``(W, C, 128)`` wave * 128 + place in the chunk's part of the wave, of each token.
         send_ranks: ``(EP, C, 128)`` the same of own tokens at each EP shard.
-        starts: ``(2 * W * C, waves)`` place in a list of the first token of each wave that a chunk holds.
         positions: ``(W, C, 128, K)`` position of a routed row among those of its expert in its chunk.
-        bases: ``(W, C, 2, e)`` first routed row, and how many are kept, of each expert in each chunk.
     """
 
     epoch: Tensor
@@ -134,9 +133,7 @@ class PlanScratch:
     send_waves: Tensor
     recv_ranks: Tensor
     send_ranks: Tensor
-    starts: Tensor
     positions: Tensor
-    bases: Tensor
 
     @classmethod
     def allocate(cls, pool: RoutingPool, config: PlanConfig) -> "PlanScratch":
@@ -150,9 +147,7 @@ class PlanScratch:
             "send_waves": (config.ep, chunks, config.num_waves),
             "recv_ranks": (sources, chunks, CHUNK_ROWS),
             "send_ranks": (config.ep, chunks, CHUNK_ROWS),
-            "starts": (2 * sources * chunks, config.num_waves),
             "positions": (sources, chunks, CHUNK_ROWS, config.top_k),
-            "bases": (sources, chunks, 2, experts),
         }
         return cls(**cut(shapes, pool.ids.device))
 
@@ -194,7 +189,7 @@ def exchange(
         top_k_weights: ``(T, K)`` float32, contiguous.
         pool: Where they go.
         config: Shape of the plan.
-        scratch: What ``place`` needs; all but ``starts`` and ``bases`` is written.
+        scratch: What ``place`` needs.
         counters: int32, zeroed.
         part: ``all``, or ``send`` now and ``count`` later, where one process or GPU plays several ranks: all of them
             have to send before one waits.
@@ -222,14 +217,14 @@ def place(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: 
         tensors: The tensor fields of ``comet.plan.Plan`` but ``counters``, by name, uninitialised;
             ``arrival_row_ids`` only ``by_token``.
     """
-    num_places = config.world_size * (pool.max_tokens // CHUNK_ROWS)
+    num_chunks = pool.max_tokens // CHUNK_ROWS
     tensors = {"arrival_row_ids": tensors["routed_row_ids"], **tensors}
-    place_kernel[(2 * num_places + config.experts_local + 1,)](
+    place_kernel[(2 * config.world_size * num_chunks + config.experts_local + 1,)](
         pool.ids, pool.weights, pool.epoch, pool.fault, scratch.epoch, scratch.totals, scratch.counts,
-        scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks, scratch.starts,
-        scratch.positions, scratch.bases, pool.rank, config.expert_capacity,
+        scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks,
+        scratch.positions, pool.rank, config.expert_capacity,
         tensors["routed_row_ids"].numel(), pool.max_tokens, num_warps=num_warps(config), **tensors,
-        **place_constants(config, pool.ids.shape[3]),
+        **place_constants(config, pool.ids.shape[3], num_chunks),
     )  # fmt: skip
 
 
@@ -257,8 +252,11 @@ def exchange_constants(
     }
 
 
-def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool]:
-    """Constants of ``place_kernel``; SCAN_ROWS chunks' counts are added up at a time."""
+def place_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dict[str, int | bool]:
+    """Constants of ``place_kernel``; the counts of SCAN_ROWS chunks, and the waves of SUM_BLOCK, are added up at once.
+
+    Example: e=64: SCAN_ROWS = 16 and SUM_BLOCK = 32 for M=8192 (64 chunks of a source), both 4 for M=512.
+    """
     e_pad = power_of_2(config.experts_local)
     return {
         "K": config.top_k,
@@ -271,7 +269,8 @@ def place_constants(config: PlanConfig, pool_top_k: int) -> dict[str, int | bool
         "P": config.num_phases,
         "BLOCK_ROWS": config.block_rows,
         "CHUNK": CHUNK_ROWS,
-        "SCAN_ROWS": max(SCAN_ELEMENTS // e_pad, 1),
+        "SCAN_ROWS": min(max(SCAN_ELEMENTS // e_pad, 1), power_of_2(num_chunks)),
+        "SUM_BLOCK": min(SUM_CHUNKS, power_of_2(num_chunks)),
         "BY_TOKEN": config.by_token,
         "WAVES": config.num_waves,
     }

@@ -15,44 +15,48 @@ through the experts; tokens that are not needed there form the last wave.
 import triton
 import triton.language as tl
 
+from .counting import load_local
 from .primitives import FAULT_ROWS_NEEDED
 from .tiles import phase_of_source
 
 
 @triton.jit
-def sum_chunks(counts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """(waves,): sum of the counts ``(chunks, waves)`` of chunks ``0 .. chunk`` (exclusive), and of all."""
-    before = tl.zeros((WAVES,), dtype=tl.int32)
-    total = tl.zeros((WAVES,), dtype=tl.int32)
-    waves = tl.arange(0, WAVES)[None, :]
-    for start in range(0, num_chunks, BLOCK):
-        chunks = start + tl.arange(0, BLOCK)[:, None]
-        counts = tl.load(counts_ptr + chunks * WAVES + waves, mask=(chunks < num_chunks) & (waves >= 0), other=0)
-        before += tl.sum(tl.where(chunks < chunk, counts, 0), axis=0)
+def load_counts(counts_ptr, first, end, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """(BLOCK, WIDTH): counts ``(chunks, WIDTH)`` of the chunks from ``first`` on, 0 from ``end`` on."""
+    chunks = first + tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, WIDTH_PAD)[None, :]
+    return tl.load(counts_ptr + chunks * WIDTH + columns, mask=(chunks < end) & (columns < WIDTH), other=0)
+
+
+@triton.jit
+def start_waves(counts, counts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """(waves,) place in the list of the first token of each wave that a chunk holds; needed tokens of the list.
+
+    ``counts`` are those of the first BLOCK chunks, the others are loaded here.
+    """
+    blocks = tl.arange(0, BLOCK)[:, None]
+    before = tl.sum(tl.where(blocks < chunk, counts, 0), axis=0)
+    total = tl.sum(counts, axis=0)
+    for first in range(BLOCK, num_chunks, BLOCK):
+        counts = load_counts(counts_ptr, first, num_chunks, WAVES, WAVES, BLOCK)
+        before += tl.sum(tl.where(first + blocks < chunk, counts, 0), axis=0)
         total += tl.sum(counts, axis=0)
-    return before, total
+    needed = tl.sum(tl.where(tl.arange(0, WAVES) < WAVES - 1, total, 0), axis=0)
+    return tl.cumsum(total, axis=0) - total + before, needed
 
 
 @triton.jit
-def num_needed(total, WAVES: tl.constexpr):
-    """Tokens of all waves but the last."""
-    return tl.sum(tl.where(tl.arange(0, WAVES) < WAVES - 1, total, 0), axis=0)
-
-
-@triton.jit
-def start_waves(counts_ptr, starts_ptr, chunk, num_chunks, WAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the place in the list of the first token of each wave that a chunk holds; needed tokens of the list."""
-    before, total = sum_chunks(counts_ptr, chunk, num_chunks, WAVES, BLOCK)
-    tl.store(starts_ptr + tl.arange(0, WAVES), tl.cumsum(total, axis=0) - total + before)
-    return num_needed(total, WAVES)
-
-
-@triton.jit
-def list_places(ranks_ptr, starts_ptr, CHUNK: tl.constexpr, WAVES: tl.constexpr):
-    """Place of each token of a chunk in its list, and whether the token is needed; after a barrier."""
-    ranks = tl.load(ranks_ptr + tl.arange(0, CHUNK))
+def list_places(ranks, starts, CHUNK: tl.constexpr, WAVES: tl.constexpr):
+    """Place of each token of a chunk in its list, and whether the token is needed."""
     waves = ranks // CHUNK
-    return tl.load(starts_ptr + waves) + ranks % CHUNK, waves < WAVES - 1
+    return tl.gather(starts, waves, 0) + ranks % CHUNK, waves < WAVES - 1
+
+
+@triton.jit
+def look_up(table, index, CHUNK: tl.constexpr, K_PAD: tl.constexpr):
+    """(CHUNK, K): elements of a vector at an index."""
+    flat = tl.gather(table, tl.reshape(index, (CHUNK * K_PAD,)), 0)
+    return tl.reshape(flat, (CHUNK, K_PAD))
 
 
 @triton.jit
@@ -88,55 +92,42 @@ def tiles_until(kept, phases, counts, phase, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def place_experts(
-    kept, lower, phases, counts_ptr, bases, source, chunk, capacity, num_routed_rows, num_chunks,
+    kept, lower, phases, counts, count, counts_ptr, source, chunk, capacity, num_routed_rows,
     E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, W_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCAN_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store, per expert, the first routed row of a chunk and how many of the chunk's rows are kept."""
-    experts = tl.arange(0, E_PAD)
+    """(e,) first routed row of a chunk, and how many of its rows are kept.
+
+    ``count`` is the chunk's, ``counts`` are those of the first SCAN_ROWS chunks before it, the others are loaded here.
+    """
     sources = tl.arange(0, W_PAD)
     phase = tl.sum(tl.where(sources == source, phases, 0), axis=0)
     before = ((phases < phase) & (phases >= 0)) | ((phases == phase) & (sources < source))
     _, starts, _ = expert_segments(kept, BLOCK_ROWS)
     base = starts + tl.sum(tl.where(before[:, None], kept, 0), axis=0)
-    earlier = tl.zeros((E_PAD,), dtype=tl.int32)
-    for start in range(0, chunk, SCAN_ROWS):
-        chunks = start + tl.arange(0, SCAN_ROWS)[:, None]
-        mask = (chunks < chunk) & (experts < E_LOCAL)[None, :]
-        addresses = counts_ptr + (source * num_chunks + chunks) * E_LOCAL + experts[None, :]
-        earlier += tl.sum(tl.load(addresses, mask=mask, other=0), axis=0)
-    count = tl.load(counts_ptr + (source * num_chunks + chunk) * E_LOCAL + experts, mask=experts < E_LOCAL, other=0)
+    earlier = tl.sum(counts, axis=0)
+    for first in range(SCAN_ROWS, chunk, SCAN_ROWS):
+        earlier += tl.sum(load_counts(counts_ptr, first, chunk, E_LOCAL, E_PAD, SCAN_ROWS), axis=0)
     room = tl.maximum(capacity - tl.sum(tl.where((sources == source)[:, None], lower, 0), axis=0), 0)
     earlier = tl.minimum(earlier, room)
     base += earlier
-    count = tl.maximum(tl.minimum(tl.minimum(count, room - earlier), num_routed_rows - base), 0)
-    tl.store(bases + experts, base, mask=experts < E_LOCAL)
-    tl.store(bases + E_LOCAL + experts, count, mask=experts < E_LOCAL)
+    return base, tl.maximum(tl.minimum(tl.minimum(count, room - earlier), num_routed_rows - base), 0)
 
 
 @triton.jit
 def place_rows(
-    ids_ptr, weights_ptr, ranks_ptr, starts_ptr, positions_ptr, bases, row_slots, row_weights, routed_row_ids,
-    arrival_row_ids, routed_slots, source, chunk, rank, num_chunks,
-    K: tl.constexpr, E_LOCAL: tl.constexpr, TP: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
-    WAVES: tl.constexpr,
+    local, weight, position, place, base, count, row_slots, row_weights, routed_row_ids, arrival_row_ids, routed_slots,
+    source, chunk, num_chunks,
+    K: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Write the received rows of a chunk and their routed rows; ``ids_ptr`` and ``weights_ptr`` are the source's."""
+    """Write the received rows of a chunk and their routed rows; ``local`` is E_LOCAL in slots that are not ours."""
+    K_PAD: tl.constexpr = local.shape[1]
     tokens = tl.arange(0, CHUNK)
-    slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
-    offsets = (chunk * CHUNK + tokens)[:, None] * K + slots
-    in_row = (tokens >= 0)[:, None] & (slots < K)
-    local = tl.load(ids_ptr + offsets, mask=in_row, other=-1) - rank // TP * E_LOCAL
-    mine = in_row & (local >= 0) & (local < E_LOCAL)
-    positions_ptr += source * num_chunks * (CHUNK * K)
-    position = tl.load(positions_ptr + offsets, mask=mine, other=0)
-    weight = tl.load(weights_ptr + offsets, mask=mine, other=0.0)
-    base = tl.load(bases + local, mask=mine, other=0)
-    count = tl.load(bases + E_LOCAL + local, mask=mine, other=0)
-    kept = mine & (position >= 0) & (position < count)
-    # ---- received row of each token
-    place, _ = list_places(ranks_ptr, starts_ptr, CHUNK, WAVES)
-    place = tl.where(source == rank, chunk * CHUNK + tokens, place)
-    in_list = in_row & (place < num_chunks * CHUNK)[:, None]
+    slots = tl.arange(0, K_PAD)[None, :]
+    mine = local < E_LOCAL
+    expert = tl.where(mine, local, 0)
+    base = look_up(base, expert, CHUNK, K_PAD)
+    kept = mine & (position >= 0) & (position < look_up(count, expert, CHUNK, K_PAD))
+    in_list = (slots < K) & (place < num_chunks * CHUNK)[:, None]
     row = (source * (num_chunks * CHUNK) + place)[:, None]
     tl.store(row_slots + row * K + slots, tl.where(kept, base + position, -1), mask=in_list)
     tl.store(row_weights + row * K + slots, tl.where(kept, weight, 0.0), mask=in_list)
@@ -149,12 +140,10 @@ def place_rows(
 
 @triton.jit
 def place_sends(
-    ranks_ptr, starts_ptr, send_token_ids, send_rows, target, chunk, rank, num_chunks,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, WAVES: tl.constexpr,
-):  # fmt: skip
+    place, needed, send_token_ids, send_rows, target, chunk, rank, num_chunks, WORLD: tl.constexpr, CHUNK: tl.constexpr
+):
     """Write the part of the send list of rank ``target`` that a chunk decides."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    place, needed = list_places(ranks_ptr, starts_ptr, CHUNK, WAVES)
     place = tl.where(target == rank, token, place)
     tl.store(send_token_ids + target * (num_chunks * CHUNK) + place, tl.where(needed, token, -1))
     tl.store(send_rows + token * WORLD + target, tl.where(needed, place, -1))
@@ -196,12 +185,10 @@ def place_segment(
 
 @triton.jit
 def place_totals(
-    totals, kept, phases, recv_waves_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status, fault_ptr,
-    num_routed_rows, num_chunks,
-    WORLD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    WAVES: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    totals, kept, phases, segment_starts, segment_counts, tile_starts, status, fault_ptr, num_routed_rows,
+    E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the segment table, tile starts, received counts and status."""
+    """Write the segment table, tile starts and status."""
     experts = tl.arange(0, E_PAD)
     counts, starts, num_rows = expert_segments(kept, BLOCK_ROWS)
     counts = tl.maximum(tl.minimum(counts, num_routed_rows - starts), 0)
@@ -217,77 +204,84 @@ def place_totals(
     if num_rows > num_routed_rows:
         tl.store(fault_ptr + FAULT_ROWS_NEEDED, tl.cast(num_rows, tl.int64))
     tl.store(status + 3, 0)
-    for source in range(WORLD):
-        _, total = sum_chunks(
-            recv_waves_ptr + source * num_chunks * WAVES, 0, num_chunks, WAVES, SUM_BLOCK
-        )  # fmt: skip
-        tl.store(recv_counts + source, num_needed(total, WAVES))
 
 
 @triton.jit(do_not_specialize=["rank", "capacity", "num_routed_rows"])
 def place_kernel(
     ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, recv_waves_ptr,
-    send_waves_ptr, recv_ranks_ptr, send_ranks_ptr, starts_ptr, positions_ptr, bases_ptr, rank, capacity,
-    num_routed_rows, M,
+    send_waves_ptr, recv_ranks_ptr, send_ranks_ptr, positions_ptr, rank, capacity, num_routed_rows, M,
     send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids, arrival_row_ids,
     routed_slots, segment_starts, segment_counts, tiles, segment_tiles, tile_starts, status,
     K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,
     TP: tl.constexpr, W_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, WAVES: tl.constexpr,
+    SCAN_ROWS: tl.constexpr, SUM_BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr, WAVES: tl.constexpr,
 ):  # fmt: skip
-    """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.plan.Plan``."""
+    """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.plan.Plan``.
+
+    Every program loads all that it can before it computes anything: there is a wait after each group of loads.
+    """
     WORLD: tl.constexpr = EP * TP
-    SUM_BLOCK: tl.constexpr = 32
     num_chunks = M // CHUNK
     num_places = WORLD * num_chunks
     program = tl.program_id(0)
-    starts_ptr += program * WAVES
-    epoch = tl.load(plan_epoch_ptr)
-    half = (epoch & 1) * WORLD * (M * POOL_K)
+    place = program % num_places
+    peer = place // num_chunks
+    chunk = place - peer * num_chunks
+    tokens = tl.arange(0, CHUNK)
     sources = tl.arange(0, W_PAD)
     phases = tl.where(sources < WORLD, phase_of_source(sources, rank, WORLD, P), -1)
-    totals, lower, kept = load_kept(totals_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
+    epoch = tl.load(plan_epoch_ptr)
     if program < num_places:
-        source = program // num_chunks
-        chunk = program - source * num_chunks
-        bases = bases_ptr + program * (2 * E_LOCAL)
-        start_waves(
-            recv_waves_ptr + source * num_chunks * WAVES, starts_ptr, chunk, num_chunks, WAVES, SUM_BLOCK
-        )  # fmt: skip
-        place_experts(
-            kept, lower, phases, counts_ptr, bases, source, chunk, capacity, num_routed_rows, num_chunks,
+        waves_ptr = recv_waves_ptr + peer * num_chunks * WAVES
+        waves = load_counts(waves_ptr, 0, num_chunks, WAVES, WAVES, SUM_BLOCK)
+        ranks = tl.load(recv_ranks_ptr + place * CHUNK + tokens)
+        counts_ptr += peer * num_chunks * E_LOCAL
+        counts = load_counts(counts_ptr, 0, chunk, E_LOCAL, E_PAD, SCAN_ROWS)
+        experts = tl.arange(0, E_PAD)
+        count = tl.load(counts_ptr + chunk * E_LOCAL + experts, mask=experts < E_LOCAL, other=0)
+        slots = tl.arange(0, triton.next_power_of_2(K))[None, :]
+        offsets = chunk * (CHUNK * K) + tokens[:, None] * K + slots
+        # Of a slot whose expert is not here nobody has written the position; it is not used.
+        position = tl.load(positions_ptr + peer * num_chunks * (CHUNK * K) + offsets, mask=slots < K, other=0)
+        totals, lower, kept = load_kept(totals_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
+        block = ((epoch & 1) * WORLD + peer) * (M * POOL_K)
+        local = load_local(ids_ptr + block + chunk * (CHUNK * K), rank // TP * E_LOCAL, K, CHUNK, E_LOCAL)
+        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, WAVES, SUM_BLOCK)
+        base, count = place_experts(
+            kept, lower, phases, counts, count, counts_ptr, peer, chunk, capacity, num_routed_rows,
             E_LOCAL, E_PAD, W_PAD, BLOCK_ROWS, SCAN_ROWS,
         )  # fmt: skip
-        tl.debug_barrier()
-        offset = half + source * (M * POOL_K)
+        weight = tl.load(weights_ptr + block + offsets, mask=slots < K, other=0.0)
+        places, _ = list_places(ranks, starts, CHUNK, WAVES)
+        # Rows of this rank to itself do not travel.
+        places = tl.where(peer == rank, chunk * CHUNK + tokens, places)
         place_rows(
-            ids_ptr + offset, weights_ptr + offset, recv_ranks_ptr + program * CHUNK, starts_ptr, positions_ptr, bases,
-            row_slots, row_weights, routed_row_ids, arrival_row_ids, routed_slots, source, chunk, rank, num_chunks,
-            K, E_LOCAL, TP, CHUNK, BY_TOKEN, WAVES,
-        )  # fmt: skip
-    elif program < 2 * num_places:
-        target = program // num_chunks - WORLD
-        chunk = program % num_chunks
-        shard = target // TP
-        needed = start_waves(
-            send_waves_ptr + shard * num_chunks * WAVES, starts_ptr, chunk, num_chunks, WAVES, SUM_BLOCK
-        )  # fmt: skip
-        tl.debug_barrier()
-        place_sends(
-            send_ranks_ptr + (shard * num_chunks + chunk) * CHUNK, starts_ptr, send_token_ids, send_rows, target, chunk,
-            rank, num_chunks, WORLD, CHUNK, WAVES,
+            local, weight, position, places, base, count, row_slots, row_weights, routed_row_ids, arrival_row_ids,
+            routed_slots, peer, chunk, num_chunks, K, E_LOCAL, CHUNK, BY_TOKEN,
         )  # fmt: skip
         if chunk == 0:
-            tl.store(send_counts + target, needed)
-    elif program < 2 * num_places + E_LOCAL:
-        place_segment(
-            kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles,
-            program - 2 * num_places, num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
-        )  # fmt: skip
+            tl.store(recv_counts + peer, needed)
+    elif program < 2 * num_places:
+        shard = peer // TP
+        waves_ptr = send_waves_ptr + shard * num_chunks * WAVES
+        waves = load_counts(waves_ptr, 0, num_chunks, WAVES, WAVES, SUM_BLOCK)
+        ranks = tl.load(send_ranks_ptr + (shard * num_chunks + chunk) * CHUNK + tokens)
+        starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, WAVES, SUM_BLOCK)
+        places, is_needed = list_places(ranks, starts, CHUNK, WAVES)
+        place_sends(places, is_needed, send_token_ids, send_rows, peer, chunk, rank, num_chunks, WORLD, CHUNK)
+        if chunk == 0:
+            tl.store(send_counts + peer, needed)
     else:
-        place_totals(
-            totals, kept, phases, recv_waves_ptr, recv_counts, segment_starts, segment_counts, tile_starts, status,
-            fault_ptr, num_routed_rows, num_chunks, WORLD, E_LOCAL, E_PAD, P, BLOCK_ROWS, WAVES, SUM_BLOCK,
-        )  # fmt: skip
-        # The other programs read the plan's copy of the epoch, so this store races with nobody.
-        tl.store(epoch_ptr, epoch)
+        totals, lower, kept = load_kept(totals_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
+        if program < 2 * num_places + E_LOCAL:
+            place_segment(
+                kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles,
+                program - 2 * num_places, num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
+            )  # fmt: skip
+        else:
+            place_totals(
+                totals, kept, phases, segment_starts, segment_counts, tile_starts, status, fault_ptr, num_routed_rows,
+                E_LOCAL, E_PAD, P, BLOCK_ROWS,
+            )  # fmt: skip
+            # The other programs read the plan's copy of the epoch, so this store races with nobody.
+            tl.store(epoch_ptr, epoch)
