@@ -44,11 +44,11 @@ def rank_tokens(
 ):  # fmt: skip
     """Store each token's wave * CHUNK + place in the chunk's part of the wave, and how many tokens each wave has.
 
-    ``chunk_ids`` points at the first id; the waves are those of an EP shard. They are counted in bytes of four words.
+    ``chunk_ids`` points at the first id; the waves are those of an EP shard. They are counted in bytes of words.
     """
     tl.static_assert(CHUNK < 256)
-    # Not in fewer words: Triton 3.6 cannot scan a tensor that is narrower than a thread's piece of the ids.
-    WORDS: tl.constexpr = 4
+    # As many words as ids, at least: Triton 3.6 scans a tensor wrongly that is narrower than the one it comes from.
+    WORDS: tl.constexpr = 4 if K <= 4 else triton.next_power_of_2(K)
     PER_WORD: tl.constexpr = (WAVES + WORDS - 1) // WORDS
     local = load_local(chunk_ids, shard * E_LOCAL, K, CHUNK, E_LOCAL)
     waves = waves_of(tl.min(local, axis=1), E_LOCAL, WAVES)

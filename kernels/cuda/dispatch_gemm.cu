@@ -4,7 +4,9 @@
 
 constexpr int PUSHER = WARPS + LOADERS;
 constexpr int THREADS = 32 * (PUSHER + 1);
-constexpr int MULTIPLYING_REGISTERS = 176, OTHER_REGISTERS = 152;
+// Recording takes registers of the warps that load. In each of the four register files two warps multiply, one does not.
+constexpr int MULTIPLYING_REGISTERS = RECORDS ? 176 : 184;
+constexpr int OTHER_REGISTERS = 3 * LAUNCH_REGISTERS - 2 * MULTIPLYING_REGISTERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
     const __grid_constant__ TensorMap weights_map, const u16* __restrict__ received, const int* __restrict__ counts,

@@ -5,7 +5,8 @@
 
 constexpr int LOADER = WARPS + COMBINERS;
 constexpr int THREADS = 32 * (LOADER + 1);
-constexpr int MULTIPLYING_REGISTERS = 176, OTHER_REGISTERS = 152;
+// In each of the four register files two warps multiply, one does not.
+constexpr int MULTIPLYING_REGISTERS = 176, OTHER_REGISTERS = 3 * LAUNCH_REGISTERS - 2 * MULTIPLYING_REGISTERS;
 constexpr int COMBINER_BYTES = LIST_BYTES + AHEAD_BESIDE * SLOT_BYTES;
 constexpr int AFTER_BYTES = LIST_BYTES + AHEAD_AFTER * SLOT_BYTES;
 static_assert(WARPS * AFTER_BYTES <= STAGES * STAGE_BYTES);

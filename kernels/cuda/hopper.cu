@@ -106,8 +106,10 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Registers of each thread from here on, of all four warps of a warpgroup. A launch gives all threads equally many, of
-// which those that multiply tall items have too few.
+// Registers of each thread from here on, of all four warps of a warpgroup. A launch gives all of 384 threads equally
+// many, of which those that multiply tall items have too few.
+constexpr int LAUNCH_REGISTERS = 168;
+
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -1,6 +1,8 @@
-"""How many launches a plan takes, and that its halves, by kernels, wait only in the second."""
+"""How a plan is launched: in how many kernels, which parts wait, and over more chunks than a program reads at once."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
+from comet.kernels.aot_plan import aot_cases
+from comet.kernels.metadata import PlanConfig, exchange_constants, place_constants
 from comet.plan import begin_plan, make_plan
 
 
@@ -41,3 +45,39 @@ def test_the_exchange_is_one_launch_unless_the_plan_is_made_in_halves(
 ) -> None:
     case = random_case(4, 1, 1, max_tokens=256)
     assert run_ranks(launches, 1, case, halves, interpret=True) == [expected]
+
+
+def many_chunks(rank: int, world_size: int) -> tuple[int, int]:
+    """A plan of 36 chunks by kernels equals the twin's; of how many chunks waves and counts are read at once."""
+    case = replace(random_case(5, 1, 1, num_experts=40, top_k=2, max_tokens=36 * 128), expert_capacity=None)
+    ids = torch.rand(case.max_tokens - 3, 40).argsort(dim=1)[:, :2].int()
+    case = replace(case, ids=[ids], weights=[torch.rand(ids.shape)], max_routed_rows=40 * 128 * 4, block_rows=128)
+    pool = workspace(case, LocalCommunicator(torch.device("cpu")))
+    plan = make_plan(case.ids[0], case.weights[0], case.layout(0), pool, use_kernels=True, **case.arguments)
+    assert_same_plan(plan, twin_plan(case, 0), "36 chunks")
+    constants = place_constants(config(experts_local=40, ep=1), 2, 36)
+    return int(constants["SUM_BLOCK"]), int(constants["SCAN_ROWS"])
+
+
+def test_more_chunks_than_a_program_reads_at_once() -> None:
+    assert run_ranks(many_chunks, 1, interpret=True, timeout=300) == [(32, 16)]
+
+
+def config(**changes: int) -> PlanConfig:
+    """Qwen3's layer on two ranks, with changes."""
+    shape = {"top_k": 8, "experts_local": 64, "ep": 2, "tp": 1, "num_phases": 2, "block_rows": 128}
+    return PlanConfig(**{**shape, "expert_capacity": 2**31 - 1, **changes})
+
+
+def test_examples_of_the_launches() -> None:
+    few, many = 4, 64  # chunks of a source with 512 and 8192 tokens
+    four = config(experts_local=32, ep=4)
+    wide, narrow = (exchange_constants(four, 8, chunks, 128) for chunks in (many, few))
+    assert (wide["FLAT"], wide["E_BLOCK"], narrow["E_BLOCK"]) == (1024, 32, 8)
+    placed = [place_constants(config(), 8, chunks) for chunks in (many, few)]
+    assert [(one["SCAN_ROWS"], one["SUM_BLOCK"]) for one in placed] == [(16, 32), (4, 4)]
+
+
+def test_kernels_that_ship_have_names_of_their_own() -> None:
+    names = [f"{case.kernel} {case.name}" for case in aot_cases()]
+    assert len(set(names)) == len(names)

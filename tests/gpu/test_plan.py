@@ -20,7 +20,7 @@ def test_kernels_equal_twin(seed: int) -> None:
 
 @pytest.mark.parametrize(("num_experts", "top_k", "ep"), [(128, 8, 4), (256, 8, 1), (8, 2, 4), (60, 4, 4), (32, 32, 2)])
 def test_shapes_of_the_models(num_experts: int, top_k: int, ep: int) -> None:
-    case = random_case(7, ep, 1, num_experts=num_experts, top_k=top_k, max_tokens=4096)
+    case = random_case(7, ep, 1, num_experts=num_experts, top_k=top_k, max_tokens=8192)
     (plans,) = plan_all_ranks(case, "cuda", epochs=1)
     for rank, plan in enumerate(plans):
         assert_same_plan(plan, twin_plan(case, rank), f"rank {rank}")
