@@ -11,6 +11,7 @@ import torch
 from bench_moe import TOLERANCE
 from comm_only import combine_alone
 from layer_points import Point, Split, prepare, try_launch
+from layer_report import PLANS_IN_A_ROW
 from points import Ranks, attempt, relative_error
 from timing import Variant
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.nn.functional import silu
 
 from comet.kernels.arguments import TileTable
 from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
+from comet.paths import SymmetricPath
 
 Launch = Callable[[], object]
 
@@ -124,6 +126,12 @@ def layer_launches(point: Point, split: Split) -> tuple[Launch, Launch]:
     return layer0, layer1
 
 
+def plans_in_a_row(path: SymmetricPath, point: Point) -> None:
+    """As many plans as make the start of a graph a small part of their time; ranks wait for each other in each."""
+    for _ in range(PLANS_IN_A_ROW):
+        path.plan(point.ids, point.weights)
+
+
 def piece_launches(point: Point, split: Split, pre: Tensor, y: Tensor) -> dict[str, Launch]:
     """The plan, and of each layer its communication and its GEMM.
 
@@ -150,7 +158,7 @@ def piece_launches(point: Point, split: Split, pre: Tensor, y: Tensor) -> dict[s
     gemm = partial(group_gemm if path.use_kernels else group_gemm_torch, table=table, layout="nk", config=config)
     rows = workspace.recv_rows.local
     return {
-        "plan": partial(path.plan, point.ids, point.weights),
+        "plan": partial(plans_in_a_row, path, point),
         "dispatch": partial(path.ops.dispatch, point.tokens, plan, workspace, settings),
         "gemm0": partial(gemm, rows, layer.w1, pre, gather=True),
         "gemm1": partial(gemm, hidden, layer.w2, y, gather=False),

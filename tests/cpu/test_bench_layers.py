@@ -112,12 +112,13 @@ def test_a_try_obeys_the_rules_of_the_settings() -> None:
 
 
 def test_rows_share_the_pieces_and_mark_the_best() -> None:
-    measured = timings(layer0=5, gemm0=4, dispatch=2, layer1=4, gemm1=3, combine=2, plan=0.1)
+    measured = timings(layer0=5, gemm0=4, dispatch=2, layer1=4, gemm1=3, combine=2, plan=0.16)
     measured[FEW_BLOCKS.launches()[0]] = Timing(4, 4, 4)
     measured[FEW_BLOCKS.launches()[1]] = Timing(4.5, 4.5, 4.5)
     rows = make_rows([DEFAULT, FEW_BLOCKS, ONE_PANEL], measured, {str(ONE_PANEL): "RuntimeError: no", "plan": "odd"})
     assert [row["layer0_ms"] for row in rows] == [5, 4, 5]
     assert [row["layer1_ms"] for row in rows] == [4, 4.5, None]
+    assert [row["plan_ms"] for row in rows] == [0.02] * 3
     assert [row["gemm0_ms"] for row in rows] == [4, 4, 4]
     assert [row["efficiency0"] for row in rows] == [0.8, 1.0, 0.8]
     assert [row["hidden1"] for row in rows] == [0.5, 0.25, None]
