@@ -36,8 +36,8 @@ WAVES = 8  # steps in which rows arrive, of at most 31
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.
 PLAIN_ROW_PASSES = 15
 PLAIN_HIDDEN_PASSES = 6
-# Items in CUDA C++ (``kernels/cuda_text.py``): most rows, but of an expert's only one, which are whole steps; columns.
-CUDA_ROWS, CUDA_STEP, CUDA_COLS = 256, 16, 128
+# Items in CUDA C++ (``kernels/cuda_text.py``): most rows, which are whole steps, most of an expert's only one; columns.
+CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, CUDA_COLS = 256, 16, 272, 128
 
 BLOCK_ROWS = (16, 32, 64, 128)
 
@@ -90,7 +90,8 @@ def all_gemms(problem: Problem, machine: Machine) -> Gemms:
 def layer_gemms(problem: Problem, block_rows: int, machine: Machine) -> tuple[GemmCost, GemmCost]:
     """The two GEMMs of the busiest rank with tiles of ``block_rows``, or with pieces of at most ``CUDA_ROWS``."""
     hidden_size, width, itemsize = problem.moe.hidden_size, problem.width, problem.dtype.itemsize
-    num_tiles, rows, in_cuda = problem.num_tiles(block_rows), problem.routed_rows, block_rows == CUDA_ROWS
+    rows, in_cuda = problem.routed_rows, block_rows == CUDA_ROWS
+    num_tiles = problem.num_tiles(block_rows, CUDA_TALLEST if in_cuda else 0)
     rate = machine.tflops(problem.dtype) * 1e9
     sm_flops, layer_ms = rate / machine.num_sms, 6 * rows * hidden_size * width / rate
     height, l2_gbs, overhead = float(block_rows), machine.l2_gbs_per_sm, machine.tile_overhead_ms

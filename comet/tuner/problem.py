@@ -98,10 +98,10 @@ class Problem:
         """Routed rows of the busiest rank; T=8, W=4, EP=2, K=2: 32."""
         return self.world_size * self.num_tokens * self.moe.top_k / self.parallel.ep * self.load
 
-    def num_tiles(self, block_rows: int) -> float:
-        """Expected tiles of the busiest rank, the partially filled ones included."""
+    def num_tiles(self, block_rows: int, tallest: int = 0) -> float:
+        """Expected tiles of the busiest rank, the partially filled ones included; see ``expected_tiles``."""
         chance = min(1.0, self.moe.top_k / self.moe.num_experts * self.load)
-        return self.experts_local * expected_tiles(self.world_size * self.num_tokens, chance, block_rows)
+        return self.experts_local * expected_tiles(self.world_size * self.num_tokens, chance, block_rows, tallest)
 
 
 def shard_reach(num_experts: int, top_k: int, ep: int, num_groups: int = 1, top_groups: int = 1) -> float:
@@ -141,20 +141,30 @@ def _covered_ways(first: int, count: int, num_groups: int, group_size: int, top_
     return {covered: n for (num, covered), n in ways.items() if num == top_groups}
 
 
-def expected_tiles(num_rows: int, chance: float, block_rows: int) -> float:
+def expected_tiles(num_rows: int, chance: float, block_rows: int, tallest: int = 0) -> float:
     """Expected tiles of an expert that each of ``num_rows`` rows chooses with probability ``chance``.
 
     ``ceil(n / B)`` is the number of j >= 0 with ``n > j * B``, so the expectation sums their probabilities: exact for
     j = 0, by the normal distribution (with continuity correction) beyond.
 
-    Example: 1 row, chance 1/4: 0.25 tiles; 256 rows, chance 1, 128 rows per tile: 2 tiles.
+    An expert of up to ``tallest`` rows is one tile, if that is more than a tile has else.
+
+    Example: 1 row, chance 1/4: 0.25 tiles; 256 rows, chance 1, 128 rows per tile: 2 tiles, with ``tallest=256`` 1.
     """
     mean = num_rows * chance
     deviation = math.sqrt(mean * (1 - chance))
     total = 1 - (1 - chance) ** num_rows
     low, high = mean - TAIL_DEVIATIONS * deviation, mean + TAIL_DEVIATIONS * deviation
+
+    def more_than(edge: int) -> float:
+        if deviation == 0:
+            return float(mean > edge)
+        return 0.5 * math.erfc((edge + 0.5 - mean) / deviation / math.sqrt(2))
+
     certain = max(0, math.ceil(low / block_rows) - 1)  # edges j * B from j = 1 on that lie below
     total += certain
     for edge in range((certain + 1) * block_rows, min(num_rows, math.ceil(high)), block_rows):
-        total += 0.5 * math.erfc((edge + 0.5 - mean) / deviation / math.sqrt(2))
+        total += more_than(edge)
+    if tallest > block_rows:
+        total -= more_than(block_rows) - more_than(tallest)
     return total

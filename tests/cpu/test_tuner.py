@@ -28,20 +28,21 @@ SHAPES = {
     "deepseek": MoEConfig(num_experts=256, top_k=8, hidden_size=7168, ffn_size=2048),
 }
 TRITON = replace(H200, cuda_kernels=False)
-# benchmarks/RESULTS.md, 4 x H200, EP4, bf16, uniform routing, ms: replayed layer with the default setting in run 4
-# (Triton) and in run 6 (CUDA C++), plain path in run 1 (the fastest host). The model is fitted to these, so the test
-# guards the fit.
+# benchmarks/RESULTS.md, H200, bf16, uniform routing, ms: at EP4 the layer in Triton (run 4) and the plain path (run 1,
+# the fastest), in CUDA C++ with half the experts at EP2, as much work for a GPU (run 8). The model is fitted to the
+# first two, so the test guards the fit; it has not seen the third. Run 4 was timed with what launches cost the host.
+HOST_MS = 0.09
 MEASURED = [
-    ("qwen3", 2048, 0.548, 0.460, 2.11),
-    ("qwen3", 8192, 1.38, 1.28, 5.40),
-    ("mixtral", 2048, 2.36, 2.49, 3.72),
-    ("mixtral", 8192, 9.02, 9.09, 13.23),
-    ("qwen2", 2048, 0.433, 0.444, 1.56),
-    ("qwen2", 8192, 1.19, 1.10, 3.55),
-    ("phi35", 2048, 1.20, 1.17, 2.41),
-    ("phi35", 8192, 3.96, 4.15, 6.94),
-    ("deepseek", 2048, 3.46, 3.25, 7.12),
-    ("deepseek", 8192, 11.25, 10.2, 24.29),
+    ("qwen3", 2048, 0.548, 0.387, 2.11),
+    ("qwen3", 8192, 1.38, 1.12, 5.40),
+    ("mixtral", 2048, 2.36, 2.21, 3.72),
+    ("mixtral", 8192, 9.02, 9.27, 13.23),
+    ("qwen2", 2048, 0.433, 0.338, 1.56),
+    ("qwen2", 8192, 1.19, 0.967, 3.55),
+    ("phi35", 2048, 1.20, 1.09, 2.41),
+    ("phi35", 8192, 3.96, 3.98, 6.94),
+    ("deepseek", 2048, 3.46, 2.65, 7.12),
+    ("deepseek", 8192, 11.25, 9.55, 24.29),
 ]
 
 
@@ -110,7 +111,13 @@ def test_rows_and_tiles_equal_simulation() -> None:
 def test_expected_tiles_examples_and_edges() -> None:
     assert expected_tiles(1, 0.25, 128) == 0.25
     assert expected_tiles(256, 1.0, 128) == 2
-    assert expected_tiles(0, 0.5, 16) == 0
+    assert expected_tiles(256, 1.0, 128, tallest=256) == 1
+    assert expected_tiles(257, 1.0, 128, tallest=256) == 3
+    assert expected_tiles(0, 0.5, 16) == expected_tiles(0, 0.5, 16, tallest=20) == 0
+    whole = sum(
+        math.comb(40, n) * 0.3**n * 0.7 ** (40 - n) * (math.ceil(n / 16) if n > 20 else n > 0) for n in range(41)
+    )
+    assert expected_tiles(40, 0.3, 16, tallest=20) == pytest.approx(whole, rel=0.01)
     exact = sum(math.comb(40, n) * 0.3**n * 0.7 ** (40 - n) * math.ceil(n / 16) for n in range(41))
     assert expected_tiles(40, 0.3, 16) == pytest.approx(exact, rel=0.01)
 
@@ -132,8 +139,9 @@ def test_model_agrees_with_measured_layers(
     name: str, tokens: int, triton_ms: float, cuda_ms: float, plain_ms: float
 ) -> None:
     problem = problem_of(SHAPES[name], tokens)
-    assert predict(problem, OverlapConfig(), TRITON).ms == pytest.approx(triton_ms, rel=0.13)
-    assert predict(problem, OverlapConfig(), H200).ms == pytest.approx(cuda_ms, rel=0.1)
+    assert 0.87 * triton_ms - HOST_MS <= predict(problem, OverlapConfig(), TRITON).ms <= 1.13 * triton_ms
+    half = replace(SHAPES[name], num_experts=SHAPES[name].num_experts // 2)
+    assert predict(problem_of(half, tokens, ep=2), OverlapConfig(), H200).ms == pytest.approx(cuda_ms, rel=0.06)
     assert predict(problem, None, H200).ms == pytest.approx(plain_ms, rel=0.16)
 
 

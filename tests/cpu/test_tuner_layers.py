@@ -16,7 +16,7 @@ from comet.kernels.dispatch import Sends
 from comet.tuner import H200, Machine, Problem, predict, propose
 from comet.tuner.candidates import candidates
 from comet.tuner.layers import candidate_name, cuda_layers, effective
-from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP
+from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST
 from comet.workspace import WorkspaceShape
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
@@ -178,6 +178,8 @@ def test_in_cuda_only_panels_and_other_kernels_are_tried() -> None:
 
 def test_pieces_are_those_of_the_kernels() -> None:
     assert (CUDA_ROWS, CUDA_STEP, CUDA_COLS) == (cuda_text.MOST_AT_ONCE, cuda_text.STEP, cuda_text.COLS)
+    tallest = dispatch_gemm_cuda.CudaConfig().most_rows, gemm_combine_cuda.CudaConfig.select(256).most_rows
+    assert min(tallest) == CUDA_TALLEST
 
 
 @pytest.mark.parametrize("available", [True, False])
