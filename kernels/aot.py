@@ -81,6 +81,8 @@ class Quality:
         found = []
         if self.spilled_bytes > case.spilled_bytes:
             found.append(f"spills {self.spilled_bytes} bytes of registers")
+        if isinstance(case, CudaCase) and case.registers not in (None, self.registers):
+            found.append(f"has {self.registers} registers, the source counts on {case.registers}")
         if self.shared_bytes > SHARED_LIMIT:
             found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}")
         if "wgmma" in case.expects and not self.wgmma:

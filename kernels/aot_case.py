@@ -94,13 +94,16 @@ class CudaCase:
         kernel: Name in the table.
         source: The text, constants included.
         shared_bytes: Dynamic shared memory of a block.
+        spilled_bytes: See ``KernelCase``.
+        registers: Of a thread at the launch, if the source counts on them.
     """
 
     name: str
     kernel: str
     source: str
     shared_bytes: int
+    spilled_bytes: int = 0
+    registers: int | None = None
     # As of a ``KernelCase``, and the same for all.
     narrow_loads: ClassVar[int] = 0
-    spilled_bytes: ClassVar[int] = 0
     expects: ClassVar[frozenset[str]] = frozenset({"wgmma", "wide_loads", "wide_stores"})

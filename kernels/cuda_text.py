@@ -17,11 +17,12 @@ MOST_AT_ONCE = 256  # routed rows of one instruction of the tensor cores
 STEP = 16  # rows come in steps of
 TILE_ROWS = 128  # rows of the plan's tiles
 WARPS = 8  # that multiply
+LAUNCH_REGISTERS = 168  # of each of 384 threads, before some give theirs to others
 ITEM_SLOTS = 8  # items that the loading warps can be ahead, and more
 PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per lane
 COMMON = dict(
     LINE=LINE, DEPTH=DEPTH, COLS=COLS, MOST_AT_ONCE=MOST_AT_ONCE, STEP=STEP, TILE_ROWS=TILE_ROWS, WARPS=WARPS,
-    ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value,
+    LAUNCH_REGISTERS=LAUNCH_REGISTERS,    ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value,
 )  # fmt: skip
 
 

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from .aot_case import CudaCase
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
-from .cuda_text import COLS, DEPTH, LINE, PASS_COLS, SHARED_LIMIT, TILE_ROWS, WARPS, cuda_text, memory_bytes
+from .cuda_text import (
+    COLS,
+    DEPTH,
+    LAUNCH_REGISTERS,
+    LINE,
+    PASS_COLS,
+    SHARED_LIMIT,
+    TILE_ROWS,
+    WARPS,
+    cuda_text,
+    memory_bytes,
+)
 from .gemm_panels import PANEL_COUNTERS
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 from .primitives import PLACE_LAYER1, PLACE_PANEL
@@ -51,7 +62,7 @@ class CudaConfig:
         most_rows: Most rows of a piece that has all rows of its expert; others have up to ``MOST_AT_ONCE``.
         num_stages: Depth of the load pipeline.
         box_rows: Rows per bulk load, a divisor of ``most_rows``.
-        staged_rows: Rows of a result that are stored at once.
+        staged_rows: Rows of a result that are stored at once, a divisor of ``most_rows``.
         ahead: Rows that a combining warp has on their way beside the GEMM, a multiple of 4.
         ahead_after: The same after it, in the memory of the stages.
     """
@@ -63,6 +74,11 @@ class CudaConfig:
     staged_rows: int = 32
     ahead: int = 12
     ahead_after: int = 32
+
+    @classmethod
+    def all(cls) -> "tuple[CudaConfig, CudaConfig]":
+        """All that ``select`` chooses from."""
+        return cls.select(0), cls.select(TALL_FROM)
 
     @classmethod
     def select(cls, even_rows: float) -> "CudaConfig":
@@ -145,7 +161,7 @@ def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
         itemsize == 2
         and block_rows == TILE_ROWS
         and entries <= MOST_ENTRIES
-        and CudaConfig().shared_bytes(experts, entries) <= SHARED_LIMIT
+        and all(config.shared_bytes(experts, entries) <= SHARED_LIMIT for config in CudaConfig.all())
     )
 
 
@@ -203,9 +219,9 @@ def gemm_combine_cuda(
     starts, counts = table.segments
     experts, cols, depth = b.shape
     top_k, recorder = returns.row_slots.shape[1], wire.recorder
-    kernel = _kernel(
-        config, a.dtype, experts, top_k, wire.world_size, recorder is not None, torch.cuda.current_device()
-    )  # fmt: skip
+    shape = a.dtype, experts, top_k, wire.world_size, recorder is not None, torch.cuda.current_device()
+    # All at the first launch: which one runs depends on a call's tokens, and who compiles keeps other ranks waiting.
+    kernel = {each: _kernel(each, *shape) for each in (*CudaConfig.all(), config)}[config]
     num_blocks = torch.cuda.get_device_properties(a.device).multi_processor_count // config.cluster * config.cluster
     tensors = dict(
         y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
@@ -297,7 +313,8 @@ def aot_cases() -> list[CudaCase]:
             kernel=f"{NAME}_cuda",
             source=source(config, dtype, top_k, ranks, records),
             shared_bytes=config.shared_bytes(experts, max(top_k, ranks)),
+            registers=LAUNCH_REGISTERS,
         )
         for dtype, top_k, records in shapes
-        for config in (CudaConfig(), CudaConfig.select(TALL_FROM))
+        for config in CudaConfig.all()
     ]

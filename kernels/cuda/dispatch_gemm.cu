@@ -4,9 +4,8 @@
 
 constexpr int PUSHER = WARPS + LOADERS;
 constexpr int THREADS = 32 * (PUSHER + 1);
-// Recording takes registers of the warps that load. In each of the four register files two warps multiply, one does not.
-constexpr int MULTIPLYING_REGISTERS = RECORDS ? 176 : 184;
-constexpr int OTHER_REGISTERS = 3 * LAUNCH_REGISTERS - 2 * MULTIPLYING_REGISTERS;
+constexpr int MULTIPLYING_REGISTERS = RECORDS ? 176 : 184; // recording takes registers of the warps that load
+static_assert(THREADS == 384);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
     const __grid_constant__ TensorMap weights_map, const u16* __restrict__ received, const int* __restrict__ counts,
@@ -31,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
         multiply_items(work, memory, Results{hidden, pre}, recorder, warp, lane);
         return;
     }
-    give_registers<OTHER_REGISTERS>();
+    give_registers<other_registers(MULTIPLYING_REGISTERS)>();
     if (warp < PUSHER) {
         const Arrivals arrivals{sends.x, received, row_ids, flags, fault, epoch, sends.rank, sends.max_tokens};
         load_items(work, arrivals, weights_map, memory, warp - WARPS, lane);

@@ -102,7 +102,7 @@ __device__ __forceinline__ void list_pieces(
             const int expert = begin + thread;
             const int first = expert < experts ? first_rows[expert] : 0;
             const int count = expert >= experts ? 0 : second ? __ldg(work.counts + expert) - first : first;
-            int pieces = num_pieces(count), total;
+            int pieces = pieces_of(count), total;
             int earlier = before_lane(pieces, thread, total);
             if (!second && expert < experts) {
                 const int kept = min(pieces, max(enough - before - earlier, 0));

@@ -8,6 +8,8 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
     return __fmul_rn(__fmul_rn(gate, sigmoid), up);
 }
 
+static_assert(MOST_ROWS % STAGED_ROWS == 0);
+
 // An item's gate and up as they are rounded: a lane has two rows of one column for each eight rows.
 struct Rounded {
     u32 gate[MOST_ROWS / 8], up[MOST_ROWS / 8];

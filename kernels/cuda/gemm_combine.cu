@@ -5,8 +5,8 @@
 
 constexpr int LOADER = WARPS + COMBINERS;
 constexpr int THREADS = 32 * (LOADER + 1);
-// In each of the four register files two warps multiply, one does not.
-constexpr int MULTIPLYING_REGISTERS = 176, OTHER_REGISTERS = 3 * LAUNCH_REGISTERS - 2 * MULTIPLYING_REGISTERS;
+constexpr int MULTIPLYING_REGISTERS = 176;
+static_assert(THREADS == 384);
 constexpr int COMBINER_BYTES = LIST_BYTES + AHEAD_BESIDE * SLOT_BYTES;
 constexpr int AFTER_BYTES = LIST_BYTES + AHEAD_AFTER * SLOT_BYTES;
 static_assert(WARPS * AFTER_BYTES <= STAGES * STAGE_BYTES);
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
         asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
         Combiner<AHEAD_AFTER>(returns, memory.begin + warp * AFTER_BYTES, 1 + COMBINERS + warp, lane).run();
     } else {
-        give_registers<OTHER_REGISTERS>();
+        give_registers<other_registers(MULTIPLYING_REGISTERS)>();
         if (warp == LOADER) {
             if (lane == 0) load_items(work, rows_map, weights_map, memory);
         } else {

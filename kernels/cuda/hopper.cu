@@ -106,9 +106,10 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Registers of each thread from here on, of all four warps of a warpgroup. A launch gives all of 384 threads equally
-// many, of which those that multiply tall items have too few.
-constexpr int LAUNCH_REGISTERS = 168;
+// Registers of each thread from here on, of all four warps of a warpgroup. A launch gives all threads equally many,
+// LAUNCH_REGISTERS, of which those that multiply tall items have too few. In each of the four register files two warps
+// multiply and one does not.
+constexpr int other_registers(int multiplying) { return 3 * LAUNCH_REGISTERS - 2 * multiplying; }
 
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {

@@ -4,6 +4,7 @@
 // each fetches its own weights and a part of the rows, which the copies hand to all of them.
 
 constexpr int STAGING_BYTES = STAGED_ROWS * LINE; // of each warpgroup
+static_assert(MOST_ROWS % STAGED_ROWS == 0 && MOST_ROWS % BOX_ROWS == 0);
 
 // ---- work items
 
@@ -166,7 +167,7 @@ __device__ __forceinline__ void list_pieces(int* first_piece, const int* counts,
     int before = 0;
     for (int first = 0; first < experts; first += 32) {
         const int expert = first + lane;
-        const int pieces = expert < experts ? num_pieces(__ldg(counts + expert)) : 0;
+        const int pieces = expert < experts ? pieces_of(__ldg(counts + expert)) : 0;
         int total;
         const int earlier = before_lane(pieces, lane, total);
         if (expert < experts) first_piece[expert] = before + earlier;

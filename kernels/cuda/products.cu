@@ -63,7 +63,7 @@ __device__ __forceinline__ int part_of(const int* first_piece, int num, int piec
 }
 
 // Pieces that `count` rows are cut into: as many as one matrix instruction takes, or all of them in a taller one.
-__device__ __forceinline__ int num_pieces(int count) {
+__device__ __forceinline__ int pieces_of(int count) {
     return count <= MOST_ROWS ? count > 0 : ceil_div(count, MOST_AT_ONCE);
 }
 

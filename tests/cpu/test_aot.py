@@ -26,7 +26,7 @@ from comet.kernels.aot import (
     kernel_modules,
     main,
 )
-from comet.kernels.aot_case import KernelCase
+from comet.kernels.aot_case import CudaCase, KernelCase
 from comet.kernels.group_gemm import aot_cases as gemm_cases
 
 KERNELS = """
@@ -191,6 +191,14 @@ PTX = """
 )
 def test_counts(pattern, expected):
     assert count(pattern, PTX) == expected
+
+
+@pytest.mark.parametrize(
+    ("registers", "complaints"), [(None, []), (200, []), (168, ["has 200 registers, the source counts on 168"])]
+)
+def test_a_source_can_count_on_registers(registers: int | None, complaints: list[str]) -> None:
+    case = CudaCase(name="c", kernel="k", source="", shared_bytes=1000, registers=registers)
+    assert quality().complaints(case) == complaints
 
 
 def test_a_serialized_group_is_told_from_one_that_is_waited_for_at_its_end() -> None:
