@@ -41,11 +41,11 @@ from points import Ranks, attempt
 from routing import ROUTINGS
 from shapes import MODELS
 from start import start_ranks
-from timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.launch.distributed import leave
+from comet.tuner.timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 
 SHAPES = {
     "qwen3_30b_a3b": MODELS["qwen3_30b_a3b"],

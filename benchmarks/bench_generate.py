@@ -43,7 +43,6 @@ from generate_report import Row, draw, format_table, path_rows, write
 from points import Ranks, attempt
 from shapes import MODELS
 from start import start_ranks
-from timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -53,6 +52,7 @@ from comet.group import make_expert_group
 from comet.launch.distributed import leave
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
+from comet.tuner.timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 
 ALIGNMENT = 64  # positions a cache has room for
 LEAST_COSINE = 0.9  # experts of nearly equal probability change places where the router is rounded differently

@@ -43,12 +43,11 @@ from points import Ranks, Settings, attempt, open_layer
 from report import Row, cell, table_of
 from routing import ROUTINGS
 from shapes import model
-from timing import max_over_ranks, time_interleaved
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
-from comet.tuner.measure import host_ahead
+from comet.tuner.timing import host_ahead, max_over_ranks, time_interleaved
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
 GRID: dict[str, tuple[Any, ...]] = {

@@ -56,13 +56,12 @@ from report import (
 from roofs import gemm_roof_tflops, link_roof_gbs
 from routing import ROUTINGS
 from shapes import model
-from timing import Timing, Variant, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 from comet.paths import SymmetricPath
-from comet.tuner.measure import host_ahead
+from comet.tuner.timing import Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 
 # Replayed as a CUDA graph, without what its launches cost the host.
 GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")

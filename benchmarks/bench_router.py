@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from report import align
 from shapes import model
-from timing import Variant, capture, rank_barrier, time_interleaved
 from torch import Tensor
 
 from comet import router_kernels
 from comet.config import MoEConfig
 from comet.router import Router, compute_logits, score_logits, select_experts, watch_finite, weigh_experts
 from comet.router_losses import RouterStats, measure_routing
+from comet.tuner.timing import Variant, capture, rank_barrier, time_interleaved
 
 ROTATE = 4
 DEEPSEEK: dict[str, Any] = dict(score="sigmoid", num_groups=8, top_groups=4, balance="bias", routed_scale=2.5)

@@ -18,7 +18,8 @@ import torch
 from clocks import LIMITS, Clocks, Watch
 from points import Ranks
 from report import Row
-from timing import Timing, Variant, max_over_ranks, start_call, summarize
+
+from comet.tuner.timing import Timing, Variant, max_over_ranks, start_call, summarize
 
 SECONDS = 1.0
 SETTLING = 0.3  # part of them that is not counted

@@ -16,8 +16,9 @@ from decode_steps import WeightSet, make_steps
 from decode_team import Team
 from decode_variants import Settings, StepRun, step_runs
 from points import Ranks, attempt
-from timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
+
+from comet.tuner.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
 
 FLUSH_BYTES = 2**28
 # Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.

@@ -13,7 +13,8 @@ from typing import Any
 from clock_loop import FIGURES as CLOCK_FIGURES
 from decode_library import PREFIX
 from report import align, cell, table_of
-from timing import Timing
+
+from comet.tuner.timing import Timing
 
 Row = dict[str, Any]
 

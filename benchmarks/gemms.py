@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
-from timing import Variant
 from torch import Tensor
 
 from comet.kernels.arguments import TileTable
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 from comet.layout import round_up
 from comet.plain import grouped_matmul
+from comet.tuner.timing import Variant
 
 BLOCK_ROWS = 128
 

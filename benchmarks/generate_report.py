@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from report import align, cell
-from timing import Timing
+
+from comet.tuner.timing import Timing
 
 Row = dict[str, Any]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from timing import Variant, capture
 from torch import Tensor
+
+from comet.tuner.timing import Variant, capture
 
 LayerVariant = Callable[[int], tuple[Tensor, ...]]
 

@@ -16,7 +16,6 @@ from layer_points import Point, Split, try_launch
 from layer_report import KEYS, TABLE_KEYS
 from points import Ranks, attempt
 from report import Row
-from timing import Timing
 from torch import Tensor
 
 from comet.config import require
@@ -29,6 +28,7 @@ from comet.kernels.gemm_combine import gemm_combine
 from comet.kernels.nvrtc import is_available, what_is_missing
 from comet.paths import SymmetricPath
 from comet.plan import Plan
+from comet.tuner.timing import Timing
 
 Kernel = Callable[[], Tensor]
 

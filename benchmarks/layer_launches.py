@@ -13,13 +13,13 @@ from comm_only import combine_alone
 from layer_points import Point, Split, prepare, try_launch
 from layer_report import PLANS_IN_A_ROW
 from points import Ranks, attempt, relative_error
-from timing import Variant
 from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.kernels.arguments import TileTable
 from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.paths import SymmetricPath
+from comet.tuner.timing import Variant
 
 Launch = Callable[[], object]
 

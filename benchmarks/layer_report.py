@@ -12,7 +12,8 @@ from accounting import geometric_mean
 from bench_moe import describe
 from layer_points import Split
 from report import Row, table_of
-from timing import Timing
+
+from comet.tuner.timing import Timing
 
 # A layer, its GEMM and its communication.
 LAYERS = {"0": ("layer0", "gemm0", "dispatch"), "1": ("layer1", "gemm1", "combine")}

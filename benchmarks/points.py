@@ -23,7 +23,6 @@ from gemms import gemm_variants, split_evenly
 from graphs import Graph, LayerVariant
 from report import FP8_VARIANTS, VARIANTS
 from routing import make_routing
-from timing import Variant
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton import TritonError
@@ -34,6 +33,7 @@ from comet.layout import ExpertLayout
 from comet.moe import MoE
 from comet.paths import SymmetricPath
 from comet.plain import make_exchange, plain_experts
+from comet.tuner.timing import Variant
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
 SEEDS_PER_RANK = 1000

@@ -27,7 +27,6 @@ from overlap import parse_overlap
 from points import Inputs, Ranks, Settings, make_inputs, open_layer
 from routing import ROUTINGS
 from shapes import model
-from timing import capture, max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -35,7 +34,7 @@ from comet.kernels.recorder import DEFAULT_CAPACITY, Recorder
 from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
 from comet.moe import MoE
 from comet.trace import Timeline, record, recording_to
-from comet.tuner.measure import host_ahead
+from comet.tuner.timing import capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 
 
 def forward(moe: MoE, inputs: Inputs, index: int = 0) -> Tensor:

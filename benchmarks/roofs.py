@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from timing import max_over_ranks, rank_barrier, time_interleaved
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.comm import make_communicator
+from comet.tuner.timing import max_over_ranks, rank_barrier, time_interleaved
 
 ROUNDS = 10
 

@@ -1,33 +1,28 @@
-"""Time candidates on this machine through the layer's own paths: interleaved, slowest rank, median.
+"""Time candidates on this machine through the layer's own paths, by the protocol of ``comet.tuner.timing``.
 
-The protocol is that of the benchmarks (``benchmarks/timing.py``): all candidates in one loop with a rotating start, a
-barrier on the device before each call for which hosts are ahead, CUDA events around it, two input sets (each more would
-be another graph to record for each candidate, and all other candidates run between two calls of one). Fused candidates
-are replayed as CUDA graphs, because launching one from the host takes as long as a small layer, whatever its setting;
-the plain path, which waits for the host, cannot be. On a CPU a wall clock takes the place of events and the twin that
-of the kernels; only the machinery can be tried there.
+There are two input sets: each more would be another graph to record for each candidate, and all other candidates run
+between two calls of one. Fused candidates are replayed as CUDA graphs, because launching one from the host takes as
+long as a small layer, whatever its setting; the plain path, which waits for the host, cannot be. On a CPU a wall clock
+takes the place of events and the twin that of the kernels; only the machinery can be tried there.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comet.config import OverlapConfig, require
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
 from comet.tuner.problem import Problem
+from comet.tuner.timing import host_ahead, max_over_ranks, rank_barrier, time_interleaved
 from comet.tuner.tune import Measure
 
 NUM_INPUTS = 2
-WARMUP_ROUNDS = 3
-LEAD_CYCLES = 500_000  # a quarter of a millisecond: a barrier, a graph and their events take the host less
 
 Call = Callable[[], object]
 
@@ -77,15 +72,26 @@ def measure_layer(
             failures[setting] = failure
         else:
             candidates[setting] = calls
-    samples = _interleave(list(candidates.values()), group, rounds)
-    medians = dict(zip(candidates, samples.median(dim=1).values.tolist(), strict=True))
+    timings = time_interleaved(
+        {setting: partial(_call, calls) for setting, calls in candidates.items()},
+        rounds=rounds,
+        barrier=host_ahead(rank_barrier(group.device, group.process_group), group.device),
+        rotate=NUM_INPUTS,
+        device=group.device,
+        slowest=max_over_ranks(group.device, group.process_group),
+    )
+    group.workspace.check()
 
     def measure(setting: OverlapConfig | None) -> float:
         if setting in failures:
             raise RuntimeError(failures[setting])
-        return medians[setting]
+        return timings[setting].median_ms
 
     return measure
+
+
+def _call(calls: Sequence[Call], index: int) -> None:
+    calls[index]()
 
 
 def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
@@ -126,7 +132,7 @@ def _try_setting(
             calls = _as_graphs(calls)
     except (RuntimeError, ValueError) as error:
         failure = f"{type(error).__name__}: {str(error).strip()}"
-    failed = _slowest(torch.tensor([float(bool(failure))]), group)
+    failed = max_over_ranks(group.device, group.process_group)(torch.tensor([float(bool(failure))]))
     return (None, failure or "failed on another rank") if failed.item() else (calls, "")
 
 
@@ -138,63 +144,3 @@ def _as_graphs(calls: Sequence[Call]) -> list[Call]:
         with torch.cuda.graph(graph, pool=pool):
             call()
     return [graph.replay for graph in graphs]
-
-
-def _interleave(candidates: Sequence[Sequence[Call]], group: ExpertGroup, rounds: int) -> Tensor:
-    """Milliseconds ``(candidates, rounds)``, each the maximum over ranks."""
-    samples = torch.zeros(len(candidates), rounds)
-    for number in range(-WARMUP_ROUNDS, rounds):
-        clocks: dict[int, Callable[[], float]] = {}
-        for step in range(len(candidates)):
-            index = (number + step) % len(candidates)
-            clocks[index] = _start_call(candidates[index][number % NUM_INPUTS], group)
-        for index, read_ms in clocks.items():
-            elapsed = read_ms()
-            if number >= 0:
-                samples[index, number] = elapsed
-    group.workspace.check()
-    return _slowest(samples, group)
-
-
-def _start_call(call: Call, group: ExpertGroup) -> Callable[[], float]:
-    """Run one call; returns what reads its milliseconds at the end of the round."""
-    host_ahead(partial(_slowest, torch.zeros(1, device=group.device), group), group.device)()
-    if group.device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        elapsed = (time.perf_counter() - start) * 1e3
-        return lambda: elapsed
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-
-    def read_ms() -> float:
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    return read_ms
-
-
-def host_ahead(barrier: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The barrier, before which a GPU waits until its host has launched what follows.
-
-    A variant that makes the host wait leaves the GPU idle: without this, launching the next one would count as its
-    time, and as that of all other ranks.
-    """
-
-    def held() -> None:
-        if device.type == "cuda":
-            torch.cuda._sleep(LEAD_CYCLES)
-        barrier()
-
-    return held
-
-
-def _slowest(values: Tensor, group: ExpertGroup) -> Tensor:
-    """Elementwise maximum over the ranks; also the barrier, as it runs on the device."""
-    if group.process_group is None:
-        return values
-    on_device = values.to(group.device)
-    dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group.process_group)
-    return on_device.to(values.device)

@@ -24,12 +24,12 @@ from decode_team import Team, open_team
 from decode_variants import Settings, configs, step_runs
 from points import Ranks
 from routing import make_routing
-from timing import Timing
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
 from comet.launch.distributed import LaunchContext
 from comet.layout import ExpertLayout
+from comet.tuner.timing import Timing
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, CPU, None)

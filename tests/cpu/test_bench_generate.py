@@ -19,11 +19,11 @@ from generate_paths import Paths
 from generate_report import path_rows
 from points import Ranks
 from ranks import run_ranks
-from timing import Timing
 
 from comet.config import ParallelConfig
 from comet.group import make_expert_group
 from comet.models.gpt import GPT
+from comet.tuner.timing import Timing
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

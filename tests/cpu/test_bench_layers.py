@@ -20,11 +20,11 @@ from layer_report import COLUMNS, append_csv, format_table, make_rows, overlap_f
 from overlap import parse_overlap
 from points import Ranks, Settings, open_layer
 from ranks import run_ranks
-from timing import Timing
 
 from comet import twin
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
+from comet.tuner.timing import Timing
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

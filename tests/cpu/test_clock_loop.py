@@ -26,11 +26,11 @@ from layer_points import Split, open_point
 from points import Ranks, Settings, attempt, open_layer
 from ranks import run_ranks
 from report import cell, table_of
-from timing import Timing
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
 from comet.layout import ExpertLayout
+from comet.tuner.timing import Timing
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, CPU, None)

@@ -25,7 +25,6 @@ from layer_points import Point, Split, open_point
 from layer_report import append_csv
 from points import Ranks, Settings, open_layer
 from ranks import run_ranks
-from timing import Timing
 from torch import Tensor
 
 import comet.fused
@@ -35,6 +34,7 @@ from comet.group import make_expert_group
 from comet.kernels import dispatch_gemm_cuda, gemm_combine_cuda
 from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.gemm_combine import gemm_combine
+from comet.tuner.timing import Timing
 
 CPU = torch.device("cpu")
 MODEL = MoEConfig(num_experts=4, top_k=2, hidden_size=128, ffn_size=32)

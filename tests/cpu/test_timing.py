@@ -8,13 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import timing
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from timing import SHORTEST_ROUND_S, WARM_S, max_over_ranks, more_rounds, summarize, time_interleaved
 
-from comet.tuner.measure import host_ahead
+from comet.tuner import timing
+from comet.tuner.timing import (
+    SHORTEST_ROUND_S,
+    WARM_S,
+    host_ahead,
+    max_over_ranks,
+    more_rounds,
+    summarize,
+    time_interleaved,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -1,4 +1,4 @@
-"""The one timing protocol of all benchmarks.
+"""The one timing protocol of the tuner and of all benchmarks.
 
 1. *Interleaved.* All variants run in one loop, one call each per round, and each round starts with another variant. A
    GPU slows by up to 10 % within a minute of load (power limit): variants measured one after the other say nothing.
@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,10 @@ from torch.distributed import ProcessGroup
 from comet.config import require
 
 Variant = Callable[[int], object]
+Name = TypeVar("Name", bound=Hashable)
 
 WARM_S = 0.5
+LEAD_CYCLES = 500_000  # a quarter of a millisecond: a barrier, a graph and their events take the host less
 SHORTEST_ROUND_S = 50e-6  # a shorter one is taken for as long as this, so that 10,000 rounds are the most
 
 
@@ -48,7 +51,7 @@ class Timing:
 
 
 def time_interleaved(
-    variants: Mapping[str, Variant],
+    variants: Mapping[Name, Variant],
     *,
     rounds: int,
     barrier: Callable[[], None],
@@ -56,7 +59,7 @@ def time_interleaved(
     device: torch.device,
     slowest: Callable[[Tensor], Tensor] | None = None,
     warmup: int = 3,
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time all variants in one loop by the protocol above (collective: same variants and numbers on all ranks).
 
     Args:
@@ -89,7 +92,7 @@ def time_interleaved(
 
 
 def run_round(
-    variants: Mapping[str, Variant], number: int, *, barrier: Callable[[], None], rotate: int, device: torch.device
+    variants: Mapping[Name, Variant], number: int, *, barrier: Callable[[], None], rotate: int, device: torch.device
 ) -> Tensor:
     """Milliseconds ``(variants,)`` of one call each, read when all have started; each number starts with another."""
     names = list(variants)
@@ -132,6 +135,21 @@ def rank_barrier(device: torch.device, process_group: ProcessGroup | None) -> Ca
         return lambda: None
     token = torch.zeros(1, device=device)
     return lambda: dist.all_reduce(token, group=process_group)
+
+
+def host_ahead(barrier: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The barrier, before which a GPU waits until its host has launched what follows.
+
+    A variant that makes the host wait leaves the GPU idle: without this, launching the next one would count as its
+    time, and as that of all other ranks.
+    """
+
+    def held() -> None:
+        if device.type == "cuda":
+            torch.cuda._sleep(LEAD_CYCLES)
+        barrier()
+
+    return held
 
 
 def max_over_ranks(device: torch.device, process_group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
