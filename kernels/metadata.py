@@ -12,8 +12,9 @@ rank) is a permutation by wave (see ``placement``), then token; places of the la
 marked -1. So every place is written once. With 4 tokens, of which 1 is needed by the rank's second expert and 3 by its
 first, tokens 0..3 take the places 2, 1, 3, 0: the list is 3, 1, -1, -1.
 
-Counts and ids can disagree only after a wait met its deadline; indices are bounded so that even then nothing is written
-outside its tensor.
+Counts and ids can disagree only after a wait met its deadline, as ids may come between the two launches. Then the plan
+has no rows: no segment, no tile, and no slot with a routed row. Kernels that read it before the host raises find no
+index that nobody wrote, and nothing is written outside its tensor.
 """
 
 import functools

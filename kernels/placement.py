@@ -61,15 +61,20 @@ def look_up(table, index, CHUNK: tl.constexpr, K_PAD: tl.constexpr):
 
 @triton.jit
 def load_kept(
-    totals_ptr, capacity, WORLD: tl.constexpr, W_PAD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr
-):
-    """(W, e): routed rows, those of lower sources, and how many of a source's rows the capacity keeps."""
+    totals_ptr, fault_ptr, capacity,
+    WORLD: tl.constexpr, W_PAD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr,
+):  # fmt: skip
+    """(W, e): routed rows of each source, and how many of them the capacity keeps.
+
+    None once a wait met its deadline: ids that came after they were counted are not those that the counts are of.
+    """
     sources = tl.arange(0, W_PAD)[:, None]
     experts = tl.arange(0, E_PAD)[None, :]
     mask = (sources < WORLD) & (experts < E_LOCAL)
     totals = tl.load(totals_ptr + sources * E_LOCAL + experts, mask=mask, other=0)
+    totals = tl.where(tl.load(fault_ptr) == 0, totals, 0)
     lower = tl.cumsum(totals, axis=0) - totals
-    return totals, lower, tl.minimum(totals, tl.maximum(capacity - lower, 0))
+    return totals, tl.minimum(totals, tl.maximum(capacity - lower, 0))
 
 
 @triton.jit
@@ -92,7 +97,7 @@ def tiles_until(kept, phases, counts, phase, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def place_experts(
-    kept, lower, phases, counts, count, counts_ptr, source, chunk, capacity, num_routed_rows,
+    kept, phases, counts, count, counts_ptr, source, chunk, num_routed_rows,
     E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, W_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCAN_ROWS: tl.constexpr,
 ):  # fmt: skip
     """(e,) first routed row of a chunk, and how many of its rows are kept.
@@ -104,13 +109,13 @@ def place_experts(
     before = ((phases < phase) & (phases >= 0)) | ((phases == phase) & (sources < source))
     _, starts, _ = expert_segments(kept, BLOCK_ROWS)
     base = starts + tl.sum(tl.where(before[:, None], kept, 0), axis=0)
+    of_source = tl.sum(tl.where((sources == source)[:, None], kept, 0), axis=0)
     earlier = tl.sum(counts, axis=0)
     for first in range(SCAN_ROWS, chunk, SCAN_ROWS):
         earlier += tl.sum(load_counts(counts_ptr, first, chunk, E_LOCAL, E_PAD, SCAN_ROWS), axis=0)
-    room = tl.maximum(capacity - tl.sum(tl.where((sources == source)[:, None], lower, 0), axis=0), 0)
-    earlier = tl.minimum(earlier, room)
+    earlier = tl.minimum(earlier, of_source)
     base += earlier
-    return base, tl.maximum(tl.minimum(tl.minimum(count, room - earlier), num_routed_rows - base), 0)
+    return base, tl.maximum(tl.minimum(tl.minimum(count, of_source - earlier), num_routed_rows - base), 0)
 
 
 @triton.jit
@@ -243,12 +248,12 @@ def place_kernel(
         offsets = chunk * (CHUNK * K) + tokens[:, None] * K + slots
         # Of a slot whose expert is not here nobody has written the position; it is not used.
         position = tl.load(positions_ptr + peer * num_chunks * (CHUNK * K) + offsets, mask=slots < K, other=0)
-        totals, lower, kept = load_kept(totals_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
+        _, kept = load_kept(totals_ptr, fault_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
         block = ((epoch & 1) * WORLD + peer) * (M * POOL_K)
         local = load_local(ids_ptr + block + chunk * (CHUNK * K), rank // TP * E_LOCAL, K, CHUNK, E_LOCAL)
         starts, needed = start_waves(waves, waves_ptr, chunk, num_chunks, WAVES, SUM_BLOCK)
         base, count = place_experts(
-            kept, lower, phases, counts, count, counts_ptr, peer, chunk, capacity, num_routed_rows,
+            kept, phases, counts, count, counts_ptr, peer, chunk, num_routed_rows,
             E_LOCAL, E_PAD, W_PAD, BLOCK_ROWS, SCAN_ROWS,
         )  # fmt: skip
         weight = tl.load(weights_ptr + block + offsets, mask=slots < K, other=0.0)
@@ -272,7 +277,7 @@ def place_kernel(
         if chunk == 0:
             tl.store(send_counts + peer, needed)
     else:
-        totals, lower, kept = load_kept(totals_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
+        totals, kept = load_kept(totals_ptr, fault_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
         if program < 2 * num_places + E_LOCAL:
             place_segment(
                 kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles,
