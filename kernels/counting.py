@@ -3,7 +3,7 @@
 Programs of ``exchange_kernel``, C chunks of W ranks, blocks of experts:
 
     [0, W*C)                        send a chunk to a peer
-    [W*C, 2*W*C)                    waves of a chunk of own tokens at an EP shard
+    [W*C, 2*W*C)                    waves of a chunk of own tokens at an EP shard, if the peer is its first rank
     [2*W*C, 3*W*C)                  waves of a (source, chunk) at this rank
     [3*W*C, (3 + blocks)*W*C)       routed rows of a (source, chunk), for one block of experts
 
@@ -164,8 +164,8 @@ def exchange_kernel(
         )  # fmt: skip
         if place == 0:
             tl.store(plan_epoch_ptr, epoch)
-    else:
-        # Own tokens at the EP shard of ``peer``, or tokens of ``peer`` here.
+    elif (part != 1) | (peer % TP == 0):
+        # Own tokens at an EP shard, whose first rank is ``peer``, or tokens of ``peer`` here.
         source = tl.where(part == 1, rank, peer)
         wait_for_chunk(flag_ptr, epoch, source, chunk, rank, num_chunks, fault_ptr, timeout_ns, INTERPRET)
         chunk_ids = half + source * (M * POOL_K)
@@ -176,7 +176,7 @@ def exchange_kernel(
                 counts_ptr + source_chunk * E_LOCAL, positions_ptr + source_chunk * (K * CHUNK), K, E_LOCAL, E_BLOCK,
                 CHUNK,
             )  # fmt: skip
-        elif (part == 2) | (peer % TP == 0):
+        else:
             shard, waves_ptr, ranks_ptr = rank // TP, recv_waves_ptr, recv_ranks_ptr
             if part == 1:
                 shard, waves_ptr, ranks_ptr = peer // TP, send_waves_ptr, send_ranks_ptr

@@ -9,7 +9,7 @@ import torch
 from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
 from ranks import run_ranks
 
-from comet.comm import LocalCommunicator
+from comet.comm import LocalCommunicator, emulated_group
 from comet.kernels.aot_plan import aot_cases
 from comet.kernels.metadata import PlanConfig, exchange_constants, place_constants
 from comet.plan import begin_plan, make_plan
@@ -45,6 +45,35 @@ def test_the_exchange_is_one_launch_unless_the_plan_is_made_in_halves(
 ) -> None:
     case = random_case(4, 1, 1, max_tokens=256)
     assert run_ranks(launches, 1, case, halves, interpret=True) == [expected]
+
+
+def waits(rank: int, world_size: int, case: Case) -> int:
+    """How many programs wait for a chunk while rank 0 makes its plan; all ids are there."""
+    from comet.kernels import counting
+
+    waited: list[object] = []
+    wait_flags = counting.wait_flags
+
+    def noted(*arguments: object) -> None:
+        waited.append(arguments)
+        wait_flags(*arguments)
+
+    pools = [workspace(case, comm) for comm in emulated_group(case.world_size, "cpu")]
+    finishes = [
+        begin_plan(
+            case.ids[player], case.weights[player], case.layout(player), pool, use_kernels=True, **case.arguments
+        )
+        for player, pool in enumerate(pools)
+    ]
+    counting.wait_flags = noted
+    assert_same_plan(finishes[0](), twin_plan(case, 0), "rank 0")
+    return len(waited)
+
+
+@pytest.mark.parametrize(("ep", "tp", "expected"), [(4, 1, 12), (2, 2, 10), (1, 4, 9)])
+def test_own_tokens_are_waited_for_once_for_each_shard(ep: int, tp: int, expected: int) -> None:
+    case = random_case(6, ep, tp, num_experts=8, top_k=2, max_tokens=128)
+    assert run_ranks(waits, 1, case, interpret=True) == [expected]
 
 
 def many_chunks(rank: int, world_size: int) -> tuple[int, int]:
