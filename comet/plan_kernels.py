@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, cut, exchange, place
+from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, cut, exchange, place_plan
 from comet.layout import ExpertLayout
 from comet.plan_rules import PlanRules, plan_shapes
 from comet.workspace import Workspace
@@ -51,7 +51,7 @@ def start(
     def finish() -> dict[str, Tensor]:
         if not at_once:
             exchange(*exchanged, part="count")
-        place(pool, config, scratch, {name: tensor for name, tensor in tensors.items() if name != "counters"})
+        place_plan(pool, config, scratch, {name: tensor for name, tensor in tensors.items() if name != "counters"})
         return tensors
 
     return finish

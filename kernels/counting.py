@@ -128,7 +128,8 @@ def wait_for_chunk(flag_ptr, epoch, source, chunk, rank, num_chunks, fault_ptr, 
     both = tl.arange(0, 2)
     sources, chunks = tl.where(both == 0, source, rank), tl.where(both == 0, chunk, 0)
     flags = flag_ptr + sources * num_chunks + chunks
-    wait_flags(flags, both >= 0, epoch, fault_ptr, timeout_ns, PLACE_EXCHANGE, sources, chunks, INTERPRET)
+    always = tl.full((2,), True, tl.int1)
+    wait_flags(flags, always, epoch, fault_ptr, timeout_ns, PLACE_EXCHANGE, sources, chunks, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["first_program", "rank", "num_tokens", "timeout_ns"])
@@ -146,14 +147,13 @@ def exchange_kernel(
     num_chunks = M // CHUNK
     program = tl.program_id(0) + first_program
     part = program // (WORLD * num_chunks)
-    place = program - part * (WORLD * num_chunks)
+    pair = program - part * (WORLD * num_chunks)  # of a peer and a chunk
     # Each rank begins with itself: at different moments all send to different peers.
-    peer = (rank + place // num_chunks) % WORLD
-    chunk = place % num_chunks
+    peer = (rank + pair // num_chunks) % WORLD
+    chunk = pair % num_chunks
     epoch = tl.load(epoch_ptr) + 1
-    half = ids_ptr + (epoch & 1) * WORLD * (M * POOL_K) + chunk * (CHUNK * K)
     if part == 0:
-        if place == 0:
+        if pair == 0:
             totals = tl.arange(0, triton.next_power_of_2(NUM_TOTALS))
             tl.store(totals_ptr + totals, totals * 0, mask=totals < NUM_TOTALS)
             counters = tl.arange(0, triton.next_power_of_2(NUM_COUNTERS))
@@ -162,13 +162,13 @@ def exchange_kernel(
             own_ids_ptr, own_weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, peer, chunk, rank,
             num_tokens, M, WORLD, K, POOL_K, FLAT, CHUNK,
         )  # fmt: skip
-        if place == 0:
+        if pair == 0:
             tl.store(plan_epoch_ptr, epoch)
     elif (part != 1) | (peer % TP == 0):
         # Own tokens at an EP shard, whose first rank is ``peer``, or tokens of ``peer`` here.
         source = tl.where(part == 1, rank, peer)
         wait_for_chunk(flag_ptr, epoch, source, chunk, rank, num_chunks, fault_ptr, timeout_ns, INTERPRET)
-        chunk_ids = half + source * (M * POOL_K)
+        chunk_ids = ids_ptr + ((epoch & 1) * WORLD + source) * (M * POOL_K) + chunk * (CHUNK * K)
         source_chunk = peer * num_chunks + chunk
         if part > 2:
             count_experts(

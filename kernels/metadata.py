@@ -114,7 +114,7 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanScratch:
-    """What the kernels hand to each other; int32, free for reuse after ``place``.
+    """What the kernels hand to each other; int32, free for reuse after ``place_plan``.
 
     Args:
         epoch: ``(1,)`` the epoch of this plan.
@@ -190,16 +190,16 @@ def exchange(
         top_k_weights: ``(T, K)`` float32, contiguous.
         pool: Where they go.
         config: Shape of the plan.
-        scratch: What ``place`` needs.
+        scratch: What ``place_plan`` needs.
         counters: int32, zeroed.
         part: ``all``, or ``send`` now and ``count`` later, where one process or GPU plays several ranks: all of them
             have to send before one waits.
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
-    num_places = config.world_size * num_chunks
+    num_pairs = config.world_size * num_chunks
     constants = exchange_constants(config, pool.ids.shape[3], num_chunks, counters.numel())
-    first = num_places if part == "count" else 0
-    end = num_places * (1 if part == "send" else 3 + -(-config.experts_local // constants["E_BLOCK"]))
+    first = num_pairs if part == "count" else 0
+    end = num_pairs * (1 if part == "send" else 3 + -(-config.experts_local // constants["E_BLOCK"]))
     exchange_kernel[(end - first,)](
         top_k_ids, top_k_weights, pool.id_pointers, pool.weight_pointers, pool.flag_pointers, pool.ids, pool.flags,
         pool.epoch, pool.fault, scratch.epoch, counters, scratch.totals, scratch.counts, scratch.recv_waves,
@@ -208,7 +208,7 @@ def exchange(
     )  # fmt: skip
 
 
-def place(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: Mapping[str, Tensor]) -> None:
+def place_plan(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tensors: Mapping[str, Tensor]) -> None:
     """Launch the rest: write the plan.
 
     Args:

@@ -227,19 +227,19 @@ def place_kernel(
     """
     WORLD: tl.constexpr = EP * TP
     num_chunks = M // CHUNK
-    num_places = WORLD * num_chunks
+    num_pairs = WORLD * num_chunks  # of a peer and a chunk
     program = tl.program_id(0)
-    place = program % num_places
-    peer = place // num_chunks
-    chunk = place - peer * num_chunks
+    pair = program % num_pairs
+    peer = pair // num_chunks
+    chunk = pair - peer * num_chunks
     tokens = tl.arange(0, CHUNK)
     sources = tl.arange(0, W_PAD)
     phases = tl.where(sources < WORLD, phase_of_source(sources, rank, WORLD, P), -1)
     epoch = tl.load(plan_epoch_ptr)
-    if program < num_places:
+    if program < num_pairs:
         waves_ptr = recv_waves_ptr + peer * num_chunks * WAVES
         waves = load_counts(waves_ptr, 0, num_chunks, WAVES, WAVES, SUM_BLOCK)
-        ranks = tl.load(recv_ranks_ptr + place * CHUNK + tokens)
+        ranks = tl.load(recv_ranks_ptr + pair * CHUNK + tokens)
         counts_ptr += peer * num_chunks * E_LOCAL
         counts = load_counts(counts_ptr, 0, chunk, E_LOCAL, E_PAD, SCAN_ROWS)
         experts = tl.arange(0, E_PAD)
@@ -266,7 +266,7 @@ def place_kernel(
         )  # fmt: skip
         if chunk == 0:
             tl.store(recv_counts + peer, needed)
-    elif program < 2 * num_places:
+    elif program < 2 * num_pairs:
         shard = peer // TP
         waves_ptr = send_waves_ptr + shard * num_chunks * WAVES
         waves = load_counts(waves_ptr, 0, num_chunks, WAVES, WAVES, SUM_BLOCK)
@@ -278,10 +278,10 @@ def place_kernel(
             tl.store(send_counts + peer, needed)
     else:
         totals, kept = load_kept(totals_ptr, fault_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
-        if program < 2 * num_places + E_LOCAL:
+        if program < 2 * num_pairs + E_LOCAL:
             place_segment(
                 kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles,
-                program - 2 * num_places, num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
+                program - 2 * num_pairs, num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
             )  # fmt: skip
         else:
             place_totals(

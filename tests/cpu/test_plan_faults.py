@@ -37,7 +37,7 @@ def late_ids(rank: int, world_size: int, transport: Transport) -> str:
     from comet import plan_kernels
     from comet.kernels import metadata
 
-    cut, place = metadata.cut, plan_kernels.place
+    cut, place_plan = metadata.cut, plan_kernels.place_plan
 
     def dirty(*arguments: Any) -> dict[str, torch.Tensor]:
         tensors = cut(*arguments)
@@ -62,11 +62,11 @@ def late_ids(rank: int, world_size: int, transport: Transport) -> str:
     case, late = new_ids(make_case(transport), 2), []
 
     def place_late(*arguments: Any) -> None:
-        plan_kernels.place = place
+        plan_kernels.place_plan = place_plan
         late.append(begin(case, 1))
-        place(*arguments)
+        place_plan(*arguments)
 
-    plan_kernels.place = place_late
+    plan_kernels.place_plan = place_late
     check_harmless(case, begin(case, 0)())
     assert_same_plan(late[0](), twin_plan(case, 1), "the late rank")
     with pytest.raises(CommTimeoutError) as complaint:
