@@ -46,7 +46,9 @@ def rank_tokens(
 ):  # fmt: skip
     """Store each token's wave * CHUNK + place in the chunk's part of the wave, and how many tokens each wave has.
 
-    ``chunk_ids`` points at the first id; the waves are those of an EP shard. They are counted in bytes of words.
+    ``chunk_ids`` points at the first id; the waves are those of an EP shard. They are counted in bytes of words: of 32
+    waves and K=2, words 0..3 hold 8 each, and wave 13 is bits 40..47 of word 1. If it has the tokens 4 and 9, these
+    store 13 * CHUNK and 13 * CHUNK + 1, and the wave stores 2.
     """
     tl.static_assert(CHUNK < 256)
     # As many words as ids, at least: Triton 3.6 scans a tensor wrongly that is narrower than the one it comes from.
@@ -62,9 +64,9 @@ def rank_tokens(
     until = tl.sum(tl.where(here, tl.cumsum(hot, axis=0), 0), axis=1)
     ranks = waves * CHUNK + ((until >> shifts) & 255).to(tl.int32) - 1
     tl.store(ranks_ptr + tl.arange(0, CHUNK), ranks)
-    places = tl.arange(0, PER_WORD)[None, :]
-    numbers = words[:, None] * PER_WORD + places
-    counts = (tl.sum(hot, axis=0)[:, None] >> (places * 8)) & 255
+    bytes_of_word = tl.arange(0, PER_WORD)[None, :]
+    numbers = words[:, None] * PER_WORD + bytes_of_word
+    counts = (tl.sum(hot, axis=0)[:, None] >> (bytes_of_word * 8)) & 255
     tl.store(counts_ptr + numbers, counts.to(tl.int32), mask=numbers < WAVES)
 
 
@@ -76,7 +78,8 @@ def count_experts(
     """Count one chunk for one block of this rank's experts; pointers are those of the chunk, totals of its source.
 
     Up to four experts are counted in one word, in 16 bits each; slots of one token that name the same expert follow
-    each other.
+    each other. Of a block of 8, expert 6 is bits 32..47 of word 1. With K=2, tokens whose ids are (6, 5) and (6, 6)
+    have the positions (0, 0) and (1, 2), and expert 6 stores 3.
     """
     tl.static_assert(CHUNK * K < 2**16)
     PER_WORD: tl.constexpr = 4 if E_BLOCK > 4 else E_BLOCK

@@ -190,8 +190,8 @@ def exchange(
         top_k_weights: ``(T, K)`` float32, contiguous.
         pool: Where they go.
         config: Shape of the plan.
-        scratch: What ``place_plan`` needs.
-        counters: int32, zeroed.
+        scratch: Here goes all that ``place_plan`` reads of it.
+        counters: int32; they are set to zero.
         part: ``all``, or ``send`` now and ``count`` later, where one process or GPU plays several ranks: all of them
             have to send before one waits.
     """

@@ -2,10 +2,10 @@
 
 Programs of ``place_kernel``, W*C each for received rows and sent tokens, e for segments, one for everything small:
 
-    [0, W*C)                    received and routed rows of a (source, chunk)
-    [W*C, 2*W*C)                send list of a (destination, chunk)
+    [0, W*C)                    received and routed rows of a (source, chunk); first chunks: rows received
+    [W*C, 2*W*C)                send list of a (destination, chunk); first chunks: rows sent
     [2*W*C, 2*W*C + e)          tiles and padding of an expert's segment
-    2*W*C + e                   segment table, tile starts, counts, status, epoch
+    2*W*C + e                   segment table, tile starts, status, epoch
 
 A *list* (rows received from one source, tokens sent to one rank) is ordered by wave, then token. The wave of a token
 says which of the receiving rank's experts needs it first, so that rows arrive in the order in which layer 0 goes
@@ -223,7 +223,8 @@ def place_kernel(
 ):  # fmt: skip
     """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.plan.Plan``.
 
-    Every program loads all that it can before it computes anything: there is a wait after each group of loads.
+    Every program loads all that it can before it computes anything: loads that nothing stands between travel together,
+    and whatever needs one of them waits for it, so each group of loads costs one way to memory and back.
     """
     WORLD: tl.constexpr = EP * TP
     num_chunks = M // CHUNK
