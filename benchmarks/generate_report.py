@@ -48,10 +48,11 @@ def path_rows(
     """
     found = []
     for name, timing in sorted(timings.items(), key=lambda item: item[1].median_ms):
-        step_ms = timing.median_ms / steps
-        row: Row = {"path": name, "ms": step_ms, "tokens_per_s": batch * 1e3 / step_ms, "mbytes": num_bytes / 1e6}
-        row |= {"tbs": num_bytes / (step_ms * 1e9), "cosine": cosines.get(name), "failure": None}
-        found.append(row | {"quantiles": {key: value / steps for key, value in asdict(timing).items()}})
+        step = timing.of_one(steps)
+        row: Row = {"path": name, "ms": step.median_ms, "tokens_per_s": batch * 1e3 / step.median_ms}
+        row |= {"mbytes": num_bytes / 1e6, "tbs": num_bytes / (step.median_ms * 1e9)}
+        row |= {"cosine": cosines.get(name), "failure": None}
+        found.append(row | {"quantiles": asdict(step)})
     for name, failure in failures.items():
         found.append(
             dict.fromkeys(COLUMNS[COLUMNS.index("path") :])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ def make_rows(splits: Iterable[Split], timings: Mapping[str, Timing], failures: 
     rows: list[Row] = []
     for split in splits:
         names = dict(zip(("layer0", "layer1"), split.launches(), strict=True))
-        names_of_pieces = ("plan", *LAYERS["0"], *LAYERS["1"])
-        found = {piece: of_one_call(piece, timings.get(names.get(piece, piece))) for piece in names_of_pieces}
+        found = {piece: timings.get(names.get(piece, piece)) for piece in ("plan", *LAYERS["0"], *LAYERS["1"])}
+        found["plan"] = found["plan"] and found["plan"].of_one(PLANS_IN_A_ROW)
         times = {piece: None if timing is None else timing.median_ms for piece, timing in found.items()}
         row: Row = (
             split._asdict()
@@ -81,12 +81,6 @@ def make_rows(splits: Iterable[Split], timings: Mapping[str, Timing], failures: 
     if complete:
         min(complete, key=lambda row: row["layer0_ms"] + row["layer1_ms"])["best"] = "*"
     return rows
-
-
-def of_one_call(piece: str, timing: Timing | None) -> Timing | None:
-    """The timing of a launch that makes several calls, for one of them: of 8 plans in 0.16 ms 0.02."""
-    calls = PLANS_IN_A_ROW if piece == "plan" else 1
-    return timing and Timing(*(milliseconds / calls for milliseconds in astuple(timing)))
 
 
 def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:

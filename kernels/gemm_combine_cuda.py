@@ -75,13 +75,8 @@ class CudaConfig:
     ahead: int = 12
     ahead_after: int = 32
 
-    @classmethod
-    def all(cls) -> "tuple[CudaConfig, CudaConfig]":
-        """All that ``select`` chooses from."""
-        return cls.select(0), cls.select(TALL_FROM)
-
-    @classmethod
-    def select(cls, even_rows: float) -> "CudaConfig":
+    @staticmethod
+    def select(even_rows: float) -> "CudaConfig":
         """The blocks for experts of about so many rows.
 
         Around what an instruction multiplies at once, half of the experts have a few rows more, for which all their
@@ -93,9 +88,7 @@ class CudaConfig:
 
         Example: 256 +- 16 rows: pieces of up to 272; 512 or 64: of up to 256.
         """
-        if not TALL_FROM <= even_rows <= TALL_TO:
-            return cls()
-        return cls(most_rows=272, box_rows=16, staged_rows=16, ahead=8)
+        return TALL if TALL_FROM <= even_rows <= TALL_TO else DEFAULT
 
     def shared_bytes(self, num_experts: int, entries: int) -> int:
         """Dynamic shared memory of a block.
@@ -113,6 +106,11 @@ class CudaConfig:
         memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * LINE, ITEM_BYTES)
         combiner = COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + self.ahead * SLOT_BYTES
         return memory + COMBINERS * combiner + 4 * (num_experts + 1)
+
+
+DEFAULT = CudaConfig()
+TALL = CudaConfig(most_rows=272, box_rows=16, staged_rows=16, ahead=8)
+SELECTABLE = DEFAULT, TALL
 
 
 class Arguments(ctypes.Structure):
@@ -156,12 +154,13 @@ def _is_large(max_tokens: int, top_k: int, cols: int, depth: int) -> bool:
     return max_tokens * top_k * cols * depth >= LEAST_PRODUCTS and depth <= MOST_DEPTH
 
 
+@functools.cache
 def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
     return (
         itemsize == 2
         and block_rows == TILE_ROWS
         and entries <= MOST_ENTRIES
-        and all(config.shared_bytes(experts, entries) <= SHARED_LIMIT for config in CudaConfig.all())
+        and all(config.shared_bytes(experts, entries) <= SHARED_LIMIT for config in SELECTABLE)
     )
 
 
@@ -220,8 +219,7 @@ def gemm_combine_cuda(
     experts, cols, depth = b.shape
     top_k, recorder = returns.row_slots.shape[1], wire.recorder
     shape = a.dtype, experts, top_k, wire.world_size, recorder is not None, torch.cuda.current_device()
-    # All at the first launch: which one runs depends on a call's tokens, and who compiles keeps other ranks waiting.
-    kernel = {each: _kernel(each, *shape) for each in (*CudaConfig.all(), config)}[config]
+    kernel = _selectable_kernels(*shape).get(config) or _kernel(config, *shape)
     num_blocks = torch.cuda.get_device_properties(a.device).multi_processor_count // config.cluster * config.cluster
     tensors = dict(
         y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
@@ -272,6 +270,14 @@ def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -
 
 
 @functools.cache
+def _selectable_kernels(
+    dtype: torch.dtype, experts: int, top_k: int, world_size: int, records: bool, device: int
+) -> dict[CudaConfig, CudaKernel]:
+    """Loaded together: which one runs depends on a call's tokens, and who compiles keeps other ranks waiting."""
+    return {config: _kernel(config, dtype, experts, top_k, world_size, records, device) for config in SELECTABLE}
+
+
+@functools.cache
 def _kernel(
     config: CudaConfig, dtype: torch.dtype, experts: int, top_k: int, world_size: int, records: bool, device: int
 ) -> CudaKernel:
@@ -316,5 +322,5 @@ def aot_cases() -> list[CudaCase]:
             registers=LAUNCH_REGISTERS,
         )
         for dtype, top_k, records in shapes
-        for config in CudaConfig.all()
+        for config in SELECTABLE
     ]

@@ -49,6 +49,10 @@ class Timing:
     p10_ms: float
     p90_ms: float
 
+    def of_one(self, calls: int) -> Timing:
+        """Of one of the calls that a variant makes: of 8 in 0.16 ms 0.02."""
+        return Timing(self.median_ms / calls, self.p10_ms / calls, self.p90_ms / calls)
+
 
 def time_interleaved(
     variants: Mapping[Name, Variant],
