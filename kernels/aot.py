@@ -43,9 +43,9 @@ WIDE_STORES = r"st\.global[\w.:]*\.v4\.[bfsu]32|st\.global[\w.:]*\.v2\.[bfsu]64"
 TMA_STORES = r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared"
 NARROW_LOADS = r"ld\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
 NARROW_STORES = r"st\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
-HGMMA = r"\bHGMMA\."
+HGMMA = r"\b[HQ]GMMA\."
 # The last of a group that is waited for: several multiply one step.
-HGMMA_WITH_BARRIER = r"\bHGMMA\.[^;]*\bgsb0\b"
+HGMMA_WITH_BARRIER = r"\b[HQ]GMMA\.[^;]*\bgsb0\b"
 
 HEADER = ("kernel", "configuration", "regs", "spill B", "shared B", "wgmma", "ld16", "st16", "narrow")
 

@@ -21,9 +21,16 @@ LAUNCH_REGISTERS = 168  # of each of 384 threads, before some give theirs to oth
 ITEM_SLOTS = 8  # items that the loading warps can be ahead, and more
 PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per lane
 COMMON = dict(
-    LINE=LINE, DEPTH=DEPTH, COLS=COLS, MOST_AT_ONCE=MOST_AT_ONCE, STEP=STEP, TILE_ROWS=TILE_ROWS, WARPS=WARPS,
-    LAUNCH_REGISTERS=LAUNCH_REGISTERS,    ITEM_SLOTS=ITEM_SLOTS, PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value,
+    LINE=LINE, TILE_ROWS=TILE_ROWS, WARPS=WARPS, LAUNCH_REGISTERS=LAUNCH_REGISTERS, ITEM_SLOTS=ITEM_SLOTS,
+    PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value, IS_FP8=0, DEPTH=DEPTH, COLS=COLS, MOST_AT_ONCE=MOST_AT_ONCE,
+    STEP=STEP,
 )  # fmt: skip
+
+# In block FP8 (cuda/fp8_products.cu) the contraction of a stage shares its scales.
+FP8_COLS = 256
+FP8_ROWS = 128
+FP8_STEP = 64
+FP8 = dict(IS_FP8=1, DEPTH=LINE, COLS=FP8_COLS, MOST_ROWS=FP8_ROWS, MOST_AT_ONCE=FP8_ROWS, STEP=FP8_STEP)
 
 
 def cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequence[str], most_rows: int) -> str:
@@ -35,28 +42,45 @@ def cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequenc
         sources: Files of ``cuda/`` without their ending, in the order of their use.
         most_rows: Routed rows that a block multiplies at a time, at most; a multiple of ``STEP``.
     """
-    is_bf16 = dtype == torch.bfloat16
-    numbers = {"ELEMENT_IS_BF16": int(is_bf16), "MOST_ROWS": most_rows} | COMMON | dict(constants)
     heights = range(STEP, most_rows + 1, STEP)
+    products = [
+        f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in heights)}",
+        f"using Sums = float[{most_rows // 2}];",
+        "template <int ROWS>\n__device__ void multiply(Sums& sums, unsigned long long a, unsigned long long b);",
+        *(_product(height, "bf16" if dtype == torch.bfloat16 else "f16") for height in heights),
+    ]
+    return _text({"MOST_ROWS": most_rows} | dict(constants), dtype, products, sources)
+
+
+def fp8_cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequence[str]) -> str:
+    """The same in block FP8.
+
+    Args:
+        constants: Numbers by name, beside ``COMMON`` and ``FP8``.
+        dtype: Of the results, bfloat16 or float16.
+        sources: See ``cuda_text``.
+    """
+    return _text(FP8 | dict(constants), dtype, [_fp8_product()], sources)
+
+
+def _text(constants: Mapping[str, int], dtype: torch.dtype, products: Sequence[str], sources: Sequence[str]) -> str:
+    numbers = COMMON | {"ELEMENT_IS_BF16": int(dtype == torch.bfloat16)} | dict(constants)
     folder = Path(__file__).parent / "cuda"
     return "\n".join(
         [
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-            f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in heights)}",
-            f"using Sums = float[{most_rows // 2}];",
-            "template <int ROWS>\n__device__ void multiply(Sums& sums, unsigned long long a, unsigned long long b);",
-            *(_product(height, "bf16" if is_bf16 else "f16") for height in heights),
+            *products,
             *((folder / f"{name}.cu").read_text() for name in sources),
         ]
     )
 
 
-def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes: int) -> int:
-    """Bytes of ``Memory`` of ``cuda/products.cu``: alignment, stages, staging, barriers, items.
+def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes: int, cols: int = COLS) -> int:
+    """Bytes of ``Memory`` of ``cuda/ring.cu``, without scales: alignment, stages, staging, barriers, items.
 
     Example: 4 stages of 256 rows, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 256 = 206144.
     """
-    stages = num_stages * (COLS + most_rows) * LINE
+    stages = num_stages * (cols + most_rows) * LINE
     return 1024 + stages + staging_bytes + 16 * num_stages + ITEM_SLOTS * item_bytes
 
 
@@ -82,4 +106,23 @@ def _instruction(first_row: int, rows: int, element: str) -> str:
         '    asm volatile("{\\n.reg .pred adds;\\nsetp.ne.b32 adds, 1, 0;\\n'
         f'{instruction} {{{sums}}}, %{num_sums}, %{num_sums + 1}, adds, 1, 1, 0, 0;\\n}}"\n'
         f'        : {operands} : "l"(a), "l"({rows_from}));\n'
+    )
+
+
+def _fp8_product() -> str:
+    """``Products`` of 64 rows and 128 columns, ``multiply``, which adds to them or begins anew, and a wait for them."""
+    count = FP8_COLS // 4
+    registers = ", ".join(f"%{index}" for index in range(count))
+    operands = ", ".join(f'"+f"(products[{index}])' for index in range(count))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{FP8_COLS // 2}k32.f32.e4m3.e4m3"
+    return (
+        f"using Products = float[{count}];\n"
+        f"using Sums = float[{FP8_ROWS // FP8_STEP}][{count}];\n"
+        "__device__ __forceinline__ void multiply(\n"
+        "    Products& products, unsigned long long a, unsigned long long b, bool adds) {\n"
+        f'    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n'
+        f'{instruction} {{{registers}}}, %{count}, %{count + 1}, adds, 1, 1;\\n}}"\n'
+        f'        : {operands} : "l"(a), "l"(b), "r"(int(adds)));\n}}\n'
+        "__device__ __forceinline__ void products_wait_for(Products& products) {\n"
+        f'    asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} :: "memory");\n}}\n'
     )

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from .primitives import PLACE_LAYER0
 from .recorder import KIND_DISPATCH, KIND_LAYER0_TILE
 
 NAME = "dispatch_gemm"
-SOURCES = ("hopper", "recorder", "signals", "products", "gather", "gather_gemm", "push", "dispatch_gemm")
+SOURCES = (
+    "hopper", "recorder", "signals", "ring", "products", "gather", "swiglu", "gather_gemm", "push", "dispatch_gemm",
+)  # fmt: skip
 LOADERS = 3  # warps that load; one more pushes
 ITEM_BYTES = 48
 # Of the tokens of a rank with one expert; with fewer the launch is too short to tell (benchmarks/RESULTS.md, run 6).
@@ -65,6 +68,12 @@ class CudaConfig:
 
 class _Fault(ctypes.Structure):
     _fields_ = (("record", ctypes.c_uint64), ("timeout_ns", ctypes.c_uint64))
+
+
+class Results(ctypes.Structure):
+    """``Results`` of ``cuda/gather_gemm.cu``."""
+
+    _fields_ = (("hidden", ctypes.c_uint64), ("pre", ctypes.c_uint64))
 
 
 class _Sends(ctypes.Structure):
@@ -155,15 +164,42 @@ def dispatch_gemm_cuda(
         config: Shape of the blocks.
     """
     config = config or CudaConfig()
+    experts, double_f, depth = w1.shape
+    kernel = _kernel(
+        config, x.dtype, experts, wire.world_size, pre is not None, wire.recorder is not None,
+        torch.cuda.current_device(),
+    )  # fmt: skip
+    eights = w1.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
+    weights_map = tensor_map(eights, (1, COLS // 16, 2, 8, DEPTH))
+    results = Results(hidden=hidden.data_ptr(), pre=0 if pre is None else pre.data_ptr())
+    launch(kernel, weights_map, x, results, wire, sends, table, (experts, depth, double_f // 2))
+
+
+def launch(
+    kernel: CudaKernel,
+    weights_map: Any,
+    x: Tensor,
+    results: ctypes.Structure,
+    wire: Wire,
+    sends: Sends,
+    table: TileTable,
+    sizes: tuple[int, int, int],
+) -> None:
+    """Launch layer 0 on all multiprocessors.
+
+    Args:
+        kernel: Of ``cuda/dispatch_gemm.cu``.
+        weights_map: Boxes of eight gate rows, eight up rows and so on.
+        x: ``(T, ..)`` what travels of this rank's tokens, in rows of 16-bit words.
+        results: What the kernel calls ``Results``.
+        wire: See ``dispatch_gemm_cuda``.
+        sends: See ``dispatch_gemm_cuda``.
+        table: See ``dispatch_gemm_cuda``.
+        sizes: e, D, F.
+    """
     assert table.segments is not None
     assert sends.pushed is not None
-    starts, counts = table.segments
-    experts, double_f, depth = w1.shape
-    ffn, recorder = double_f // 2, wire.recorder
-    kernel = _kernel(
-        config, x.dtype, experts, wire.world_size, pre is not None, recorder is not None, torch.cuda.current_device()
-    )  # fmt: skip
-    num_blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    recorder, (starts, counts) = wire.recorder, table.segments
     tensors = dict(
         x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=wire.row_pointers,
         flag_addresses=wire.flag_pointers, tickets=table.counters, pushed=sends.pushed, epoch=wire.epoch,
@@ -174,15 +210,13 @@ def dispatch_gemm_cuda(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         rank=wire.rank,
         max_tokens=wire.max_tokens,
-        cols=depth,
+        cols=x.shape[1],
         event_capacity=0 if recorder is None else recorder.capacity,
     )
-    eights = w1.view(experts, 2, ffn // 8, 8, depth).transpose(1, 2)
-    weights_map = tensor_map(eights, (1, COLS // 16, 2, 8, DEPTH))
     tables = wire.rows, counts, starts, table.tiles, table.num_tiles, table.row_ids, wire.flags
-    results = hidden, hidden if pre is None else pre
     fault = _Fault(record=wire.fault.data_ptr(), timeout_ns=wire.timeout_ns)
-    kernel.launch(num_blocks, [weights_map, *tables, *results, experts, depth, ffn, fault, arguments])
+    num_blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    kernel.launch(num_blocks, [weights_map, *tables, *sizes, results, fault, arguments])
 
 
 @functools.cache
@@ -201,13 +235,22 @@ def _kernel(
 
 def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: bool, records: bool) -> str:
     """The CUDA text of one configuration."""
-    constants = dict(
-        CLUSTER=1, ROWS_BY_THREADS=1, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
-        PUSH_ROWS=config.push_rows, WORLD=world_size, SAVES_PRE=int(saves_pre), RECORDS=int(records), LOADERS=LOADERS,
-        CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
+    constants = launch_constants(world_size, config.push_rows, config.num_stages, records) | dict(
+        STAGED_ROWS=config.staged_rows,
+        PUSH_BATCH=16,
+        SAVES_PRE=int(saves_pre),
+        MULTIPLYING_REGISTERS=176 if records else 184,  # recording takes registers of the warps that load
+    )
+    return cuda_text(constants, dtype, SOURCES, config.most_rows)
+
+
+def launch_constants(world_size: int, push_rows: int, num_stages: int, records: bool) -> dict[str, int]:
+    """Constants of the launch, whatever its elements."""
+    return dict(
+        CLUSTER=1, ROWS_BY_THREADS=1, STAGES=num_stages, PUSH_ROWS=push_rows, WORLD=world_size, RECORDS=int(records),
+        LOADERS=LOADERS, CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
         KIND_DISPATCH=KIND_DISPATCH.value,
     )  # fmt: skip
-    return cuda_text(constants, dtype, SOURCES, config.most_rows)
 
 
 def aot_cases() -> list[CudaCase]:

@@ -18,6 +18,7 @@ from .arguments import CHUNK_ROWS, Scaled, TileTable, Wire
 from .dispatch import Sends, push_rows
 from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
 from .fp8 import GROUP, SCALE_GROUP, group_scales, to_e4m3
+from .fp8_dispatch_gemm_cuda import fp8_dispatch_gemm_cuda, runs_cuda
 from .recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from .tiles import decode_tokens
 
@@ -123,6 +124,9 @@ def fp8_dispatch_gemm(
         table: Tiles in schedule order.
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
     """
+    if runs_cuda(w1, wire, sends, table):
+        fp8_dispatch_gemm_cuda(w1, hidden, wire, sends, table)
+        return
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret

@@ -31,6 +31,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, Scaled, TileTable, Wire, parts
 from .combine import combine_panels, slot_block
+from .fp8_gemm_combine_cuda import fp8_gemm_combine_cuda
+from .fp8_gemm_combine_cuda import runs_cuda as runs_fp8_cuda
 from .gemm_combine_cuda import gemm_combine_cuda, runs_cuda
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 from .recorder import KIND_CONVERT, now, record, recording
@@ -158,6 +160,9 @@ def gemm_combine(
         b_is_kn: The contraction is b's middle axis.
         grads: Routing-weight gradients to send along, or ``None``.
     """
+    if isinstance(a, Scaled) and isinstance(b, Scaled) and runs_fp8_cuda(y, b, wire, returns, table):
+        fp8_gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)
+        return
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
     if config.beside and grads is None and not b_is_kn and runs_cuda(a, b, wire, returns, table):
         gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)

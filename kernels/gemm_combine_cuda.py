@@ -7,7 +7,6 @@ Every block has its share of the GEMM, and none ends before the last panel has b
 blocks get onto the GPU together. A kernel of another stream only delays it, unless that waits for another rank as well.
 """
 
-import ctypes
 import functools
 from dataclasses import dataclass
 
@@ -15,38 +14,22 @@ import torch
 from torch import Tensor
 
 from .aot_case import CudaCase
-from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
-from .cuda_text import (
-    COLS,
-    DEPTH,
-    LAUNCH_REGISTERS,
-    LINE,
-    PASS_COLS,
-    SHARED_LIMIT,
-    TILE_ROWS,
-    WARPS,
-    cuda_text,
-    memory_bytes,
+from .arguments import Returns, TileTable, Wire
+from .cuda_text import COLS, DEPTH, LAUNCH_REGISTERS, LINE, SHARED_LIMIT, TILE_ROWS, cuda_text, memory_bytes
+from .gemm_combine_launch import (
+    ITEM_BYTES,
+    MOST_ENTRIES,
+    NAME,
+    NUM_THREADS,
+    Scales,
+    combiner_bytes,
+    launch,
+    launch_constants,
 )
-from .gemm_panels import PANEL_COUNTERS
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
-from .primitives import PLACE_LAYER1, PLACE_PANEL
-from .recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
 
-NAME = "gemm_combine"
-SOURCES = ("hopper", "recorder", "signals", "products", "panel_gemm", "combine", "gemm_combine")
+SOURCES = "hopper", "recorder", "signals", "ring", "products", "panels", "panel_gemm", "combine", "gemm_combine"
 
-# Constants of the sources, which get them from here and from ``cuda_text``.
-BLOCK_COLS = 256  # columns that count as one in panels
-COMBINERS = 3  # warps that combine from the start
-WARPS_BESIDE = 132 * COMBINERS  # of a GPU of 132 multiprocessors
-
-ITEM_BYTES = 32
-ENTRY_BYTES = 8
-SLOT_BYTES = 2 * PASS_COLS
-# Each warpgroup of each of the blocks that share a column block tells of its part of a tile.
-SHARES_PER_TILE = 2 * BLOCK_COLS // COLS
-MOST_ENTRIES = 8  # experts of a token, or ranks
 # With fewer products of a rank, or a longer contraction, Triton is as fast or faster (benchmarks/RESULTS.md, run 5).
 LEAST_PRODUCTS = 50_000_000_000
 MOST_DEPTH = 2048
@@ -104,27 +87,12 @@ class CudaConfig:
             32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 230852.
         """
         memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * LINE, ITEM_BYTES)
-        combiner = COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + self.ahead * SLOT_BYTES
-        return memory + COMBINERS * combiner + 4 * (num_experts + 1)
+        return memory + combiner_bytes(entries, self.ahead) + 4 * (num_experts + 1)
 
 
 DEFAULT = CudaConfig()
 TALL = CudaConfig(most_rows=272, box_rows=16, staged_rows=16, ahead=8)
 SELECTABLE = DEFAULT, TALL
-
-
-class Arguments(ctypes.Structure):
-    """``Returns`` of ``cuda/combine.cu``: addresses, then integers."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in (
-            "y", "landing", "out", "row_slots", "row_weights", "send_rows", "recv_counts", "landing_addresses", "flags",
-            "flag_addresses", "tickets", "panel_counters", "num_tiles", "epoch", "fault", "timeout_ns", "events",
-        )),
-        *((name, ctypes.c_int32) for name in (
-            "rank", "num_tokens", "max_tokens", "cols", "panels", "parts", "shares_per_tile", "event_capacity",
-        )),
-    )  # fmt: skip
 
 
 def takes(
@@ -214,59 +182,11 @@ def gemm_combine_cuda(
         config: Shape of the blocks.
     """
     config = config or CudaConfig.select(table.even_rows)
-    assert table.segments is not None
-    starts, counts = table.segments
-    experts, cols, depth = b.shape
-    top_k, recorder = returns.row_slots.shape[1], wire.recorder
-    shape = a.dtype, experts, top_k, wire.world_size, recorder is not None, torch.cuda.current_device()
-    kernel = _selectable_kernels(*shape).get(config) or _kernel(config, *shape)
-    num_blocks = torch.cuda.get_device_properties(a.device).multi_processor_count // config.cluster * config.cluster
-    tensors = dict(
-        y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
-        send_rows=returns.send_rows, recv_counts=returns.recv_counts, landing_addresses=wire.row_pointers,
-        flags=wire.flags, flag_addresses=wire.flag_pointers, tickets=table.counters,
-        panel_counters=table.counters[PANEL_COUNTERS:], num_tiles=table.num_tiles, epoch=wire.epoch, fault=wire.fault,
-    )  # fmt: skip
-    if recorder is not None:
-        tensors["events"] = recorder.events
-    arguments = Arguments(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        timeout_ns=wire.timeout_ns,
-        rank=wire.rank,
-        num_tokens=out.shape[0],
-        max_tokens=wire.max_tokens,
-        cols=cols,
-        panels=num_panels,
-        parts=column_parts(wire.max_tokens, wire.world_size, cols, num_panels),
-        shares_per_tile=SHARES_PER_TILE,
-        event_capacity=0 if recorder is None else recorder.capacity,
-    )
+    shape = a.dtype, len(b), returns.row_slots.shape[1], wire.world_size, wire.recorder is not None
+    device = torch.cuda.current_device()
+    kernel = _selectable_kernels(*shape, device).get(config) or _kernel(config, *shape, device)
     maps = tensor_map(a, (config.box_rows, DEPTH)), tensor_map(b, (1, COLS, DEPTH))
-    kernel.launch(num_blocks, [*maps, counts, starts, experts, depth, arguments])
-
-
-def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
-    """Parts that the combine cuts a panel's columns into, so that each warp beside the GEMM has two tickets.
-
-    Ranks must agree on it, so it does not depend on the GPU: warps are counted as on one of 132 multiprocessors.
-
-    Args:
-        max_tokens: M.
-        world_size: W.
-        cols: D.
-        num_panels: Panels.
-
-    Returns:
-        At least 1, at most the column blocks of a panel, and no more than there are flags.
-
-    Example:
-        M=2048 and W=4 make 256 chunks for 396 warps: 4 parts would give each two tickets, but a panel of D=2048 in 4
-        panels has 2 column blocks: 2 parts; of D=7168: 4 parts. M=8192: 1024 chunks, 1 part.
-    """
-    chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
-    col_blocks = -(-cols // BLOCK_COLS)
-    wanted, widest = -(-2 * WARPS_BESIDE // chunks), -(-col_blocks // num_panels)
-    return min(wanted, widest, MAX_PANELS // num_panels)
+    launch(kernel, maps, Scales(), y, out, wire, returns, table, num_panels, (len(b), b.shape[2]))
 
 
 @functools.cache
@@ -285,7 +205,7 @@ def _kernel(
     return load_kernel(
         compile_cubin(source(config, dtype, top_k, world_size, records), NAME),
         NAME,
-        num_threads=32 * (WARPS + COMBINERS + 1),
+        num_threads=NUM_THREADS,
         cluster=config.cluster,
         shared_bytes=config.shared_bytes(experts, max(top_k, world_size)),
     )
@@ -293,12 +213,9 @@ def _kernel(
 
 def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, records: bool) -> str:
     """The CUDA text of one configuration."""
-    constants = dict(
-        CLUSTER=config.cluster, ROWS_BY_THREADS=0, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows,
-        AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, TOP_K=top_k, WORLD=world_size, RECORDS=int(records),
-        BLOCK_COLS=BLOCK_COLS, BOX_ROWS=config.box_rows, COMBINERS=COMBINERS, CHUNK=COMBINE_CHUNK_ROWS,
-        MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value, PLACE_LAYER1=PLACE_LAYER1.value,
-        KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value, KIND_FINAL_SUM=KIND_FINAL_SUM.value,
+    constants = launch_constants(top_k, world_size, records) | dict(
+        CLUSTER=config.cluster, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows, BOX_ROWS=config.box_rows,
+        AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, MULTIPLYING_REGISTERS=176,
     )  # fmt: skip
     return cuda_text(constants, dtype, SOURCES, config.most_rows)
 

@@ -118,12 +118,13 @@ def load_kernel(cubin: bytes, name: str, *, num_threads: int, cluster: int, shar
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
-    """Descriptor of a 16-bit tensor for bulk copies of ``box`` in rows of 128 bytes, swizzled.
+    """Descriptor of a tensor for bulk copies of ``box`` in rows of 128 bytes, swizzled.
 
     Args:
-        tensor: 16-byte aligned, bfloat16 or float16; along its last axis elements are neighbours, other strides are
-            multiples of 16 bytes.
-        box: Elements of one copy along each axis; 64 along the last. What lies outside of the tensor is read as 0.
+        tensor: 16-byte aligned, bfloat16, float16 or float8_e4m3fn; along its last axis elements are neighbours, other
+            strides are multiples of 16 bytes.
+        box: Elements of one copy along each axis; 128 bytes along the last. What lies outside of the tensor is read
+            as 0.
 
     Returns:
         An argument for ``CudaKernel.launch``.
@@ -141,6 +142,7 @@ def _tensor_map(
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.float8_e4m3fn: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[dtype]
     sizes = shape[::-1]
     bytes_apart = [dtype.itemsize * stride for stride in strides[-2::-1]]

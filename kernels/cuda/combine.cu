@@ -9,6 +9,8 @@ constexpr int BATCH = 4; // entries that a warp works on together
 constexpr int SLOT_BYTES = 2 * PASS_COLS;
 constexpr int LIST_ENTRIES = CHUNK * (TOP_K > WORLD ? TOP_K : WORLD);
 static_assert(LIST_ENTRIES % BATCH == 0);
+// Each warpgroup of each of the blocks that have a column block together tells of its part of a tile.
+constexpr int SHARES_PER_TILE = 2 * BLOCK_COLS / COLS;
 
 struct Entry {
     int row; // twice the row, plus 1 if it is the last of its sum; the row -1 adds nothing
@@ -34,7 +36,7 @@ struct Returns {
     const int* epoch;
     Fault fault;
     int* events;
-    int rank, num_tokens, max_tokens, cols, panels, parts, shares_per_tile, event_capacity;
+    int rank, num_tokens, max_tokens, cols, panels, parts, event_capacity;
 };
 
 // BATCH entries from shared memory.
@@ -209,7 +211,7 @@ struct Combiner {
     __device__ __forceinline__ Combiner(const Returns& returns, char* memory, int worker, int lane)
         : returns(returns), list(reinterpret_cast<Entry*>(memory)), ring(shared_address(memory) + LIST_BYTES),
           recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), worker), lane(lane),
-          epoch(__ldg(returns.epoch)), shares(returns.shares_per_tile * __ldg(returns.num_tiles)) {}
+          epoch(__ldg(returns.epoch)), shares(SHARES_PER_TILE * __ldg(returns.num_tiles)) {}
 
     __device__ __forceinline__ void draw() {
         if (lane == 0) following = atomicAdd(returns.tickets, 1);

@@ -4,14 +4,13 @@
 
 constexpr int PUSHER = WARPS + LOADERS;
 constexpr int THREADS = 32 * (PUSHER + 1);
-constexpr int MULTIPLYING_REGISTERS = RECORDS ? 176 : 184; // recording takes registers of the warps that load
 static_assert(THREADS == 384);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
-    const __grid_constant__ TensorMap weights_map, const u16* __restrict__ received, const int* __restrict__ counts,
+    const __grid_constant__ TensorMap weights_map, const char* __restrict__ received, const int* __restrict__ counts,
     const int* __restrict__ starts, const int* __restrict__ tiles, const int* __restrict__ num_tiles,
-    const int* __restrict__ row_ids, const int* __restrict__ flags, u16* __restrict__ hidden, u16* __restrict__ pre,
-    int experts, int depth, int ffn, const __grid_constant__ Fault fault, const __grid_constant__ Sends sends) {
+    const int* __restrict__ row_ids, const int* __restrict__ flags, int experts, int depth, int ffn,
+    const __grid_constant__ Results results, const __grid_constant__ Fault fault, const __grid_constant__ Sends sends) {
     extern __shared__ char dynamic[];
     const Memory<Item> memory(dynamic, 2 * STAGING_BYTES);
     int* const first_piece = reinterpret_cast<int*>(memory.behind());
@@ -27,12 +26,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
     if (warp < WARPS) {
         take_registers<MULTIPLYING_REGISTERS>();
         const Recorder recorder(sends.events, sends.event_capacity, epoch, 0);
-        multiply_items(work, memory, Results{hidden, pre}, recorder, warp, lane);
+        multiply_items(work, memory, results, recorder, warp, lane);
         return;
     }
     give_registers<other_registers(MULTIPLYING_REGISTERS)>();
     if (warp < PUSHER) {
-        const Arrivals arrivals{sends.x, received, row_ids, flags, fault, epoch, sends.rank, sends.max_tokens};
+        const Arrivals arrivals{
+            reinterpret_cast<const char*>(sends.x), received, row_ids, flags, fault, epoch, sends.rank,
+            sends.max_tokens, 2 * sends.cols};
         load_items(work, arrivals, weights_map, memory, warp - WARPS, lane);
     } else {
         push_rows(sends, Recorder(sends.events, sends.event_capacity, epoch, 1), lane);

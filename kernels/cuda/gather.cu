@@ -7,28 +7,27 @@
 
 constexpr int HIDDEN_COLS = COLS / 2;              // of a block
 constexpr int GROUP_COLS = HIDDEN_COLS / 2;        // of a warpgroup
-constexpr int STAGED_LINE = 2 * GROUP_COLS;        // bytes
-constexpr int STAGING_BYTES = STAGED_ROWS * STAGED_LINE; // of each warpgroup
-constexpr int ROWS_PER_LOAD = 32 * 16 / LINE; // of a warp
-constexpr int LOADS_PER_STEP = STEP / ROWS_PER_LOAD;
-constexpr int MOST_LOADS = (MOST_ROWS / STEP + LOADERS - 1) / LOADERS * LOADS_PER_STEP; // of a warp and stage
+constexpr int LOADED_ROWS = 16;                    // that a loading warp has one after the other
+constexpr int ROWS_PER_LOAD = 32 * 16 / LINE;      // of a warp
+constexpr int LOADS_PER_GROUP = LOADED_ROWS / ROWS_PER_LOAD;
+constexpr int MOST_LOADS = (MOST_ROWS / LOADED_ROWS + LOADERS - 1) / LOADERS * LOADS_PER_GROUP; // of a warp and stage
 constexpr int UNROLLED = 4; // steps of the loading warps
 constexpr int LOOK_STEP = 2; // from which it is seen whether the next item's rows are there
 constexpr int IDS_PER_LANE = (MOST_LOADS + 7) / 8;
-static_assert(CLUSTER == 1);
+static_assert(CLUSTER == 1 && STEP % LOADED_ROWS == 0);
 
 struct Arrivals {
-    const u16* own; // tokens of this rank
-    const u16* received;
+    const char* own; // tokens of this rank
+    const char* received;
     const int* row_ids; // received row of each routed row
     const int* flags;   // of each chunk of received rows
     Fault fault;
-    int epoch, rank, max_tokens;
+    int epoch, rank, max_tokens, row_bytes;
 
     __device__ __forceinline__ bool is_own(int id) const { return u32(id - rank * max_tokens) < u32(max_tokens); }
 
-    __device__ __forceinline__ const u16* row(int id, int depth) const {
-        return is_own(id) ? own + u64(id - rank * max_tokens) * depth : received + u64(id) * depth;
+    __device__ __forceinline__ const char* row(int id) const {
+        return is_own(id) ? own + u64(id - rank * max_tokens) * row_bytes : received + u64(id) * row_bytes;
     }
 };
 
@@ -120,14 +119,14 @@ __device__ __forceinline__ void list_pieces(
 
 // ---- roles
 
-// The received rows of an item that a warp loads from. The rows go to the loading warps STEP by STEP; the eight lanes
+// The received rows of an item that a warp loads from. The rows go to the loading warps in turn; the eight lanes
 // that load a row together keep the ids of their rows between them.
 struct Rows {
     int ids[IDS_PER_LANE];
 
     // Of the item, and for the first eight lanes.
     static __device__ __forceinline__ int row_at(int load, int loader) {
-        return (load / LOADS_PER_STEP * LOADERS + loader) * STEP + load % LOADS_PER_STEP * ROWS_PER_LOAD;
+        return (load / LOADS_PER_GROUP * LOADERS + loader) * LOADED_ROWS + load % LOADS_PER_GROUP * ROWS_PER_LOAD;
     }
 
     __device__ __forceinline__ void fetch(const Item& item, const int* row_ids, int loader, int lane) {
@@ -170,18 +169,42 @@ struct Rows {
     }
 };
 
+// Where a lane finds the scales of two of its warp's rows; they lie behind a row's elements, one for each step.
+struct RowScales {
+    const char* from[IDS_PER_LANE];
+
+    __device__ __forceinline__ void find(const Rows& rows, const Arrivals& arrivals, int depth, int lane) {
+#pragma unroll
+        for (int eight = 0; eight < IDS_PER_LANE; ++eight) {
+            // Of row `lane` of 32 that the warp loads in eight turns.
+            const int id = __shfl_sync(0xFFFFFFFF, rows.ids[eight], lane % 4 * 8 + lane / 4);
+            from[eight] = arrivals.row(id) + depth * ELEMENT_BYTES;
+        }
+    }
+
+    __device__ __forceinline__ void load(u32 scales, int step, int loader, int lane) const {
+#pragma unroll
+        for (int eight = 0; eight < IDS_PER_LANE; ++eight) {
+            const int row = Rows::row_at(8 * eight + lane / 4, loader) + lane % 4;
+            if (row >= MOST_ROWS) continue;
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                         ::"r"(scales + 4 * row), "l"(from[eight] + 4 * step) : "memory");
+        }
+    }
+};
+
 // One step's part of the rows: 16 bytes per lane and load, zeros where a lane is not `inside`. Written for few
 // instructions: a warp alone has time for about four per load.
 template <bool FULL>
 __device__ __forceinline__ void load_rows(
     u32 even, u32 odd, const char* const (&from)[MOST_LOADS], int offset, int num_groups, bool inside) {
 #pragma unroll
-    for (int group = 0; group < MOST_LOADS / LOADS_PER_STEP; ++group) {
+    for (int group = 0; group < MOST_LOADS / LOADS_PER_GROUP; ++group) {
         if (group >= num_groups) break;
 #pragma unroll
-        for (int place = 0; place < LOADS_PER_STEP; ++place) {
-            const u32 target = (place % 2 ? odd : even) + (group * LOADERS * STEP + place * ROWS_PER_LOAD) * LINE;
-            const char* const source = from[group * LOADS_PER_STEP + place] + offset;
+        for (int place = 0; place < LOADS_PER_GROUP; ++place) {
+            const u32 target = (place % 2 ? odd : even) + (group * LOADERS * LOADED_ROWS + place * ROWS_PER_LOAD) * LINE;
+            const char* const source = from[group * LOADS_PER_GROUP + place] + offset;
             if constexpr (FULL) {
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
             } else {
@@ -216,9 +239,11 @@ __device__ __forceinline__ void load_items(
         const char* from[MOST_LOADS];
 #pragma unroll
         for (int load = 0; load < MOST_LOADS; ++load) {
-            from[load] = reinterpret_cast<const char*>(arrivals.row(rows.id_of(load, lane), work.depth)) + lane % 8 * 16;
+            from[load] = arrivals.row(rows.id_of(load, lane)) + lane % 8 * 16;
         }
-        const int num_groups = (item.rows / STEP - loader + LOADERS - 1) / LOADERS;
+        RowScales scales;
+        if constexpr (IS_FP8) scales.find(rows, arrivals, work.depth, lane);
+        const int num_groups = (item.rows / LOADED_ROWS - loader + LOADERS - 1) / LOADERS;
         arrived = num_steps >= LOOK_STEP + IDS_PER_LANE;
         // The next item's rows are found while this one's are loaded.
         const bool is_last = index + gridDim.x >= num_items;
@@ -244,13 +269,14 @@ __device__ __forceinline__ void load_items(
                     barrier_expect(ready, WEIGHT_BYTES);
                     load_gate_up(weights, weights_map, ready, step * DEPTH, item.col / 8, item.expert);
                 }
-                const u32 target = weights + WEIGHT_BYTES + loader * STEP * LINE;
+                const u32 target = weights + WEIGHT_BYTES + loader * LOADED_ROWS * LINE;
                 if ((step + 1) * DEPTH <= work.depth) {
                     load_rows<true>(target + even, target + odd, from, unrolled * LINE, num_groups, true);
                 } else {
-                    const bool inside = step * DEPTH + lane % 8 * 8 < work.depth;
+                    const bool inside = step * DEPTH + lane % 8 * (16 / ELEMENT_BYTES) < work.depth;
                     load_rows<false>(target + even, target + odd, from, inside ? unrolled * LINE : 0, num_groups, inside);
                 }
+                if constexpr (IS_FP8) scales.load(ring.scales(), step, loader, lane);
                 asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
                 ring.advance();
             }

@@ -1,13 +1,7 @@
 // What becomes of layer 0's products: gate and up, rounded, and hidden = silu(gate) * up.
 
-// As the Triton twin computes it, bit for bit.
-__device__ __forceinline__ float swiglu(float gate, float up) {
-    float power, sigmoid;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, 1.4426950216293335f)));
-    asm("div.full.f32 %0, %1, %2;" : "=f"(sigmoid) : "f"(1.0f), "f"(__fadd_rn(power, 1.0f)));
-    return __fmul_rn(__fmul_rn(gate, sigmoid), up);
-}
-
+constexpr int STAGED_LINE = 2 * GROUP_COLS;              // bytes
+constexpr int STAGING_BYTES = STAGED_ROWS * STAGED_LINE; // of each warpgroup
 static_assert(MOST_ROWS % STAGED_ROWS == 0);
 
 // An item's gate and up as they are rounded: a lane has two rows of one column for each eight rows.

@@ -5,7 +5,6 @@
 
 constexpr int LOADER = WARPS + COMBINERS;
 constexpr int THREADS = 32 * (LOADER + 1);
-constexpr int MULTIPLYING_REGISTERS = 176;
 static_assert(THREADS == 384);
 constexpr int COMBINER_BYTES = LIST_BYTES + AHEAD_BESIDE * SLOT_BYTES;
 constexpr int AFTER_BYTES = LIST_BYTES + AHEAD_AFTER * SLOT_BYTES;
@@ -14,7 +13,7 @@ static_assert(WARPS * AFTER_BYTES <= STAGES * STAGE_BYTES);
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
     const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weights_map,
     const int* __restrict__ counts, const int* __restrict__ starts, int experts, int depth,
-    const __grid_constant__ Returns returns) {
+    const __grid_constant__ Scales scales, const __grid_constant__ Returns returns) {
     extern __shared__ char dynamic[];
     const Memory<Item> memory(dynamic, 2 * STAGING_BYTES);
     char* const combiners = memory.behind();
@@ -26,7 +25,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
     __syncthreads();
     cluster_sync();
 
-    const Work work{counts, starts, first_piece, experts, depth, returns.cols, returns.panels, int(cluster_rank())};
+    const Work work{
+        counts, starts, first_piece, experts, depth, returns.cols, returns.panels, int(cluster_rank()),
+        scales};
     if (warp < WARPS) {
         take_registers<MULTIPLYING_REGISTERS>();
         const Recorder recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), 0);

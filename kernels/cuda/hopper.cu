@@ -60,6 +60,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         ::"r"(barrier), "r"(parity) : "memory");
 }
 
+__device__ __forceinline__ void load_bytes(u32 target, const void* source, u32 barrier, u32 bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void load_weights(
     u32 target, const TensorMap& map, u32 barrier, int k, int col, int expert) {
     asm volatile(

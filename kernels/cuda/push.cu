@@ -38,7 +38,7 @@ struct Pending {
 template <typename Started>
 __device__ __forceinline__ void copy_rows(
     const u16* x, const int* token_ids, u16* target, int first, int last, int cols, int lane, Started started) {
-    constexpr int BATCH = 16;
+    constexpr int BATCH = PUSH_BATCH;
     const int own_token = first + lane < last ? __ldg(token_ids + first + lane) : -1;
     const int passes = ceil_div(cols, PASS_COLS), total = (last - first) * passes;
     int row = 0, pass = 0;

@@ -14,11 +14,12 @@ from played_ranks import PlayedCase
 from ranks import run_ranks
 
 from comet.fused_arguments import table_of
-from comet.kernels import dispatch_gemm_cuda, nvrtc
+from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda, nvrtc
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.arguments import Returns, TileTable, Wire
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
-from comet.kernels.gemm_combine_cuda import CudaConfig, column_parts
+from comet.kernels.gemm_combine_cuda import CudaConfig
+from comet.kernels.gemm_combine_launch import Arguments, column_parts, combiner_bytes
 from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
@@ -36,6 +37,7 @@ def test_worked_examples() -> None:
     assert CudaConfig().shared_bytes(32, 8) == 230852
     assert CudaConfig.select(256).most_rows == 272
     assert CudaConfig.select(512) == CudaConfig.select(64) == CudaConfig(most_rows=256)
+    assert combiner_bytes(8, 12) == 3 * (32 * 8 * 8 + 12 * 512) == 24576
     assert column_parts(2048, 4, 2048, 4) == 2
     assert column_parts(2048, 4, 7168, 4) == 4
     assert column_parts(8192, 4, 7168, 4) == 1
@@ -71,11 +73,12 @@ def test_the_structure_is_that_of_the_source() -> None:
     assert body is not None
     declared = re.sub(r"Fault fault;", "s64* fault; u64 timeout_ns;", re.sub(r"//.*", "", body[1]))
     names = [name for line in declared.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-    assert names == [name for name, _ in module.Arguments._fields_]
+    assert names == [name for name, _ in Arguments._fields_]
 
 
 def test_every_source_is_used() -> None:
-    assert {path.stem for path in SOURCES.glob("*.cu")} == {*module.SOURCES, *dispatch_gemm_cuda.SOURCES}
+    modules = module, dispatch_gemm_cuda, fp8_gemm_combine_cuda, fp8_dispatch_gemm_cuda
+    assert {path.stem for path in SOURCES.glob("*.cu")} == {name for each in modules for name in each.SOURCES}
 
 
 def test_a_source_that_does_not_compile_says_why() -> None:

@@ -1,0 +1,68 @@
+// What becomes of layer 1's products in block FP8: rows of y, rounded, of which a warpgroup has 128 columns.
+
+constexpr int STAGING_BYTES = 0;
+
+// Of four lanes each has eight neighbouring columns of every 32.
+__device__ __forceinline__ void store_row(
+    const float (&sums)[WAVE_SUMS], int row, u16* target, int col, int cols, bool exists, int lane) {
+#pragma unroll
+    for (int begin = 0; begin < 16; begin += 4) {
+        u32 words[4];
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+            const int place = 4 * (begin + word) + 2 * row;
+            words[word] = pack(sums[place], sums[place + 1]);
+        }
+        transpose_words(words, lane);
+        const int first = col + 8 * (begin + lane % 4);
+        if (exists && first < cols) {
+            *reinterpret_cast<uint4*>(target + first) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+}
+
+__device__ __forceinline__ void compute_item(
+    Ring& ring, const Item& item, Share& share, u16* y, const Work& work, int group, int warp, int lane) {
+    Sums sums;
+    const bool leads = warp == 0 && lane == 0;
+    const int num_steps = work.num_steps(), num_blocks = work.cols / 128;
+    const int col = item.col + group * (COLS / 2), block = min(col / 128, num_blocks - 1);
+    const float* const weights = work.scales.weights + u64((item.expert * num_blocks + block) * num_steps);
+    WeightScales scales(weights, weights);
+    // Of the item before, whose stores have had time to complete.
+    multiply_item(
+        ring, sums, scales, item.rows, group, warp, lane, num_steps, [&] { if (leads) share.tell(); });
+#pragma unroll
+    for (int wave = 0; wave < MOST_ROWS / ROWS_AT_ONCE; ++wave) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = wave * ROWS_AT_ONCE + 16 * warp + lane / 4 + 8 * half;
+            u16* const target = y + u64(u32(item.first_row + row)) * work.cols;
+            store_row(sums[wave], half, target, col, work.cols, row < item.rows, lane);
+        }
+    }
+    group_sync(group);
+    share.panel = item.panel;
+    share.tiles = item.tiles;
+}
+
+__device__ __forceinline__ void multiply_items(
+    const Work& work, const Memory<Item>& memory, u16* y, int* panel_counters, const Recorder& recorder, int warp,
+    int lane) {
+    const int group = warp / 4, num_items = work.num_items();
+    Ring ring = memory.ring();
+    Share share{panel_counters, 0, 0};
+    int slot = 0;
+    for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
+        barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+        const u64 begin = recorder.now();
+        const Item& item = memory.items[slot];
+        slot = (slot + 1) % ITEM_SLOTS;
+        compute_item(ring, item, share, y, work, group, warp % 4, lane);
+        if (warp == 0 && lane == 0) {
+            recorder.record(
+                KIND_LAYER1_TILE, item.first_row / TILE_ROWS, item.col / BLOCK_COLS, item.panel, begin, begin);
+        }
+    }
+    if (warp % 4 == 0 && lane == 0) share.tell();
+}

@@ -1,0 +1,77 @@
+// A ring of stages in shared memory, through which loading warps hand operands to those that multiply, and how an expert's
+// rows are cut into pieces. A stage holds COLS lines of weights and MOST_ROWS lines of routed rows; block FP8 has a scale of
+// each row apart from them.
+
+constexpr int ELEMENT_BYTES = LINE / DEPTH;
+constexpr int WEIGHT_BYTES = COLS * LINE;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST_ROWS * LINE;
+constexpr int SCALE_BYTES = IS_FP8 ? MOST_ROWS * 4 : 0; // of a stage
+
+struct Ring {
+    u32 stages, full, empty;
+    int stage;
+    u32 parity;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ u32 scales() const { return stages + STAGES * STAGE_BYTES + stage * SCALE_BYTES; }
+};
+
+// How a block's shared memory begins: stages, their scales, what is staged for stores, barriers, items; all else comes behind.
+template <typename Item>
+struct Memory {
+    char* begin;
+    u32 stages, staging, full, empty;
+    Item* items;
+
+    __device__ __forceinline__ Memory(char* memory, int staging_bytes) {
+        stages = (shared_address(memory) + 1023) & ~1023u;
+        begin = memory + (stages - shared_address(memory));
+        staging = stages + STAGES * (STAGE_BYTES + SCALE_BYTES);
+        full = staging + staging_bytes;
+        empty = full + 8 * STAGES;
+        items = reinterpret_cast<Item*>(begin + (empty + 8 * STAGES - stages));
+    }
+
+    __device__ __forceinline__ Ring ring() const { return {stages, full, empty, 0, 0}; }
+
+    __device__ __forceinline__ char* behind() const { return reinterpret_cast<char*>(items + ITEM_SLOTS); }
+
+    // By one thread: how many arrivals fill a stage, and how many free it.
+    __device__ __forceinline__ void init_barriers(u32 filling, u32 freeing) const {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full + 8 * stage, filling);
+            barrier_init(empty + 8 * stage, freeing);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+};
+
+// The last of `num` parts that has at most `piece` pieces before it.
+__device__ __forceinline__ int part_of(const int* first_piece, int num, int piece) {
+    int low = 0, high = num - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first_piece[middle] <= piece) low = middle; else high = middle - 1;
+    }
+    return low;
+}
+
+// Pieces that `count` rows are cut into: as many as one matrix instruction takes, or all of them in a taller one.
+__device__ __forceinline__ int pieces_of(int count) {
+    return count <= MOST_ROWS ? count > 0 : ceil_div(count, MOST_AT_ONCE);
+}
+
+// Rows of each of `num` pieces; the last may have fewer.
+__device__ __forceinline__ int piece_height(int count, int num) {
+    return ceil_div(ceil_div(count, num), STEP) * STEP;
+}
+
+__device__ __forceinline__ void group_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}

@@ -1,0 +1,141 @@
+"""Layer 0 in block FP8 in CUDA C++: what ``fp8_dispatch_gemm`` does, in the launch of ``dispatch_gemm_cuda``.
+
+A block multiplies pieces of up to 128 routed rows with 128 columns of gate and of up. Each of its two multiplying
+warpgroups adds up the products of a step, scaled, while the tensor cores work for the other.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from . import dispatch_gemm_cuda
+from .aot_case import CudaCase
+from .arguments import Scaled, TileTable, Wire
+from .cuda_text import (
+    FP8_COLS,
+    FP8_ROWS,
+    LAUNCH_REGISTERS,
+    LINE,
+    SHARED_LIMIT,
+    TILE_ROWS,
+    WARPS,
+    fp8_cuda_text,
+    memory_bytes,
+)
+from .dispatch import Sends
+from .dispatch_gemm_cuda import ITEM_BYTES, LOADERS, NAME, launch_constants
+from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
+
+SOURCES = (
+    "hopper", "recorder", "signals", "ring", "fp8_products", "gather", "swiglu", "fp8_gather_gemm", "push",
+    "dispatch_gemm",
+)  # fmt: skip
+NUM_STAGES = 4
+PUSH_ROWS = 8
+STAGING_BYTES = 2 * 2 * FP8_ROWS * 4  # the largest of a row, of two warpgroups and of two items in turn
+
+
+class Results(ctypes.Structure):
+    """``Results`` of ``cuda/fp8_gather_gemm.cu``."""
+
+    _fields_ = (
+        ("hidden", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("weight_scales", ctypes.c_uint64),
+        ("rows", ctypes.c_int64),
+    )
+
+
+def shared_bytes(num_experts: int) -> int:
+    """Dynamic shared memory of a block.
+
+    Args:
+        num_experts: Experts of this rank.
+
+    Returns:
+        Bytes: alignment, stages, their scales, the largest of rows, barriers, items, the table of pieces.
+
+    Example:
+        32 experts: 1024 + 4 * 49152 + 4 * 512 + 2048 + 64 + 384 + 4 * 97 = 202564.
+    """
+    memory = memory_bytes(NUM_STAGES, FP8_ROWS, STAGING_BYTES, ITEM_BYTES, FP8_COLS)
+    return memory + 4 * NUM_STAGES * FP8_ROWS + 4 * (3 * num_experts + 1)
+
+
+def runs_cuda(w1: Scaled, wire: Wire, sends: Sends, table: TileTable) -> bool:
+    """Whether a launch is the one in CUDA C++; ranks may differ in it, for they see the same flags from either.
+
+    Args:
+        w1: ``(e, 2F, D)`` weights.
+        wire: See ``fp8_dispatch_gemm``.
+        sends: See ``fp8_dispatch_gemm``.
+        table: See ``fp8_dispatch_gemm``.
+    """
+    return (
+        table.block_rows == TILE_ROWS
+        and shared_bytes(len(w1.elements)) <= SHARED_LIMIT
+        and sends.pushed is not None
+        and table.segments is not None
+        and is_available(wire.rows.device)
+    )
+
+
+def fp8_dispatch_gemm_cuda(w1: Scaled, hidden: Scaled, wire: Wire, sends: Sends, table: TileTable) -> None:
+    """Send this rank's packed rows, receive the others', and compute hidden, quantised; see ``fp8_dispatch_gemm``.
+
+    Args:
+        w1: ``(e, 2F, D)``, gate rows, then up rows; scales ``(e, 2F / 128, D / 128)``.
+        hidden: ``(Q, F)`` with scales ``(F / 128, Q)``, results; rows of no expert are left alone.
+        wire: Packed rows ``(R, ..)`` int32, of which this rank's own are there, and flags.
+        sends: Send lists.
+        table: Segments, tiles by phase, and where each routed row arrives.
+    """
+    experts, double_f, depth = w1.elements.shape
+    kernel = _kernel(experts, wire.world_size, wire.recorder is not None, torch.cuda.current_device())
+    eights = w1.elements.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
+    weights_map = tensor_map(eights, (1, FP8_COLS // 16, 2, 8, LINE))
+    results = Results(
+        hidden=hidden.elements.data_ptr(),
+        scales=hidden.scales.data_ptr(),
+        weight_scales=w1.scales.data_ptr(),
+        rows=hidden.elements.shape[0],
+    )
+    own = wire.rows[wire.rank * wire.max_tokens :].view(torch.int16)
+    dispatch_gemm_cuda.launch(kernel, weights_map, own, results, wire, sends, table, (experts, depth, double_f // 2))
+
+
+@functools.cache
+def _kernel(experts: int, world_size: int, records: bool, device: int) -> CudaKernel:
+    """Loaded once per device: a module belongs to its context."""
+    return load_kernel(
+        compile_cubin(source(world_size, records), NAME),
+        NAME,
+        num_threads=32 * (WARPS + LOADERS + 1),
+        cluster=1,
+        shared_bytes=shared_bytes(experts),
+    )
+
+
+def source(world_size: int, records: bool) -> str:
+    """The CUDA text of one configuration."""
+    constants = launch_constants(world_size, PUSH_ROWS, NUM_STAGES, records) | dict(
+        MULTIPLYING_REGISTERS=208, PUSH_BATCH=8
+    )
+    return fp8_cuda_text(constants, torch.bfloat16, SOURCES)
+
+
+def aot_cases() -> list[CudaCase]:
+    """With and without recording."""
+    ranks, experts = 4, 64
+    return [
+        CudaCase(
+            name=f"{ranks} ranks{', recording' if records else ''}",
+            kernel=f"fp8_{NAME}_cuda",
+            source=source(ranks, records),
+            shared_bytes=shared_bytes(experts),
+            spilled_bytes=16 if records else 0,  # of the warps that load, once per item
+            registers=LAUNCH_REGISTERS,
+        )
+        for records in (False, True)
+    ]

@@ -1,0 +1,144 @@
+"""The launch of layer 1 in CUDA C++ (``cuda/gemm_combine.cu``), whatever its elements: what host and source share."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
+from .cuda_text import PASS_COLS, WARPS
+from .gemm_panels import PANEL_COUNTERS
+from .nvrtc import CudaKernel
+from .primitives import PLACE_LAYER1, PLACE_PANEL
+from .recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
+
+NAME = "gemm_combine"
+
+# Constants of the sources, which get them from here and from ``cuda_text``.
+BLOCK_COLS = 256  # columns that count as one in panels
+COMBINERS = 3  # warps that combine from the start
+WARPS_BESIDE = 132 * COMBINERS  # of a GPU of 132 multiprocessors
+
+ITEM_BYTES = 32
+ENTRY_BYTES = 8
+SLOT_BYTES = 2 * PASS_COLS
+MOST_ENTRIES = 8  # experts of a token, or ranks
+NUM_THREADS = 32 * (WARPS + COMBINERS + 1)
+
+
+def combiner_bytes(entries: int, ahead: int) -> int:
+    """Shared memory of the warps that combine from the start.
+
+    Args:
+        entries: Most rows that a sum has.
+        ahead: Rows that each has on their way.
+
+    Example: 8 entries, 12 rows: 3 * (32 * 8 * 8 + 12 * 512) = 24576.
+    """
+    return COMBINERS * (COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + ahead * SLOT_BYTES)
+
+
+class Scales(ctypes.Structure):
+    """``Scales`` of ``cuda/panels.cu``; zeros for elements of 16 bits."""
+
+    _fields_ = (("rows", ctypes.c_uint64), ("weights", ctypes.c_uint64), ("routed_rows", ctypes.c_int64))
+
+
+class Arguments(ctypes.Structure):
+    """``Returns`` of ``cuda/combine.cu``: addresses, then integers."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "y", "landing", "out", "row_slots", "row_weights", "send_rows", "recv_counts", "landing_addresses", "flags",
+            "flag_addresses", "tickets", "panel_counters", "num_tiles", "epoch", "fault", "timeout_ns", "events",
+        )),
+        *((name, ctypes.c_int32) for name in (
+            "rank", "num_tokens", "max_tokens", "cols", "panels", "parts", "event_capacity",
+        )),
+    )  # fmt: skip
+
+
+def launch(
+    kernel: CudaKernel,
+    maps: tuple[Any, Any],
+    scales: Scales,
+    y: Tensor,
+    out: Tensor,
+    wire: Wire,
+    returns: Returns,
+    table: TileTable,
+    num_panels: int,
+    sizes: tuple[int, int],
+) -> None:
+    """Launch layer 1 on all multiprocessors.
+
+    Args:
+        kernel: Of ``cuda/gemm_combine.cu``.
+        maps: Boxes of rows and of weights.
+        scales: Of block FP8.
+        y: See ``gemm_combine_cuda``.
+        out: See ``gemm_combine_cuda``.
+        wire: See ``gemm_combine_cuda``.
+        returns: See ``gemm_combine_cuda``.
+        table: See ``gemm_combine_cuda``.
+        num_panels: See ``gemm_combine_cuda``.
+        sizes: e and C.
+    """
+    assert table.segments is not None
+    recorder, cols, (starts, counts) = wire.recorder, out.shape[1], table.segments
+    tensors = dict(
+        y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
+        send_rows=returns.send_rows, recv_counts=returns.recv_counts, landing_addresses=wire.row_pointers,
+        flags=wire.flags, flag_addresses=wire.flag_pointers, tickets=table.counters,
+        panel_counters=table.counters[PANEL_COUNTERS:], num_tiles=table.num_tiles, epoch=wire.epoch, fault=wire.fault,
+    )  # fmt: skip
+    if recorder is not None:
+        tensors["events"] = recorder.events
+    arguments = Arguments(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        timeout_ns=wire.timeout_ns,
+        rank=wire.rank,
+        num_tokens=out.shape[0],
+        max_tokens=wire.max_tokens,
+        cols=cols,
+        panels=num_panels,
+        parts=column_parts(wire.max_tokens, wire.world_size, cols, num_panels),
+        event_capacity=0 if recorder is None else recorder.capacity,
+    )
+    num_blocks = torch.cuda.get_device_properties(y.device).multi_processor_count // kernel.cluster * kernel.cluster
+    kernel.launch(num_blocks, [*maps, counts, starts, *sizes, scales, arguments])
+
+
+def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
+    """Parts that the combine cuts a panel's columns into, so that each warp beside the GEMM has two tickets.
+
+    Ranks must agree on it, so it does not depend on the GPU: warps are counted as on one of 132 multiprocessors.
+
+    Args:
+        max_tokens: M.
+        world_size: W.
+        cols: D.
+        num_panels: Panels.
+
+    Returns:
+        At least 1, at most the column blocks of a panel, and no more than there are flags.
+
+    Example:
+        M=2048 and W=4 make 256 chunks for 396 warps: 4 parts would give each two tickets, but a panel of D=2048 in 4
+        panels has 2 column blocks: 2 parts; of D=7168: 4 parts. M=8192: 1024 chunks, 1 part.
+    """
+    chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
+    col_blocks = -(-cols // BLOCK_COLS)
+    wanted, widest = -(-2 * WARPS_BESIDE // chunks), -(-col_blocks // num_panels)
+    return min(wanted, widest, MAX_PANELS // num_panels)
+
+
+def launch_constants(top_k: int, world_size: int, records: bool) -> dict[str, int]:
+    """Constants of the launch, whatever its elements and blocks."""
+    return dict(
+        ROWS_BY_THREADS=0, TOP_K=top_k, WORLD=world_size, RECORDS=int(records), BLOCK_COLS=BLOCK_COLS,
+        COMBINERS=COMBINERS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value,
+        PLACE_LAYER1=PLACE_LAYER1.value, KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value,
+        KIND_FINAL_SUM=KIND_FINAL_SUM.value,
+    )  # fmt: skip
