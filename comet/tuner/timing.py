@@ -1,4 +1,4 @@
-"""The one timing protocol of the tuner and of all benchmarks.
+"""The one timing protocol of the tuner, of all benchmarks and of what ``comet generate`` measures of its device.
 
 1. *Interleaved.* All variants run in one loop, one call each per round, and each round starts with another variant. A
    GPU slows by up to 10 % within a minute of load (power limit): variants measured one after the other say nothing.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_gpu import FakeGPU
 
 from comet.generation.config import GenerateConfig
 from comet.generation.generate import encode_prompts
@@ -149,6 +151,19 @@ def test_table_leaves_out_what_was_not_measured():
 
 def test_read_rate_is_positive():
     assert read_bytes_per_second(CPU, 2**20) > 0
+
+
+def test_the_roof_is_read_by_a_warm_gpu(monkeypatch):
+    """Reads of 1 / 128 s: half a second of them, then ten that count, each launched while the GPU waits for it."""
+    gpu, waits = FakeGPU(2**-7), []
+    gpu.install(monkeypatch)
+    buffer = SimpleNamespace(nbytes=2**20, sum=lambda: gpu.calls.append(("read", 0)))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: buffer)
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
+    rate = read_bytes_per_second(torch.device("cuda"), 2**20)
+    assert len(gpu.calls) == len(waits) == 64 + 10
+    assert rate == pytest.approx(2**20 / 68.5e-3)  # the ten take 64, 65, ..., 73 ms
+    assert rate == pytest.approx(1.53e7, rel=1e-3)
 
 
 def test_nested_example_of_the_docstring():
