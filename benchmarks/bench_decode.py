@@ -4,6 +4,7 @@
     python benchmarks/bench_decode.py --weights bf16,mxfp8,fp8 --variants comet,triton --clocks
     python benchmarks/bench_decode.py --try form=matrix,gate_up.rows=64 --try dependent=1 --tokens 1,4
     torchrun --nproc-per-node 4 benchmarks/bench_decode.py --ep 4 --tokens 1,8,32
+    torchrun --nproc-per-node 2 benchmarks/bench_decode.py --ep 2 --tokens 2,16,64 --variants comet,local,own
     python benchmarks/bench_decode.py --device cpu --models tiny --tokens 1,3
 
 One timed call runs a step on each of several weight sets, so that L2 does not flatter; a step's time is a part of it.
@@ -13,6 +14,9 @@ with some fields changed. ``--clocks`` then repeats each variant alone and recor
 ``bench_decode_clocks.csv``. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every row, at the end
 ``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON. Variants, columns
 and protocol: ``RESULTS.md`` beside this file.
+
+``--tokens`` are those of a step. Over ranks all of them hold these; but for ``own``, ``own_nccl`` and ``own_fused``
+(data-parallel attention) each rank brings its share: of 16 over 2 ranks 8 each.
 
 Quantised ``--weights``: bytes are those of elements and scales, errors relative to the quantised numbers; the other
 paths, which take no such weights, run on the same numbers in the dtype of the tokens (block FP8 rounded to it).
@@ -56,7 +60,7 @@ SHAPES = {
 }
 SETS = 4  # for each rank, which holds a part of the experts: a call has as many bytes, and more steps that absorb skew
 ROOF_BYTES = 2**32
-MANY_TOKENS = ("torch", "triton", "transformers", "fused")  # variants for more than MAX_DECODE_TOKENS
+MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -162,7 +166,10 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         "--weights", type=names, default=("bf16",), help=", ".join(WEIGHTS) + "; bf16 is float32 on a CPU"
     )
     parser.add_argument(
-        "--tokens", type=names, default=("1", "2", "4", "8", "16", "32", "64"), help="over ranks equal on all of them"
+        "--tokens",
+        type=names,
+        default=("1", "2", "4", "8", "16", "32", "64"),
+        help="of a step; over ranks equal on all of them, or (own, own_nccl, own_fused) each rank's share of them",
     )
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)

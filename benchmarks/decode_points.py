@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from clock_loop import clock_rows
 from decode_library import PREFIX
+from decode_own import OWN, in_place
 from decode_report import Row, clock_figures, figures
-from decode_steps import WeightSet, make_steps
+from decode_steps import StepRun, WeightSet, make_steps
 from decode_team import Team
-from decode_variants import Settings, StepRun, step_runs
+from decode_variants import Settings, step_runs
 from points import Ranks, attempt
 from torch import Tensor
 
@@ -109,9 +110,12 @@ def check_variant(name: str, run: StepRun, exact: Tensor, num_steps: int, team: 
 def judge(name: str, output: Tensor, exact: Tensor, team: Team) -> tuple[tuple[float, float], str]:
     """Error and cosine of the worst rank, and why the output cannot be right ("" if it can; collective).
 
-    Of ``local`` the sum over ranks is compared, and ``comet`` has to give all ranks the same bits.
+    Of ``local`` the sum over ranks is compared, of ``OWN`` the outputs of all ranks side by side, and ``comet`` has to
+    give all ranks the same bits.
     """
     ranks = team.ranks
+    if name in OWN:
+        output = team.total(in_place(output, exact, team.layout))
     error, cosine = compare(team.total(output.double()) if name == "local" else output, exact)
     limit = TOLERANCE[ranks.dtype]
     is_wrong = ranks.worst(float(not error <= limit))  # also when it is no number

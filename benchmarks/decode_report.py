@@ -12,6 +12,7 @@ from typing import Any
 
 from clock_loop import FIGURES as CLOCK_FIGURES
 from decode_library import PREFIX
+from decode_own import OWN
 from report import align, cell, table_of
 
 from comet.tuner.timing import Timing
@@ -20,8 +21,9 @@ Row = dict[str, Any]
 
 KEYS = ("model", "weights", "ep", "tp", "tokens")
 CENTRIC = "triton"
-OTHERS = ("torch", "fused", "local", "local_nccl")
-NO_RIVAL = ("comet", "local")  # ``local`` is a part of decode over ranks, not another way to do it
+OTHERS = ("torch", "fused", "local", "local_nccl", *OWN)
+# ``local`` is a part of decode over ranks, not another way to do it; tokens of the ranks' own are another task.
+NO_RIVAL = ("comet", "local", *OWN)
 IN_JSON_ONLY = ("times_us", "quantiles", "accuracy", "clocks")
 BELOW_TABLE = ("no_graph", "failures")
 CLOCK_COLUMNS = (*KEYS, "launch", "us", "repeated_us", "repeated_of_roof", *CLOCK_FIGURES[2:])
@@ -37,7 +39,7 @@ def figures(
     """One row: microseconds of a step per variant, rate and fraction of the roof of the fastest of ours, and errors.
 
     Example: comet 0.4 ms for 4 steps that touch 2e8 bytes each, triton1 0.8 ms, roof 4 TB/s: 100 us, 2 TB/s, 0.5 of the
-    roof, 2 x triton. With local 0.38 ms: added 5 us.
+    roof, 2 x triton. With local 0.38 ms: added 5 us; with own 0.42 ms, too: own added 10 us.
     """
     times_us = {name: timing.median_ms * 1e3 / num_steps for name, timing in timings.items()}
     centric = min((name for name in times_us if name.startswith(CENTRIC)), key=times_us.__getitem__, default="")
@@ -46,9 +48,10 @@ def figures(
     best = min(ours, key=times_us.__getitem__, default="")
     shown = {"comet": "comet", "triton": centric} | {name: name for name in (*OTHERS, *library)}
     row: Row = {f"{name}_us": times_us.get(source) for name, source in shown.items()}
-    comet_us, local_us, best_us = row["comet_us"], row["local_us"], times_us.get(best)
+    local_us, best_us = row["local_us"], times_us.get(best)
+    for added, over_ranks_us in (("added_us", row["comet_us"]), ("own_added_us", row["own_us"])):
+        row[added] = None if over_ranks_us is None or local_us is None else over_ranks_us - local_us
     row |= {
-        "added_us": None if comet_us is None or local_us is None else comet_us - local_us,
         "best": best or None,
         "best_us": best_us,
         "mbytes": touched_bytes / 1e6,

@@ -19,6 +19,7 @@ from comet.reference import rank_partial
 QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | FP8]] = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8}
 WEIGHTS = ("bf16", *QUANTISERS)
 SEEDS_PER_RANK = 1000
+StepRun = Callable[[int], Tensor]  # a way to run a step, by its number
 
 
 @dataclass(frozen=True)

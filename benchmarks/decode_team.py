@@ -22,11 +22,15 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Of Comet, for one model: the group, its fused path (on a CPU the twin), and decode where there are more ranks."""
+    """Of Comet, for one model: the group, its fused path (on a CPU the twin), and decode where there are more ranks.
+
+    ``decode`` is for tokens that all ranks hold, ``own`` for tokens of their own, by the most that a rank brings.
+    """
 
     group: ExpertGroup
     fused: ExpertPath
     decode: RankDecode | None
+    own: dict[int, RankDecode] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +54,25 @@ class Team:
             dist.all_reduce(part, group=self.ranks.process_group)
         return part
 
+    def own_decode(self, max_tokens: int) -> RankDecode:
+        """Decode of at most so many tokens of each rank's own: a step takes blocks for all of them, present or not.
+
+        Made at the first call, which is collective.
+        """
+        assert self.shared is not None
+        if max_tokens not in self.shared.own:
+            self.shared.own[max_tokens] = RankDecode(
+                self.shared.group.comm, hidden_size=self.config.hidden_size, max_tokens=max_tokens, replicated=False
+            )
+        return self.shared.own[max_tokens]
+
     def check(self) -> None:
         """Raise what went wrong on the device so far; waits for it."""
         if self.shared is not None:
             self.shared.group.workspace.check()
-            if self.shared.decode is not None:
-                self.shared.decode.check()
+            for decode in (self.shared.decode, *self.shared.own.values()):
+                if decode is not None:
+                    decode.check()
 
 
 @contextmanager

@@ -3,19 +3,21 @@
 On one GPU: warp decode (``comet``, and the trials of ``--try``), the expert-centric paths (``torch``, ``triton0`` ...),
 transformers (``transformers_eager`` ...) and Comet's fused path (``fused``). Over ranks, whose tokens are the same:
 ``comet`` with the all-reduce inside; ``local``, a rank's part alone; ``local_nccl``, that and an all-reduce of
-``torch.distributed``; ``fused``, of which every rank takes its slice of the tokens and gathers the results.
+``torch.distributed``; ``fused``, of which every rank takes its slice of the tokens and gathers the results. ``own``
+and the others of ``decode_own``: each rank brings its share of the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
 from decode_library import Library
+from decode_own import OWN, own_runs
 from decode_paths import EXPERT_CONFIGS, torch_experts, triton_experts
-from decode_steps import Step
+from decode_steps import Step, StepRun
 from decode_team import Team
 from torch import Tensor
 
@@ -27,10 +29,9 @@ from comet.kernels.group_gemm import GemmConfig
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, select
 
 Trial = dict[str, str]
-StepRun = Callable[[int], Tensor]
 
 ON_ONE_GPU = ("comet", "torch", "triton", "transformers", "fused")
-OVER_RANKS = ("comet", "local", "local_nccl", "fused")
+OVER_RANKS = ("comet", "local", "local_nccl", "fused", *OWN)
 DECODES = ("comet", "local", "local_nccl")  # for at most MAX_DECODE_TOKENS
 
 
@@ -67,6 +68,8 @@ def step_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[str
         found |= settings.library.runs(steps)
     if "fused" in settings.variants and team.shared is not None:
         found["fused"] = partial(run_fused, team, steps)
+    if not team.is_alone:
+        found |= own_runs(team, steps, settings.variants)
     return found
 
 

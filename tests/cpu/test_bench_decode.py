@@ -181,8 +181,9 @@ def test_report_survives_what_failed(tmp_path: Path) -> None:
         (["--variants", "local"], "variants='local' must be one of comet, torch, triton, transformers, fused for ep=1"),
         (
             ["--variants", "torch", "--ep", "2"],
-            "variants='torch' must be one of comet, local, local_nccl, fused for ep=2",
+            "variants='torch' must be one of comet, local, local_nccl, fused, own, own_nccl, own_fused for ep=2",
         ),
+        (["--tokens", "65", "--variants", "own", "--ep", "2"], "tokens=65 must be at most 64 for variants=own"),
         (["--models", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
         (["--models", "tiny", "--tp", "3"], "ffn_size=64 must be divisible by tp=3"),
     ],

@@ -17,7 +17,7 @@ from bench_decode import parse
 from decode_points import Checked, check_variant, measure_point
 from decode_steps import make_set, make_steps
 from decode_team import Team
-from decode_variants import Settings
+from decode_variants import OVER_RANKS, Settings
 from points import Ranks
 from ranks import run_ranks
 
@@ -131,11 +131,12 @@ def check_rows(folder: Path, ep: int, tp: int, tokens: list[int]) -> list[dict[s
     assert report["facts"]["sets"] == 4 * ep * tp
     for row in rows:
         assert row["failures"] == {}
-        names = {"comet", "local", "local_nccl", "fused"} if row["tokens"] <= 64 else {"fused"}
+        names = {*OVER_RANKS} if row["tokens"] <= 64 else {"fused", "own_fused"}
         assert set(row["times_us"]) == set(row["accuracy"]) == names
         assert all(error < 1e-5 and cosine > 0.999996 for error, cosine in row["accuracy"].values())
         if "comet" in names:
             assert row["added_us"] == pytest.approx(row["comet_us"] - row["local_us"])
+            assert row["own_added_us"] == pytest.approx(row["own_us"] - row["local_us"])
     (crossover,) = report["crossover"]
     assert crossover["measured"] == [count for count in tokens if count <= 64]
     assert (folder / "bench_decode.png").exists()
