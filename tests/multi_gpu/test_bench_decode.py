@@ -1,0 +1,36 @@
+"""The decode benchmark over two GPUs: every way to decode is right and in a graph, for tokens of either kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import bench_decode
+import pytest
+import torch
+import torch.distributed as dist
+from points import Ranks
+from ranks import run_ranks
+
+SMALL = "--models tiny --tokens 1,3,16 --rounds 2 --variants".split()
+DECODES = {"comet", "local", "local_nccl", "own", "own_nccl"}
+
+
+def on_gpu(rank: int, world_size: int, commands: list[list[str]]) -> None:
+    torch.cuda.set_device(rank)
+    for words in commands:
+        bench_decode.run(bench_decode.parse(words), Ranks(rank, torch.device("cuda", rank), dist.group.WORLD))
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_experts_and_slices_over_two_ranks(tmp_path: Path) -> None:
+    layouts = {"ep": ["--ep", "2"], "tp": ["--tp", "2"]}
+    commands = [[*SMALL, ",".join(DECODES), *layout, "--out", str(tmp_path / name)] for name, layout in layouts.items()]
+    run_ranks(on_gpu, 2, commands, backend="cpu:gloo,cuda:nccl", timeout=300)
+    for name in layouts:
+        rows = json.loads((tmp_path / name / "bench_decode.json").read_text())["rows"]
+        assert [row["tokens"] for row in rows] == [1, 3, 16]
+        for row in rows:
+            assert (row["failures"], row["no_graph"]) == ({}, {})
+            assert set(row["times_us"]) == DECODES
+            assert row["own_added_us"] == pytest.approx(row["own_us"] - row["local_us"])
