@@ -147,9 +147,16 @@ class PrepareFinalizeAdapter:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Send the tokens and wait for those of all ranks: rows, scales, nothing, global ids, weights."""
-        return self.prepare_async(*args, **kwargs)()
+        routed, quantize = self._routed(*args, **kwargs)
+        return self._prepared(self.inner.prepare(routed, quantize=quantize))
 
-    def prepare_async(
+    def prepare_async(self, *args: Any, **kwargs: Any) -> Callable[[], Prepared]:
+        """``prepare`` without the waiting, which is left to the receiver it returns."""
+        routed, quantize = self._routed(*args, **kwargs)
+        receive = self.inner.prepare_no_receive(routed, quantize=quantize)
+        return lambda: self._prepared(receive())
+
+    def _routed(
         self,
         a1: Tensor,
         topk_weights: Tensor,
@@ -159,26 +166,23 @@ class PrepareFinalizeAdapter:
         apply_router_weight_on_input: bool,
         quant_config: Any,
         defer_input_quant: bool,
-    ) -> Callable[[], Prepared]:
-        """``prepare`` without the waiting, which is left to the receiver it returns."""
+    ) -> tuple[RoutedTokens, bool]:
+        """vLLM's arguments of ``prepare``: the tokens, and whether to quantise them."""
         _require_weights_on_output(apply_router_weight_on_input)
         layout = self.inner.layout
         require(num_experts == layout.num_experts, f"num_experts={num_experts} must be {layout.num_experts}")
         quantize = wants_fp8(quant_config, defer_input_quant)
         require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
-        routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
-        receive = self.inner.prepare_no_receive(routed, quantize=quantize)
+        return RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights), quantize
 
-        def receiver() -> Prepared:
-            self._received = receive()
-            rows = self._received.rows
-            assert isinstance(rows, ContiguousRows)
-            ids, weights = global_routing(rows, layout)
-            if isinstance(rows.tokens, FP8):
-                return rows.tokens.elements.contiguous(), rows.tokens.scales.contiguous(), None, ids, weights
-            return rows.tokens, None, None, ids, weights
-
-        return receiver
+    def _prepared(self, received: Received) -> Prepared:
+        """Keep what arrived for ``finalize``, and hand it out as vLLM wants it."""
+        rows, self._received = received.rows, received
+        assert isinstance(rows, ContiguousRows)
+        ids, weights = global_routing(rows, self.inner.layout)
+        if isinstance(rows.tokens, FP8):
+            return rows.tokens.elements.contiguous(), rows.tokens.scales.contiguous(), None, ids, weights
+        return rows.tokens, None, None, ids, weights
 
     def finalize(
         self,

@@ -18,6 +18,7 @@ from comet.modular.interfaces import (
     FusedHandle,
     PrepareFinalize,
     Problem,
+    Received,
     RoutedTokens,
     Rows,
     Scratch,
@@ -81,13 +82,20 @@ class ModularMoE:
         """
         w1, w2 = self._check(tokens, top_k_ids, top_k_weights, w1, w2)
         routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
-        receive = self.prepare_finalize.prepare_no_receive(routed, quantize=self.experts.takes_fp8)
-        shared = None if self.shared is None else self.shared(tokens)
-        received = receive()
+        received, shared = self._prepare(routed)
         scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2, tokens.dtype)), tokens)
         outputs = self.experts.apply(received.rows, w1, w2, scratch)
         combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
         return combined if shared is None else combined + shared
+
+    def _prepare(self, routed: RoutedTokens) -> tuple[Received, Tensor | None]:
+        """What arrived, and the output of the shared experts, which run while rows travel."""
+        quantize = self.experts.takes_fp8
+        if self.shared is None:
+            return self.prepare_finalize.prepare(routed, quantize=quantize), None
+        receive = self.prepare_finalize.prepare_no_receive(routed, quantize=quantize)
+        shared = self.shared(routed.tokens)
+        return receive(), shared
 
     def _check(
         self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Weight, w2: Weight

@@ -58,7 +58,8 @@ class _Symmetric(ABC):
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""
-        return self.prepare_no_receive(routed, quantize=quantize)()
+        plan, tokens = self.transport.bring(routed, quantize=quantize)
+        return self._received(plan, tokens, routed.tokens.shape[1] if quantize else None)
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver.
@@ -66,17 +67,9 @@ class _Symmetric(ABC):
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
         """
-        arrive, hidden_size = self.transport.start(routed, quantize=quantize), routed.tokens.shape[1]
-
-        def receive() -> Received:
-            plan, tokens = arrive()
-            rows = self._rows(plan, tokens)
-            if quantize:
-                assert isinstance(rows.tokens, Tensor)
-                rows = replace(rows, tokens=unpack_rows(rows.tokens, hidden_size))
-            return Received(rows=rows, route=plan)
-
-        return receive
+        arrive = self.transport.start(routed, quantize=quantize)
+        packed_size = routed.tokens.shape[1] if quantize else None
+        return lambda: self._received(*arrive(), packed_size)
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce, combine; a delegated reduction is part of the combine."""
@@ -84,6 +77,14 @@ class _Symmetric(ABC):
         if isinstance(reduce, DelegateReduce):
             return self.transport.combine(outputs.flatten(0, 1), plan, self._row_slots(received.rows), weighted=True)
         return self.transport.combine_partials(reduce.apply(outputs, received.rows), plan)
+
+    def _received(self, plan: Plan, tokens: Tensor, packed_size: int | None) -> Received:
+        """Received rows as they lie in the pool, in the class's format; ``packed_size`` is the D of packed ones."""
+        rows = self._rows(plan, tokens)
+        if packed_size is not None:
+            assert isinstance(rows.tokens, Tensor)
+            rows = replace(rows, tokens=unpack_rows(rows.tokens, packed_size))
+        return Received(rows=rows, route=plan)
 
     @abstractmethod
     def _rows(self, plan: Plan, tokens: Tensor) -> ContiguousRows | BatchedRows:

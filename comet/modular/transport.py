@@ -37,11 +37,23 @@ class SymmetricTransport:
         self.workspace: Workspace = self.path.workspace
         self.plan_stream = group.plan_stream
 
+    def bring(self, routed: RoutedTokens, *, quantize: bool) -> tuple[Plan, Tensor]:
+        """Send this rank's tokens and wait for the rows of all: ``start`` for a caller with nothing to run in between.
+
+        Returns:
+            What ``start``'s result returns.
+
+        Raises:
+            ValueError: If the tokens do not fit the pool.
+        """
+        self._check(routed)
+        return self.plan_stream.start(lambda: self._bring(routed, quantize))()
+
     def start(self, routed: RoutedTokens, *, quantize: bool) -> Callable[[], tuple[Plan, Tensor]]:
         """Begin to send this rank's tokens, quantised and packed if asked for (collective).
 
         On a GPU the plan and the rows travel on a stream of their own, beside whatever the caller launches next; on a
-        CPU only the ids are on their way when this returns.
+        CPU only the ids are on their way when this returns, which by kernels costs the plan a launch.
 
         Returns:
             To be called once: waits for the rows of all ranks, and returns the plan and the received rows ``(R, D)``,
@@ -53,7 +65,7 @@ class SymmetricTransport:
         self._check(routed)
         if self.plan_stream.stream is None:
             return self._begin(routed, quantize)
-        return self.plan_stream.start(lambda: self._begin(routed, quantize)())
+        return self.plan_stream.start(lambda: self._bring(routed, quantize))
 
     def combine_partials(self, partial: Tensor, plan: Plan) -> Tensor:
         """Send one partial sum per received row ``(R, D)`` home and add them up: ``(T, D)`` (collective)."""
@@ -77,6 +89,14 @@ class SymmetricTransport:
             outputs.contiguous(), plan, self.workspace, path.settings, weighted=weighted
         )
         return combined
+
+    def _bring(self, routed: RoutedTokens, quantize: bool) -> tuple[Plan, Tensor]:
+        """The plan is made in halves, a launch more, only where there are rows to quantise while ids travel."""
+        if quantize:
+            return self._begin(routed, quantize)()
+        path = self.path
+        plan = path.plan(routed.top_k_ids, routed.top_k_weights)
+        return plan, path.ops.dispatch(routed.tokens.contiguous(), plan, path.workspace, path.settings)
 
     def _begin(self, routed: RoutedTokens, quantize: bool) -> Callable[[], tuple[Plan, Tensor]]:
         path, rows = self.path, routed.tokens.contiguous()

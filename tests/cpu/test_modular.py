@@ -194,7 +194,7 @@ def test_shared_experts_run_while_rows_travel(group: ExpertGroup) -> None:
 
     parts = (Recording(SMALL.config, group), ReferenceExperts(SMALL.config, group))
     with_shared, without = call(ModularMoE(*parts, shared=shared)), call(ModularMoE(*parts))
-    assert events == ["sent", "shared", "received", "sent", "received"]
+    assert events == ["sent", "shared", "received"], "without shared experts there is nothing to run in between"
     torch.testing.assert_close(with_shared, without + 3 * rank_inputs(SMALL, 0).tokens)
 
 
