@@ -4,7 +4,8 @@
 
 Prints one row per configuration (registers, spilled bytes, shared memory, warp-group matrix instructions, 16-byte and
 narrow accesses to global memory) and one JSON line at the end. The exit code is 1 when a configuration does not
-compile, spills registers, needs more shared memory than a block has, or misses a feature its ``KernelCase`` expects.
+compile, spills registers, needs more shared memory than a block has, waits for a warp-group matrix instruction before
+it issues the next, or misses a feature its ``KernelCase`` expects.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ WIDE_STORES = r"st\.global[\w.:]*\.v4\.[bfsu]32|st\.global[\w.:]*\.v2\.[bfsu]64"
 TMA_STORES = r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared"
 NARROW_LOADS = r"ld\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
 NARROW_STORES = r"st\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
-HGMMA = r"\b[HQ]GMMA\."
-# The last of a group that is waited for: several multiply one step.
-HGMMA_WITH_BARRIER = r"\b[HQ]GMMA\.[^;]*\bgsb0\b"
+HGMMA = r"\b[HQ]GMMA\."  # of 16 bits, or of 8
+# One after the other, how warp-group matrix instructions are issued and waited for.
+WARPGROUP_CODE = r"\b(?:[HQ]GMMA\.|WARPGROUP\.(?:ARRIVE|DEPBAR))[^;]*"
+# What the assembler says where it waits unasked, of one place or of all that a function multiplies.
+SERIALIZED = r"\(C75\d\d\) (.*(?:instructions are serialized|wait\w* is injected).*)"
 
 HEADER = ("kernel", "configuration", "regs", "spill B", "shared B", "wgmma", "ld16", "st16", "narrow")
 
@@ -63,7 +66,8 @@ class Quality:
         wide_stores: 16-byte and TMA stores to global memory.
         narrow_loads: Loads of less than 4 bytes.
         narrow_stores: Stores of less than 4 bytes.
-        serialized: The assembler waits for every wgmma before the next, as it does when registers are few.
+        serialized: Kinds of wgmma that are waited for one by one, as the assembler does when registers are few; of a
+            Triton kernel what the assembler says of it.
     """
 
     registers: int
@@ -74,7 +78,7 @@ class Quality:
     wide_stores: int
     narrow_loads: int
     narrow_stores: int
-    serialized: bool = False
+    serialized: tuple[str, ...] = ()
 
     def complaints(self, case: KernelCase | CudaCase) -> list[str]:
         """What breaks the case's expectations, in words; empty when all is well."""
@@ -88,7 +92,7 @@ class Quality:
         if "wgmma" in case.expects and not self.wgmma:
             found.append("missing wgmma")
         if self.serialized:
-            found.append("waits for each wgmma before the next")
+            found.append(f"waits for a wgmma before the next: {', '.join(self.serialized)}")
         for feature, wide, narrow in (
             ("wide_loads", self.wide_loads, max(0, self.narrow_loads - case.narrow_loads)),
             ("wide_stores", self.wide_stores, self.narrow_stores),
@@ -152,6 +156,7 @@ def measure(ptx: str, shared_bytes: int) -> Quality:
         wide_stores=count(WIDE_STORES, ptx) + count(TMA_STORES, ptx),
         narrow_loads=count(NARROW_LOADS, ptx),
         narrow_stores=count(NARROW_STORES, ptx),
+        serialized=tuple(re.findall(SERIALIZED, log)),
     )
 
 
@@ -175,8 +180,27 @@ def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
         wide_stores=count(r"\bSTG\.E\S*\.128", code),
         narrow_loads=count(r"\bLDG\.E\S*\.[US](?:8|16)\b", code),
         narrow_stores=count(r"\bSTG\.E\S*\.[US](?:8|16)\b", code),
-        serialized=count(HGMMA, code) == count(HGMMA_WITH_BARRIER, code) > 0,
+        serialized=waited_alone(code),
     )
+
+
+def waited_alone(code: str) -> tuple[str, ...]:
+    """Kinds of warp-group matrix instructions of which one is a group of its own, and waited for before the next.
+
+    Whoever multiplies a step by several commits them together, so only the last has the barrier.
+
+    Example: ``HGMMA.64x32x16.F32 R24, gsb0 ; WARPGROUP.DEPBAR.LE gsb0, 0x0 ;`` gives ``("64x32x16",)``; with another
+    HGMMA right before it, or with ``0x1`` behind it, nothing.
+    """
+    steps = ["", *re.findall(WARPGROUP_CODE, code)]
+    alone = (
+        product.split(".")[1]
+        for before, product, after in zip(steps, steps[1:], steps[2:], strict=False)
+        if not re.match(HGMMA, before)
+        and re.match(rf"{HGMMA}.*\bgsb0\b", product)
+        and re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", after)
+    )
+    return tuple(dict.fromkeys(alone))
 
 
 def count(pattern: str, ptx: str) -> int:

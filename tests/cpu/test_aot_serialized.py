@@ -1,0 +1,141 @@
+"""Tensor-core instructions that are waited for one by one are found, also where it is one height of many."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from comet.kernels.aot import SERIALIZED, Quality, compile_case, measure, waited_alone
+from comet.kernels.aot_case import CudaCase
+from comet.kernels.cuda_text import cuda_text
+from comet.kernels.nvrtc import what_is_missing
+
+needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
+
+# Items of 16, 32 or 48 rows: four instructions a step each.
+KERNEL = """
+extern "C" __global__ void __launch_bounds__(128, 1) some_products(float* out, int rows, int num_steps) {
+    extern __shared__ char shared[];
+    Memory<int> memory(shared, 0);
+    Ring ring = memory.ring();
+    Sums sums;
+    multiply_item(ring, sums, rows, 0, threadIdx.x % 32, num_steps, [] {});
+    for (int index = 0; index < MOST_ROWS / 2; ++index) out[index * 128 + threadIdx.x] = sums[index];
+}
+"""
+PTX = """
+.version 8.3
+.target sm_90a
+.address_size 64
+
+.visible .entry products(.param .u64 out, .param .u64 tiles) {
+    .reg .b64 %rd<2>;
+    .reg .f32 %f<4>;
+    .reg .pred %adds;
+    ld.param.u64 %rd0, [out];
+    ld.param.u64 %rd1, [tiles];
+    mov.f32 %f0, 0f00000000;
+    mov.f32 %f1, 0f00000000;
+    mov.f32 %f2, 0f00000000;
+    mov.f32 %f3, 0f00000000;
+    setp.ne.b64 %adds, %rd0, 0;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd1, %rd1, %adds, 1, 1, 0, 0;
+    BETWEEN
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd1, %rd1, %adds, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+    st.global.v4.f32 [%rd0], {%f0, %f1, %f2, %f3};
+    ret;
+}
+"""
+WAITS = 'PRODUCT    asm volatile("wgmma.commit_group.sync.aligned;\\nwgmma.wait_group.sync.aligned 0;" ::: "memory");\n'
+TOUCHES = "PRODUCT    sums[3] += 1.0f;\n"
+HALVES = "    multiply<16>(sums, a, b);\n    multiply<16>(reinterpret_cast<Sums&>(sums[8]), a, b + 128);\n"
+
+
+def products(of_32_rows: str) -> CudaCase:
+    """The products of ``cuda/``, those of 32 rows replaced; PRODUCT stands there for what they were."""
+    constants = dict(CLUSTER=1, ROWS_BY_THREADS=0, STAGES=4)
+    text = cuda_text(constants, torch.bfloat16, ("hopper", "products"), 48)
+    head, name, rest = text.partition("void multiply<32>")
+    signature, _, rest = rest.partition("{\n")
+    product, _, tail = rest.partition("\n}\n")
+    body = of_32_rows.replace("PRODUCT", f"{product}\n")
+    source = f"{head}{name}{signature}{{\n{body}}}\n{tail}{KERNEL}"
+    return CudaCase(name="small", kernel="some_products", source=source, shared_bytes=1000)
+
+
+def about_waiting(quality: Quality, case: CudaCase) -> list[str]:
+    return [complaint for complaint in quality.complaints(case) if complaint.startswith("waits for a wgmma")]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@needs_compiler
+def test_products_as_they_ship_are_waited_for_together() -> None:
+    case = products("PRODUCT")
+    quality = compile_case(case)
+    assert quality.wgmma == 12
+    assert about_waiting(quality, case) == []
+
+
+@needs_compiler
+def test_one_height_that_is_serialized_fails_and_is_named() -> None:
+    case = products(WAITS)
+    quality = compile_case(case)
+    assert about_waiting(quality, case) == ["waits for a wgmma before the next: 64x32x16"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("of_32_rows", [TOUCHES, HALVES], ids=["sums are touched", "two halves"])
+def test_what_the_assembler_serializes_fails(of_32_rows: str) -> None:
+    """It does so with all products of a function, for the sake of one."""
+    case = products(of_32_rows)
+    quality = compile_case(case)
+    assert {"64x16x16", "64x48x16"} <= set(quality.serialized)
+    assert len(about_waiting(quality, case)) == 1
+
+
+def test_a_wait_that_the_assembler_injects_into_ptx_fails() -> None:
+    good, bad = (measure(PTX.replace("BETWEEN", line), 0) for line in ("", "add.f32 %f0, %f0, %f0;"))
+    assert (good.wgmma, good.serialized) == (2, ())
+    assert len(bad.serialized) == 1
+    assert "is injected" in bad.serialized[0]
+
+
+def test_what_the_assembler_says_of_a_whole_function_fails() -> None:
+    reason = "Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient registers"
+    assert re.findall(SERIALIZED, f"ptxas info    : (C7511) {reason}\nptxas info    : 0 bytes gmem\n") == [reason]
+    assert re.findall(SERIALIZED, "(C7519) warpgroup.arrive is injected in around line 20 by compiler") == []
+
+
+FIRST, LAST = "HGMMA.64x256x16.F32 R24, gdesc[UR8], R24 ;", "HGMMA.64x32x16.F32 R152, gdesc[UR12], R152, gsb0 ;"
+ARRIVE, WAIT_ALL, WAIT_BUT_ONE = (
+    "WARPGROUP.ARRIVE ;",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x1 ;",
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "alone"),
+    [
+        (["HGMMA.64x32x16.F32 R24, gsb0 ;", WAIT_ALL], ("64x32x16",)),
+        ([ARRIVE, LAST, "IADD3 R1, R1, 0x1 ;", WAIT_ALL], ("64x32x16",)),
+        ([ARRIVE, LAST, WAIT_ALL, LAST, WAIT_ALL, ARRIVE, FIRST, LAST, WAIT_ALL], ("64x32x16",)),
+        ([ARRIVE, FIRST, LAST, WAIT_ALL], ()),
+        ([ARRIVE, LAST, WAIT_BUT_ONE, WAIT_ALL], ()),
+        ([ARRIVE, FIRST, WAIT_ALL], ()),
+        ([ARRIVE, LAST], ()),
+        ([], ()),
+    ],
+)
+def test_waited_alone(code: list[str], alone: tuple[str, ...]) -> None:
+    assert waited_alone("\n".join(f"        /*00{line:02x}*/    {text}" for line, text in enumerate(code))) == alone
