@@ -26,6 +26,8 @@ EXAMPLES = """settings are Hydra overrides, name=value; a group picks a file:
   comet train nproc=4 parallel=ep2              two data-parallel copies of two ranks
   comet generate generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200
   comet generate generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4
+  comet tune model=qwen3_30b_a3b tune.tokens=[2048,8192]
+  comet explain model=qwen3_30b_a3b tune.tokens=[2048] parallel.ep=2 tune.machine=h200
   comet sweep sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep
   comet train --dry-run model=mixtral_8x7b      print the settings and the memory they need
 on several nodes, run on each:
@@ -96,7 +98,7 @@ def help_page(tasks: Mapping[str, Task]) -> str:
 
 def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]) -> int:
     task = find_task(words[0], tasks)
-    if not task.ranks:
+    if task.dry_run is None:
         return int(task.load()(list(words[1:])) or 0)
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
@@ -107,6 +109,8 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
     if options.help:
         sys.stdout.write(help_page(tasks))
         return 0
+    if not task.ranks and not options.dry_run:
+        return int(task.load()(options.overrides) or 0)
     return _run_with_ranks(task, words, options, program)
 
 

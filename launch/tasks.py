@@ -17,16 +17,17 @@ class Task:
         module: Module that holds ``function``.
         function: With ``ranks``: called as ``function(config, context)`` on every rank, with a
             ``comet.training.config.JobConfig`` and a ``comet.launch.distributed.LaunchContext``. Without: called as
-            ``function(arguments)`` once, with the words after the task's name; returns the exit status.
-        ranks: Whether the task runs on several ranks and takes Hydra overrides.
-        dry_run: With ``ranks``: module whose ``describe`` makes the text of ``--dry-run``.
+            ``function(arguments)`` once, with the overrides or its own words; returns the exit status.
+        ranks: Whether the task runs on several ranks.
+        dry_run: Module whose ``describe`` makes the text of ``--dry-run``; ``None`` where the words after the task's
+            name are all its own, instead of the common options and Hydra overrides.
     """
 
     summary: str
     module: str
     function: str
     ranks: bool = True
-    dry_run: str = "comet.launch.dry_run"
+    dry_run: str | None = "comet.launch.dry_run"
 
     def load(self) -> Callable[..., Any]:
         """Import the task's module and return its function."""
@@ -35,6 +36,7 @@ class Task:
 
     def load_dry_run(self) -> Callable[..., str]:
         """Import the module of the dry run and return its ``describe``."""
+        assert self.dry_run is not None
         describe: Callable[..., str] = importlib.import_module(self.dry_run).describe
         return describe
 
@@ -50,7 +52,9 @@ TASKS: Mapping[str, Task] = {
     "tune": Task("measure how fused kernels best share the GPU, keep the winners", "comet.launch.tune", "tune_job"),
     "sweep": Task("measure a grid of overlap settings, models and layouts, draw it", "comet.launch.sweep", "sweep_job"),
     "explain": Task("predicted and measured time of each split", "comet.launch.explain", "explain_job", ranks=False),
-    "compile": Task("compile every kernel ahead of time, no GPU needed", "comet.kernels.aot", "main", ranks=False),
+    "compile": Task(
+        "compile every kernel ahead of time, no GPU needed", "comet.kernels.aot", "main", ranks=False, dry_run=None
+    ),
 }
 
 

@@ -115,7 +115,7 @@ FUNCTIONS = (
     add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
-TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False)
+TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False, dry_run=None)
 TASKS["gone"] = Task("a test", "launch_app_gone", "gone")
 
 if __name__ == "__main__":

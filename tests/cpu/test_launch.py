@@ -39,6 +39,17 @@ def test_help_lists_tasks_groups_and_examples():
     assert text.strip() == help_page(TASKS).strip()
 
 
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.dry_run])
+def test_every_task_with_settings_takes_the_common_options(name, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main([name, "--help"]) == 0
+    assert capfd.readouterr().out == help_page(TASKS)
+    assert main([name, "--traceback", "parallel.ep=3"]) == 2
+    err = capfd.readouterr().err
+    assert "Traceback" in err
+    assert "num_experts=8 must be divisible by ep=3" in err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("words", [["--help"], ["explain", "model=tiny", "tune.tokens=[32]"]])
 def test_a_reader_that_leaves_early_is_no_mistake(words):
     process = start(*words, program=PROGRAM)
