@@ -9,11 +9,11 @@
 
 One timed call runs a step on each of several weight sets, so that L2 does not flatter; a step's time is a part of it.
 On a GPU the call is a CUDA graph, but for variants that wait for the device (``no_graph`` names them). All variants run
-interleaved (``timing``) after their output was compared with float64. ``--try`` adds a variant: the selected blocks
-with some fields changed. ``--clocks`` then repeats each variant alone and records the clocks, in a table and a file
-``bench_decode_clocks.csv``. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every row, at the end
-``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON. Variants, columns
-and protocol: ``RESULTS.md`` beside this file.
+interleaved (``comet.tuner.timing``) after their output was compared with float64. ``--try`` adds a variant: the
+selected blocks with some fields changed. ``--clocks`` then repeats each variant alone and records the clocks, in a
+table and a file ``bench_decode_clocks.csv``. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every
+row, at the end ``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON.
+Variants, columns and protocol: ``RESULTS.md`` beside this file.
 
 ``--tokens`` are those of a step. Over ranks all of them hold these; but for ``own``, ``own_nccl`` and ``own_fused``
 (data-parallel attention) each rank brings its share: of 16 over 2 ranks 8 each.

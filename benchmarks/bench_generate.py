@@ -5,8 +5,8 @@
     python benchmarks/bench_generate.py --device cpu --model tiny --layers 1 --contexts 8,40
 
 A timed call takes ``--steps`` decode steps (embedding, all layers, logits, most probable token) from the end of a
-context of random keys and values; a step's time is its part of the call. All paths run interleaved (``timing``) on the
-same random weights, made on the device:
+context of random keys and values; a step's time is its part of the call. All paths run interleaved
+(``comet.tuner.timing``) on the same random weights, made on the device:
 
     comet, comet_graph                 Comet's GPT, launched kernel by kernel, and replayed from a CUDA graph
     hf_comet, hf_comet_graph           transformers' Qwen3-MoE with Comet's experts (its attention, its small kernels)

@@ -4,8 +4,8 @@
 
 *select*: scores, ids and weights of given logits; *measure*: losses, loads and the largest logit; *train*: both, and
 the gradient of the logits. DeepSeek-V3 takes its own rule: sigmoids, 4 of 8 groups, selection bias. All variants are
-CUDA graphs, interleaved by the protocol of ``timing``; bfloat16 tokens, float32 weights. Prints one table in
-microseconds and, as the last line, the rows as JSON.
+CUDA graphs, interleaved by the protocol of ``comet.tuner.timing``; bfloat16 tokens, float32 weights. Prints one table
+in microseconds and, as the last line, the rows as JSON.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Rank 0 writes ``timeline.json`` (for ui.perfetto.dev), ``timeline.png`` and ``summary.json`` to ``--out`` and prints one
 line of JSON. On GPUs it says what recording costs: the same layer with and without, as CUDA graphs, interleaved by the
-protocol of ``timing.py``. Under the interpreter blocks run one after the other and durations mean nothing.
+protocol of ``comet.tuner.timing``. Under the interpreter blocks run one after the other and durations mean nothing.
 """
 
 from __future__ import annotations

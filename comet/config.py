@@ -28,7 +28,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:
-    """Whether Triton kernels do the work: as asked for, or where there is a GPU."""
+    """Whether kernels do the work, and not plain torch: as asked for, or where there is a GPU."""
     return device.type == "cuda" if use_kernels is None else use_kernels
 
 

@@ -1,4 +1,7 @@
-"""The pieces of the layer on Triton kernels, compiled or interpreted; the same functions as ``comet.twin``."""
+"""The pieces of the layer on kernels; the same functions as ``comet.twin``.
+
+Triton kernels, compiled or interpreted, but for the forward pass of larger layers: see ``comet.kernels.nvrtc``.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ def layer0(
 
 
 def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """Grouped GEMM || weighted top-k reduce || combine in one launch; see ``comet.twin.layer1``."""
+    """Grouped GEMM || weighted top-k reduce || combine; see ``comet.twin.layer1``.
+
+    One launch, or two beside each other: see ``comet.kernels.gemm_combine``.
+    """
     y = hidden.new_empty(hidden.shape[0], w2.shape[1])
     out = hidden.new_empty(plan.num_tokens, w2.shape[1])
     config = combine_config(settings, settings.layer1.num_panels, out)
@@ -160,7 +166,7 @@ def grad_weights(
 def grad_tokens(
     grad_pre: Tensor, w1: Tensor, row_grads: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
 ) -> tuple[Tensor, Tensor]:
-    """Grouped GEMM || reduce || combine of the gradients in one launch; see ``comet.twin.grad_tokens``."""
+    """Grouped GEMM || reduce || combine of the gradients, launched as layer 1 is; see ``comet.twin.grad_tokens``."""
     y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
     out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
     grads = GradWire(

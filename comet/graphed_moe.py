@@ -1,4 +1,4 @@
-"""An MoE layer for inference that the host launches as one CUDA graph instead of ten kernels."""
+"""An MoE layer for inference that the host launches as one CUDA graph instead of kernel by kernel."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ExpertPath(Protocol):
 
 
 class SymmetricPath:
-    """plan -> layer 0 -> layer 1 over symmetric memory, by Triton kernels or by their torch twins.
+    """plan -> layer 0 -> layer 1 over symmetric memory, by kernels or by their torch twins.
 
     Args:
         config: Shape of the layer.
@@ -43,7 +43,7 @@ class SymmetricPath:
         overlap: Split and order of the work; ``None`` takes what was measured for the group's maximum of tokens, and
             for each call as many comm blocks as were measured best for about its tokens. All else has to be equal on
             all ranks, whose numbers of tokens may differ.
-        use_kernels: Triton kernels rather than their twins.
+        use_kernels: Kernels rather than their twins.
     """
 
     def __init__(

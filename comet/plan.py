@@ -146,9 +146,9 @@ def begin_plan(
     """Send this rank's ids to all ranks, as the first half of ``make_plan`` (same arguments).
 
     Returns:
-        The second half, to be called once: it waits for the other ranks' ids and builds the plan. Whoever plays several
-        ranks in one process or on one GPU begins all their plans before finishing the first. By kernels the two halves
-        are one launch more than ``make_plan``.
+        The second half, to be called once: it waits for the other ranks' ids and builds the plan. By kernels the two
+        halves are one launch more than ``make_plan``: they are for whoever has something to run in between, and for
+        whoever plays several ranks in one process or on one GPU and begins all their plans before finishing the first.
     """
     rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
     return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=False)

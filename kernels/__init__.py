@@ -1,1 +1,1 @@
-"""Triton kernels and their host wrappers; they import nothing but torch and triton."""
+"""Kernels in Triton and CUDA C++, and what launches them; imports torch and triton, and ``cuda.bindings`` on use."""

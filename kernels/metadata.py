@@ -192,8 +192,8 @@ def exchange(
         config: Shape of the plan.
         scratch: Here goes all that ``place_plan`` reads of it.
         counters: int32; they are set to zero.
-        part: ``all``, or ``send`` now and ``count`` later, where one process or GPU plays several ranks: all of them
-            have to send before one waits.
+        part: ``all``, or ``send`` now and ``count`` later: where something is to run in between, or where one process
+            or GPU plays several ranks, of which all have to send before one waits.
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
     num_pairs = config.world_size * num_chunks

@@ -54,7 +54,7 @@ weight_types            _supports_quant_scheme
 ======================  =====================================================
 
 Not built: a backward pass (train with ``MoE``), GEMMs in FP8 (rows and weights in FP8 or MXFP8 are dequantised before
-they are multiplied, or as they are read), the fused layer over FP8.
+they are multiplied, or as they are read), the fused layer in block FP8, which ``comet.paths.SymmetricPath`` has.
 """
 
 from comet.modular.all_to_all import AllToAll

@@ -1,4 +1,4 @@
-"""Which setting a layer call uses: the user's, else a measured one, else the model's."""
+"""Which setting a layer call uses: the user's, else a measured one, else a default or the model's."""
 
 from __future__ import annotations
 
