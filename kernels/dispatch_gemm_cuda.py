@@ -236,6 +236,7 @@ def _kernel(
 def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: bool, records: bool) -> str:
     """The CUDA text of one configuration."""
     constants = launch_constants(world_size, config.push_rows, config.num_stages, records) | dict(
+        FENCED_BY_LOADERS=0,
         STAGED_ROWS=config.staged_rows,
         PUSH_BATCH=16,
         SAVES_PRE=int(saves_pre),

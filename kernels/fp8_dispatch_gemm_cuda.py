@@ -15,6 +15,7 @@ from .arguments import Scaled, TileTable, Wire
 from .cuda_text import (
     FP8_COLS,
     FP8_ROWS,
+    FP8_STEP,
     LAUNCH_REGISTERS,
     LINE,
     SHARED_LIMIT,
@@ -33,7 +34,7 @@ SOURCES = (
 )  # fmt: skip
 NUM_STAGES = 4
 PUSH_ROWS = 8
-STAGING_BYTES = 2 * 2 * FP8_ROWS * 4  # the largest of a row, of two warpgroups and of two items in turn
+STAGING_BYTES = 2 * 2 * FP8_STEP * 4  # the largest of a row of 64, of two warpgroups and of two items in turn
 
 
 class Results(ctypes.Structure):
@@ -57,7 +58,7 @@ def shared_bytes(num_experts: int) -> int:
         Bytes: alignment, stages, their scales, the largest of rows, barriers, items, the table of pieces.
 
     Example:
-        32 experts: 1024 + 4 * 49152 + 4 * 512 + 2048 + 64 + 384 + 4 * 97 = 202564.
+        32 experts: 1024 + 4 * 49152 + 4 * 512 + 1024 + 64 + 384 + 4 * 97 = 201540.
     """
     memory = memory_bytes(NUM_STAGES, FP8_ROWS, STAGING_BYTES, ITEM_BYTES, FP8_COLS)
     return memory + 4 * NUM_STAGES * FP8_ROWS + 4 * (3 * num_experts + 1)
@@ -120,8 +121,8 @@ def _kernel(experts: int, world_size: int, records: bool, device: int) -> CudaKe
 def source(world_size: int, records: bool) -> str:
     """The CUDA text of one configuration."""
     constants = launch_constants(world_size, PUSH_ROWS, NUM_STAGES, records) | dict(
-        MULTIPLYING_REGISTERS=208, PUSH_BATCH=8
-    )
+        MULTIPLYING_REGISTERS=208, PUSH_BATCH=8, FENCED_BY_LOADERS=1
+    )  # fmt: skip
     return fp8_cuda_text(constants, torch.bfloat16, SOURCES)
 
 

@@ -1,10 +1,8 @@
 // What becomes of layer 0's products in block FP8: hidden = silu(gate) * up, and 128 columns of a row of it share a scale.
 //
-// The two warpgroups have half of these columns each and tell each other the largest of a row.
+// Of an item of 64 rows the warpgroups have half of these columns each, and tell each other the largest of a row.
 
-constexpr int GROUPS = 2;
-constexpr int WAVES = MOST_ROWS / ROWS_AT_ONCE;
-constexpr int STAGING_BYTES = GROUPS * MOST_ROWS * sizeof(float); // of the largest of an item's rows; two items in turn
+constexpr int STAGING_BYTES = 2 * ROWS_AT_ONCE * sizeof(float); // of the largest of such an item's rows; two items in turn
 constexpr int GROUPS_BARRIER = 3;
 constexpr float E4M3_MAX = 448.0f, SMALLEST_SCALE = 1.1754943508222875e-38f; // 2^-126
 constexpr u32 SCALE_BITS = ~15u; // element times scale is exact in float32
@@ -36,30 +34,23 @@ struct Results {
     s64 rows;
 };
 
-// Replaces a wave's gate and up by hidden: of each eight columns two, of either row, in the place of gate. Returns the
-// largest of either row among the four lanes that have it.
-__device__ __forceinline__ void hidden_of(float (&sums)[WAVE_SUMS], float (&largest)[2]) {
+// Replaces gate and up of a half by hidden: of each eight columns two, of either row, in the place of gate. What is largest
+// in either row may grow.
+__device__ __forceinline__ void hidden_of(float (&sums)[HALF_SUMS], float (&largest)[2]) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        largest[row] = 0.0f;
+    for (int place = 0; place < HALF_SUMS; place += 8) {
 #pragma unroll
-        for (int place = 2 * row; place < WAVE_SUMS; place += 8) {
-#pragma unroll
-            for (int col = 0; col < 2; ++col) {
-                sums[place + col] = swiglu(sums[place + col], sums[place + 4 + col]);
-                largest[row] = fmaxf(largest[row], fabsf(sums[place + col]));
-            }
-        }
-#pragma unroll
-        for (int distance = 1; distance < 4; distance *= 2) {
-            largest[row] = fmaxf(largest[row], __shfl_xor_sync(0xFFFFFFFF, largest[row], distance));
+        for (int index = 0; index < 4; ++index) {
+            float& hidden = sums[place + index];
+            hidden = swiglu(hidden, sums[place + 4 + index]);
+            largest[index / 2] = fmaxf(largest[index / 2], fabsf(hidden));
         }
     }
 }
 
-// One row of a wave, 64 columns of hidden: 16 bytes of each of four lanes.
+// One row of a half, 64 columns of hidden: 16 bytes of each of four lanes.
 __device__ __forceinline__ void store_row(
-    const float (&sums)[WAVE_SUMS], int row, float factor, char* target, bool stores, int lane) {
+    const float (&sums)[HALF_SUMS], int row, float factor, char* target, bool stores, int lane) {
     u32 words[4];
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
@@ -74,54 +65,72 @@ __device__ __forceinline__ void store_row(
         __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632));
 }
 
-__device__ __forceinline__ void compute_item(
-    Ring& ring, const Item& item, const Results& results, const Work& work, float* maxima, int group, int warp,
-    int lane) {
-    Sums sums;
-    const int num_steps = work.num_steps(), num_blocks = work.items_per_piece(), block = item.col / HIDDEN_COLS;
-    const float* const gate_scales = results.weight_scales + u64((item.expert * 2 * num_blocks + block) * num_steps);
-    WeightScales scales(gate_scales, gate_scales + num_blocks * num_steps);
-    multiply_item(ring, sums, scales, item.rows, group, warp, lane, num_steps, [] {});
-    const int first = 16 * warp + lane / 4;
-    float largest[WAVES][2];
+// The warpgroups' halves of the items of 64 rows, of which they may be at two.
+struct Maxima {
+    float* begin;
+    int items = 0;
+
+    __device__ __forceinline__ void exchange(float (&largest)[2], int group, int row, int lane) {
+        float* const rows = begin + items % 2 * 2 * ROWS_AT_ONCE;
+        ++items;
 #pragma unroll
-    for (int wave = 0; wave < WAVES; ++wave) {
-        hidden_of(sums[wave], largest[wave]);
-        if (lane % 4 == 0) {
-            maxima[group * MOST_ROWS + wave * ROWS_AT_ONCE + first] = largest[wave][0];
-            maxima[group * MOST_ROWS + wave * ROWS_AT_ONCE + first + 8] = largest[wave][1];
+        for (int place = 0; place < 2; ++place) {
+            if (lane % 4 == 0) rows[group * ROWS_AT_ONCE + row + 8 * place] = largest[place];
+        }
+        asm volatile("bar.sync %0, %1;" ::"n"(GROUPS_BARRIER), "n"(32 * WARPS) : "memory");
+#pragma unroll
+        for (int place = 0; place < 2; ++place) {
+            largest[place] = fmaxf(largest[place], rows[(group ^ 1) * ROWS_AT_ONCE + row + 8 * place]);
         }
     }
-    asm volatile("bar.sync %0, %1;" ::"n"(GROUPS_BARRIER), "n"(32 * WARPS) : "memory");
+};
+
+__device__ __forceinline__ void compute_item(
+    Ring& ring, const Item& item, const Results& results, const Work& work, Maxima& maxima, int group, int warp, int lane) {
+    Sums sums;
+    const Part part(item.rows, group, warp, lane);
+    const int num_steps = work.num_steps(), num_blocks = work.items_per_piece(), block = item.col / HIDDEN_COLS;
+    const float* const gate_scales = results.weight_scales + u64((item.expert * 2 * num_blocks + block) * num_steps);
+    const WeightScales<true> scales(gate_scales, gate_scales + num_blocks * num_steps);
+    multiply_part(ring, sums, scales, part, lane, num_steps, [] {});
+    float largest[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int wave = 0; wave < WAVES; ++wave) {
+    for (int half = 0; half < HALVES; ++half) {
+        if (half < part.halves()) hidden_of(sums[half], largest);
+    }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = wave * ROWS_AT_ONCE + first + 8 * half;
-            const bool exists = row < item.valid;
-            const float scale = scale_of(fmaxf(largest[wave][half], maxima[(group ^ 1) * MOST_ROWS + row]));
-            const u64 place = u32(item.first_row + row);
-            char* const target = results.hidden + place * work.ffn + item.col + group * GROUP_COLS;
-            store_row(sums[wave], half, inverse(scale), target, exists, lane);
-            if (exists && group == 0 && lane % 4 == 0) results.scales[block * results.rows + place] = scale;
+    for (int distance = 1; distance < 4; distance *= 2) {
+        for (float& each : largest) each = fmaxf(each, __shfl_xor_sync(0xFFFFFFFF, each, distance));
+    }
+    if (!part.is_whole) maxima.exchange(largest, group, part.row, lane);
+#pragma unroll
+    for (int place = 0; place < 2; ++place) {
+        const int row = part.row + 8 * place;
+        const bool exists = row < item.valid;
+        const float scale = scale_of(largest[place]);
+        const u64 index = u32(item.first_row + row);
+        char* const target = results.hidden + index * work.ffn + item.col + part.first_half * GROUP_COLS;
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            if (half < part.halves()) {
+                store_row(sums[half], place, inverse(scale), target + half * GROUP_COLS, exists, lane);
+            }
         }
+        if (exists && part.first_half == 0 && lane % 4 == 0) results.scales[block * results.rows + index] = scale;
     }
 }
 
 __device__ __forceinline__ void multiply_items(
     const Work& work, const Memory<Item>& memory, const Results& results, const Recorder& recorder, int warp, int lane) {
-    const int group = warp / 4;
-    float* const maxima = reinterpret_cast<float*>(memory.begin + (memory.staging - memory.stages));
+    Maxima maxima{reinterpret_cast<float*>(memory.begin + (memory.staging - memory.stages))};
     Ring ring = memory.ring();
     int slot = 0;
     for (int index = blockIdx.x; index < work.num_items(); index += gridDim.x) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const Item& item = memory.items[slot];
         const u64 begin = item.begin, ready = item.ready;
-        // A warpgroup may be an item ahead of the other.
-        float* const own_maxima = maxima + slot % 2 * GROUPS * MOST_ROWS;
         slot = (slot + 1) % ITEM_SLOTS;
-        compute_item(ring, item, results, work, own_maxima, group, warp % 4, lane);
+        compute_item(ring, item, results, work, maxima, warp / 4, warp % 4, lane);
         if (warp == 0 && lane == 0) {
             recorder.record(
                 KIND_LAYER0_TILE, item.first_row / TILE_ROWS, item.col / HIDDEN_COLS, item.phase, begin, ready);

@@ -1,10 +1,10 @@
-// What becomes of layer 1's products in block FP8: rows of y, rounded, of which a warpgroup has 128 columns.
+// What becomes of layer 1's products in block FP8: rows of y, rounded.
 
 constexpr int STAGING_BYTES = 0;
 
 // Of four lanes each has eight neighbouring columns of every 32.
 __device__ __forceinline__ void store_row(
-    const float (&sums)[WAVE_SUMS], int row, u16* target, int col, int cols, bool exists, int lane) {
+    const float (&sums)[HALF_SUMS], int row, u16* target, int col, int cols, bool exists, int lane) {
 #pragma unroll
     for (int begin = 0; begin < 16; begin += 4) {
         u32 words[4];
@@ -24,21 +24,26 @@ __device__ __forceinline__ void store_row(
 __device__ __forceinline__ void compute_item(
     Ring& ring, const Item& item, Share& share, u16* y, const Work& work, int group, int warp, int lane) {
     Sums sums;
+    const Part part(item.rows, group, warp, lane);
     const bool leads = warp == 0 && lane == 0;
-    const int num_steps = work.num_steps(), num_blocks = work.cols / 128;
-    const int col = item.col + group * (COLS / 2), block = min(col / 128, num_blocks - 1);
-    const float* const weights = work.scales.weights + u64((item.expert * num_blocks + block) * num_steps);
-    WeightScales scales(weights, weights);
+    const int num_steps = work.num_steps(), num_blocks = work.cols / HALF_COLS;
+    // The last half may lie outside; then it has the scales of the one before.
+    const auto scales_of = [&](int half) {
+        const int block = min(item.col / HALF_COLS + half, num_blocks - 1);
+        return work.scales.weights + u64((item.expert * num_blocks + block) * num_steps);
+    };
+    const WeightScales<false> scales(scales_of(part.first_half), scales_of(1));
     // Of the item before, whose stores have had time to complete.
-    multiply_item(
-        ring, sums, scales, item.rows, group, warp, lane, num_steps, [&] { if (leads) share.tell(); });
+    multiply_part(ring, sums, scales, part, lane, num_steps, [&] { if (leads) share.tell(); });
 #pragma unroll
-    for (int wave = 0; wave < MOST_ROWS / ROWS_AT_ONCE; ++wave) {
+    for (int half = 0; half < HALVES; ++half) {
+        if (half == part.halves()) break;
+        const int col = item.col + (part.first_half + half) * HALF_COLS;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = wave * ROWS_AT_ONCE + 16 * warp + lane / 4 + 8 * half;
+        for (int place = 0; place < 2; ++place) {
+            const int row = part.row + 8 * place;
             u16* const target = y + u64(u32(item.first_row + row)) * work.cols;
-            store_row(sums[wave], half, target, col, work.cols, row < item.rows, lane);
+            store_row(sums[half], place, target, col, work.cols, row < item.rows, lane);
         }
     }
     group_sync(group);

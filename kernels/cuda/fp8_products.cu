@@ -3,90 +3,112 @@
 // Routed rows are the 64 rows of a matrix instruction, 128 columns of the weights its N: so a thread's sums belong to two
 // rows, and two scales of rows and one of the weights scale all of them. Tensor cores keep some 14 bits of a sum of e4m3
 // products; a step's 128 are added up there, and the steps here, while the other warpgroup multiplies. Each warpgroup has
-// half of the item's columns.
+// 64 of an item's rows and one half of its columns after the other; of an item of 64 rows, a half of its columns.
 
 constexpr int MEANWHILE_STEP = 2;
 constexpr int ROWS_AT_ONCE = 64;
-constexpr int WAVE_SUMS = ROWS_AT_ONCE; // of a thread, for 128 columns
-static_assert(COLS == 256 && MOST_ROWS == MOST_AT_ONCE && STEP == ROWS_AT_ONCE && CLUSTER == 1);
+constexpr int HALF_COLS = COLS / 2;
+constexpr int HALVES = 2;
+constexpr int HALF_SUMS = ROWS_AT_ONCE * HALF_COLS / 128; // of a thread
+static_assert(COLS == 256 && MOST_ROWS == MOST_AT_ONCE && STEP == ROWS_AT_ONCE && MOST_ROWS == 2 * STEP && CLUSTER == 1);
 
-// Scales of the weights that a warpgroup multiplies with, step by step, fetched a step ahead. Eights of columns have the
-// first and the last of them in turn.
+// Which part of an item is a warpgroup's, and in it a thread's first row; the second one is eight rows further.
+struct Part {
+    bool is_whole; // both halves of the columns, of own rows
+    int first_half, first_row, row;
+
+    __device__ __forceinline__ Part(int rows, int group, int warp, int lane)
+        : is_whole(rows > ROWS_AT_ONCE), first_half(is_whole ? 0 : group), first_row(is_whole ? group * ROWS_AT_ONCE : 0),
+          row(first_row + 16 * warp + lane / 4) {}
+
+    __device__ __forceinline__ int halves() const { return is_whole ? HALVES : 1; }
+};
+
+// Scales of the weights that a warpgroup multiplies with, step by step, fetched a step ahead: of two halves of the
+// columns, or of gate and up, whose eights of columns take turns.
+template <bool TAKE_TURNS>
 struct WeightScales {
     const float* first;
-    const float* last;
+    const float* second;
     float following[2];
 
-    __device__ __forceinline__ WeightScales(const float* first, const float* last) : first(first), last(last) {
+    __device__ __forceinline__ WeightScales(const float* first, const float* second) : first(first), second(second) {
         fetch(0);
     }
 
     __device__ __forceinline__ void fetch(int step) {
         following[0] = __ldg(first + step);
-        following[1] = __ldg(last + step);
+        following[1] = __ldg(second + step);
+    }
+
+    static __device__ __forceinline__ constexpr int index(int half, int place) {
+        return TAKE_TURNS ? place / 4 % 2 : half;
     }
 };
 
-// sums += products of a step * scale of the row * scale of the weights
-__device__ __forceinline__ void add_scaled(
-    float (&sums)[WAVE_SUMS], const Products& products, const float (&rows)[2], const float (&weights)[2]) {
-    const float scales[2][2] = {
-        {rows[0] * weights[0], rows[1] * weights[0]}, {rows[0] * weights[1], rows[1] * weights[1]}};
-#pragma unroll
-    for (int place = 0; place < WAVE_SUMS; ++place) {
-        sums[place] = __fmaf_rn(products[place], scales[place / 4 % 2][place / 2 % 2], sums[place]);
-    }
-}
-
-template <int WAVES, typename Meanwhile>
-__device__ __forceinline__ void multiply_rows(
-    Ring& ring, Sums& sums, WeightScales& scales, int group, int warp, int lane, int num_steps, Meanwhile meanwhile) {
+template <int NUM_HALVES, bool TAKE_TURNS, typename Meanwhile>
+__device__ __forceinline__ void multiply_halves(
+    Ring& ring, Sums& sums, WeightScales<TAKE_TURNS>& scales, const Part& part, int lane, int num_steps,
+    Meanwhile meanwhile) {
     Products products;
+    // Of a stage's rows and weights, carried on from stage to stage: worked out anew, they would keep the products waiting.
+    const u32 stage = ring.stages + ring.stage * STAGE_BYTES;
+    u32 rows_at = low_word(descriptor(stage + WEIGHT_BYTES + part.first_row * LINE));
+    u32 weights_at = low_word(descriptor(stage + part.first_half * (HALF_COLS * LINE)));
+    bool is_full = false;
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
         const float weights[2] = {scales.following[0], scales.following[1]};
-        scales.fetch(min(step + 1, num_steps - 1));
-        barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-        // Tensor cores read what threads have written.
-        if constexpr (ROWS_BY_THREADS) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        const u32 stage = ring.stages + ring.stage * STAGE_BYTES;
-        const u64 a = descriptor(stage + WEIGHT_BYTES), b = descriptor(stage + group * (WEIGHT_BYTES / 2));
-        const u32 row_scales = ring.scales() + 4 * (16 * warp + lane / 4);
+        if (!is_full) barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+        const u64 a = descriptor_of(rows_at), b = descriptor_of(weights_at);
+        const u32 row_scale = ring.scales() + 4 * part.row, empty = ring.empty + 8 * ring.stage;
+        float factors[2][2];
 #pragma unroll
-        for (int wave = 0; wave < WAVES; ++wave) {
+        for (int half = 0; half < NUM_HALVES; ++half) {
             products_begin();
 #pragma unroll
             for (int k = 0; k < LINE / 32; ++k) {
-                multiply(products, a + wave * (ROWS_AT_ONCE * LINE / 16) + 2 * k, b + 2 * k, k > 0);
+                multiply(products, a + 2 * k, b + half * (HALF_COLS * LINE / 16) + 2 * k, k > 0);
             }
             products_commit();
-            float rows[2];
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[0]) : "r"(row_scales + 4 * ROWS_AT_ONCE * wave) : "memory");
-            asm volatile("ld.shared.f32 %0, [%1];"
-                         : "=f"(rows[1]) : "r"(row_scales + 4 * (ROWS_AT_ONCE * wave + 8)) : "memory");
-            if (wave == 0 && step == MEANWHILE_STEP) meanwhile();
+            if (half == 0) {
+                scales.fetch(min(step + 1, num_steps - 1));
+                float rows[2];
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[0]) : "r"(row_scale) : "memory");
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[1]) : "r"(row_scale + 4 * 8) : "memory");
+                for (int place = 0; place < 4; ++place) factors[place / 2][place % 2] = weights[place / 2] * rows[place % 2];
+                if (step == MEANWHILE_STEP) meanwhile();
+            }
+            if (half == NUM_HALVES - 1) {
+                ring.advance();
+                const int onward = ring.stage == 0 ? (1 - STAGES) * STAGE_BYTES / 16 : STAGE_BYTES / 16;
+                rows_at += onward;
+                weights_at += onward;
+                is_full = barrier_peek(ring.full + 8 * ring.stage, ring.parity);
+            }
             products_wait_for(products);
-            if (wave == WAVES - 1 && lane == 0) barrier_arrive(ring.empty + 8 * ring.stage, 0);
-            add_scaled(sums[wave], products, rows, weights);
+            if (half == NUM_HALVES - 1 && lane == 0) barrier_arrive_here(empty);
+#pragma unroll
+            for (int place = 0; place < HALF_SUMS; ++place) {
+                const float factor = factors[WeightScales<TAKE_TURNS>::index(half, place)][place / 2 % 2];
+                sums[half][place] = __fmaf_rn(products[place], factor, sums[half][place]);
+            }
         }
-        ring.advance();
     }
     meanwhile();
 }
 
-// As many waves as the item has rows for. `meanwhile` is called while products run, and once more at the end.
-template <typename Meanwhile>
-__device__ __forceinline__ void multiply_item(
-    Ring& ring, Sums& sums, WeightScales& scales, int rows, int group, int warp, int lane, int num_steps,
+// Adds up a warpgroup's part of an item. `meanwhile` is called while products run, and once more at the end.
+template <bool TAKE_TURNS, typename Meanwhile>
+__device__ __forceinline__ void multiply_part(
+    Ring& ring, Sums& sums, WeightScales<TAKE_TURNS> scales, const Part& part, int lane, int num_steps,
     Meanwhile meanwhile) {
 #pragma unroll
-    for (int place = 0; place < MOST_ROWS / ROWS_AT_ONCE * WAVE_SUMS; ++place) {
-        sums[place / WAVE_SUMS][place % WAVE_SUMS] = 0.0f;
-    }
-    if (rows > ROWS_AT_ONCE) {
-        multiply_rows<2>(ring, sums, scales, group, warp, lane, num_steps, meanwhile);
+    for (int place = 0; place < HALVES * HALF_SUMS; ++place) sums[place / HALF_SUMS][place % HALF_SUMS] = 0.0f;
+    if (part.is_whole) {
+        multiply_halves<2>(ring, sums, scales, part, lane, num_steps, meanwhile);
     } else {
-        multiply_rows<1>(ring, sums, scales, group, warp, lane, num_steps, meanwhile);
+        multiply_halves<1>(ring, sums, scales, part, lane, num_steps, meanwhile);
     }
 }
 

@@ -193,6 +193,38 @@ struct RowScales {
     }
 };
 
+// Stages that a lane has loads on their way to. Tensor cores see what threads have written once these have fenced it, so
+// a stage is told full by its lanes, when they have loads for LAG more on their way.
+struct Underway {
+    static constexpr int LAG = 1;
+    static_assert(LAG < STAGES);
+    int stages = 0;
+
+    __device__ __forceinline__ void tell(const Ring& ring, int before) const {
+        barrier_arrive_here(ring.full + 8 * ((ring.stage + STAGES - before) % STAGES));
+    }
+
+    // After the loads for the ring's stage.
+    __device__ __forceinline__ void add(const Ring& ring) {
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (stages < LAG) {
+            ++stages;
+            return;
+        }
+        asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
+        fence_for_tensor_cores();
+        tell(ring, LAG);
+    }
+
+    // The ring is at the stage after the last one.
+    __device__ __forceinline__ void finish(const Ring& ring) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        fence_for_tensor_cores();
+        for (int before = stages; before > 0; --before) tell(ring, before);
+        stages = 0;
+    }
+};
+
 // One step's part of the rows: 16 bytes per lane and load, zeros where a lane is not `inside`. Written for few
 // instructions: a warp alone has time for about four per load.
 template <bool FULL>
@@ -228,11 +260,15 @@ __device__ __forceinline__ void load_items(
     Item next = item_at(work, blockIdx.x);
     Rows rows;
     rows.fetch(next, arrivals.row_ids, loader, lane);
+    Underway underway;
     bool arrived = false;
     for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
         Item item = next;
         if constexpr (RECORDS) item.begin = now_ns();
-        if (!__all_sync(0xFFFFFFFF, arrived)) rows.wait(arrivals);
+        if (!__all_sync(0xFFFFFFFF, arrived)) {
+            if constexpr (FENCED_BY_LOADERS) underway.finish(ring);
+            rows.wait(arrivals);
+        }
         if constexpr (RECORDS) item.ready = now_ns();
         if (leads) memory.items[slot] = item; // seen by whoever has waited for the item's first stage
         slot = (slot + 1) % ITEM_SLOTS;
@@ -277,11 +313,16 @@ __device__ __forceinline__ void load_items(
                     load_rows<false>(target + even, target + odd, from, inside ? unrolled * LINE : 0, num_groups, inside);
                 }
                 if constexpr (IS_FP8) scales.load(ring.scales(), step, loader, lane);
-                asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+                if constexpr (FENCED_BY_LOADERS) {
+                    underway.add(ring);
+                } else {
+                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+                }
                 ring.advance();
             }
 #pragma unroll
             for (int load = 0; load < MOST_LOADS; ++load) from[load] += UNROLLED * LINE;
         }
     }
+    if constexpr (FENCED_BY_LOADERS) underway.finish(ring);
 }

@@ -40,6 +40,10 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive_here(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrive at the same barrier of block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
     asm volatile(
@@ -58,6 +62,17 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "bra WAIT;\n"
         "DONE:\n}"
         ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Whether barrier_wait would return at once.
+__device__ __forceinline__ bool barrier_peek(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
 }
 
 __device__ __forceinline__ void load_bytes(u32 target, const void* source, u32 barrier, u32 bytes) {
@@ -97,10 +112,19 @@ __device__ __forceinline__ void load_rows(u32 target, const TensorMap& map, u32 
 
 // ---- tensor cores
 
-// Rows of 128 bytes, swizzled in groups of eight rows.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64(1) << 62) | (u64(8 * LINE / 16) << 32) | (u64(1) << 16) | ((address & 0x3FFFF) >> 4);
+// Rows of 128 bytes, swizzled in groups of eight rows; the low word says where, in units of 16 bytes.
+__device__ __forceinline__ u64 descriptor_of(u32 low_word) {
+    return (u64(1) << 62) | (u64(8 * LINE / 16) << 32) | low_word;
 }
+
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return descriptor_of((1 << 16) | ((address & 0x3FFFF) >> 4));
+}
+
+__device__ __forceinline__ u32 low_word(u64 descriptor) { return static_cast<u32>(descriptor); }
+
+// Tensor cores see what threads wrote to shared memory before.
+__device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

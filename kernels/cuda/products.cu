@@ -15,8 +15,7 @@ __device__ __forceinline__ void multiply_rows(
 #pragma unroll 1 // as fast, and a third of the assembler's time
     for (int step = 0; step < num_steps; ++step) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-        // Tensor cores read what threads have written.
-        if constexpr (ROWS_BY_THREADS) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        if constexpr (ROWS_BY_THREADS && !FENCED_BY_LOADERS) fence_for_tensor_cores();
         const u32 weights = ring.stages + ring.stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2);
         const u64 a = descriptor(weights);
         const u64 b = descriptor(ring.stages + ring.stage * STAGE_BYTES + WEIGHT_BYTES);
