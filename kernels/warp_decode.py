@@ -10,11 +10,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .group_gemm import dot_precision
-from .warp_decode_blocks import LOAD_BYTES, QUANTISED_DEPTH, DecodeConfig
+from .warp_decode_blocks import LOAD_BYTES, QUANTISED_DEPTH, BlockShape, DecodeConfig
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import gather
-from .warp_decode_scales import BLOCK
+from .warp_decode_scales import part_of
 from .warp_decode_step import Landing, Step
 
 LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least the matrix instructions take
@@ -57,15 +57,14 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
 
 
 def _check_depth(config: DecodeConfig, shared_scale: int) -> None:
-    """In the matrix form a step holds whole groups of MXFP8, and lies within a block of block FP8."""
+    """In the matrix form a step holds whole groups of MXFP8, and is as long as TMA swizzles."""
     if config.form == "vector" or shared_scale == 0:
         return
-    most = BLOCK.value if shared_scale == BLOCK.value else 4096
     for name, depth in (("gate_up", config.gate_up.depth), ("down", config.down.depth)):
-        if not QUANTISED_DEPTH <= depth <= most:
+        if depth < QUANTISED_DEPTH:
             raise ValueError(
-                f"{name}.depth={depth} must be from {QUANTISED_DEPTH} to {most} for form='matrix' and weights with a "
-                f"scale per {shared_scale}"
+                f"{name}.depth={depth} must be at least {QUANTISED_DEPTH} for form='matrix' and weights with a scale "
+                f"per {shared_scale}"
             )
 
 
@@ -74,14 +73,26 @@ def _starts_early(config: DecodeConfig) -> bool:
     return config.dependent and not triton.knobs.runtime.interpret
 
 
+def _registers(shape: BlockShape, landing: Landing | None) -> dict[str, int]:
+    """The limit as a launch option, which the interpreter does not know."""
+    limit = most_registers(shape, 1 if landing is None else landing.addresses.numel())
+    return {} if limit is None or triton.knobs.runtime.interpret else {"maxnreg": limit}
+
+
+def most_registers(shape: BlockShape, world_size: int) -> int | None:
+    """Most registers of a thread, ``None`` for no limit; the all-reduce over ranks would not fit into fewer."""
+    return (shape.max_registers or None) if world_size == 1 else None
+
+
 def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: int, constants: dict) -> None:
     shape = config.gate_up
     num_slots, hidden_size, ffn_size = step.w2.shape
     w1 = step.w1
     if config.form == "matrix":
         gate_and_up = w1.view(num_slots, 2, ffn_size, hidden_size)
-        w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, shape.depth])
-    options = {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
+        w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, part_of(shape.depth, step.shared_scale)])
+    options = _registers(shape, landing)
+    options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
         step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
         step.tickets if landing is None else landing.epoch,
@@ -97,7 +108,7 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
     num_tokens = step.ids.shape[0]
     w2 = step.w2
     if config.form == "matrix":
-        w2 = TensorDescriptor.from_tensor(w2, [1, shape.rows, shape.depth])
+        w2 = TensorDescriptor.from_tensor(w2, [1, shape.rows, part_of(shape.depth, step.shared_scale)])
     if config.fold:
         groups = num_tokens
     blocks = groups * triton.cdiv(hidden_size, shape.rows)
@@ -108,7 +119,7 @@ def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int
             landing.addresses, landing.epoch, landing.fault, landing.rank, landing.max_tokens, landing.timeout_ns
         )  # fmt: skip
         blocks += step.out.shape[0] * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
-    options = {"launch_pdl": True} if _starts_early(config) else {}
+    options = _registers(shape, landing) | ({"launch_pdl": True} if _starts_early(config) else {})
     down_kernel[(blocks,)](
         step.hidden, step.ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
         step.out, *network,

@@ -9,12 +9,12 @@ import triton
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
 from .group_gemm import dot_precision
-from .warp_decode import LEAST_TOKENS, WORD_COLS
+from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, select
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import COLS, NUM_WARPS, gather_kernel
-from .warp_decode_scales import BLOCK, MX
+from .warp_decode_scales import BLOCK, MX, part_of
 
 WGMMA_ROWS, WGMMA_TOKENS = 64, 16  # smaller products take the older matrix instruction
 # name: E, K, D, F
@@ -86,9 +86,10 @@ class Setting:
             GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
         )  # fmt: skip
 
-    def weight_type(self, block: list[int]) -> str:
-        """Triton's type of w1 or w2, read in blocks of this shape in the matrix form."""
+    def weight_type(self, rows: list[int], depth: int) -> str:
+        """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
         element = "fp8e4nv" if self.quantised else as_triton_dtype(self.dtype)
+        block = [*rows, part_of(depth, SCALES[self.quantised])]
         return f"*{element}" if self.config.form == "vector" else f"tensordesc<{element}{block}>"
 
 
@@ -104,13 +105,14 @@ def aot_cases() -> list[KernelCase]:
     for quantised in ("mxfp8", "fp8"):
         for shape in ("qwen3", "deepseek"):
             settings += [Setting(shape=shape, num_tokens=count, quantised=quantised) for count in (1, 2, 8, 16, 32, 64)]
-        settings += [Setting(shape="qwen3", num_tokens=count, quantised=quantised, ranks=RANKS) for count in (1, 8)]
+        settings += [Setting(shape="qwen3", num_tokens=count, quantised=quantised, ranks=RANKS) for count in (1, 8, 16)]
         settings += [
             Setting(shape="qwen3", num_tokens=count, quantised=quantised, dtype=dtype)
             for count in (1, 8)
             for dtype in (torch.float16, torch.float32)
         ]
         settings += [Setting(shape="qwen3", num_tokens=64, quantised=quantised, dtype=torch.float16)]
+    settings += [Setting(shape="qwen3", num_tokens=16, quantised="fp8", dtype=torch.float16)]
     settings += [Setting(shape="deepseek and shared", num_tokens=count) for count in (1, 2, 8)]
     settings += [Setting(shape="qwen3", num_tokens=count, ranks=RANKS, gathered=True) for count in (4, 16, 64)]
     settings += [
@@ -125,7 +127,7 @@ def _gate_up(setting: Setting) -> KernelCase:
     shape, element = setting.config.gate_up, as_triton_dtype(setting.dtype)
     hidden_size = SHAPES[setting.shape][2]
     pointers = {
-        "w1": setting.weight_type([1, 2, shape.rows, shape.depth]), "x_ptr": f"*{element}",
+        "w1": setting.weight_type([1, 2, shape.rows], shape.depth), "x_ptr": f"*{element}",
         "hidden_ptr": f"*{element}",
     }  # fmt: skip
     constants = dict(
@@ -138,7 +140,7 @@ def _down(setting: Setting) -> KernelCase:
     shape, element = setting.config.down, as_triton_dtype(setting.dtype)
     ffn_size, over_ranks = SHAPES[setting.shape][3], setting.ranks > 1
     pointers = {
-        "w2": setting.weight_type([1, shape.rows, shape.depth]), "hidden_ptr": f"*{element}", "out_ptr": f"*{element}",
+        "w2": setting.weight_type([1, shape.rows], shape.depth), "hidden_ptr": f"*{element}", "out_ptr": f"*{element}",
         "weights_ptr": "*fp32", "partials_ptr": "*fp32",
         "landing_addresses": "*i64" if over_ranks else "*i32", "fault_ptr": "*i64" if over_ranks else "*i32",
     }  # fmt: skip
@@ -201,6 +203,7 @@ def _case(
         constexprs=constants,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        max_registers=most_registers(shape, setting.ranks),
         expects=frozenset(expects),
         narrow_loads=scale_bytes,
     )

@@ -12,6 +12,8 @@ LOAD_BYTES = 16
 FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
+LEAST_REGISTERS, MOST_REGISTERS = 32, 255  # of a thread
+SIX_BLOCKS_REGISTERS = 80  # 6 blocks of 4 warps on a multiprocessor with 65536
 QUANTISED_DEPTH = 32  # least step of the matrix form for weights of a byte: a scale of MXFP8, and what TMA swizzles
 
 
@@ -21,15 +23,19 @@ class BlockShape:
 
     Args:
         rows: Output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output.
-        depth: Step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower.
+        depth: Step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower;
+            in the matrix form one of block FP8 may be several of its blocks of 128.
         num_warps: Warps per block.
         num_stages: Depth of the load pipeline (matrix form).
+        max_registers: Most registers of a thread, so that more blocks run at once; 0 leaves it to the compiler, as it
+            is over ranks, whose all-reduce takes more.
     """
 
     rows: int
     depth: int
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +78,11 @@ class DecodeConfig:
                     raise ValueError(
                         f"{name}.{field}={value} must be a power of two from {low} to {high} for form={self.form!r}"
                     )
+            if shape.max_registers and not LEAST_REGISTERS <= shape.max_registers <= MOST_REGISTERS:
+                raise ValueError(
+                    f"{name}.max_registers={shape.max_registers} must be 0 or from {LEAST_REGISTERS} to "
+                    f"{MOST_REGISTERS}"
+                )
 
     def fit(self, hidden_size: int, ffn_size: int) -> "DecodeConfig":
         """The same with no step longer than its contraction."""
@@ -183,9 +194,12 @@ def _quantised_blocks(
     gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
     narrow = BlockShape(rows=32, depth=128, num_stages=4)
     tile = 8
-    if num_tokens <= 8 and is_mx:
+    if num_tokens <= 32 and not (is_mx or large):
+        gate_up, down = _small_fp8_blocks(num_tokens)
+    elif num_tokens <= 8 and is_mx:
         gate_up = narrow if is_half else replace(narrow, depth=256, num_stages=3)
-    elif num_tokens > 8 and (large or num_tokens <= (32 if is_mx else 16)):
+        down = down if is_half or large else replace(down, depth=256, num_stages=3)
+    elif num_tokens > 8 and (large or num_tokens <= 32):
         depth = 64 if is_half and num_tokens > 16 else 128
         gate_up, down = replace(gate_up, depth=depth), BlockShape(rows=128, depth=depth, num_stages=3)
         tile = 64
@@ -193,6 +207,17 @@ def _quantised_blocks(
         gate_up = gate_up if is_mx else narrow
         tile = 16
     return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent, tile=tile)
+
+
+def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
+    """Block FP8 of small experts, up to 32 tokens in tiles of 8: steps of two scales where that was faster.
+
+    From 9 tokens on down does better with more blocks at once: six for each multiprocessor in place of five.
+    """
+    if num_tokens <= 8:
+        return BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)
+    down = BlockShape(rows=64, depth=128, num_stages=4, max_registers=SIX_BLOCKS_REGISTERS)
+    return BlockShape(rows=64, depth=256, num_stages=2), down
 
 
 def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:

@@ -19,6 +19,7 @@ from .warp_decode_scales import (
     lane_columns,
     lane_scales,
     load_lanes,
+    part_of,
     scaled_dot,
     scaled_products,
     step_and_next_scales,
@@ -141,8 +142,9 @@ def down_matrix(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of one expert for the TILE tokens of one pass."""
+    PART: tl.constexpr = part_of(BLOCK_K, SCALES)
     cols = first_col + tl.arange(0, BLOCK_D)
-    ks = tl.arange(0, BLOCK_K)
+    ks = tl.arange(0, PART)
     valid = rows < NO_ROW
     legal_rows = tl.where(valid, rows, 0)
     hidden_ptrs = hidden_ptr + legal_rows[:, None] * F + ks[None, :]
@@ -150,10 +152,14 @@ def down_matrix(
     weight_rows = tl.minimum(cols, D - 1)
     ahead = step_scales(scales_ptr, slot, weight_rows, 0, D, F, BLOCK_K, SCALES, EVEN_K)
     for f in range(0, F, BLOCK_K):
-        hidden = tl.load(hidden_ptrs + f, mask=valid[:, None] & (EVEN_K | (f + ks < F)[None, :]), other=0.0)
-        w = w2_desc.load([slot, first_col, f]).reshape(BLOCK_D, BLOCK_K)
+        hs, ws = (), ()
+        for part in tl.static_range(BLOCK_K // PART):
+            at = f + part * PART
+            hs += (tl.load(hidden_ptrs + at, mask=valid[:, None] & (EVEN_K | (at + ks < F)[None, :]), other=0.0),)
+            ws += (w2_desc.load([slot, first_col, at]).reshape(BLOCK_D, PART),)
         scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, f, D, F, BLOCK_K, SCALES, EVEN_K)
-        accumulator = scaled_dot(w, hidden, accumulator, scales, SCALES, PRECISION)
+        for part in tl.static_range(BLOCK_K // PART):
+            accumulator = scaled_dot(ws[part], hs[part], accumulator, scales[part], SCALES, PRECISION)
     targets = partials_ptr + legal_rows[None, :] * D + cols[:, None]
     tl.store(targets, accumulator, mask=valid[None, :] & (cols < D)[:, None])
 

@@ -25,6 +25,7 @@ from .warp_decode_scales import (
     lane_columns,
     lane_scales,
     load_lanes,
+    part_of,
     scaled_dot,
     scaled_products,
     step_and_next_scales,
@@ -76,8 +77,9 @@ def gate_up_matrix(
     EVEN_K: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The TILE tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
+    PART: tl.constexpr = part_of(BLOCK_K, SCALES)
     cols = first_col + tl.arange(0, BLOCK_F)
-    ks = tl.arange(0, BLOCK_K)
+    ks = tl.arange(0, PART)
     valid = rows < NO_ROW
     x_ptrs = x_ptr + token_of(rows, K)[:, None] * D + ks[None, :]
     in_tile = tl.arange(0, 2 * BLOCK_F)
@@ -85,11 +87,15 @@ def gate_up_matrix(
     accumulator = tl.zeros((2 * BLOCK_F, TILE), dtype=tl.float32)
     ahead = step_scales(scales_ptr, slot, weight_rows, 0, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
     for k in range(0, D, BLOCK_K):
-        # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
-        x = tl.load(x_ptrs + k, mask=valid[:, None] & (EVEN_K | (k + ks < D)[None, :]), other=0.0)
-        w = w1_desc.load([slot, 0, first_col, k]).reshape(2 * BLOCK_F, BLOCK_K)
+        xs, ws = (), ()
+        for part in tl.static_range(BLOCK_K // PART):
+            at = k + part * PART
+            # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
+            xs += (tl.load(x_ptrs + at, mask=valid[:, None] & (EVEN_K | (at + ks < D)[None, :]), other=0.0),)
+            ws += (w1_desc.load([slot, 0, first_col, at]).reshape(2 * BLOCK_F, PART),)
         scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, k, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
-        accumulator = scaled_dot(w, x, accumulator, scales, SCALES, PRECISION)
+        for part in tl.static_range(BLOCK_K // PART):
+            accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], SCALES, PRECISION)
     gate, up = accumulator.reshape(2, BLOCK_F, TILE).permute(1, 2, 0).split()
     hidden = swiglu(gate, up).to(hidden_ptr.dtype.element_ty)
     targets = hidden_ptr + tl.where(valid, rows, 0)[None, :] * F + cols[:, None]

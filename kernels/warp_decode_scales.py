@@ -7,7 +7,8 @@ SCALES, a constant of the kernels, says how many neighbours along the contractio
 * 128, block FP8: 128 rows share one too; ``(S, ceil(rows / 128), ceil(columns / 128))`` float32.
 
 Where they apply. *vector*: to the sum of a lane's 16 products, whose weights share a scale. *matrix*: MXFP8 to the
-weights, because a power of two rounds none above 2^-126; block FP8 to what 128 of the contraction add to the sums.
+weights, because a power of two rounds none above 2^-126; block FP8 to what 128 of the contraction add to the sums,
+a part of a step that may be longer.
 """
 
 import triton
@@ -120,18 +121,40 @@ def scaled_products(weights, x, scales, LANE: tl.constexpr, SCALES: tl.constexpr
         return tl.sum(products, axis=2) * scales
 
 
+@triton.constexpr_function
+def part_of(depth, shared_scale):
+    """Matrix form: columns of a step that are multiplied at once; a step of block FP8 has a part for each scale.
+
+    Example: of a step of 256, 256 without scales and with those of MXFP8, 128 with those of block FP8.
+    """
+    return min(depth, BLOCK.value) if shared_scale == BLOCK.value else depth
+
+
 @triton.jit
 def step_scales(
     scales_ptr, slot, rows, k, num_rows, num_cols, BLOCK_K: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Matrix form: ``(R, BLOCK_K / 32)`` (MXFP8) or ``(R, 1)`` float32 scales of a step's weights; 0 if there are none.
+    """Matrix form: for each part of a step its weights' ``part_scales``."""
+    PART: tl.constexpr = part_of(BLOCK_K, SCALES)
+    found = ()
+    for part in tl.static_range(BLOCK_K // PART):
+        scales = part_scales(scales_ptr, slot, rows, k + part * PART, num_rows, num_cols, PART, SCALES, EVEN)
+        found += (scales,)
+    return found
+
+
+@triton.jit
+def part_scales(
+    scales_ptr, slot, rows, k, num_rows, num_cols, PART: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr
+):
+    """``(R, PART / 32)`` (MXFP8) or ``(R, 1)`` float32 scales of a part; 0 if there are none.
 
     Where the contraction is a multiple of the step, a row's codes are one load, which runs ahead as the weights do.
     """
     if SCALES == 0:
         return 0
     else:
-        WIDTH: tl.constexpr = BLOCK_K // MX if SCALES == MX else 1
+        WIDTH: tl.constexpr = PART // MX if SCALES == MX else 1
         groups = tl.arange(0, WIDTH)[None, :]
         stored = load_stored(
             scales_ptr, slot, rows[:, None], k, groups, num_rows, num_cols, SCALES, EVEN, WIDTH if EVEN else 1

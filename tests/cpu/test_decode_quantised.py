@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from ranks import run_ranks
 from comet.comm import make_communicator
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
 from comet.decode.twin import decode_partial_torch
+from comet.kernels.warp_decode import most_registers
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
+from comet.kernels.warp_decode_scales import part_of
 from comet.layout import ExpertLayout
 from comet.quantize import quantize_fp8, quantize_mxfp8
 from comet.reference import shard_experts
@@ -29,6 +32,9 @@ FOLD = replace(VECTOR, fold=True)
 WIDE = replace(FOLD, gate_up=BlockShape(rows=8, depth=512), down=BlockShape(rows=16, depth=512))
 MATRIX = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
 TILES = replace(MATRIX, tile=8)
+# Steps of two scales of block FP8, and of four; of eight of MXFP8.
+LONG = replace(TILES, gate_up=BlockShape(rows=32, depth=256), down=BlockShape(rows=16, depth=256))
+LONGER = replace(LONG, gate_up=BlockShape(rows=16, depth=512), down=BlockShape(rows=32, depth=512))
 
 CASES = {
     "mxfp8": [
@@ -42,6 +48,7 @@ CASES = {
         DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=160, F=96, config=TILES, routing="one", held=2),
         DecodeCase(name="two passes", T=9, K=2, E=4, D=64, F=128, config=TILES, routing="always"),
         DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
+        DecodeCase(name="long steps, tails", T=9, K=2, E=3, D=288, F=416, config=LONG, held=2),
         DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
         DecodeCase(name="selected", T=17, K=2, E=4, D=96, F=160, routing="unknown"),
         DecodeCase(name="selected", T=3, K=2, E=4, D=64, F=32),
@@ -61,6 +68,11 @@ CASES = {
         DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=304, F=208, config=TILES, routing="one", held=2),
         DecodeCase(name="two passes, small steps", T=9, K=2, E=4, D=144, F=272, routing="always", config=replace(
             TILES, gate_up=BlockShape(rows=16, depth=32))),
+        DecodeCase(name="two scales a step, no tails", T=9, K=2, E=3, D=512, F=768, config=LONG, routing="one"),
+        DecodeCase(name="odd numbers of scales", T=3, K=2, E=4, D=384, F=640, config=LONG, held=3),
+        DecodeCase(name="tails in the first part", T=9, K=2, E=3, D=272, F=304, config=LONG, routing="masked"),
+        DecodeCase(name="tails in the second part", T=5, K=2, E=3, D=400, F=208, config=LONG, routing="unknown"),
+        DecodeCase(name="four scales a step", T=9, K=2, E=2, D=1040, F=896, config=LONGER),
         DecodeCase(name="selected", T=2, K=2, E=4, D=16, F=16),
         DecodeCase(name="selected, passes", T=17, K=2, E=2, D=144, F=208, routing="unknown"),
         DecodeCase(name="selected", T=3, K=2, E=4, D=48, F=16),
@@ -228,8 +240,8 @@ def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "depth", "message"),
     [
-        ("mxfp8", 16, r"down.depth=16 must be from 32 to 4096 for form='matrix' and weights with a scale per 32"),
-        ("fp8", 256, r"down.depth=256 must be from 32 to 128 for form='matrix' and weights with a scale per 128"),
+        ("mxfp8", 16, r"down.depth=16 must be at least 32 for form='matrix' and weights with a scale per 32"),
+        ("fp8", 16, r"down.depth=16 must be at least 32 for form='matrix' and weights with a scale per 128"),
     ],
 )
 def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, message: str) -> None:
@@ -243,12 +255,46 @@ def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, messa
 # ---- shapes of blocks ------------------------------------------------------------------------------------------------
 
 
-# Scale of so many weights: for at most so many tokens, rows of gate/up and of down, and the tile, of small experts.
+def block(rows: int, depth: int, num_stages: int, max_registers: int = 0) -> BlockShape:
+    return BlockShape(rows=rows, depth=depth, num_stages=num_stages, max_registers=max_registers)
+
+
+# Neighbours that share a scale, and whether experts are large: for at most so many bfloat16 tokens gate/up, down, tile.
+MANY = (block(64, 128, 3), block(128, 128, 3), 64)
 MATRIX_BLOCKS = {
-    32: {8: (32, 64, 8), 32: (64, 128, 64), 64: (64, 64, 16)},
-    128: {8: (64, 64, 8), 16: (64, 128, 64), 32: (64, 64, 8), 64: (32, 64, 16)},
+    (32, False): {
+        8: (block(32, 256, 3), block(64, 256, 3), 8),
+        32: MANY,
+        64: (block(64, 128, 3), block(64, 128, 4), 16),
+    },
+    (32, True): {8: (block(32, 256, 3), block(64, 128, 4), 8), 64: MANY},
+    (128, False): {
+        8: (block(32, 256, 3), block(64, 256, 3), 8),
+        32: (block(64, 256, 2), block(64, 128, 4, max_registers=80), 8),
+        64: (block(32, 128, 4), block(64, 128, 4), 16),
+    },
+    (128, True): {8: (block(64, 128, 3), block(64, 128, 4), 8), 64: MANY},
 }
-LARGE_MATRIX_BLOCKS = (64, 128, 64)  # from 9 tokens on
+
+
+@pytest.mark.parametrize("num_tokens", [3, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (4096, 14336), (7168, 2048)])
+@pytest.mark.parametrize("shared_scale", [32, 128])
+def test_selected_matrix_blocks(num_tokens: int, shape: tuple[int, int], shared_scale: int) -> None:
+    of_tokens = MATRIX_BLOCKS[shared_scale, is_large(*shape)]
+    wanted = of_tokens[next(most for most in of_tokens if num_tokens <= most)]
+    config = select(torch.bfloat16, num_tokens, 8, *shape, shared_scale=shared_scale)
+    assert (config.form, config.gate_up, config.down, config.tile) == ("matrix", *wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 8, 9, 16, 17, 32, 33, 64])
+def test_float16_tokens_take_no_long_steps_of_mxfp8(num_tokens: int) -> None:
+    """Their operands, in tf32, are twice as large; beside block FP8 they are as those of bfloat16."""
+    for shape in ((2048, 768), (7168, 2048)):
+        config = select(torch.float16, num_tokens, 8, *shape, shared_scale=32)
+        assert max(config.gate_up.depth, config.down.depth) <= 128
+    small = partial(select, num_tokens=num_tokens, top_k=8, hidden_size=2048, ffn_size=768, shared_scale=128)
+    assert small(torch.float16) == small(torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -260,15 +306,10 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
     for top_k in (1, 2, 8, 32):
         config = select(dtype, num_tokens, top_k, *shape, shared_scale=shared_scale)
         assert config.form == ("vector" if num_tokens <= 2 else "matrix")
-        if config.form == "matrix" and dtype != torch.float32:
-            most = next(most for most in MATRIX_BLOCKS[shared_scale] if num_tokens <= most)
-            is_small = num_tokens <= 8 or not is_large(*shape)
-            wanted = MATRIX_BLOCKS[shared_scale][most] if is_small else LARGE_MATRIX_BLOCKS
-            assert (config.gate_up.rows, config.down.rows, config.tile) == wanted
         for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
             longest = max(32, triton.next_power_of_2(contraction))
             if config.form == "matrix":
-                assert 32 <= block.depth <= (256 if shared_scale == 32 else 128)
+                assert 32 <= block.depth <= min(256, longest)
             elif dtype != torch.float32:
                 assert block.rows * block.depth >= min(block.rows * longest, 512 * block.num_warps)
             elif contraction % 512 == 0:
@@ -276,6 +317,20 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
                 assert contraction % block.depth == 0
             else:
                 assert (block.num_warps, block.depth) == (1, min(256, longest))
+
+
+def test_parts_of_a_step_example() -> None:
+    assert [part_of(256, shared_scale) for shared_scale in (0, 32, 128)] == [256, 256, 128]
+    assert part_of(64, 128) == 64
+
+
+def test_ranks_that_add_up_have_all_registers() -> None:
+    limited = block(64, 128, 4, max_registers=80)
+    assert (most_registers(limited, 1), most_registers(limited, 2)) == (80, None)
+    assert most_registers(block(64, 128, 4), 1) is None
+    for most in (31, 256, -1):
+        with pytest.raises(ValueError, match=rf"down.max_registers={most} must be 0 or from 32 to 255"):
+            replace(MATRIX, down=replace(limited, max_registers=most))
 
 
 def test_kernels_refuse_tokens_in_float64() -> None:

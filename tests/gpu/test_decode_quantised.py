@@ -25,6 +25,8 @@ WIDE = DecodeConfig(
     down=BlockShape(rows=8, depth=2048, num_warps=4),
 )  # fmt: skip
 MATRIX = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=64, depth=128))
+LONG = replace(MATRIX, gate_up=BlockShape(rows=32, depth=256), down=BlockShape(rows=64, depth=256), tile=8)
+LIMITED = replace(LONG, down=BlockShape(rows=64, depth=128, num_stages=4, max_registers=80))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,11 +80,22 @@ def test_random_cases(seed: int, kind: str) -> None:
         (64, replace(MATRIX, tile=16)),
         (64, replace(MATRIX, gate_up=BlockShape(rows=128, depth=32), down=BlockShape(rows=128, depth=64))),
         (64, replace(MATRIX, gate_up=BlockShape(rows=64, depth=128, num_warps=8, num_stages=2))),
+        (9, LONG),
+        (64, replace(LONG, tile=16)),
+        (64, LIMITED),
     ],
 )
 def test_other_blocks(num_tokens: int, config: DecodeConfig, dependent: bool, kind: str) -> None:
     case = DecodeCase(name="blocks", T=num_tokens, quantised=kind, config=replace(config, dependent=dependent), **QWEN3)
     check_decode(case, torch.bfloat16, "cuda", runs=20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden_size", "ffn_size"), [(384, 640), (288, 416), (2880, 1152)])
+def test_long_steps_with_tails(hidden_size: int, ffn_size: int, dtype: torch.dtype, kind: str) -> None:
+    """Odd numbers of blocks of scales, and tails in each part of a step."""
+    sizes = dict(T=20, K=4, E=8, D=hidden_size, F=ffn_size)
+    check_decode(DecodeCase(name="long", quantised=kind, config=LONG, held=6, **sizes), dtype, "cuda", runs=5)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
