@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from cuda_sources import fields_of, item_bytes_of
 
 from comet.kernels import dispatch_gemm_cuda as module
 from comet.kernels.arguments import TileTable, Wire
@@ -16,21 +15,11 @@ from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm_cuda import CudaConfig
 from comet.plan_rules import num_counters
 
-SOURCES = Path(module.__file__).parent / "cuda"
-
 
 def test_worked_examples() -> None:
     assert num_counters(4, 2048) == 128 + 4 * 16 == 192
     assert CudaConfig().shared_bytes(32) == 1024 + 4 * 53248 + 2 * 2048 + 64 + 384 + 4 * 97
     assert CudaConfig().shared_bytes(32) == 218948
-
-
-def fields_of(source: str, structure: str) -> list[str]:
-    """Names of the fields of a structure, in their order."""
-    body = re.search(rf"struct {structure} {{(.*?)\n}};", (SOURCES / source).read_text(), re.DOTALL)
-    assert body is not None
-    declared = re.sub(r"//.*", "", body[1])
-    return [name for line in declared.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +30,7 @@ def test_the_structures_are_those_of_the_source(source: str, structure: str, min
 
 
 def test_an_item_is_as_large_as_the_source_says() -> None:
-    assert f"sizeof(Item) == {module.ITEM_BYTES} " in (SOURCES / "gather.cu").read_text()
+    assert item_bytes_of("gather.cu") == module.ITEM_BYTES
 
 
 def make_call(**changes: object) -> dict[str, object]:

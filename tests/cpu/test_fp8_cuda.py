@@ -1,0 +1,169 @@
+"""The layers in block FP8 in CUDA C++, as far as it goes without a GPU: what host and source must agree on, and when
+they are chosen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cuda_sources import fields_of, item_bytes_of, worked_example_of
+
+from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm, gemm_combine, gemm_combine_launch
+from comet.kernels import fp8_dispatch_gemm_cuda as layer0
+from comet.kernels import fp8_gemm_combine_cuda as layer1
+from comet.kernels.arguments import Returns, Scaled, TileTable, Wire
+from comet.kernels.cuda_text import SHARED_LIMIT
+from comet.kernels.dispatch import Sends
+from comet.kernels.dispatch_gemm import DispatchGemmConfig
+from comet.kernels.gemm_combine import GemmCombineConfig
+
+D, F, MANY = 512, 256, 20_000
+
+
+def test_worked_examples() -> None:
+    computed, said = worked_example_of(layer0.shared_bytes)
+    assert computed == said == layer0.shared_bytes(32)
+    computed, said = worked_example_of(layer1.shared_bytes)
+    assert computed == said == layer1.shared_bytes(32, 8)
+
+
+def test_an_expert_costs_its_place_in_the_table_of_pieces() -> None:
+    assert layer0.shared_bytes(33) - layer0.shared_bytes(32) == 3 * 4
+    assert layer1.shared_bytes(33, 8) - layer1.shared_bytes(32, 8) == 4
+
+
+def test_the_layers_of_large_models_fit() -> None:
+    for experts in (1, 8, 64, 128, 256):
+        assert layer0.shared_bytes(experts) <= SHARED_LIMIT
+        for entries in range(1, gemm_combine_launch.MOST_ENTRIES + 1):
+            assert layer1.shared_bytes(experts, entries) <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("source", "structure", "mine"),
+    [
+        ("fp8_gather_gemm.cu", "Results", layer0.Results),
+        ("gather_gemm.cu", "Results", dispatch_gemm_cuda.Results),
+        ("panels.cu", "Scales", gemm_combine_launch.Scales),
+    ],
+)
+def test_the_structures_are_those_of_the_source(source: str, structure: str, mine: type[ctypes.Structure]) -> None:
+    assert fields_of(source, structure) == [name for name, _ in mine._fields_]
+    assert ctypes.sizeof(mine) == 8 * len(mine._fields_), "addresses and 64-bit numbers"
+
+
+def test_an_item_is_as_large_as_the_source_says() -> None:
+    assert item_bytes_of("gather.cu") == layer0.ITEM_BYTES
+    assert item_bytes_of("panels.cu") == layer1.ITEM_BYTES
+
+
+def make_weight(experts: int, rows: int, columns: int) -> Scaled:
+    """``(e, N, K)`` in block FP8, without memory."""
+    elements = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+    return Scaled(elements=elements, scales=torch.empty(experts, rows // 128, columns // 128, device="meta"))
+
+
+def make_wire(world_size: int = 2) -> Wire:
+    numbers, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(world_size, dtype=torch.int64)
+    return Wire(
+        rows=numbers, row_pointers=pointers, flags=numbers, flag_pointers=pointers, epoch=numbers, fault=numbers,
+        rank=0, max_tokens=128, timeout_ns=1,
+    )  # fmt: skip
+
+
+def make_table() -> TileTable:
+    numbers = torch.zeros(4, dtype=torch.int32)
+    return TileTable(
+        tiles=numbers, num_tiles=numbers, row_ids=numbers, counters=numbers, block_rows=128,
+        segments=(numbers, numbers),
+    )  # fmt: skip
+
+
+def layer0_call(**changes: object) -> dict[str, Any]:
+    """Arguments of a launch that runs in CUDA C++ where there is a GPU."""
+    numbers = torch.zeros(4, dtype=torch.int32)
+    sends = Sends(token_ids=numbers, counts=numbers, recv_counts=numbers, pushed=numbers)
+    return dict(w1=make_weight(8, 2 * F, D), wire=make_wire(), sends=sends, table=make_table()) | changes
+
+
+def make_returns(top_k: int = 2) -> Returns:
+    numbers = torch.zeros(4, dtype=torch.int32)
+    return Returns(
+        row_slots=torch.zeros(4, top_k, dtype=torch.int32), row_weights=torch.zeros(4, top_k), send_rows=numbers,
+        recv_counts=numbers,
+    )  # fmt: skip
+
+
+def layer1_call(**changes: object) -> dict[str, Any]:
+    """The same of layer 1."""
+    y = torch.empty(1, D, dtype=torch.bfloat16, device="meta")
+    call = dict(y=y, b=make_weight(8, D, F), wire=make_wire(), returns=make_returns(), table=make_table())
+    return call | changes
+
+
+def without_segments() -> TileTable:
+    return replace(make_table(), segments=None)
+
+
+def test_when_layer_0_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer0, "is_available", lambda device: True)
+    call = layer0_call()
+    assert layer0.runs_cuda(**call)
+    assert layer0.runs_cuda(**layer0_call(wire=make_wire(world_size=64)))
+    assert not layer0.runs_cuda(**layer0_call(table=replace(call["table"], block_rows=64)))
+    assert not layer0.runs_cuda(**layer0_call(table=without_segments()))
+    assert not layer0.runs_cuda(**layer0_call(sends=replace(call["sends"], pushed=None)))  # copy engines move the rows
+    assert not layer0.runs_cuda(**layer0_call(w1=make_weight(MANY, 256, 128)))  # their table is too large
+    monkeypatch.setattr(layer0, "is_available", lambda device: False)
+    assert not layer0.runs_cuda(**call)
+
+
+def test_when_layer_1_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer1, "is_available", lambda device: True)
+    call = layer1_call()
+    assert layer1.runs_cuda(**call)
+    for most in (dict(returns=make_returns(top_k=8)), dict(wire=make_wire(world_size=8)), dict(y=call["y"].half())):
+        assert layer1.runs_cuda(**layer1_call(**most))
+    assert not layer1.runs_cuda(**layer1_call(returns=make_returns(top_k=9)))
+    assert not layer1.runs_cuda(**layer1_call(wire=make_wire(world_size=9)))
+    assert not layer1.runs_cuda(**layer1_call(y=call["y"].float()))  # a pool in float32
+    assert not layer1.runs_cuda(**layer1_call(table=replace(call["table"], block_rows=64)))
+    assert not layer1.runs_cuda(**layer1_call(table=without_segments()))
+    assert not layer1.runs_cuda(**layer1_call(returns=replace(call["returns"], row_weights=None)))  # a backward pass
+    assert not layer1.runs_cuda(**layer1_call(b=make_weight(MANY, 128, 128)))  # their table is too large
+    monkeypatch.setattr(layer1, "is_available", lambda device: False)
+    assert not layer1.runs_cuda(**call)
+
+
+def test_neither_is_chosen_without_a_gpu() -> None:
+    assert not layer0.runs_cuda(**layer0_call())
+    assert not layer1.runs_cuda(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
+
+
+def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(layer0, "is_available", lambda device: True)
+    monkeypatch.setattr(fp8_dispatch_gemm, "fp8_dispatch_gemm_cuda", lambda *call: given.append(call))
+    call, hidden = layer0_call(), make_weight(1, 128, F)
+    rest = call["wire"], call["sends"], call["table"]
+    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig())
+    [found] = given
+    assert all(mine is other for mine, other in zip(found, (call["w1"], hidden, *rest), strict=True))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(layer1, "is_available", lambda device: True)
+    monkeypatch.setattr(gemm_combine, "fp8_gemm_combine_cuda", lambda *call: given.append(call))
+    call, hidden = layer1_call(), make_weight(1, 128, F)
+    tensors = hidden, call["b"], call["y"], call["y"]
+    rest = call["wire"], call["returns"], call["table"]
+    gemm_combine.gemm_combine(*tensors, *rest, GemmCombineConfig(num_panels=3, beside=beside))
+    [(*found, num_panels)] = given
+    assert all(mine is other for mine, other in zip(found, (*tensors, *rest), strict=True))
+    assert num_panels == 3

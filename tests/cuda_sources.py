@@ -1,0 +1,36 @@
+"""What tests read in the sources of the kernels in CUDA C++, and in the words about their launchers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import comet.kernels
+
+SOURCES = Path(comet.kernels.__path__[0]) / "cuda"
+
+
+def fields_of(source: str, structure: str) -> list[str]:
+    """Names of the fields of a structure, in their order."""
+    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", (SOURCES / source).read_text(), re.DOTALL)
+    assert body is not None, f"{source} has no structure {structure}"
+    declared = re.sub(r"//.*", "", body[1])
+    return [name for line in declared.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+
+
+def item_bytes_of(source: str) -> int:
+    """Size of ``Item`` that a source asserts."""
+    found = re.search(r"sizeof\(Item\) == (\d+)", (SOURCES / source).read_text())
+    assert found is not None, f"{source} does not say how large an item is"
+    return int(found[1])
+
+
+def worked_example_of(function: Callable[..., int]) -> tuple[int, int]:
+    """The sum in the docstring's example, and what it is said to be.
+
+    Example: of "32 experts: 1024 + 4 * 97 = 1412." both are 1412.
+    """
+    found = re.search(r": ([\d +*()]+) = (\d+)\.$", function.__doc__ or "", re.MULTILINE)
+    assert found is not None, f"{function.__qualname__} has no worked example"
+    return eval(found[1]), int(found[2])
