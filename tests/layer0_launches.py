@@ -134,13 +134,19 @@ def run_layer0(case: PlayedCase, kind: Kind, *, save_pre: bool) -> list[Hidden]:
 
 def check_received(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
     """What is sent has arrived, with its flags; neither a row nor a flag more than that."""
-    rows, flags = landed(case, plans, rank), torch.full_like(buffers.flags[rank], EPOCH - 1)
+    rows = landed(case, plans, rank)
     rows[rank * max_tokens(case) :][: max_tokens(case)] = torch.nan
+    assert torch.allclose(buffers.rows[rank], rows, rtol=0, atol=0, equal_nan=True), f"rows of rank {rank} of {case}"
+    check_flags(case, plans, buffers, rank)
+
+
+def check_flags(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
+    """The flags of all chunks that others send to a rank are up, and no more."""
+    flags = torch.full_like(buffers.flags[rank], EPOCH - 1)
     for source in range(case.world_size):
         if source != rank:
             num_chunks = -(-len(sent_tokens(case, plans, source, rank)) // CHUNK_ROWS)
             flags[source, :num_chunks] = EPOCH
-    assert torch.allclose(buffers.rows[rank], rows, rtol=0, atol=0, equal_nan=True), f"rows of rank {rank} of {case}"
     assert torch.equal(buffers.flags[rank], flags), f"flags of rank {rank} of {case}"
 
 

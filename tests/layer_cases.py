@@ -14,6 +14,7 @@ from comet.reference import reference_experts
 
 MASKED = -1
 FEW_ELEMENTS = 64
+EDGE_ROWS = (0, 1, 63, 64, 65, 127, 128, 129, 300)  # of experts in turn, around the heights of pieces and tiles
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,26 @@ def rank_inputs(case: LayerCase, rank: int, call: int = 0) -> RankInputs:
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = MASKED
     elif case.routing == "first_half":
         ids = ids % max(1, case.num_experts // 2)
+    elif case.routing == "edges":
+        ids = edge_ids(case, call)[rank]
     x, grad = (torch.randn(tokens, case.hidden_size, generator=generator) for _ in range(2))
     weights = torch.rand(tokens, case.top_k, generator=generator)
     return RankInputs(x.to(case.dtype), ids, weights, grad.to(case.dtype))
+
+
+def edge_ids(case: LayerCase, call: int = 0) -> list[Tensor]:
+    """``(T, K)`` of every rank: expert e has exactly ``EDGE_ROWS[e % 9]`` rows of them all; a token may name it twice.
+
+    Example: 9 experts have 877 rows, so 300 + 150 tokens with K = 2 leave 23 of their slots masked.
+    """
+    rows = [EDGE_ROWS[expert % len(EDGE_ROWS)] for expert in range(case.num_experts)]
+    slots = case.top_k * sum(case.num_tokens)
+    assert slots >= sum(rows), f"{slots} slots are too few for {sum(rows)} rows"
+    ids = torch.full((slots,), MASKED, dtype=torch.int32)
+    ids[: sum(rows)] = torch.arange(case.num_experts, dtype=torch.int32).repeat_interleave(torch.tensor(rows))
+    generator = torch.Generator().manual_seed(case.seed * 7919 + call * 101)
+    shuffled = ids[torch.randperm(slots, generator=generator)]
+    return list(shuffled.view(-1, case.top_k).split(case.num_tokens))
 
 
 def full_weights(case: LayerCase) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,22 @@ def launched_in(kind: Kind, caller: ModuleType, cuda_module: ModuleType, **limit
         yield spy
 
 
+@contextmanager
+def chosen_in(kind: Kind, caller: ModuleType, chooser: str, launcher: str) -> Iterator[Counted]:
+    """The same where launches of any size are in CUDA C++: only ``triton`` keeps the layer from it.
+
+    Args:
+        kind: Which.
+        caller: The module of the launcher in Triton, which calls the other.
+        chooser: What it asks whether to call it, by its name there.
+        launcher: The launcher in CUDA C++, by its name there.
+    """
+    spy = Counted(getattr(caller, launcher))
+    refusal = {chooser: lambda *_: False} if kind == "triton" else {}
+    with patch.multiple(caller, **{launcher: spy}, **refusal):
+        yield spy
+
+
 def max_tokens(case: LayerCase) -> int:
     """M."""
     return round_up(max(1, *case.num_tokens), CHUNK_ROWS)
@@ -112,10 +128,14 @@ class Buffers:
     flags: list[Tensor]
 
     @classmethod
-    def allocate(cls, case: PlayedCase, *flags_of_source: int) -> Buffers:
-        """Rows of NaN, so that nothing counts that was not sent, and flags ``(W, *flags_of_source)`` not raised."""
+    def allocate(cls, case: PlayedCase, *flags_of_source: int, columns: int | None = None) -> Buffers:
+        """Rows of NaN, so that nothing counts that was not sent, and flags ``(W, *flags_of_source)`` not raised.
+
+        Rows have D columns, or ``columns`` where it is given.
+        """
         ranks, device = range(case.world_size), case.device
-        rows, flags = (case.world_size * max_tokens(case), case.hidden_size), (case.world_size, *flags_of_source)
+        rows = case.world_size * max_tokens(case), columns or case.hidden_size
+        flags = case.world_size, *flags_of_source
         return cls(
             rows=[torch.full(rows, torch.nan, dtype=case.dtype, device=device) for _ in ranks],
             flags=[torch.full(flags, EPOCH - 1, dtype=torch.int32, device=device) for _ in ranks],

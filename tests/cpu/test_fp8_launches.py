@@ -1,0 +1,75 @@
+"""Whoever plays the ranks of the layers in block FP8 gets them right: in Triton, which the GPU tests compare with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fp8_cases import float32_products
+from fp8_launches import (
+    check_outputs,
+    fp8_layer0_in,
+    fp8_layer1_in,
+    layer0_alone,
+    layer1_alone,
+    run_fp8_layer0,
+    run_fp8_layer1,
+)
+from layer_cases import EDGE_ROWS, edge_ids
+from played_ranks import EPOCH, PlayedCase, plans_of
+from ranks import run_ranks
+
+TWO = PlayedCase("two", 2, 1, (150, 5), 4, 2, 256, 128, "masked", torch.float32, block_rows=16, device="cpu")
+EDGES = replace(
+    TWO, name="edges", ep=1, num_tokens=(230,), num_experts=9, top_k=4, hidden_size=128, routing="edges", block_rows=128
+)
+CASES = [
+    replace(TWO, name="one rank", ep=1, num_tokens=(70,), num_panels=1),
+    TWO,
+    replace(TWO, name="tall tiles", block_rows=128, hidden_size=384, dtype=torch.float16),
+    replace(TWO, name="none on rank 0", num_tokens=(0, 30), ffn_size=384),
+    replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
+    replace(TWO, name="one expert", num_tokens=(20, 40), routing="one"),
+    replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=640),
+    EDGES,
+]
+
+
+def play(rank: int, world_size: int) -> None:
+    for case in CASES:
+        outputs = run_fp8_layer1(case, run_fp8_layer0(case, "triton"), "triton")
+        check_outputs(case, outputs, float32_products(max(case.hidden_size, case.ffn_size)))
+
+
+def test_ranks_played_in_one_process() -> None:
+    run_ranks(play, 1, interpret=True, timeout=400)
+
+
+def wait_alone(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    with fp8_layer0_in("triton"), fp8_layer1_in("triton"):
+        return layer0_alone(TWO, deadline_ns=2_000_000), layer1_alone(TWO, deadline_ns=2_000_000)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    for wanted, record in zip((2, 4), run_ranks(wait_alone, 1, interpret=True, timeout=120)[0], strict=True):
+        aborted, place, peer, _, expected, seen, *_ = record
+        assert (aborted, place, peer, expected, seen) == (1, wanted, 1, EPOCH, EPOCH - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("num_tokens", "top_k"), [((300, 150, 0), 2), ((877,), 1), ((0, 0, 130), 7)])
+def test_experts_have_as_many_rows_as_the_case_asks_for(num_tokens: tuple[int, ...], top_k: int, seed: int) -> None:
+    case = replace(EDGES, ep=len(num_tokens), num_tokens=num_tokens, top_k=top_k, seed=seed)
+    ids = edge_ids(case)
+    assert [tuple(of_rank.shape) for of_rank in ids] == [(tokens, top_k) for tokens in num_tokens]
+    of_all = torch.cat(ids).flatten()
+    assert of_all[of_all >= 0].bincount().tolist() == list(EDGE_ROWS)
+    assert int((of_all < 0).sum()) == sum(num_tokens) * top_k - 877
+    counts = torch.cat([plan.segment_counts for plan in plans_of(case)])
+    assert counts.tolist() == list(EDGE_ROWS)
+
+
+def test_too_few_tokens_for_these_rows_are_refused() -> None:
+    with pytest.raises(AssertionError, match="876 slots are too few for 877 rows"):
+        edge_ids(replace(EDGES, num_tokens=(876,), top_k=1))
