@@ -145,11 +145,12 @@ def run_fp8_layer0(case: PlayedCase, kind: Kind) -> list[Scaled]:
 
 
 def run_fp8_layer1(case: PlayedCase, hidden: list[Scaled], kind: Kind) -> list[Tensor]:
-    """Output ``(T, D)`` of every rank."""
+    """Output ``(T, D)`` of every rank; with a pool in float32 in Triton, whatever the kind."""
     launch = partial(launch_layer1, case, plans_of(case), hidden)
     with fp8_layer1_in(kind) as spy:
         outputs = play(case, layer1_launches.make_buffers(case), launch)
-    assert spy.call_count == (2 * case.world_size if kind == "cuda" else 0)
+    in_cuda = kind == "cuda" and case.dtype.itemsize == 2
+    assert spy.call_count == (2 * case.world_size if in_cuda else 0)
     return outputs
 
 

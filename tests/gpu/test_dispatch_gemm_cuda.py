@@ -17,10 +17,11 @@ from layer0_launches import (
     make_buffers,
     run_layer0,
 )
+from played_events import check_layer0_events
 from played_ranks import EPOCH, Kind, PlayedCase, plans_of, play
 
-from comet.kernels.arguments import CHUNK_ROWS, Wire
-from comet.kernels.recorder import KIND_DISPATCH, KIND_LAYER0_TILE, Recorder
+from comet.kernels.arguments import Wire
+from comet.kernels.recorder import Recorder
 
 CASES = [
     PlayedCase("one rank", 1, 1, (700,), 8, 2, 512, 512),
@@ -108,23 +109,7 @@ def check_events(case: PlayedCase, kind: Kind) -> None:
     silent = run_layer0(case, kind, save_pre=False)
     for rank, plan in enumerate(plans):
         assert torch.equal(experts_rows(plan, found[rank]).hidden, silent[rank].hidden)
-        events = recorders[rank].events
-        assert int(events[:, 0, 0].max()) <= recorders[rank].capacity
-        there = torch.arange(recorders[rank].capacity, device=events.device) < events[:, :1, 0]
-        kinds, epochs, _, first, second, *_ = events[:, 1:][there].T.tolist()
-        assert set(epochs) == {EPOCH}
-        begin, ready, end = events[:, 1:][there][:, 6:].contiguous().view(torch.int64).T
-        assert ((begin <= ready) & (ready <= end)).all()
-        of_kind = [
-            {(a, b) for which, a, b in zip(kinds, first, second, strict=True) if which == wanted.value}
-            for wanted in (KIND_DISPATCH, KIND_LAYER0_TILE)
-        ]
-        counts = enumerate(plan.send_counts.tolist())
-        chunks = {(to, chunk) for to, count in counts if to != rank for chunk in range(-(-count // CHUNK_ROWS))}
-        assert of_kind[0] == chunks
-        first_rows = torch.tensor([tile * case.block_rows for tile, _ in of_kind[1]]).to(plan.segment_starts)
-        experts = torch.searchsorted(plan.segment_starts[1:], first_rows, right=True)
-        assert set(experts.tolist()) == set(plan.segment_counts.nonzero().flatten().tolist())
+        check_layer0_events(plan, recorders[rank])
 
 
 @pytest.mark.gpu
