@@ -25,10 +25,11 @@ import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
+from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from layer0_launches import exact_layer0, run_layer0
 from layer1_launches import exact_layer1, run_layer1
 from layer_cases import assert_as_close
-from played_ranks import PlayedCase
+from played_ranks import Kind, PlayedCase
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, stress_inputs
@@ -192,24 +193,28 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> None:
     PlayedRanks(alone, device).run()
 
 
-def run_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    """The layer in block FP8."""
+def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
+    """The layer in block FP8, in Triton or in CUDA C++: an expert with several pieces of rows, others with a few."""
     case = StressCase("FP8, EP2", 2, 1, (35, 5), 4, 2, 384, 128, dtype=dtype, backward=False, max_tokens=40, seed=5)
+    if kind == "cuda":
+        case = replace(case, num_tokens=(150, 5), max_tokens=160, routing="hot", block_rows=128)
     played = PlayedRanks(case, device)
     shards = [(quantize_fp8(w1), quantize_fp8(w2)) for w1, w2 in zip(played.w1, played.w2, strict=True)]
     plans, pools, settings = played.plans, played.pools, played.settings
-    hidden = played.twice(
-        "recv_flags",
-        lambda r: fused.layer0_fp8(played.inputs[r].tokens, shards[r][0], plans[r], pools[r], settings),
-    )
-    outputs = played.twice(
-        "combine_flags", lambda r: fused.layer1_fp8(hidden[r], shards[r][1], plans[r], pools[r], settings)
-    )
+    with fp8_layer0_in(kind) as in_layer0, fp8_layer1_in(kind) as in_layer1:
+        hidden = played.twice(
+            "recv_flags",
+            lambda r: fused.layer0_fp8(played.inputs[r].tokens, shards[r][0], plans[r], pools[r], settings),
+        )
+        outputs = played.twice(
+            "combine_flags", lambda r: fused.layer1_fp8(hidden[r], shards[r][1], plans[r], pools[r], settings)
+        )
+    assert in_layer0.call_count == in_layer1.call_count == (2 * case.world_size if kind == "cuda" else 0)
     products = float32_products(case.hidden_size) + (tensor_core_products("cuda") if device.type == "cuda" else 0.0)
     for rank, inputs in enumerate(played.inputs):
         pools[rank].check()
         wanted = layer_of(case, inputs, inputs.top_k_ids, shards, products)
-        compare(outputs[rank], wanted, f"{case.name}, {dtype}, rank {rank}")
+        compare(outputs[rank], wanted, f"{case.name}, {kind}, {dtype}, rank {rank}")
 
 
 def run_cuda_layer0(dtype: torch.dtype) -> None:
@@ -311,8 +316,9 @@ def main(argv: list[str] | None = None) -> int:
     dtypes = on_gpu if device.type == "cuda" else (torch.float32,)
     for dtype in dtypes:
         run_layers(device, dtype)
-        run_fp8(device, dtype)
+        run_fp8(device, dtype, "triton")
         if device.type == "cuda":
+            run_fp8(device, dtype, "cuda")
             run_cuda_layer0(dtype)
             run_cuda_layer1(dtype)
         run_decode(device, dtype)
