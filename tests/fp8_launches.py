@@ -108,7 +108,7 @@ def launch_layer0(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) ->
     pack_rows(x, own)
     hidden = empty_hidden(case, plan.routed_row_ids.numel())
     config = dispatch_config(settings_of(case, plan), x, save_pre=False)
-    config = replace(config, push_cols=min(512, power_of_2(own.shape[1])))
+    config = replace(config, push_cols=min(512, power_of_2(packed_columns(case.hidden_size, case.dtype))))
     w1, _ = expert_weights(case, rank)
     layer0_module.fp8_dispatch_gemm(scaled(w1), hidden, wire, sends_of(plan), table_of(plan, launch=0), config)
     return hidden
