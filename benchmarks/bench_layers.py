@@ -9,9 +9,10 @@
 All launches of a point are timed in one interleaved loop, on a GPU as CUDA graphs. Rank 0 writes ``bench_layers.csv``
 (a point's rows as soon as they are measured) and ``.json`` to ``--out``, prints one table and, as the last line, the
 best split of every point as JSON. A launch that fails or hangs is recorded and the run goes on. With ``--compare`` the
-kernels of both layers in Triton and in CUDA C++ are in the same loop, whatever the size of the layer; they get a table
-and ``bench_layers_compare.csv`` of their own. With ``--clocks`` each launch is then repeated alone, and the clocks at
-which it ran get a table and ``bench_layers_clocks.csv``. Columns and protocol: ``RESULTS.md`` beside this file.
+kernels of both layers in Triton and in CUDA C++ are in the same loop, whatever the size of the layer, also those in
+block FP8 where D and F/TP are multiples of 128; they get a table and ``bench_layers_compare.csv`` of their own. With
+``--clocks`` each launch is then repeated alone, and the clocks at which it ran get a table and
+``bench_layers_clocks.csv``. Columns and protocol: ``RESULTS.md`` beside this file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from clock_loop import clock_rows
 from clocks import watch_command
 from layer_compare import COLUMNS as COMPARED_COLUMNS
 from layer_compare import TABLE as COMPARED_TABLE
-from layer_compare import compared_launches, compared_row, what_cuda_lacks
+from layer_compare import compared_launches, compared_rows, what_cuda_lacks
 from layer_launches import checked_launches, timed_variants
 from layer_points import Point, open_point, recover, try_launch
 from layer_report import KEYS, TABLE_KEYS, append_csv, format_table, make_rows, summary
@@ -63,7 +64,7 @@ CLOCK_TABLE = (*TABLE_KEYS, "launch", *CLOCK_FIGURES)
 
 
 class Measured(NamedTuple):
-    """Of one point: a row per split; the row of ``layer_compare``, and one per launch with its clocks, if asked for."""
+    """Of one point: a row per split; if asked for rows of ``layer_compare``, and one per launch with its clocks."""
 
     splits: list[Row]
     compared: list[Row]
@@ -92,7 +93,7 @@ def measure_point(
         slowest=max_over_ranks(ranks.device, ranks.process_group),
     )
     point.workspace.check()
-    rows = [compared_row(next(iter(point.paths)), timings, compare_failures)] if compare else []
+    rows = compared_rows(point, timings, compare_failures) if compare else []
     clocks: list[Row] = []
     if watch is not None:
         guard = partial(try_launch, point=point, ranks=ranks)

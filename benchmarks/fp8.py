@@ -40,7 +40,7 @@ def fits(config: MoEConfig, layout: ExpertLayout) -> bool:
 
 def quantize_layer(path: SymmetricPath, w1: Tensor, w2: Tensor) -> FP8Layer:
     """Quantise ``w1 (e, 2F/TP, D)`` and ``w2 (e, D, F/TP)``, and measure on the first expert what it costs."""
-    quantised = _quantize_experts(w1), _quantize_experts(w2)
+    quantised = quantize_experts(w1), quantize_experts(w2)
     generator = torch.Generator(w1.device).manual_seed(0)
     tokens = torch.randn(SAMPLED_TOKENS, w1.shape[2], generator=generator, device=w1.device).to(w1.dtype)
     return FP8Layer(path=path, w1=quantised[0], w2=quantised[1], noise=noise(tokens, (w1[0], w2[0]), quantised))
@@ -79,7 +79,7 @@ def _expert(tokens: Tensor, w1: Tensor, w2: Tensor, *, quantises: bool) -> Tenso
     return (quantize_rows(hidden).dequantize() if quantises else hidden) @ w2.T
 
 
-def _quantize_experts(weight: Tensor) -> FP8:
+def quantize_experts(weight: Tensor) -> FP8:
     """``(e, N, K)``, one expert after the other: a float32 copy of all of them may not fit."""
     experts, rows, columns = weight.shape
     elements = torch.empty_like(weight, dtype=torch.float8_e4m3fn)

@@ -1,7 +1,7 @@
 """The two implementations of each layer side by side: its kernels in Triton and its kernel in CUDA C++, at any size.
 
 ``comet.fused`` takes one of them by the size of the layer. Here both are launched, with the arguments that it would
-hand them, on the plan of the point's first split.
+hand them, on the plan of the point's first split: in 16 bits, and in block FP8 where the widths are whole blocks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 from bench_moe import describe
+from fp8 import fits
+from fp8_compare import fp8_layer0_kernels, fp8_layer1_kernels, quantize_weights
 from layer_points import Point, Split, try_launch
 from layer_report import KEYS, TABLE_KEYS
 from points import Ranks, attempt
@@ -22,7 +25,7 @@ from comet.config import require
 from comet.fused_arguments import combine_config, combine_wire, recv_wire, returns_of, sends_of, table_of
 from comet.kernels import dispatch_gemm_cuda as layer0_cuda
 from comet.kernels import gemm_combine_cuda as layer1_cuda
-from comet.kernels.arguments import Wire
+from comet.kernels.arguments import Scaled, Wire
 from comet.kernels.dispatch import Sends
 from comet.kernels.gemm_combine import gemm_combine
 from comet.kernels.nvrtc import is_available, what_is_missing
@@ -30,13 +33,17 @@ from comet.paths import SymmetricPath
 from comet.plan import Plan
 from comet.tuner.timing import Timing
 
-Kernel = Callable[[], Tensor]
+Result = Tensor | Scaled
+Kernel = Callable[[], Result]
+Layer0 = Callable[[Point, SymmetricPath, Plan], Mapping[str, Kernel]]
+Layer1 = Callable[[Point, SymmetricPath, Plan, Any], Mapping[str, Kernel]]
 
 LAYER0 = ("layer0_triton", "layer0_cuda", "layer0_cuda_gemm")
 LAYER1 = ("layer1_triton", "layer1_cuda")
 FIGURES = (*(f"{name}_ms" for name in LAYER0), "ratio0", *(f"{name}_ms" for name in LAYER1), "ratio1", "failures")
-COLUMNS = (*KEYS, *Split._fields, *FIGURES)
-TABLE = (*TABLE_KEYS, *FIGURES)
+COLUMNS = (*KEYS, "elements", *Split._fields, *FIGURES)
+TABLE = (*TABLE_KEYS, "elements", *FIGURES)
+IN_FP8 = "fp8_"  # begins the names of launches in FP8
 
 
 def what_cuda_lacks(ranks: Ranks) -> str:
@@ -48,17 +55,44 @@ def what_cuda_lacks(ranks: Ranks) -> str:
 def compared_launches(point: Point, ranks: Ranks, failures: dict[str, str]) -> dict[str, Kernel]:
     """The launches of ``LAYER0`` and ``LAYER1`` that run and agree bit for bit; the others go to ``failures``.
 
+    Those in FP8, where there are any, likewise, under names that begin with ``IN_FP8`` (collective).
+    """
+    usable = launches_of(point, ranks, failures, layer0_kernels, layer1_kernels)
+    if not fits(point.layer.config, point.layer.layout):
+        return usable
+    weights, failure = attempt(partial(quantize_weights, point), ranks)
+    in_fp8: dict[str, Kernel] = {}
+    fp8_failures = {"weights": failure} if weights is None else {}
+    if weights is not None:
+        w1, w2 = weights
+
+        def layer0(point: Point, path: SymmetricPath, plan: Plan) -> dict[str, Kernel]:
+            return dict(zip(LAYER0, fp8_layer0_kernels(point, path, plan, w1), strict=True))
+
+        def layer1(point: Point, path: SymmetricPath, plan: Plan, hidden: Scaled) -> dict[str, Kernel]:
+            return dict(zip(LAYER1, fp8_layer1_kernels(point, path, plan, hidden, w2), strict=True))
+
+        in_fp8 = launches_of(point, ranks, fp8_failures, layer0, layer1)
+    failures |= {IN_FP8 + name: why for name, why in fp8_failures.items()}
+    return usable | {IN_FP8 + name: kernel for name, kernel in in_fp8.items()}
+
+
+def launches_of(
+    point: Point, ranks: Ranks, failures: dict[str, str], layer0: Layer0, layer1: Layer1
+) -> dict[str, Kernel]:
+    """``compared_launches`` for one kind of elements.
+
     Of layer 0 rows of experts are compared: others are undefined. Layer 1 reads what layer 0 has found (collective).
     """
     split, path = next(iter(point.paths.items()))
     plan = point.plans[split.plan]
-    compile_kernels(point, path, ranks)
+    compile_kernels(point, path, ranks, layer0, layer1)
     mine = rows_of_experts(plan.segment_starts, plan.segment_counts, plan.routed_row_ids.numel())
-    usable, hidden = equal_kernels(layer0_kernels(point, path, plan), mine, point, ranks, failures)
+    usable, hidden = equal_kernels(layer0(point, path, plan), mine, point, ranks, failures)
     if hidden is None:
         return usable
     all_rows = torch.ones_like(point.tokens[:, 0], dtype=torch.bool)
-    more, _ = equal_kernels(layer1_kernels(point, path, plan, hidden), all_rows, point, ranks, failures)
+    more, _ = equal_kernels(layer1(point, path, plan, hidden), all_rows, point, ranks, failures)
     return usable | more
 
 
@@ -83,7 +117,7 @@ def rows_of_experts(starts: Tensor, counts: Tensor, num_rows: int) -> Tensor:
 
 def equal_kernels(
     kernels: Mapping[str, Kernel], rows: Tensor, point: Point, ranks: Ranks, failures: dict[str, str]
-) -> tuple[dict[str, Kernel], Tensor | None]:
+) -> tuple[dict[str, Kernel], Result | None]:
     """Launch kernels one by one and compare them with the first that runs (collective).
 
     Args:
@@ -97,12 +131,12 @@ def equal_kernels(
         The other kernels, and the result of the first; ``None`` if there is none.
     """
     usable: dict[str, Kernel] = {}
-    first: tuple[str, Tensor] | None = None
+    first: tuple[str, Result] | None = None
     for name, kernel in kernels.items():
         result, failure = try_launch(kernel, point, ranks)
         if result is not None:
             first = first or (name, result)
-            if ranks.worst(float(not torch.equal(result[rows], first[1][rows]))):
+            if ranks.worst(float(not same_rows(result, first[1], rows))):
                 failure = f"differs from {first[0]}"
         if failure:
             failures[name] = failure
@@ -111,13 +145,27 @@ def equal_kernels(
     return usable, None if first is None else first[1]
 
 
-def compile_kernels(point: Point, path: SymmetricPath, ranks: Ranks) -> None:
+def same_rows(one: Result, other: Result, rows: Tensor) -> bool:
+    """Whether these rows of two results have equal numbers; in FP8 the same bits, elements and scales."""
+    if isinstance(one, Scaled) and isinstance(other, Scaled):
+        bits = ((each.elements.view(torch.uint8), each.scales.T) for each in (one, other))
+        return all(torch.equal(a[rows], b[rows]) for a, b in zip(*bits, strict=True))
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one[rows], other[rows])
+
+
+def compile_kernels(point: Point, path: SymmetricPath, ranks: Ranks, layer0: Layer0, layer1: Layer1) -> None:
     """Launch each kernel once on a plan without rows, as ``layer_points.compile_kernels``, which compiles others."""
     plan = path.plan(torch.full_like(point.ids, -1), point.weights)
-    hidden = point.tokens.new_zeros(plan.routed_row_ids.numel(), point.layer.w2.shape[2])
-    for kernel in (layer0_kernels(point, path, plan) | layer1_kernels(point, path, plan, hidden)).values():
-        plan.counters.zero_()
-        attempt(kernel, ranks)
+
+    def launch_all(kernels: Mapping[str, Kernel]) -> list[Result]:
+        results = []
+        for kernel in kernels.values():
+            plan.counters.zero_()
+            results.append(attempt(kernel, ranks)[0])
+        return [result for result in results if result is not None]
+
+    for hidden in launch_all(layer0(point, path, plan))[:1]:
+        launch_all(layer1(point, path, plan, hidden))
 
 
 def layer0_kernels(point: Point, path: SymmetricPath, plan: Plan) -> dict[str, Kernel]:
@@ -173,6 +221,29 @@ def layer1_kernels(point: Point, path: SymmetricPath, plan: Plan, hidden: Tensor
         return out
 
     return dict(zip(LAYER1, (in_triton, in_cuda), strict=True))
+
+
+def compared_rows(point: Point, timings: Mapping[str, Timing], failures: Mapping[str, str]) -> list[Row]:
+    """The ``compared_row`` of the pool's type and, where there are launches in it, that of FP8.
+
+    Args:
+        point: The point; its first split.
+        timings: Under the names of ``compared_launches``; others are left alone.
+        failures: Under the same names.
+    """
+    kinds = {str(point.tokens.dtype).removeprefix("torch."): ""}
+    if fits(point.layer.config, point.layer.layout):
+        kinds["fp8"] = IN_FP8
+
+    def of_kind(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        mine = (name for name in values if name.startswith(IN_FP8) == bool(prefix))
+        return {name.removeprefix(prefix): values[name] for name in mine}
+
+    split = next(iter(point.paths))
+    return [
+        {"elements": elements} | compared_row(split, of_kind(timings, prefix), of_kind(failures, prefix))
+        for elements, prefix in kinds.items()
+    ]
 
 
 def compared_row(split: Split, timings: Mapping[str, Timing], failures: Mapping[str, str]) -> Row:

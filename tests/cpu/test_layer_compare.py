@@ -9,7 +9,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,40 +20,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_layers import Measured, measure_point, report
+from compare_cases import CPU, HalfRanks, opened, same
 from layer_compare import COLUMNS, LAYER0, LAYER1, compared_launches, compared_row, rows_of_experts, what_cuda_lacks
-from layer_points import Point, Split, open_point
+from layer_points import Point, Split
 from layer_report import append_csv
-from points import Ranks, Settings, open_layer
+from points import Ranks
 from ranks import run_ranks
 from torch import Tensor
 
 import comet.fused
 from comet import twin
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import make_expert_group
+from comet.config import MoEConfig, ParallelConfig
 from comet.kernels import dispatch_gemm_cuda, gemm_combine_cuda
 from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.gemm_combine import gemm_combine
 from comet.tuner.timing import Timing
 
-CPU = torch.device("cpu")
 MODEL = MoEConfig(num_experts=4, top_k=2, hidden_size=128, ffn_size=32)
 SPLIT = Split(16, 4, 2)
-
-
-class HalfRanks(Ranks):
-    """Ranks that compute in 16 bits: CUDA C++ takes nothing else, and the interpreter is wrong in bfloat16."""
-
-    dtype = torch.float16
-
-
-@contextmanager
-def opened(config: MoEConfig, ranks: Ranks, parallel: ParallelConfig, timeout_s: float = 30.0) -> Iterator[Point]:
-    """A point of 200 tokens with the default split."""
-    group = make_expert_group(config, parallel, max_tokens=200, dtype=ranks.dtype, device=CPU, timeout_s=timeout_s)
-    with open_layer(config, Settings(parallel=parallel, max_tokens=200, variants=()), ranks) as layer:
-        yield open_point(layer, group, 200, "zipf", [OverlapConfig()], ranks)
-    group.close()
 
 
 @contextmanager
@@ -65,17 +49,6 @@ def cuda_stood_in_for(layer0: Callable[..., None], layer1: Callable[..., None]) 
         stack.enter_context(patch.object(dispatch_gemm_cuda, "dispatch_gemm_cuda", layer0))
         stack.enter_context(patch.object(gemm_combine_cuda, "gemm_combine_cuda", layer1))
         yield
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal, and of tensors that they are the same memory."""
-    if isinstance(one, Tensor):
-        return (one.data_ptr(), one.shape, one.dtype) == (other.data_ptr(), other.shape, other.dtype)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if is_dataclass(one):
-        return all(same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize(
