@@ -7,7 +7,7 @@ comm blocks and capacity.
 
 * Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
 * Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks, transport of layer 0,
-  expert weights.
+  expert weights. Those of the last may be in block FP8, if D allows it; then without backward and capacity.
 * Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, how many calls with
   which inputs, backward or not, strided inputs, delays of each rank.
 """
@@ -23,12 +23,15 @@ from layer_cases import LayerCase
 from played_ranks import Kind
 
 from comet.config import MoEConfig, OverlapConfig
+from comet.quantize import FP8_BLOCK
 
 LAYERS = 2
 ROUTINGS = ("uniform", "zipf", "hot", "masked", "one", "first_half", "none")
 ROUTING_ODDS = (3, 4, 2, 3, 2, 1, 1)
 BACKWARD_SHARE = 1 / 3
 CAPACITY_SHARE = 1 / 5
+FP8_SHARE = 1 / 2
+FP8_FFN_BLOCKS = (1, 1, 3)
 CAPACITY_FACTORS = (0.02, 0.1, 0.3, 1.0)
 CHUNK_EDGES = (127, 128, 129, 256, 257)
 
@@ -96,11 +99,13 @@ class StressCase(LayerCase):
     """A case, and before it is drawn to the end a layer or a family.
 
     ``inputs`` numbers the inputs of its calls, in order: a number that comes twice must give the same bits twice.
-    ``layer`` is its layer in the family, ``weight_seed`` that of the layer's expert weights.
+    ``layer`` is its layer in the family, ``weight_seed`` that of the layer's expert weights, which with ``fp8`` are in
+    block FP8.
     """
 
     layer: int = 0
     weight_seed: int = 0
+    fp8: bool = False
     comm_blocks: int = 2
     capacity_factor: float | None = None
     inputs: tuple[int, ...] = (0,)
@@ -188,7 +193,7 @@ class Stress:
         dice, sizes = Random(f"{self.seed} family {family} layer {layer}"), self.sizes
         pool = self.family_case(family)
         num_experts = pool.ep * dice.randint(1, 6)
-        return replace(
+        found = replace(
             pool,
             name=f"family {family}, layer {layer}",
             layer=layer,
@@ -201,12 +206,15 @@ class Stress:
             beside=dice.random() < 0.5,
             transport=dice.choice(("push", "copy")),
         )
+        if layer < LAYERS - 1 or pool.hidden_size % FP8_BLOCK or dice.random() >= FP8_SHARE:
+            return found
+        return replace(found, fp8=True, ffn_size=FP8_BLOCK * dice.choice(FP8_FFN_BLOCKS) * pool.tp)
 
     def case(self, index: int) -> StressCase:
         """Case ``index`` of this seed."""
         dice, sizes = Random(f"{self.seed} case {index}"), self.sizes
         layer = self.layer_case(self.family_of(index), dice.randrange(LAYERS))
-        return replace(
+        case = replace(
             layer,
             name=f"case {index}",
             num_tokens=tuple(draw_tokens(dice, layer.max_tokens) for _ in range(self.world_size)),
@@ -220,6 +228,7 @@ class Stress:
             delay_s=dice.choice(sizes.longest_delays),
             seed=self.seed * 1_000_003 + index,
         )
+        return replace(case, backward=False, capacity_factor=None) if case.fp8 else case
 
 
 def draw_tokens(dice: Random, most: int) -> int:

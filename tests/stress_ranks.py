@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import time
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from fp8_cases import compare, float32_products, layer_of, tensor_core_products
+from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from layer0_launches import layer0_in
 from layer1_launches import layer1_in
 from layer_cases import RankInputs, assert_as_close
@@ -24,6 +27,7 @@ from weight_gradients import wrong_weight_gradients
 from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
 from comet.paths import make_path
+from comet.quantize import FP8, quantize_fp8
 
 Results = dict[str, Tensor]
 
@@ -109,7 +113,8 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
     device = torch.device(stress.device, rank if stress.device == "cuda" else None)
     torch.use_deterministic_algorithms(device.type == "cpu")
     notes = Journal(journal, rank, stress.case_limit_s)
-    with layer0_in(stress.layer0), layer1_in(stress.layer1):
+    layer0, layer1 = stress.layer0, stress.layer1
+    with layer0_in(layer0), layer1_in(layer1), fp8_layer0_in(layer0), fp8_layer1_in(layer1):
         outcome = run_families(rank, stress, indices, device, notes)
     notes.close()
     return outcome
@@ -150,18 +155,28 @@ def check_case(case: StressCase, rank: int, family: Family, path: str) -> list[s
         for number in set(case.inputs)
     }
     sleeper = Random(f"{case.seed} delays of rank {rank}")
-    results = [run_call(moe, case, of_ranks[number][rank], sleeper) for number in case.inputs]
+    in_fp8 = quantised(*moe.expert_parameters()) if case.fp8 else None  # which waits for the GPU, unlike a call
+    results = [run_call(moe, case, of_ranks[number][rank], sleeper, in_fp8) for number in case.inputs]
     group.workspace.check()
     return wrong_results(case, rank, results, of_ranks, weights)
 
 
-def run_call(moe: MoE, case: StressCase, inputs: RankInputs, sleeper: Random) -> Results:
-    """Forward, and backward if the case has one, with pauses before each."""
+def quantised(w1: Tensor, w2: Tensor) -> tuple[FP8, FP8]:
+    """``(e, 2, F/TP, D)`` and ``(e, D, F/TP)`` in block FP8."""
+    return quantize_fp8(w1.flatten(1, 2)), quantize_fp8(w2)
+
+
+def run_call(
+    moe: MoE, case: StressCase, inputs: RankInputs, sleeper: Random, in_fp8: tuple[FP8, FP8] | None
+) -> Results:
+    """Forward, and backward if the case has one, with pauses before each; through weights ``in_fp8`` if given."""
     x, ids, weights = inputs.tokens.clone(), inputs.top_k_ids, inputs.top_k_weights.clone()
     if case.strided:
         x, ids, weights = (torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in (x, ids, weights))
     pause(case, moe.group.device, sleeper)
     poison_landing(moe.group)
+    if in_fp8 is not None:
+        return {"output": moe.experts.fp8(x, ids, weights, *in_fp8)}
     if not case.backward:
         with torch.no_grad():
             return {"output": moe.routed_experts(x, ids, weights)}
@@ -214,6 +229,9 @@ def wrong_results(
             ]
             continue
         first_calls[number] = found
+        if case.fp8:
+            wrong += wrong_fp8(case, rank, found["output"], of_ranks[number][rank], weights, where)
+            continue
         exact, same = (expected(case, of_ranks[number], weights, dtype) for dtype in (torch.float64, case.dtype))
         for name, tensor in found.items():
             if name == "grad_top_k_weights":
@@ -228,6 +246,25 @@ def wrong_results(
             except AssertionError as error:
                 wrong.append(str(error))
     return wrong
+
+
+def wrong_fp8(
+    case: StressCase, rank: int, output: Tensor, inputs: RankInputs, weights: FullWeights, where: str
+) -> list[str]:
+    """What is wrong with an output in block FP8; ``fp8_cases`` has the limits."""
+    shards = [quantised(*shard(case, holder, weights.w1, weights.w2)) for holder in range(case.world_size)]
+    products = float32_products(max(case.hidden_size, case.ffn_size)) + own_products(output.device)
+    try:
+        compare(output, layer_of(case, inputs, inputs.top_k_ids, shards, products), f"{where}: output")
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+@functools.cache
+def own_products(device: torch.device) -> float:
+    """How far off the device's own products of a step are."""
+    return tensor_core_products(device.type) if device.type == "cuda" else 0.0
 
 
 def joined(parts: list[Tensor]) -> Tensor:

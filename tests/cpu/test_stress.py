@@ -43,6 +43,15 @@ def one_percent_off(rank: int, world_size: int, of: Stress, indices: range, jour
     return run_batch(rank, world_size, of, indices, journal)
 
 
+def six_percent_off_in_fp8(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
+    """A batch on a twin whose outputs in block FP8 are too large, by a scale of the wrong block perhaps."""
+    from comet import twin
+
+    layer1 = twin.layer1_fp8
+    twin.layer1_fp8 = lambda *arguments: 1.06 * layer1(*arguments)  # type: ignore[assignment]
+    return run_batch(rank, world_size, of, indices, journal)
+
+
 def dies_in_case_3(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
     """A batch whose rank ends by an error that is no wrong number."""
     if 3 not in indices:
@@ -70,6 +79,16 @@ def test_a_wrong_number_is_found_and_the_command_finds_it_again(capsys: pytest.C
     assert again is not None, out
     assert stress.main(again[1].split(), one_percent_off) == 1
     assert last_line(capsys)["failed_cases"] == failed
+
+
+def test_a_wrong_number_in_fp8_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    of = Stress(0, 2, "twin", "cpu", family=5)
+    cases = {case.name: case for case in map(of.case, range(20, 70)) if any(case.num_tokens) and case.routing == "zipf"}
+    first = next(int(name.split()[1]) for name, case in cases.items() if case.fp8)
+    arguments = ["--path", "twin", "--family", "5", "--first", str(first), "--cases", "1"]
+    assert stress.main(arguments, six_percent_off_in_fp8) == 1
+    assert re.search(r"rank \d, call \d: output: (element|root mean square)", capsys.readouterr().out)
+    assert stress.main(arguments) == 0
 
 
 def test_a_rank_that_dies_costs_one_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,8 +140,14 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
         assert max(case.num_tokens) <= case.max_tokens == pool.max_tokens
         assert case.top_k <= pool.top_k
         assert case.overlap.comm_blocks == case.comm_blocks
-    varied = "ep top_k routing num_panels block_rows beside transport capacity_factor inputs backward strided delay_s"
-    for name in varied.split():
+        if case.fp8:
+            assert case.hidden_size % 128 == case.ffn_size // case.tp % 128 == 0
+            assert not case.backward
+            assert case.capacity_factor is None
+    varied = (
+        "ep top_k fp8 routing num_panels block_rows beside transport capacity_factor inputs backward strided delay_s"
+    )
+    for name in (*varied.split(), "delay_s"):
         values = {getattr(case, name) for case in cases}
         assert len(values) > 1 or (name, world_size) == ("ep", 1), name
     assert {case.dtype for case in cases} == set(of.sizes.dtypes)
@@ -132,7 +157,8 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
 
 
 PER_LAYER = (
-    "ep tp num_experts top_k hidden_size ffn_size dtype num_phases block_rows beside transport max_tokens weight_seed"
+    "ep tp num_experts top_k hidden_size ffn_size dtype num_phases block_rows beside transport max_tokens weight_seed",
+    "fp8",
 )
 PER_CASE = "num_tokens routing num_panels comm_blocks capacity_factor inputs backward strided delay_s seed"
 
@@ -142,11 +168,11 @@ def test_what_kernels_are_compiled_for_is_drawn_per_layer_and_the_rest_per_case(
     for layer in range(LAYERS):
         cases = [case for case in map(of.case, range(200)) if case.layer == layer]
         assert len(cases) > 50
-        for name in PER_LAYER.split():
+        for name in " ".join(PER_LAYER).split():
             assert len({getattr(case, name) for case in cases}) == 1, name
         for name in PER_CASE.split():
             assert len({getattr(case, name) for case in cases}) > 1, name
-    named = {"name", "layer", "calls", "relabel"} | set(f"{PER_LAYER} {PER_CASE}".split())
+    named = {"name", "layer", "calls", "relabel"} | set(" ".join((*PER_LAYER, PER_CASE)).split())
     assert {field.name for field in fields(StressCase)} == named, "a field that is drawn nowhere"
 
 
