@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import torch
-from played_ranks import EPOCH
+from played_ranks import EPOCH, Buffers, PlayedCase, Result, play
 from torch import Tensor
 
-from comet.kernels.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS
+from comet.kernels.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, Wire
 from comet.kernels.recorder import (
     KIND_DISPATCH,
     KIND_FINAL_SUM,
@@ -20,6 +22,18 @@ from comet.kernels.recorder import (
 from comet.plan import Plan
 
 Items = set[tuple[int, int, int]]
+
+
+def recorded(
+    case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], Result], recorders: list[Recorder]
+) -> list[Result]:
+    """``play``, with the events of the second round in each rank's recorder."""
+
+    def run(rank: int, wire: Wire) -> Result:
+        recorders[rank].clear()
+        return launch(rank, replace(wire, recorder=recorders[rank]))
+
+    return play(case, buffers, run)
 
 
 def recorded_items(recorder: Recorder) -> dict[int, Items]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import layer1_launches
 import pytest
 import torch
 from fp8_cases import float32_products
@@ -11,14 +13,20 @@ from fp8_launches import (
     check_outputs,
     fp8_layer0_in,
     fp8_layer1_in,
+    launch_layer0,
+    launch_layer1,
     layer0_alone,
     layer1_alone,
+    make_buffers,
     run_fp8_layer0,
     run_fp8_layer1,
 )
 from layer_cases import EDGE_ROWS, edge_ids
+from played_events import check_layer0_events, check_layer1_events, recorded
 from played_ranks import EPOCH, PlayedCase, plans_of
 from ranks import run_ranks
+
+from comet.kernels.recorder import Recorder
 
 TWO = PlayedCase("two", 2, 1, (150, 5), 4, 2, 256, 128, "masked", torch.float32, block_rows=16, device="cpu")
 EDGES = replace(
@@ -55,6 +63,27 @@ def test_a_rank_that_never_comes_is_named() -> None:
     for wanted, record in zip((2, 4), run_ranks(wait_alone, 1, interpret=True, timeout=120)[0], strict=True):
         aborted, place, peer, _, expected, seen, *_ = record
         assert (aborted, place, peer, expected, seen) == (1, wanted, 1, EPOCH, EPOCH - 1)
+
+
+def record(rank: int, world_size: int) -> None:
+    case = replace(TWO, name="events", hidden_size=384, ffn_size=256, num_panels=3)
+    plans = plans_of(case)
+    recorders = [Recorder.allocate(torch.device("cpu"), 256) for _ in plans]
+    hidden = recorded(case, make_buffers(case), partial(launch_layer0, case, plans), recorders)
+    for plan, recorder in zip(plans, recorders, strict=True):
+        check_layer0_events(plan, recorder, num_cols=2)
+        with pytest.raises(AssertionError):
+            check_layer0_events(plan, recorder, num_cols=3)
+    buffers = layer1_launches.make_buffers(case)
+    recorded(case, buffers, partial(launch_layer1, case, plans, hidden), recorders)
+    for plan, recorder in zip(plans, recorders, strict=True):
+        check_layer1_events(plan, recorder, num_cols=6, num_panels=3)
+        with pytest.raises(AssertionError):
+            check_layer1_events(plan, recorder, num_cols=6, num_panels=2)
+
+
+def test_every_item_is_recorded() -> None:
+    run_ranks(record, 1, interpret=True, timeout=120)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from layer0_launches import (
-    Hidden,
     exact_layer0,
     experts_rows,
     launch,
@@ -17,10 +16,9 @@ from layer0_launches import (
     make_buffers,
     run_layer0,
 )
-from played_events import check_layer0_events
-from played_ranks import EPOCH, Kind, PlayedCase, plans_of, play
+from played_events import check_layer0_events, recorded
+from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 
-from comet.kernels.arguments import Wire
 from comet.kernels.recorder import Recorder
 
 CASES = [
@@ -100,12 +98,8 @@ def check_events(case: PlayedCase, kind: Kind) -> None:
     plans, buffers = plans_of(case), make_buffers(case)
     recorders = [Recorder.allocate(torch.device(case.device), 256) for _ in plans]
 
-    def recorded(rank: int, wire: Wire) -> Hidden:
-        recorders[rank].clear()
-        return launch(case, plans, buffers, rank, replace(wire, recorder=recorders[rank]))
-
     with layer0_in(kind):
-        found = play(case, buffers, recorded)
+        found = recorded(case, buffers, partial(launch, case, plans, buffers), recorders)
     silent = run_layer0(case, kind, save_pre=False)
     for rank, plan in enumerate(plans):
         assert torch.equal(experts_rows(plan, found[rank]).hidden, silent[rank].hidden)

@@ -28,11 +28,10 @@ from fp8_launches import (
     settings_of,
 )
 from layer_cases import EDGE_ROWS
-from played_events import check_layer0_events, check_layer1_events
-from played_ranks import EPOCH, Buffers, Kind, PlayedCase, plans_of, play
+from played_events import check_layer0_events, check_layer1_events, recorded
+from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 from torch import Tensor
 
-from comet.kernels.arguments import Scaled, Wire
 from comet.kernels.recorder import Recorder
 from comet.quantize import FP8_BLOCK
 
@@ -144,16 +143,6 @@ def test_twice_gives_the_same_bits() -> None:
         assert all(map(torch.equal, rows_of_experts(plan, mine), rows_of_experts(plan, other)))
     outputs = (run_fp8_layer1(case, first, "cuda") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
-
-
-def recorded(case: PlayedCase, buffers: Buffers, launch: partial, recorders: list[Recorder]) -> list:
-    """``play``, with the events of the second round."""
-
-    def run(rank: int, wire: Wire) -> Scaled | Tensor:
-        recorders[rank].clear()
-        return launch(rank, replace(wire, recorder=recorders[rank]))
-
-    return play(case, buffers, run)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "triton"])
