@@ -38,6 +38,9 @@ class BlockShape:
     max_registers: int = 0
 
 
+LONG_STEPS = BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)  # of quantised weights of small experts
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
     """How a decode step runs; every choice computes the same sums in another order of additions.
@@ -186,19 +189,20 @@ def _quantised_blocks(
     """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
 
     Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
-    nearly as fast else. MXFP8 takes longer steps for up to 8 tokens, for its scales are loads as well; beside float16
-    tokens it is multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large
-    experts has few, so that many tokens chose each: no tiles.
+    nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; beside float16 tokens it is
+    multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large experts has
+    few, so that many tokens chose each: no tiles.
     """
     is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
     gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
     narrow = BlockShape(rows=32, depth=128, num_stages=4)
     tile = 8
-    if num_tokens <= 32 and not (is_mx or large):
+    if is_mx and not (is_half or large):
+        gate_up, down = LONG_STEPS
+    elif num_tokens <= 32 and not (is_mx or large):
         gate_up, down = _small_fp8_blocks(num_tokens)
     elif num_tokens <= 8 and is_mx:
         gate_up = narrow if is_half else replace(narrow, depth=256, num_stages=3)
-        down = down if is_half or large else replace(down, depth=256, num_stages=3)
     elif num_tokens > 8 and (large or num_tokens <= 32):
         depth = 64 if is_half and num_tokens > 16 else 128
         gate_up, down = replace(gate_up, depth=depth), BlockShape(rows=128, depth=depth, num_stages=3)
@@ -215,7 +219,7 @@ def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
     From 9 tokens on down does better with more blocks at once: six for each multiprocessor in place of five.
     """
     if num_tokens <= 8:
-        return BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)
+        return LONG_STEPS
     down = BlockShape(rows=64, depth=128, num_stages=4, max_registers=SIX_BLOCKS_REGISTERS)
     return BlockShape(rows=64, depth=256, num_stages=2), down
 

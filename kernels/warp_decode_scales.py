@@ -122,7 +122,7 @@ def scaled_products(weights, x, scales, LANE: tl.constexpr, SCALES: tl.constexpr
 
 
 @triton.constexpr_function
-def part_of(depth, shared_scale):
+def part_of(depth: int, shared_scale: int) -> int:
     """Matrix form: columns of a step that are multiplied at once; a step of block FP8 has a part for each scale.
 
     Example: of a step of 256, 256 without scales and with those of MXFP8, 128 with those of block FP8.

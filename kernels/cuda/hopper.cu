@@ -69,7 +69,7 @@ __device__ __forceinline__ bool barrier_peek(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(
         "{\n.reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
         "selp.u32 %0, 1, 0, done;\n}"
         : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;

@@ -262,11 +262,7 @@ def block(rows: int, depth: int, num_stages: int, max_registers: int = 0) -> Blo
 # Neighbours that share a scale, and whether experts are large: for at most so many bfloat16 tokens gate/up, down, tile.
 MANY = (block(64, 128, 3), block(128, 128, 3), 64)
 MATRIX_BLOCKS = {
-    (32, False): {
-        8: (block(32, 256, 3), block(64, 256, 3), 8),
-        32: MANY,
-        64: (block(64, 128, 3), block(64, 128, 4), 16),
-    },
+    (32, False): {64: (block(32, 256, 3), block(64, 256, 3), 8)},
     (32, True): {8: (block(32, 256, 3), block(64, 128, 4), 8), 64: MANY},
     (128, False): {
         8: (block(32, 256, 3), block(64, 256, 3), 8),
