@@ -98,12 +98,12 @@ def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: L
 
 
 def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """See ``comet.twin.layer1_fp8``; ``LayerSettings.beside`` does not matter, for its tiles leave no registers."""
+    """See ``comet.twin.layer1_fp8``; in Triton no comm block runs beside its tiles, which leave no registers."""
     dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
     y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
     out = y.new_empty(plan.num_tokens, hidden_size)
     config = combine_config(replace(settings, beside=True), settings.layer1.num_panels, out)
-    config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages)
+    config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages, beside=settings.beside)
     wire, returns, table = combine_wire(workspace), returns_of(plan, weighted=True), table_of(plan, launch=1)
     rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
     weights = Scaled(elements=w2.elements, scales=w2.scales)

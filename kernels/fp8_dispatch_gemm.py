@@ -124,7 +124,7 @@ def fp8_dispatch_gemm(
         table: Tiles in schedule order.
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
     """
-    if runs_cuda(w1, wire, sends, table):
+    if config.beside and runs_cuda(w1, wire, sends, table):
         fp8_dispatch_gemm_cuda(w1, hidden, wire, sends, table)
         return
     experts, double_f, hidden_size = w1.elements.shape

@@ -17,7 +17,8 @@ registers. The second is a programmatic dependent of the first: it starts when e
 comm block takes the place of a compute block it waits for. Where there is no room beside (float32, other chips), it
 starts as compute blocks end: slower, not wrong.
 
-On Hopper the forward pass of larger layers is one launch in CUDA C++ instead of these two (``gemm_combine_cuda``).
+On Hopper the forward pass of larger layers, and of all in block FP8, is one launch in CUDA C++ instead of these two
+(``gemm_combine_cuda``, ``fp8_gemm_combine_cuda``).
 """
 
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def gemm_combine(
         b_is_kn: The contraction is b's middle axis.
         grads: Routing-weight gradients to send along, or ``None``.
     """
-    if isinstance(a, Scaled) and isinstance(b, Scaled) and runs_fp8_cuda(y, b, wire, returns, table):
+    if isinstance(a, Scaled) and isinstance(b, Scaled) and config.beside and runs_fp8_cuda(y, b, wire, returns, table):
         fp8_gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)
         return
     (a, a_scales), (b, b_scales) = parts(a), parts(b)

@@ -144,13 +144,21 @@ def test_neither_is_chosen_without_a_gpu() -> None:
     assert not layer1.runs_cuda(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
 
 
-def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    """Communication beside others is CUDA C++, anything else Triton; both get everything."""
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
     monkeypatch.setattr(fp8_dispatch_gemm, "fp8_dispatch_gemm_cuda", lambda *call: given.append(call))
     call, hidden = layer0_call(), make_weight(1, 128, F)
     rest = call["wire"], call["sends"], call["table"]
-    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig())
+    if not beside:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
+        with pytest.raises(InTritonError):
+            fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(beside=False))
+        assert not given
+        return
+    fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(beside=True))
     [found] = given
     assert all(mine is other for mine, other in zip(found, (call["w1"], hidden, *rest), strict=True))
 
@@ -163,7 +171,22 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     call, hidden = layer1_call(), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]
     rest = call["wire"], call["returns"], call["table"]
-    gemm_combine.gemm_combine(*tensors, *rest, GemmCombineConfig(num_panels=3, beside=beside))
+    config = GemmCombineConfig(num_panels=3, beside=beside)
+    if not beside:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
+        with pytest.raises(InTritonError):
+            gemm_combine.gemm_combine(*tensors, *rest, config)
+        assert not given
+        return
+    gemm_combine.gemm_combine(*tensors, *rest, config)
     [(*found, num_panels)] = given
     assert all(mine is other for mine, other in zip(found, (*tensors, *rest), strict=True))
     assert num_panels == 3
+
+
+class InTritonError(Exception):
+    """The launch is Triton's."""
+
+
+def stop_at_triton(*_: object) -> None:
+    raise InTritonError
