@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+from expert_gradients import Rounded, expert_gradients
 from layer_cases import MASKED, RankInputs
 from stress_cases import StressCase
 from torch import Tensor
@@ -120,13 +121,32 @@ def expected(
 
 def units_of_weight_gradients(case: StressCase, inputs: list[RankInputs], weights: FullWeights, rank: int) -> Tensor:
     """``(T, K)`` units by which ``weight_gradients`` judges the gradients of a rank's routing weights."""
-    ids = torch.cat([of_rank.top_k_ids for of_rank in inputs])
-    if case.expert_capacity is not None:
-        ids = ids.masked_fill(~kept_slots(ids, case.num_experts, case.expert_capacity), MASKED)
+    ids = kept_ids(case, inputs)
     mine = inputs[rank]
     return weight_gradient_units(
         mine.tokens, ids.split(case.num_tokens)[rank], mine.grad_output, weights.wide, case.dtype
     )
+
+
+def kept_ids(case: StressCase, inputs: list[RankInputs]) -> Tensor:
+    """``(T, K)`` of all ranks, masked where a capacity drops the slot."""
+    ids = torch.cat([of_rank.top_k_ids for of_rank in inputs])
+    if case.expert_capacity is None:
+        return ids
+    return ids.masked_fill(~kept_slots(ids, case.num_experts, case.expert_capacity), MASKED)
+
+
+def rounded_expert_gradients(
+    case: StressCase, inputs: list[RankInputs], weights: FullWeights, rank: int
+) -> dict[str, Rounded]:
+    """What ``expert_gradients`` expects of the gradients of a rank's expert weights, by name."""
+    x, routing, g = (
+        torch.cat([getattr(of_rank, name) for of_rank in inputs]) for name in ("tokens", "top_k_weights", "grad_output")
+    )
+    both = expert_gradients(x, (kept_ids(case, inputs), routing), g, weights.wide, case.dtype)
+    fields = ("value", "most", "square")
+    shards = [shard(case, rank, *(getattr(of_weight, name) for of_weight in both)) for name in fields]
+    return {"grad_w1": Rounded(*(w1 for w1, _ in shards)), "grad_w2": Rounded(*(w2 for _, w2 in shards))}
 
 
 def shard(layer: StressCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import faulthandler
 import functools
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from random import Random
@@ -14,13 +14,22 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from expert_gradients import wrong_expert_gradients
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from layer0_launches import layer0_in
 from layer1_launches import layer1_in
 from layer_cases import RankInputs, assert_as_close
 from stress_cases import LAYERS, Stress, StressCase
-from stress_numbers import FullWeights, expected, gradient, shard, stress_inputs, units_of_weight_gradients
+from stress_numbers import (
+    FullWeights,
+    expected,
+    gradient,
+    rounded_expert_gradients,
+    shard,
+    stress_inputs,
+    units_of_weight_gradients,
+)
 from torch import Tensor
 from weight_gradients import wrong_weight_gradients
 
@@ -233,18 +242,35 @@ def wrong_results(
             wrong += wrong_fp8(case, rank, found["output"], of_ranks[number][rank], weights, where)
             continue
         exact, same = (expected(case, of_ranks[number], weights, dtype) for dtype in (torch.float64, case.dtype))
-        for name, tensor in found.items():
-            if name == "grad_top_k_weights":
-                units = units_of_weight_gradients(case, of_ranks[number], weights, rank)
-                complaints = wrong_weight_gradients(tensor, exact[name][rank], units)
-                wrong += [f"{where}: {name}: {complaint}" for complaint in complaints]
-                continue
+        by_roundings = wrong_by_roundings(case, rank, found, exact, of_ranks[number], weights)
+        wrong += [f"{where}: {complaint}" for complaint in by_roundings]
+        for name in ("output", "grad_tokens") if case.backward else ("output",):
             # All ranks' elements tell how far plain torch is off; over the few of one rank that would be luck.
-            parts = [tensor if other == rank else part for other, part in enumerate(exact[name])]
+            parts = [found[name] if other == rank else part for other, part in enumerate(exact[name])]
             try:
                 assert_as_close(*map(joined, (parts, exact[name], same[name])), case.dtype, f"{where}: {name}")
             except AssertionError as error:
                 wrong.append(str(error))
+    return wrong
+
+
+def wrong_by_roundings(
+    case: StressCase,
+    rank: int,
+    found: Results,
+    exact: dict[str, list[Tensor]],
+    inputs: list[RankInputs],
+    weights: FullWeights,
+) -> list[str]:
+    """What is wrong with the gradients of all weights, whose limits follow from what is rounded on the way to them."""
+    if not case.backward:
+        return []
+    name = "grad_top_k_weights"
+    units = units_of_weight_gradients(case, inputs, weights, rank)
+    wrong = [f"{name}: {complaint}" for complaint in wrong_weight_gradients(found[name], exact[name][rank], units)]
+    for name, rounded in rounded_expert_gradients(case, inputs, weights, rank).items():
+        wanted = replace(rounded, value=exact[name][rank])
+        wrong += [f"{name}: {complaint}" for complaint in wrong_expert_gradients(found[name], wanted)]
     return wrong
 
 
