@@ -44,7 +44,7 @@ class Results(ctypes.Structure):
         ("hidden", ctypes.c_uint64),
         ("scales", ctypes.c_uint64),
         ("weight_scales", ctypes.c_uint64),
-        ("rows", ctypes.c_int64),
+        ("routed_rows", ctypes.c_int64),
     )
 
 
@@ -100,7 +100,7 @@ def fp8_dispatch_gemm_cuda(w1: Scaled, hidden: Scaled, wire: Wire, sends: Sends,
         hidden=hidden.elements.data_ptr(),
         scales=hidden.scales.data_ptr(),
         weight_scales=w1.scales.data_ptr(),
-        rows=hidden.elements.shape[0],
+        routed_rows=hidden.elements.shape[0],
     )
     own = wire.rows[wire.rank * wire.max_tokens :].view(torch.int16)
     dispatch_gemm_cuda.launch(kernel, weights_map, own, results, wire, sends, table, (experts, depth, double_f // 2))

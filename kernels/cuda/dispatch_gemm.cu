@@ -1,4 +1,5 @@
-// Layer 0 in one launch: rows go to other ranks (push.cu) beside the GEMM over those that came (gather_gemm.cu).
+// Layer 0 in one launch: rows go to other ranks (push.cu) beside the GEMM over those that came: gather.cu, and
+// gather_gemm.cu or, in block FP8, fp8_gather_gemm.cu.
 //
 // A block has twelve warps: eight multiply, three load for them, one pushes rows until none are left.
 

@@ -2,7 +2,7 @@
 
 constexpr int STAGING_BYTES = 0;
 
-// Of four lanes each has eight neighbouring columns of every 32.
+// One of a thread's two rows of a half, 128 columns of y: of each 32 every one of four lanes has eight neighbours.
 __device__ __forceinline__ void store_row(
     const float (&sums)[HALF_SUMS], int row, u16* target, int col, int cols, bool exists, int lane) {
 #pragma unroll
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_row(
 __device__ __forceinline__ void compute_item(
     Ring& ring, const Item& item, Share& share, u16* y, const Work& work, int group, int warp, int lane) {
     Sums sums;
-    const Part part(item.rows, group, warp, lane);
+    const Region region(item.rows, group, warp, lane);
     const bool leads = warp == 0 && lane == 0;
     const int num_steps = work.num_steps(), num_blocks = work.cols / HALF_COLS;
     // The last half may lie outside; then it has the scales of the one before.
@@ -32,16 +32,16 @@ __device__ __forceinline__ void compute_item(
         const int block = min(item.col / HALF_COLS + half, num_blocks - 1);
         return work.scales.weights + u64((item.expert * num_blocks + block) * num_steps);
     };
-    const WeightScales<false> scales(scales_of(part.first_half), scales_of(1));
+    const WeightScales<false> scales(scales_of(region.first_half), scales_of(1));
     // Of the item before, whose stores have had time to complete.
-    multiply_part(ring, sums, scales, part, lane, num_steps, [&] { if (leads) share.tell(); });
+    multiply_region(ring, sums, scales, region, lane, num_steps, [&] { if (leads) share.tell(); });
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-        if (half == part.halves()) break;
-        const int col = item.col + (part.first_half + half) * HALF_COLS;
+        if (half >= region.halves()) break;
+        const int col = item.col + (region.first_half + half) * HALF_COLS;
 #pragma unroll
         for (int place = 0; place < 2; ++place) {
-            const int row = part.row + 8 * place;
+            const int row = region.row + 8 * place;
             u16* const target = y + u64(u32(item.first_row + row)) * work.cols;
             store_row(sums[half], place, target, col, work.cols, row < item.rows, lane);
         }

@@ -1,24 +1,25 @@
 // Products of an item in block FP8: routed rows of an expert times columns of its weights.
 //
-// Routed rows are the 64 rows of a matrix instruction, 128 columns of the weights its N: so a thread's sums belong to two
-// rows, and two scales of rows and one of the weights scale all of them. Tensor cores keep some 14 bits of a sum of e4m3
-// products; a step's 128 are added up there, and the steps here, while the other warpgroup multiplies. Each warpgroup has
-// 64 of an item's rows and one half of its columns after the other; of an item of 64 rows, a half of its columns.
+// Routed rows are the 64 rows of a matrix instruction, 128 columns of the weights its N: so a thread's sums belong to
+// two rows, and two scales of rows and one of the weights scale all of them. Tensor cores keep some 14 bits of a sum of
+// e4m3 products; a step's 128 are added up there, and the steps here, while the other warpgroup multiplies. Each
+// warpgroup has 64 of an item's rows and one half of its columns after the other; of an item of 64 rows, a half of its
+// columns.
 
 constexpr int MEANWHILE_STEP = 2;
-constexpr int ROWS_AT_ONCE = 64;
+constexpr int GROUP_ROWS = 64; // of a warpgroup
 constexpr int HALF_COLS = COLS / 2;
 constexpr int HALVES = 2;
-constexpr int HALF_SUMS = ROWS_AT_ONCE * HALF_COLS / 128; // of a thread
-static_assert(COLS == 256 && MOST_ROWS == MOST_AT_ONCE && STEP == ROWS_AT_ONCE && MOST_ROWS == 2 * STEP && CLUSTER == 1);
+constexpr int HALF_SUMS = GROUP_ROWS * HALF_COLS / 128; // of a thread
+static_assert(COLS == 256 && MOST_ROWS == MOST_AT_ONCE && STEP == GROUP_ROWS && MOST_ROWS == 2 * STEP && CLUSTER == 1);
 
-// Which part of an item is a warpgroup's, and in it a thread's first row; the second one is eight rows further.
-struct Part {
+// What of an item is a warpgroup's, and in it a thread's first row; the second one is eight rows further.
+struct Region {
     bool is_whole; // both halves of the columns, of own rows
     int first_half, first_row, row;
 
-    __device__ __forceinline__ Part(int rows, int group, int warp, int lane)
-        : is_whole(rows > ROWS_AT_ONCE), first_half(is_whole ? 0 : group), first_row(is_whole ? group * ROWS_AT_ONCE : 0),
+    __device__ __forceinline__ Region(int rows, int group, int warp, int lane)
+        : is_whole(rows > GROUP_ROWS), first_half(is_whole ? 0 : group), first_row(is_whole ? group * GROUP_ROWS : 0),
           row(first_row + 16 * warp + lane / 4) {}
 
     __device__ __forceinline__ int halves() const { return is_whole ? HALVES : 1; }
@@ -48,20 +49,21 @@ struct WeightScales {
 
 template <int NUM_HALVES, bool TAKE_TURNS, typename Meanwhile>
 __device__ __forceinline__ void multiply_halves(
-    Ring& ring, Sums& sums, WeightScales<TAKE_TURNS>& scales, const Part& part, int lane, int num_steps,
+    Ring& ring, Sums& sums, WeightScales<TAKE_TURNS>& scales, const Region& region, int lane, int num_steps,
     Meanwhile meanwhile) {
     Products products;
-    // Of a stage's rows and weights, carried on from stage to stage: worked out anew, they would keep the products waiting.
+    // Of a stage's rows and weights, carried on from stage to stage: worked out anew, they would keep the products
+    // waiting.
     const u32 stage = ring.stages + ring.stage * STAGE_BYTES;
-    u32 rows_at = low_word(descriptor(stage + WEIGHT_BYTES + part.first_row * LINE));
-    u32 weights_at = low_word(descriptor(stage + part.first_half * (HALF_COLS * LINE)));
+    u32 rows_at = low_word(descriptor(stage + WEIGHT_BYTES + region.first_row * LINE));
+    u32 weights_at = low_word(descriptor(stage + region.first_half * (HALF_COLS * LINE)));
     bool is_full = false;
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
         const float weights[2] = {scales.following[0], scales.following[1]};
         if (!is_full) barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const u64 a = descriptor_of(rows_at), b = descriptor_of(weights_at);
-        const u32 row_scale = ring.scales() + 4 * part.row, empty = ring.empty + 8 * ring.stage;
+        const u32 row_scale = ring.scales() + 4 * region.row, empty = ring.empty + 8 * ring.stage;
         float factors[2][2];
 #pragma unroll
         for (int half = 0; half < NUM_HALVES; ++half) {
@@ -76,7 +78,10 @@ __device__ __forceinline__ void multiply_halves(
                 float rows[2];
                 asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[0]) : "r"(row_scale) : "memory");
                 asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[1]) : "r"(row_scale + 4 * 8) : "memory");
-                for (int place = 0; place < 4; ++place) factors[place / 2][place % 2] = weights[place / 2] * rows[place % 2];
+#pragma unroll
+                for (int place = 0; place < 4; ++place) {
+                    factors[place / 2][place % 2] = weights[place / 2] * rows[place % 2];
+                }
                 if (step == MEANWHILE_STEP) meanwhile();
             }
             if (half == NUM_HALVES - 1) {
@@ -98,17 +103,17 @@ __device__ __forceinline__ void multiply_halves(
     meanwhile();
 }
 
-// Adds up a warpgroup's part of an item. `meanwhile` is called while products run, and once more at the end.
+// Adds up a warpgroup's region of an item. `meanwhile` is called while products run, and once more at the end.
 template <bool TAKE_TURNS, typename Meanwhile>
-__device__ __forceinline__ void multiply_part(
-    Ring& ring, Sums& sums, WeightScales<TAKE_TURNS> scales, const Part& part, int lane, int num_steps,
+__device__ __forceinline__ void multiply_region(
+    Ring& ring, Sums& sums, WeightScales<TAKE_TURNS> scales, const Region& region, int lane, int num_steps,
     Meanwhile meanwhile) {
 #pragma unroll
     for (int place = 0; place < HALVES * HALF_SUMS; ++place) sums[place / HALF_SUMS][place % HALF_SUMS] = 0.0f;
-    if (part.is_whole) {
-        multiply_halves<2>(ring, sums, scales, part, lane, num_steps, meanwhile);
+    if (region.is_whole) {
+        multiply_halves<HALVES>(ring, sums, scales, region, lane, num_steps, meanwhile);
     } else {
-        multiply_halves<1>(ring, sums, scales, part, lane, num_steps, meanwhile);
+        multiply_halves<1>(ring, sums, scales, region, lane, num_steps, meanwhile);
     }
 }
 

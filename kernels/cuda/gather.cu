@@ -1,14 +1,14 @@
-// The GEMM of layer 0: hidden[q] = swiglu(w[expert of q] @ row[q]) for all routed rows, whose tokens lie anywhere in x
-// (own rows) or among the received rows.
+// The work items of layer 0's GEMM, hidden[q] = swiglu(w[expert of q] @ row[q]) for all routed rows, whose tokens lie
+// anywhere in x (own rows) or among the received rows.
 //
 // Three warps load: rows in pieces of 16 bytes per lane, for a bulk copy of a single row of 128 bytes takes 66 cycles;
 // weights by bulk copies, in eights of gate rows and up rows in turn, so that gate and up of a column of hidden meet in
 // one thread.
 
-constexpr int HIDDEN_COLS = COLS / 2;              // of a block
-constexpr int GROUP_COLS = HIDDEN_COLS / 2;        // of a warpgroup
-constexpr int LOADED_ROWS = 16;                    // that a loading warp has one after the other
-constexpr int ROWS_PER_LOAD = 32 * 16 / LINE;      // of a warp
+constexpr int HIDDEN_COLS = COLS / 2; // of an item
+constexpr int ELEMENT_BYTES = LINE / DEPTH;
+constexpr int LOADED_ROWS = 16; // a group: what a loading warp has one after the other
+constexpr int ROWS_PER_LOAD = 32 * 16 / LINE; // of a warp
 constexpr int LOADS_PER_GROUP = LOADED_ROWS / ROWS_PER_LOAD;
 constexpr int MOST_LOADS = (MOST_ROWS / LOADED_ROWS + LOADERS - 1) / LOADERS * LOADS_PER_GROUP; // of a warp and stage
 constexpr int UNROLLED = 4; // steps of the loading warps
@@ -51,8 +51,8 @@ struct Work {
     __device__ __forceinline__ int num_steps() const { return ceil_div(depth, DEPTH); }
 };
 
-// What the loading warp tells the warpgroups about an item, in shared memory; `rows` is a multiple of STEP, of which
-// `valid` are routed rows.
+// What the first loading warp tells the warpgroups about an item, in shared memory; `rows` is a multiple of STEP, of
+// which `valid` are routed rows.
 struct alignas(16) Item {
     int first_row, rows, valid, col, expert, phase, spare[2];
     u64 begin, ready; // nanoseconds
@@ -169,7 +169,7 @@ struct Rows {
     }
 };
 
-// Where a lane finds the scales of two of its warp's rows; they lie behind a row's elements, one for each step.
+// Where a lane finds the scales of some of its warp's rows, in block FP8: behind a row's elements, one for each step.
 struct RowScales {
     const char* from[IDS_PER_LANE];
 
@@ -193,8 +193,8 @@ struct RowScales {
     }
 };
 
-// Stages that a lane has loads on their way to. Tensor cores see what threads have written once these have fenced it, so
-// a stage is told full by its lanes, when they have loads for LAG more on their way.
+// Stages that a lane has loads on their way to. Tensor cores see what threads have written once these have fenced it,
+// so the lanes tell that a stage is full, when they have loads for LAG more on their way.
 struct Underway {
     static constexpr int LAG = 1;
     static_assert(LAG < STAGES);
@@ -235,7 +235,8 @@ __device__ __forceinline__ void load_rows(
         if (group >= num_groups) break;
 #pragma unroll
         for (int place = 0; place < LOADS_PER_GROUP; ++place) {
-            const u32 target = (place % 2 ? odd : even) + (group * LOADERS * LOADED_ROWS + place * ROWS_PER_LOAD) * LINE;
+            const int row = group * LOADERS * LOADED_ROWS + place * ROWS_PER_LOAD;
+            const u32 target = (place % 2 ? odd : even) + row * LINE;
             const char* const source = from[group * LOADS_PER_GROUP + place] + offset;
             if constexpr (FULL) {
                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -310,7 +311,8 @@ __device__ __forceinline__ void load_items(
                     load_rows<true>(target + even, target + odd, from, unrolled * LINE, num_groups, true);
                 } else {
                     const bool inside = step * DEPTH + lane % 8 * (16 / ELEMENT_BYTES) < work.depth;
-                    load_rows<false>(target + even, target + odd, from, inside ? unrolled * LINE : 0, num_groups, inside);
+                    const int offset = inside ? unrolled * LINE : 0;
+                    load_rows<false>(target + even, target + odd, from, offset, num_groups, inside);
                 }
                 if constexpr (IS_FP8) scales.load(ring.scales(), step, loader, lane);
                 if constexpr (FENCED_BY_LOADERS) {

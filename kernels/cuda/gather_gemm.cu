@@ -1,5 +1,6 @@
 // What becomes of layer 0's products: gate and up, rounded, and hidden = silu(gate) * up.
 
+constexpr int GROUP_COLS = HIDDEN_COLS / 2;              // of a warpgroup
 constexpr int STAGED_LINE = 2 * GROUP_COLS;              // bytes
 constexpr int STAGING_BYTES = STAGED_ROWS * STAGED_LINE; // of each warpgroup
 static_assert(MOST_ROWS % STAGED_ROWS == 0);
@@ -80,7 +81,8 @@ __device__ __forceinline__ void compute_item(
 }
 
 __device__ __forceinline__ void multiply_items(
-    const Work& work, const Memory<Item>& memory, const Results& results, const Recorder& recorder, int warp, int lane) {
+    const Work& work, const Memory<Item>& memory, const Results& results, const Recorder& recorder, int warp,
+    int lane) {
     const int group = warp / 4;
     Ring ring = memory.ring();
     int slot = 0;

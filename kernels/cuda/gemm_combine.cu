@@ -1,4 +1,5 @@
-// Layer 1 in one launch: the GEMM (panel_gemm.cu) beside reduce, send and final sums (combine.cu).
+// Layer 1 in one launch: the GEMM (panels.cu, and panel_gemm.cu or, in block FP8, fp8_panel_gemm.cu) beside reduce,
+// send and final sums (combine.cu).
 //
 // A block has twelve warps: eight multiply, one loads for them, three combine from the start. Those that multiply
 // combine when they are done, in the memory of the stages.
@@ -32,8 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
         take_registers<MULTIPLYING_REGISTERS>();
         const Recorder recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), 0);
         multiply_items(work, memory, returns.y, returns.panel_counters, recorder, warp, lane);
-        // Both warpgroups are done with the stages.
-        asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
+        both_groups_sync(); // they are done with the stages
         Combiner<AHEAD_AFTER>(returns, memory.begin + warp * AFTER_BYTES, 1 + COMBINERS + warp, lane).run();
     } else {
         give_registers<other_registers(MULTIPLYING_REGISTERS)>();

@@ -1,8 +1,12 @@
 // Hopper's own instructions: barriers in shared memory, bulk copies, tensor cores. Nothing here knows of experts.
 //
-// The host puts constants in front of this text (kernels/cuda_text.py and its callers say what they mean) and, for each number
-// of rows N, multiply<N>(sums, descriptor of weights, descriptor of rows), which adds a product of 64 columns and N rows to
-// the first N / 2 of a thread's Sums.
+// The host puts constants in front of this text (kernels/cuda_text.py and its callers say what they mean), and
+// multiply, which hands the tensor cores 32 bytes of each line:
+//
+// - in 16 bits, for each number of rows N, multiply<N>(sums, descriptor of weights, descriptor of rows), which adds a
+//   product of 64 columns and N rows to the first N / 2 of a thread's Sums;
+// - in block FP8 multiply(products, descriptor of rows, descriptor of weights, adds), which adds one of 64 rows and 128
+//   columns to a thread's Products, or begins them anew.
 
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -124,7 +128,9 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 __device__ __forceinline__ u32 low_word(u64 descriptor) { return static_cast<u32>(descriptor); }
 
 // Tensor cores see what threads wrote to shared memory before.
-__device__ __forceinline__ void fence_for_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_for_tensor_cores() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -1,7 +1,7 @@
 // The work items of layer 1's GEMM, y[q] = w[expert of q] @ a[q] for all routed rows, column panel by column panel.
 //
-// One warp loads. CLUSTER blocks have neighbouring columns of the same rows:
-// each fetches its own weights and a part of the rows, which the copies hand to all of them.
+// One warp loads. CLUSTER blocks have neighbouring columns of the same rows: each fetches its own weights and a part of
+// the rows, which the copies hand to all of them.
 
 static_assert(MOST_ROWS % BOX_ROWS == 0 && STEP % 16 == 0);
 
@@ -69,7 +69,8 @@ __device__ __forceinline__ Item item_at(const Work& work, int index) {
     item.col = ((first * per_col + index % (width * per_col)) * CLUSTER + work.rank) * COLS;
     const int expert = item.expert = part_of(work.first_piece, work.experts, piece);
     const int place = piece - work.first_piece[expert], num = work.first_piece[expert + 1] - work.first_piece[expert];
-    const int count = __ldg(work.counts + expert), tiles = ceil_div(count, TILE_ROWS), height = piece_height(count, num);
+    const int count = __ldg(work.counts + expert), tiles = ceil_div(count, TILE_ROWS);
+    const int height = piece_height(count, num);
     item.first_row = __ldg(work.starts + expert) + place * height;
     // Heights are rounded up, so the last piece may be lower than the others; it has at least one step.
     item.rows = max(min(height, ceil_div(count - place * height, STEP) * STEP), STEP);

@@ -33,20 +33,19 @@ struct Pending {
     }
 };
 
-// Copies rows `first` to `last` of a send list, with BATCH loads of 16 bytes per lane on their way, of which the first
-// are when `started` is called.
+// Copies rows `first` to `last` of a send list, with PUSH_BATCH loads of 16 bytes per lane on their way, of which the
+// first are when `started` is called.
 template <typename Started>
 __device__ __forceinline__ void copy_rows(
     const u16* x, const int* token_ids, u16* target, int first, int last, int cols, int lane, Started started) {
-    constexpr int BATCH = PUSH_BATCH;
     const int own_token = first + lane < last ? __ldg(token_ids + first + lane) : -1;
     const int passes = ceil_div(cols, PASS_COLS), total = (last - first) * passes;
     int row = 0, pass = 0;
-    for (int begin = 0; begin < total; begin += BATCH) {
-        uint4 values[BATCH];
-        u16* places[BATCH];
+    for (int begin = 0; begin < total; begin += PUSH_BATCH) {
+        uint4 values[PUSH_BATCH];
+        u16* places[PUSH_BATCH];
 #pragma unroll
-        for (int piece = 0; piece < BATCH; ++piece) {
+        for (int piece = 0; piece < PUSH_BATCH; ++piece) {
             const int token = __shfl_sync(0xFFFFFFFF, own_token, row), col = pass * PASS_COLS + lane * 8;
             const bool exists = token >= 0 && col < cols;
             places[piece] = exists ? target + u64(first + row) * cols + col : nullptr;
@@ -58,7 +57,7 @@ __device__ __forceinline__ void copy_rows(
         }
         if (begin == 0) started();
 #pragma unroll
-        for (int piece = 0; piece < BATCH; ++piece) {
+        for (int piece = 0; piece < PUSH_BATCH; ++piece) {
             if (places[piece] != nullptr) *reinterpret_cast<uint4*>(places[piece]) = values[piece];
         }
     }

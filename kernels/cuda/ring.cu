@@ -1,8 +1,7 @@
-// A ring of stages in shared memory, through which loading warps hand operands to those that multiply, and how an expert's
-// rows are cut into pieces. A stage holds COLS lines of weights and MOST_ROWS lines of routed rows; block FP8 has a scale of
-// each row apart from them.
+// A ring of stages in shared memory, through which loading warps hand operands to those that multiply; how an expert's
+// rows are cut into pieces; where warpgroups meet. A stage holds COLS lines of weights and MOST_ROWS lines of routed
+// rows; block FP8 has a scale of each row apart from them.
 
-constexpr int ELEMENT_BYTES = LINE / DEPTH;
 constexpr int WEIGHT_BYTES = COLS * LINE;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST_ROWS * LINE;
 constexpr int SCALE_BYTES = IS_FP8 ? MOST_ROWS * 4 : 0; // of a stage
@@ -22,7 +21,8 @@ struct Ring {
     __device__ __forceinline__ u32 scales() const { return stages + STAGES * STAGE_BYTES + stage * SCALE_BYTES; }
 };
 
-// How a block's shared memory begins: stages, their scales, what is staged for stores, barriers, items; all else comes behind.
+// How a block's shared memory begins: stages, their scales, what warpgroups stage for themselves or tell each other,
+// barriers, items; all else comes behind.
 template <typename Item>
 struct Memory {
     char* begin;
@@ -62,7 +62,7 @@ __device__ __forceinline__ int part_of(const int* first_piece, int num, int piec
     return low;
 }
 
-// Pieces that `count` rows are cut into: as many as one matrix instruction takes, or all of them in a taller one.
+// Pieces that `count` rows are cut into: of at most MOST_AT_ONCE rows each, or one that is taller and has all of them.
 __device__ __forceinline__ int pieces_of(int count) {
     return count <= MOST_ROWS ? count > 0 : ceil_div(count, MOST_AT_ONCE);
 }
@@ -72,6 +72,10 @@ __device__ __forceinline__ int piece_height(int count, int num) {
     return ceil_div(ceil_div(count, num), STEP) * STEP;
 }
 
+// The four warps of one warpgroup that multiplies wait for each other.
 __device__ __forceinline__ void group_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
+
+// All warps that multiply do.
+__device__ __forceinline__ void both_groups_sync() { asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory"); }
