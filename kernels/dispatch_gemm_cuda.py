@@ -237,6 +237,7 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
     """The CUDA text of one configuration."""
     constants = launch_constants(world_size, config.push_rows, config.num_stages, records) | dict(
         FENCED_BY_LOADERS=0,
+        FENCED_BY_MULTIPLIERS=1,  # whose rows are what threads wrote
         STAGED_ROWS=config.staged_rows,
         PUSH_BATCH=16,
         SAVES_PRE=int(saves_pre),
@@ -248,7 +249,7 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
 def launch_constants(world_size: int, push_rows: int, num_stages: int, records: bool) -> dict[str, int]:
     """Constants of the launch, whatever its elements."""
     return dict(
-        CLUSTER=1, ROWS_BY_THREADS=1, STAGES=num_stages, PUSH_ROWS=push_rows, WORLD=world_size, RECORDS=int(records),
+        CLUSTER=1, STAGES=num_stages, PUSH_ROWS=push_rows, WORLD=world_size, RECORDS=int(records),
         LOADERS=LOADERS, CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
         KIND_DISPATCH=KIND_DISPATCH.value,
     )  # fmt: skip

@@ -215,7 +215,7 @@ def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, 
     """The CUDA text of one configuration."""
     constants = launch_constants(top_k, world_size, records) | dict(
         CLUSTER=config.cluster, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows, BOX_ROWS=config.box_rows,
-        AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, MULTIPLYING_REGISTERS=176,
+        AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, MULTIPLYING_REGISTERS=176, FENCED_BY_MULTIPLIERS=0,
     )  # fmt: skip
     return cuda_text(constants, dtype, SOURCES, config.most_rows)
 

@@ -137,9 +137,8 @@ def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -
 def launch_constants(top_k: int, world_size: int, records: bool) -> dict[str, int]:
     """Constants of the launch, whatever its elements and blocks."""
     return dict(
-        ROWS_BY_THREADS=0, FENCED_BY_LOADERS=0, TOP_K=top_k, WORLD=world_size, RECORDS=int(records),
-        BLOCK_COLS=BLOCK_COLS,
-        COMBINERS=COMBINERS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value,
+        TOP_K=top_k, WORLD=world_size, RECORDS=int(records), BLOCK_COLS=BLOCK_COLS, COMBINERS=COMBINERS,
+        CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value,
         PLACE_LAYER1=PLACE_LAYER1.value, KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value,
         KIND_FINAL_SUM=KIND_FINAL_SUM.value,
     )  # fmt: skip

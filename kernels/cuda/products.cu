@@ -1,9 +1,9 @@
-// Products of an item: routed rows of an expert times columns of its weights, from a ring of stages in shared memory.
+// Products of an item in 16 bits: routed rows of an expert times columns of its weights, from a ring of stages.
 //
 // Transposed on the tensor cores: columns of the result are the 64 rows of a matrix instruction, routed rows its N. N
-// goes in steps of 16, so an expert's rows are cut into pieces of equal height and little is computed for nothing, where
-// tiles of 128 routed rows waste a quarter of 256 +- 16. One piece may be taller than what an instruction takes, for
-// weights are then loaded once and not twice. Two warpgroups multiply, each COLS / 2 columns.
+// goes in steps of 16, so an expert's rows are cut into pieces of equal height and little is computed for nothing,
+// where tiles of 128 routed rows waste a quarter of 256 +- 16. One piece may be taller than what an instruction takes,
+// for weights are then loaded once and not twice. Two warpgroups multiply, each COLS / 2 columns.
 
 constexpr int MEANWHILE_STEP = 2;
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void multiply_rows(
 #pragma unroll 1 // as fast, and a third of the assembler's time
     for (int step = 0; step < num_steps; ++step) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-        if constexpr (ROWS_BY_THREADS && !FENCED_BY_LOADERS) fence_for_tensor_cores();
+        if constexpr (FENCED_BY_MULTIPLIERS) fence_for_tensor_cores();
         const u32 weights = ring.stages + ring.stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2);
         const u64 a = descriptor(weights);
         const u64 b = descriptor(ring.stages + ring.stage * STAGE_BYTES + WEIGHT_BYTES);

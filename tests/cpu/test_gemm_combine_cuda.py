@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ranks import run_ranks
 from comet.fused_arguments import table_of
 from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda, nvrtc
 from comet.kernels import gemm_combine_cuda as module
+from comet.kernels.aot_case import CudaCase
 from comet.kernels.arguments import Returns, TileTable, Wire
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine_cuda import CudaConfig
@@ -23,6 +25,8 @@ from comet.kernels.gemm_combine_launch import Arguments, column_parts, combiner_
 from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
+
+MODULES = module, dispatch_gemm_cuda, fp8_gemm_combine_cuda, fp8_dispatch_gemm_cuda
 
 
 def test_worked_example_of_the_memory() -> None:
@@ -73,8 +77,31 @@ def test_the_structure_is_that_of_the_source() -> None:
 
 
 def test_every_source_is_used() -> None:
-    modules = module, dispatch_gemm_cuda, fp8_gemm_combine_cuda, fp8_dispatch_gemm_cuda
-    assert {path.stem for path in SOURCES.glob("*.cu")} == {name for each in modules for name in each.SOURCES}
+    assert {path.stem for path in SOURCES.glob("*.cu")} == {name for each in MODULES for name in each.SOURCES}
+
+
+def unused_constants(source: str) -> list[str]:
+    """What the host puts in front of a text, and nothing in it mentions."""
+    code = re.sub(r"//.*", "", source)
+    head, _, _ = code.partition("\nusing ")
+    return [name for name in re.findall(r"constexpr int (\w+)", head) if len(re.findall(rf"\b{name}\b", code)) == 1]
+
+
+@pytest.mark.parametrize("cases", [each.aot_cases for each in MODULES], ids=[each.__name__ for each in MODULES])
+def test_a_source_gets_no_constant_that_it_does_not_use(cases: Callable[[], list[CudaCase]]) -> None:
+    for case in cases():
+        assert not unused_constants(case.source), case.name
+        assert unused_constants(f"constexpr int SPARE = 1; // SPARE\n{case.source}") == ["SPARE"]
+
+
+def test_lines_of_the_sources_are_as_short_as_those_of_the_rest() -> None:
+    wide = [
+        f"{path.name}:{number}"
+        for path in SOURCES.glob("*.cu")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > 120
+    ]
+    assert not wide
 
 
 def test_a_source_that_does_not_compile_says_why() -> None:
