@@ -57,21 +57,9 @@ __device__ __forceinline__ void compute_item(
 __device__ __forceinline__ void multiply_items(
     const Work& work, const Memory<Item>& memory, u16* y, int* panel_counters, const Recorder& recorder, int warp,
     int lane) {
-    const int group = warp / 4, num_items = work.num_items(), num_steps = work.num_steps();
-    Ring ring = memory.ring();
-    Share share{panel_counters, 0, 0};
-    int slot = 0;
-    for (int index = blockIdx.x / CLUSTER; index < num_items; index += gridDim.x / CLUSTER) {
-        barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-        const u64 begin = recorder.now();
-        const Item& item = memory.items[slot];
-        slot = (slot + 1) % ITEM_SLOTS;
-        compute_item(
-            ring, item, share, y, work.cols, memory.staging + group * STAGING_BYTES, group, warp % 4, lane, num_steps);
-        if (warp == 0 && lane == 0) {
-            recorder.record(
-                KIND_LAYER1_TILE, item.first_row / TILE_ROWS, item.col / BLOCK_COLS, item.panel, begin, begin);
-        }
-    }
-    if (warp % 4 == 0 && lane == 0) share.tell();
+    const int group = warp / 4, num_steps = work.num_steps();
+    const u32 staging = memory.staging + group * STAGING_BYTES;
+    compute_items(work, memory, panel_counters, recorder, warp, lane, [&](Ring& ring, const Item& item, Share& share) {
+        compute_item(ring, item, share, y, work.cols, staging, group, warp % 4, lane, num_steps);
+    });
 }

@@ -123,6 +123,29 @@ struct Share {
     }
 };
 
+// What the warps that multiply do: `compute` is one item.
+template <typename Compute>
+__device__ __forceinline__ void compute_items(
+    const Work& work, const Memory<Item>& memory, int* panel_counters, const Recorder& recorder, int warp, int lane,
+    Compute compute) {
+    const int num_items = work.num_items();
+    Ring ring = memory.ring();
+    Share share{panel_counters, 0, 0};
+    int slot = 0;
+    for (int index = blockIdx.x / CLUSTER; index < num_items; index += gridDim.x / CLUSTER) {
+        barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+        const u64 begin = recorder.now();
+        const Item& item = memory.items[slot];
+        slot = (slot + 1) % ITEM_SLOTS;
+        compute(ring, item, share);
+        if (warp == 0 && lane == 0) {
+            recorder.record(
+                KIND_LAYER1_TILE, item.first_row / TILE_ROWS, item.col / BLOCK_COLS, item.panel, begin, begin);
+        }
+    }
+    if (warp % 4 == 0 && lane == 0) share.tell();
+}
+
 // Pieces of rows before each expert's, and in all; the work of one warp.
 __device__ __forceinline__ void list_pieces(int* first_piece, const int* counts, int experts, int lane) {
     int before = 0;
