@@ -30,11 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .aot_case import CudaCase, KernelCase
+from .cuda_text import SHARED_LIMIT
 from .nvrtc import compile_cubin
 
 TARGET = GPUTarget("cuda", 90, 32)
 ARCHITECTURE = "sm_90a"
-SHARED_LIMIT = 232448  # bytes of shared memory one block can have on sm_90
 
 # What to count in the PTX. Narrow is below 4 bytes: the sign that the compiler lost alignment or contiguity.
 WGMMA = r"wgmma\.mma_async"

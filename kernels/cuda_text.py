@@ -7,13 +7,13 @@ import torch
 
 from .recorder import EVENT_WORDS
 
-SHARED_LIMIT = 232448  # bytes of shared memory a block can have
+SHARED_LIMIT = 232448  # bytes of shared memory a block can have on sm_90
 
 # Constants of the sources, which get them from here.
 LINE = 128  # bytes of a row in shared memory: what a swizzle spans
 DEPTH = 64  # elements of the contraction per stage: a line
 COLS = 128  # rows of a weight per block
-MOST_AT_ONCE = 256  # routed rows of one instruction of the tensor cores
+MOST_AT_ONCE = 256  # routed rows that one instruction of the tensor cores takes; what pieces of rows are cut to
 STEP = 16  # rows come in steps of
 TILE_ROWS = 128  # rows of the plan's tiles
 WARPS = 8  # that multiply
@@ -26,10 +26,10 @@ COMMON = dict(
     STEP=STEP,
 )  # fmt: skip
 
-# In block FP8 (cuda/fp8_products.cu) the contraction of a stage shares its scales.
-FP8_COLS = 256
-FP8_ROWS = 128
-FP8_STEP = 64
+# In block FP8 (cuda/fp8_products.cu) the contraction of a stage shares its scales; the instructions take STEP rows.
+FP8_COLS = 256  # COLS
+FP8_ROWS = 128  # MOST_ROWS and MOST_AT_ONCE: what both warpgroups multiply at once
+FP8_STEP = 64  # STEP
 FP8 = dict(IS_FP8=1, DEPTH=LINE, COLS=FP8_COLS, MOST_ROWS=FP8_ROWS, MOST_AT_ONCE=FP8_ROWS, STEP=FP8_STEP)
 
 
@@ -75,13 +75,37 @@ def _text(constants: Mapping[str, int], dtype: torch.dtype, products: Sequence[s
     )
 
 
-def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes: int, cols: int = COLS) -> int:
-    """Bytes of ``Memory`` of ``cuda/ring.cu``, without scales: alignment, stages, staging, barriers, items.
+def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes: int) -> int:
+    """Bytes of ``Memory`` of ``cuda/ring.cu``: alignment, stages, staging, barriers, items.
 
-    Example: 4 stages of 256 rows, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 256 = 206144.
+    Args:
+        num_stages: Depth of the load pipeline.
+        most_rows: See ``cuda_text``.
+        staging_bytes: Of both warpgroups that multiply.
+        item_bytes: Of one item.
+
+    Example:
+        4 stages of 256 rows, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 256 = 206144.
     """
-    stages = num_stages * (cols + most_rows) * LINE
-    return 1024 + stages + staging_bytes + 16 * num_stages + ITEM_SLOTS * item_bytes
+    return _memory_bytes(num_stages, (COLS + most_rows) * LINE, staging_bytes, item_bytes)
+
+
+def fp8_memory_bytes(num_stages: int, staging_bytes: int, item_bytes: int) -> int:
+    """The same in block FP8, whose stages have 4 bytes for the scale of each row.
+
+    Args:
+        num_stages: See ``memory_bytes``.
+        staging_bytes: See ``memory_bytes``.
+        item_bytes: See ``memory_bytes``.
+
+    Example:
+        4 stages, 1024 bytes of staging, items of 48: 1024 + 4 * (49152 + 512) + 1024 + 64 + 384 = 201152.
+    """
+    return _memory_bytes(num_stages, (FP8_COLS + FP8_ROWS) * LINE + 4 * FP8_ROWS, staging_bytes, item_bytes)
+
+
+def _memory_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, item_bytes: int) -> int:
+    return 1024 + num_stages * (stage_bytes + 16) + staging_bytes + ITEM_SLOTS * item_bytes
 
 
 def _product(rows: int, element: str) -> str:

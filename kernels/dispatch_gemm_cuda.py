@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .aot_case import CudaCase
 from .arguments import CHUNK_ROWS, TileTable, Wire
-from .cuda_text import COLS, DEPTH, LAUNCH_REGISTERS, SHARED_LIMIT, TILE_ROWS, WARPS, cuda_text, memory_bytes
+from .cuda_text import COLS, LAUNCH_REGISTERS, LINE, SHARED_LIMIT, TILE_ROWS, WARPS, cuda_text, memory_bytes
 from .dispatch import Sends
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 from .primitives import PLACE_LAYER0
@@ -29,7 +29,8 @@ SOURCES = (
     "hopper", "recorder", "signals", "ring", "products", "gather", "swiglu", "gather_gemm", "push", "dispatch_gemm",
 )  # fmt: skip
 LOADERS = 3  # warps that load; one more pushes
-ITEM_BYTES = 48
+NUM_THREADS = 32 * (WARPS + LOADERS + 1)
+ITEM_BYTES = 48  # of ``Item`` of ``cuda/gather.cu``
 # Of the tokens of a rank with one expert; with fewer the launch is too short to tell (benchmarks/RESULTS.md, run 6).
 LEAST_PRODUCTS = 1_000_000_000
 
@@ -169,10 +170,20 @@ def dispatch_gemm_cuda(
         config, x.dtype, experts, wire.world_size, pre is not None, wire.recorder is not None,
         torch.cuda.current_device(),
     )  # fmt: skip
-    eights = w1.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
-    weights_map = tensor_map(eights, (1, COLS // 16, 2, 8, DEPTH))
     results = Results(hidden=hidden.data_ptr(), pre=0 if pre is None else pre.data_ptr())
-    launch(kernel, weights_map, x, results, wire, sends, table, (experts, depth, double_f // 2))
+    launch(kernel, gate_up_map(w1, COLS), x, results, wire, sends, table, (experts, depth, double_f // 2))
+
+
+def gate_up_map(w1: Tensor, cols: int) -> Any:
+    """Descriptor of w1 for bulk copies of eight gate rows, the eight up rows that go with them, and so on.
+
+    Args:
+        w1: ``(e, 2F, D)`` gate rows, then up rows.
+        cols: Rows of a copy, half of them gate rows.
+    """
+    experts, double_f, depth = w1.shape
+    eights = w1.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
+    return tensor_map(eights, (1, cols // 16, 2, 8, LINE // w1.itemsize))
 
 
 def launch(
@@ -189,7 +200,7 @@ def launch(
 
     Args:
         kernel: Of ``cuda/dispatch_gemm.cu``.
-        weights_map: Boxes of eight gate rows, eight up rows and so on.
+        weights_map: See ``gate_up_map``.
         x: ``(T, ..)`` what travels of this rank's tokens, in rows of 16-bit words.
         results: What the kernel calls ``Results``.
         wire: See ``dispatch_gemm_cuda``.
@@ -227,7 +238,7 @@ def _kernel(
     return load_kernel(
         compile_cubin(source(config, dtype, world_size, saves_pre, records), NAME),
         NAME,
-        num_threads=32 * (WARPS + LOADERS + 1),
+        num_threads=NUM_THREADS,
         cluster=1,
         shared_bytes=config.shared_bytes(experts),
     )
@@ -247,7 +258,14 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
 
 
 def launch_constants(world_size: int, push_rows: int, num_stages: int, records: bool) -> dict[str, int]:
-    """Constants of the launch, whatever its elements."""
+    """Constants of the launch, whatever its elements.
+
+    Args:
+        world_size: W.
+        push_rows: See ``CudaConfig``.
+        num_stages: See ``CudaConfig``.
+        records: Whether warps record what they do.
+    """
     return dict(
         CLUSTER=1, STAGES=num_stages, PUSH_ROWS=push_rows, WORLD=world_size, RECORDS=int(records),
         LOADERS=LOADERS, CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,

@@ -9,24 +9,20 @@ import functools
 
 import torch
 
-from . import dispatch_gemm_cuda
 from .aot_case import CudaCase
 from .arguments import Scaled, TileTable, Wire
 from .cuda_text import (
     FP8_COLS,
-    FP8_ROWS,
     FP8_STEP,
     LAUNCH_REGISTERS,
-    LINE,
     SHARED_LIMIT,
     TILE_ROWS,
-    WARPS,
     fp8_cuda_text,
-    memory_bytes,
+    fp8_memory_bytes,
 )
 from .dispatch import Sends
-from .dispatch_gemm_cuda import ITEM_BYTES, LOADERS, NAME, launch_constants
-from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
+from .dispatch_gemm_cuda import ITEM_BYTES, NAME, NUM_THREADS, gate_up_map, launch, launch_constants
+from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel
 
 SOURCES = (
     "hopper", "recorder", "signals", "ring", "fp8_products", "gather", "swiglu", "fp8_gather_gemm", "push",
@@ -34,7 +30,7 @@ SOURCES = (
 )  # fmt: skip
 NUM_STAGES = 4
 PUSH_ROWS = 8
-STAGING_BYTES = 2 * 2 * FP8_STEP * 4  # the largest of a row of 64, of two warpgroups and of two items in turn
+MAXIMA_BYTES = 2 * 2 * FP8_STEP * 4  # the largest of each of 64 rows, of two warpgroups and of two items in turn
 
 
 class Results(ctypes.Structure):
@@ -60,8 +56,7 @@ def shared_bytes(num_experts: int) -> int:
     Example:
         32 experts: 1024 + 4 * 49152 + 4 * 512 + 1024 + 64 + 384 + 4 * 97 = 201540.
     """
-    memory = memory_bytes(NUM_STAGES, FP8_ROWS, STAGING_BYTES, ITEM_BYTES, FP8_COLS)
-    return memory + 4 * NUM_STAGES * FP8_ROWS + 4 * (3 * num_experts + 1)
+    return fp8_memory_bytes(NUM_STAGES, MAXIMA_BYTES, ITEM_BYTES) + 4 * (3 * num_experts + 1)
 
 
 def runs_cuda(w1: Scaled, wire: Wire, sends: Sends, table: TileTable) -> bool:
@@ -94,8 +89,7 @@ def fp8_dispatch_gemm_cuda(w1: Scaled, hidden: Scaled, wire: Wire, sends: Sends,
     """
     experts, double_f, depth = w1.elements.shape
     kernel = _kernel(experts, wire.world_size, wire.recorder is not None, torch.cuda.current_device())
-    eights = w1.elements.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
-    weights_map = tensor_map(eights, (1, FP8_COLS // 16, 2, 8, LINE))
+    weights_map = gate_up_map(w1.elements, FP8_COLS)
     results = Results(
         hidden=hidden.elements.data_ptr(),
         scales=hidden.scales.data_ptr(),
@@ -103,7 +97,7 @@ def fp8_dispatch_gemm_cuda(w1: Scaled, hidden: Scaled, wire: Wire, sends: Sends,
         routed_rows=hidden.elements.shape[0],
     )
     own = wire.rows[wire.rank * wire.max_tokens :].view(torch.int16)
-    dispatch_gemm_cuda.launch(kernel, weights_map, own, results, wire, sends, table, (experts, depth, double_f // 2))
+    launch(kernel, weights_map, own, results, wire, sends, table, (experts, depth, double_f // 2))
 
 
 @functools.cache
@@ -112,7 +106,7 @@ def _kernel(experts: int, world_size: int, records: bool, device: int) -> CudaKe
     return load_kernel(
         compile_cubin(source(world_size, records), NAME),
         NAME,
-        num_threads=32 * (WARPS + LOADERS + 1),
+        num_threads=NUM_THREADS,
         cluster=1,
         shared_bytes=shared_bytes(experts),
     )
@@ -122,7 +116,7 @@ def source(world_size: int, records: bool) -> str:
     """The CUDA text of one configuration."""
     constants = launch_constants(world_size, PUSH_ROWS, NUM_STAGES, records) | dict(
         MULTIPLYING_REGISTERS=208, PUSH_BATCH=8, FENCED_BY_LOADERS=1
-    )  # fmt: skip
+    )
     return fp8_cuda_text(constants, torch.bfloat16, SOURCES)
 
 

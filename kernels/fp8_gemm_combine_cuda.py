@@ -1,4 +1,7 @@
-"""Layer 1 in block FP8 in CUDA C++, in the launch of ``gemm_combine_cuda``; products: ``fp8_dispatch_gemm_cuda``."""
+"""Layer 1 in block FP8 in CUDA C++, in the launch of ``gemm_combine_cuda``.
+
+How it multiplies: ``fp8_dispatch_gemm_cuda``.
+"""
 
 import functools
 
@@ -9,15 +12,15 @@ from .aot_case import CudaCase
 from .arguments import Returns, Scaled, TileTable, Wire
 from .cuda_text import (
     FP8_COLS,
-    FP8_ROWS,
     LAUNCH_REGISTERS,
     LINE,
     SHARED_LIMIT,
     TILE_ROWS,
     fp8_cuda_text,
-    memory_bytes,
+    fp8_memory_bytes,
 )
 from .gemm_combine_launch import (
+    AOT_SHAPES,
     ITEM_BYTES,
     MOST_ENTRIES,
     NAME,
@@ -50,7 +53,7 @@ def shared_bytes(num_experts: int, entries: int) -> int:
     Example:
         32 experts, 8 entries: 1024 + 4 * 49152 + 4 * 512 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 224708.
     """
-    memory = memory_bytes(NUM_STAGES, FP8_ROWS, 0, ITEM_BYTES, FP8_COLS) + 4 * NUM_STAGES * FP8_ROWS
+    memory = fp8_memory_bytes(NUM_STAGES, 0, ITEM_BYTES)
     return memory + combiner_bytes(entries, AHEAD) + 4 * (num_experts + 1)
 
 
@@ -121,13 +124,7 @@ def source(dtype: torch.dtype, top_k: int, world_size: int, records: bool) -> st
 
 
 def aot_cases() -> list[CudaCase]:
-    """Few and many experts of a token, float16, and with recording."""
-    shapes = [
-        (torch.bfloat16, 2, False),
-        (torch.bfloat16, 8, False),
-        (torch.bfloat16, 8, True),
-        (torch.float16, 8, False),
-    ]
+    """Those of ``AOT_SHAPES``."""
     ranks, experts = 4, 64
     return [
         CudaCase(
@@ -137,5 +134,5 @@ def aot_cases() -> list[CudaCase]:
             shared_bytes=shared_bytes(experts, max(top_k, ranks)),
             registers=LAUNCH_REGISTERS,
         )
-        for dtype, top_k, records in shapes
+        for dtype, top_k, records in AOT_SHAPES
     ]

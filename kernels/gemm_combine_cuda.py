@@ -17,6 +17,7 @@ from .aot_case import CudaCase
 from .arguments import Returns, TileTable, Wire
 from .cuda_text import COLS, DEPTH, LAUNCH_REGISTERS, LINE, SHARED_LIMIT, TILE_ROWS, cuda_text, memory_bytes
 from .gemm_combine_launch import (
+    AOT_SHAPES,
     ITEM_BYTES,
     MOST_ENTRIES,
     NAME,
@@ -221,13 +222,7 @@ def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, 
 
 
 def aot_cases() -> list[CudaCase]:
-    """Few and many experts of a token, float16, and with recording."""
-    shapes = [
-        (torch.bfloat16, 2, False),
-        (torch.bfloat16, 8, False),
-        (torch.bfloat16, 8, True),
-        (torch.float16, 8, False),
-    ]
+    """Those of ``AOT_SHAPES``, in all blocks that a layer takes."""
     ranks, experts = 4, 64
     return [
         CudaCase(
@@ -238,6 +233,6 @@ def aot_cases() -> list[CudaCase]:
             shared_bytes=config.shared_bytes(experts, max(top_k, ranks)),
             registers=LAUNCH_REGISTERS,
         )
-        for dtype, top_k, records in shapes
+        for dtype, top_k, records in AOT_SHAPES
         for config in SELECTABLE
     ]

@@ -18,13 +18,21 @@ NAME = "gemm_combine"
 # Constants of the sources, which get them from here and from ``cuda_text``.
 BLOCK_COLS = 256  # columns that count as one in panels
 COMBINERS = 3  # warps that combine from the start
-WARPS_BESIDE = 132 * COMBINERS  # of a GPU of 132 multiprocessors
 
-ITEM_BYTES = 32
+ITEM_BYTES = 32  # of ``Item`` of ``cuda/panels.cu``
 ENTRY_BYTES = 8
 SLOT_BYTES = 2 * PASS_COLS
 MOST_ENTRIES = 8  # experts of a token, or ranks
 NUM_THREADS = 32 * (WARPS + COMBINERS + 1)
+WARPS_BESIDE = 132 * COMBINERS  # that combine from the start on a GPU of 132 multiprocessors
+
+# To compile ahead of time: type, experts of a token, whether it records.
+AOT_SHAPES = (
+    (torch.bfloat16, 2, False),
+    (torch.bfloat16, 8, False),
+    (torch.bfloat16, 8, True),
+    (torch.float16, 8, False),
+)
 
 
 def combiner_bytes(entries: int, ahead: int) -> int:
@@ -34,7 +42,8 @@ def combiner_bytes(entries: int, ahead: int) -> int:
         entries: Most rows that a sum has.
         ahead: Rows that each has on their way.
 
-    Example: 8 entries, 12 rows: 3 * (32 * 8 * 8 + 12 * 512) = 24576.
+    Example:
+        8 entries, 12 rows: 3 * (32 * 8 * 8 + 12 * 512) = 24576.
     """
     return COMBINERS * (COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + ahead * SLOT_BYTES)
 
@@ -135,7 +144,13 @@ def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -
 
 
 def launch_constants(top_k: int, world_size: int, records: bool) -> dict[str, int]:
-    """Constants of the launch, whatever its elements and blocks."""
+    """Constants of the launch, whatever its elements and blocks.
+
+    Args:
+        top_k: K.
+        world_size: W.
+        records: Whether warps record what they do.
+    """
     return dict(
         TOP_K=top_k, WORLD=world_size, RECORDS=int(records), BLOCK_COLS=BLOCK_COLS, COMBINERS=COMBINERS,
         CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value,

@@ -22,6 +22,23 @@ def test_worked_examples() -> None:
     assert CudaConfig().shared_bytes(32) == 218948
 
 
+@pytest.mark.parametrize(("dtype", "cols"), [(torch.bfloat16, 128), (torch.float8_e4m3fn, 256)])
+def test_copies_of_w1_have_eights_of_gate_and_of_up_in_turn(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, cols: int
+) -> None:
+    monkeypatch.setattr(module, "tensor_map", lambda tensor, box: (tensor, box))
+    ffn = 2 * cols
+    w1 = torch.zeros(3, 2 * ffn, 256, dtype=dtype)
+    view, box = module.gate_up_map(w1, cols)
+    assert view.data_ptr() == w1.data_ptr()
+    assert box[-1] * w1.itemsize == 128, "a line of shared memory"
+    row_ids = torch.arange(w1.shape[0] * w1.shape[1])[:, None].expand(-1, 256)  # what a copy of each row would bring
+    seen = row_ids.as_strided(view.shape, [stride // 256 for stride in view.stride()[:-1]] + [0])
+    copy = seen[1:2, box[1] : 2 * box[1], : box[2], : box[3], 0].flatten()  # the second block of columns of expert 1
+    gate = torch.arange(cols // 2, cols).view(-1, 1, 8) + 2 * ffn
+    assert torch.equal(copy, torch.cat([gate, gate + ffn], dim=1).flatten())
+
+
 @pytest.mark.parametrize(
     ("source", "structure", "mine"), [("push.cu", "Sends", module._Sends), ("signals.cu", "Fault", module._Fault)]
 )

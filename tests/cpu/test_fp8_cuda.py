@@ -16,7 +16,7 @@ from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm, gemm_combine, g
 from comet.kernels import fp8_dispatch_gemm_cuda as layer0
 from comet.kernels import fp8_gemm_combine_cuda as layer1
 from comet.kernels.arguments import Returns, Scaled, TileTable, Wire
-from comet.kernels.cuda_text import SHARED_LIMIT
+from comet.kernels.cuda_text import SHARED_LIMIT, fp8_memory_bytes, memory_bytes
 from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.gemm_combine import GemmCombineConfig
@@ -25,6 +25,10 @@ D, F, MANY = 512, 256, 20_000
 
 
 def test_worked_examples() -> None:
+    computed, said = worked_example_of(memory_bytes)
+    assert computed == said == memory_bytes(4, 256, 8192, 32)
+    computed, said = worked_example_of(fp8_memory_bytes)
+    assert computed == said == fp8_memory_bytes(4, 1024, 48)
     computed, said = worked_example_of(layer0.shared_bytes)
     assert computed == said == layer0.shared_bytes(32)
     computed, said = worked_example_of(layer1.shared_bytes)
