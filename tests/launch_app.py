@@ -26,9 +26,11 @@ FAILING_RANK = 1
 
 
 def note(config: JobConfig, context: LaunchContext) -> None:
+    """Leaves the rank's process id, and waits for the others': a rank that fails at once would end them before."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"pid.{context.rank}").write_text(str(os.getpid()))
+    dist.barrier()
 
 
 def add_ranks(config: JobConfig, context: LaunchContext) -> None:
