@@ -31,15 +31,16 @@ def own_runs(team: Team, steps: Sequence[Step], variants: Sequence[str]) -> dict
     num_tokens = len(steps[0].tokens)
     mine, slots = share_of(num_tokens, team.layout), slots_of(num_tokens, team.layout)
     shares = [Batch(step.tokens[mine], step.ids[mine], step.routing_weights[mine]) for step in steps]
+    has_room = slots * team.layout.world_size <= MAX_DECODE_TOKENS
     found: dict[str, StepRun] = {}
-    if slots * team.layout.world_size <= MAX_DECODE_TOKENS:
-        if team.shared is not None:
-            found["own"] = partial(run_own, team, steps, shares, slots, scratch_of(team, steps, slots))
+    if "own" in variants and has_room and team.shared is not None:
+        found["own"] = partial(run_own, team, steps, shares, slots, scratch_of(team, steps, slots))
+    if "own_nccl" in variants and has_room:
         filled = [fill(share, slots) for share in shares]
         found["own_nccl"] = partial(run_own_nccl, team, steps, filled, scratch_of(team, steps, slots))
-    if team.shared is not None:
+    if "own_fused" in variants and team.shared is not None:
         found["own_fused"] = partial(run_own_fused, team, steps, shares)
-    return {name: run for name, run in found.items() if name in variants}
+    return found
 
 
 def share_of(num_tokens: int, layout: ExpertLayout) -> slice:

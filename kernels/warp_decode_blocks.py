@@ -202,7 +202,7 @@ def _quantised_blocks(
     elif num_tokens <= 32 and not (is_mx or large):
         gate_up, down = _small_fp8_blocks(num_tokens)
     elif num_tokens <= 8 and is_mx:
-        gate_up = narrow if is_half else replace(narrow, depth=256, num_stages=3)
+        gate_up = narrow if is_half else LONG_STEPS[0]
     elif num_tokens > 8 and (large or num_tokens <= 32):
         depth = 64 if is_half and num_tokens > 16 else 128
         gate_up, down = replace(gate_up, depth=depth), BlockShape(rows=128, depth=depth, num_stages=3)

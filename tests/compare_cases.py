@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from layer_points import Point, open_point
@@ -31,6 +33,16 @@ def opened(config: MoEConfig, ranks: Ranks, parallel: ParallelConfig, timeout_s:
     with open_layer(config, Settings(parallel=parallel, max_tokens=200, variants=()), ranks) as layer:
         yield open_point(layer, group, 200, "zipf", [OverlapConfig()], ranks)
     group.close()
+
+
+@contextmanager
+def cuda_stood_in_for(kernels: dict[ModuleType, Callable[..., None]]) -> Iterator[None]:
+    """A device that has CUDA C++, where these functions are the kernels of these modules, which are named like them."""
+    with ExitStack() as stack:
+        for module, kernel in kernels.items():
+            stack.enter_context(patch.object(module, "is_available", lambda _: True))
+            stack.enter_context(patch.object(module, module.__name__.rpartition(".")[2], kernel))
+        yield
 
 
 def same(one: Any, other: Any) -> bool:

@@ -5,8 +5,7 @@ No kernel in CUDA C++ runs here: under the interpreter its twin in Triton stands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,7 @@ import layer_compare
 import pytest
 import torch
 import torch.distributed as dist
-from compare_cases import CPU, HalfRanks, opened, same
+from compare_cases import CPU, HalfRanks, cuda_stood_in_for, opened, same
 from fp8_compare import fp8_layer0_kernels, fp8_layer1_kernels, quantize_weights
 from layer_compare import LAYER0, LAYER1, compared_launches, compared_rows, rows_of_experts
 from points import Ranks
@@ -37,17 +36,6 @@ MODEL = MoEConfig(num_experts=4, top_k=2, hidden_size=384, ffn_size=128)
 NAMES = [f"fp8_{name}" for name in (*LAYER0, *LAYER1)]
 
 
-@contextmanager
-def cuda_stood_in_for(layer0: Callable[..., None], layer1: Callable[..., None]) -> Iterator[None]:
-    """A device that has CUDA C++ for block FP8, whose two kernels are these functions."""
-    with ExitStack() as stack:
-        for module in (fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda):
-            stack.enter_context(patch.object(module, "is_available", lambda _: True))
-        stack.enter_context(patch.object(fp8_dispatch_gemm_cuda, "fp8_dispatch_gemm_cuda", layer0))
-        stack.enter_context(patch.object(fp8_gemm_combine_cuda, "fp8_gemm_combine_cuda", layer1))
-        yield
-
-
 @pytest.mark.parametrize(("hidden_size", "num_panels"), [(128, 1), (384, 2), (1152, 4)])
 def test_kernels_are_handed_what_the_layer_hands_them(hidden_size: int, num_panels: int) -> None:
     calls: list[tuple[Any, ...]] = []
@@ -56,7 +44,7 @@ def test_kernels_are_handed_what_the_layer_hands_them(hidden_size: int, num_pane
     with ExitStack() as stack:
         config = replace(MODEL, hidden_size=hidden_size)
         point = stack.enter_context(opened(config, HalfRanks(0, CPU, None), ParallelConfig()))
-        stack.enter_context(cuda_stood_in_for(note, note))
+        stack.enter_context(cuda_stood_in_for({fp8_dispatch_gemm_cuda: note, fp8_gemm_combine_cuda: note}))
         for module in (comet.fused, fp8_compare):
             for name in ("fp8_dispatch_gemm", "gemm_combine"):
                 stack.enter_context(patch.object(module, name, note))
@@ -126,7 +114,10 @@ def interpreted(rank: int, world_size: int, trouble: str) -> dict[str, Any]:
             out[-1, -1] += 1
 
     ranks, failures = HalfRanks(rank, CPU, dist.group.WORLD), dict[str, str]()
-    with opened(MODEL, ranks, ParallelConfig(ep=world_size)) as point, cuda_stood_in_for(layer0, layer1):
+    with (
+        opened(MODEL, ranks, ParallelConfig(ep=world_size)) as point,
+        cuda_stood_in_for({fp8_dispatch_gemm_cuda: layer0, fp8_gemm_combine_cuda: layer1}),
+    ):
         (path,) = point.paths.values()
         path.use_kernels, path.ops = True, comet.fused
         point.plans.update({key: path.plan(point.ids, point.weights) for key in point.plans})

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_layers import Measured, measure_point, report
-from compare_cases import CPU, HalfRanks, opened, same
+from compare_cases import CPU, HalfRanks, cuda_stood_in_for, opened, same
 from layer_compare import COLUMNS, LAYER0, LAYER1, compared_launches, compared_row, rows_of_experts, what_cuda_lacks
 from layer_points import Point, Split
 from layer_report import append_csv
@@ -40,17 +39,6 @@ MODEL = MoEConfig(num_experts=4, top_k=2, hidden_size=128, ffn_size=32)
 SPLIT = Split(16, 4, 2)
 
 
-@contextmanager
-def cuda_stood_in_for(layer0: Callable[..., None], layer1: Callable[..., None]) -> Iterator[None]:
-    """A device that has CUDA C++, whose two kernels are these functions."""
-    with ExitStack() as stack:
-        for module in (dispatch_gemm_cuda, gemm_combine_cuda):
-            stack.enter_context(patch.object(module, "is_available", lambda _: True))
-        stack.enter_context(patch.object(dispatch_gemm_cuda, "dispatch_gemm_cuda", layer0))
-        stack.enter_context(patch.object(gemm_combine_cuda, "gemm_combine_cuda", layer1))
-        yield
-
-
 @pytest.mark.parametrize(
     ("hidden_size", "ffn_size", "num_panels"), [(128, 32, 1), (208, 4096, 1), (384, 144, 2), (1024, 48, 4)]
 )
@@ -58,7 +46,10 @@ def test_kernels_are_handed_what_the_layer_hands_them(hidden_size: int, ffn_size
     config = MoEConfig(num_experts=4, top_k=2, hidden_size=hidden_size, ffn_size=ffn_size)
     calls: list[tuple[Any, ...]] = []
     note = lambda *arguments: calls.append(arguments)  # noqa: E731
-    with opened(config, HalfRanks(0, CPU, None), ParallelConfig()) as point, cuda_stood_in_for(note, note):
+    with (
+        opened(config, HalfRanks(0, CPU, None), ParallelConfig()) as point,
+        cuda_stood_in_for({dispatch_gemm_cuda: note, gemm_combine_cuda: note}),
+    ):
         (split, path), plan = next(iter(point.paths.items())), next(iter(point.plans.values()))
         path.ops = comet.fused
         hidden = point.tokens.new_zeros(plan.routed_row_ids.numel(), ffn_size)
@@ -113,7 +104,10 @@ def interpreted(rank: int, world_size: int, other: int) -> dict[str, Any]:
         gemm_combine(a, b, y, out, wire, returns, replace(table, segments=None), replace(config, beside=False))
 
     ranks, failures = HalfRanks(rank, CPU, dist.group.WORLD), dict[str, str]()
-    with opened(MODEL, ranks, ParallelConfig(ep=world_size)) as point, cuda_stood_in_for(layer0, layer1):
+    with (
+        opened(MODEL, ranks, ParallelConfig(ep=world_size)) as point,
+        cuda_stood_in_for({dispatch_gemm_cuda: layer0, gemm_combine_cuda: layer1}),
+    ):
         (path,) = point.paths.values()
         path.use_kernels, path.ops = True, comet.fused
         point.plans.update({key: path.plan(point.ids, point.weights) for key in point.plans})
@@ -200,7 +194,10 @@ def test_a_kernel_that_cannot_be_captured_fails_alone(monkeypatch: pytest.Monkey
 
 def test_a_kernel_refuses_what_it_cannot_take() -> None:
     launched = lambda *_: pytest.fail("launched")  # noqa: E731
-    with opened(MODEL, Ranks(0, CPU, None), ParallelConfig()) as point, cuda_stood_in_for(launched, launched):
+    with (
+        opened(MODEL, Ranks(0, CPU, None), ParallelConfig()) as point,
+        cuda_stood_in_for({dispatch_gemm_cuda: launched, gemm_combine_cuda: launched}),
+    ):
         (path,), (plan,) = point.paths.values(), point.plans.values()
         hidden = point.tokens.new_zeros(plan.routed_row_ids.numel(), MODEL.ffn_size)
         layer0 = layer_compare.layer0_kernels(point, path, plan)
