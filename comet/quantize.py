@@ -160,7 +160,8 @@ def quantize_fp8(weight: Tensor) -> FP8:
     """Quantise a weight to e4m3 with one float32 scale per block of 128 x 128.
 
     A scale is amax / 448, at least 2^-126, without its last 4 of 24 bits: those are room for an element's 4, so that
-    dequantising is exact in float32.
+    dequantising is exact in float32. An element is the number times the scale's inverse, both rounded to float32: a
+    division of every element takes a GPU three times as long.
 
     Args:
         weight: ``(..., N, K)`` float32, float16 or bfloat16, finite.
@@ -228,7 +229,7 @@ def _quantize_blocks(name: str, values: Tensor, block_rows: int, *, trusted: boo
         _check_finite(name, values, amax)
     # By a tensor, because a GPU divides by a number in that it multiplies with its rounded inverse.
     scales = _clear_last_bits((amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SMALLEST_FP8_SCALE))
-    elements = _to_e4m3(values.float() / _spread(scales, values, block_rows))
+    elements = _to_e4m3(values.float() * _spread(scales.reciprocal(), values, block_rows))
     return FP8(elements=elements, scales=scales, block_rows=block_rows, trusted=True)
 
 

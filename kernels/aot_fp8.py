@@ -31,7 +31,7 @@ def aot_cases() -> list[KernelCase]:
 
 
 def _pack(dtype: str) -> KernelCase:
-    constants = dict(GROUPS=PACKED_GROUPS, INTERPRET=False)
+    constants = dict(D=7168, GROUPS=PACKED_GROUPS, INTERPRET=False)
     return KernelCase(
         name=dtype,
         fn=pack_rows_kernel,

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 SCALE_GROUP = 128  # columns that share a scale, and rows of a weight's block
-PACKED_GROUPS = 64  # groups of 128 columns of one block
+PACKED_GROUPS = 32  # groups of 128 columns of one block
 
 GROUP = tl.constexpr(SCALE_GROUP)
 E4M3_MAX = tl.constexpr(448.0)
@@ -41,16 +41,25 @@ def group_scales(values):
 
 
 @triton.jit
-def pack_rows_kernel(x_ptr, words_ptr, num_groups, D, row_words, GROUPS: tl.constexpr, INTERPRET: tl.constexpr):
+def scaled_elements(values, scales, INTERPRET: tl.constexpr):
+    """``values (M, 128)`` times the inverses of their scales ``(M,)``, in e4m3, by the same rule."""
+    inverses = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+    return to_e4m3(values * inverses[:, None], INTERPRET)
+
+
+@triton.jit
+def pack_rows_kernel(
+    x_ptr, words_ptr, num_groups, row_words, D: tl.constexpr, GROUPS: tl.constexpr, INTERPRET: tl.constexpr
+):
     """Quantise GROUPS groups of 128 columns of the rows ``(T, D)``; ``num_groups`` = T * D / 128."""
-    per_row = D // GROUP
+    per_row: tl.constexpr = D // GROUP
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     valid = groups < num_groups
     cols = tl.arange(0, GROUP)
     values = tl.load(x_ptr + groups[:, None].to(tl.int64) * GROUP + cols[None, :], mask=valid[:, None], other=0.0)
     values = values.to(tl.float32)
     scales = group_scales(values)
-    elements = to_e4m3(tl.math.div_rn(values, tl.broadcast_to(scales[:, None], values.shape)), INTERPRET)
+    elements = scaled_elements(values, scales, INTERPRET)
     row = (groups // per_row).to(tl.int64) * row_words
     in_row = groups % per_row
     first_byte = tl.multiple_of(row * 4 + in_row * GROUP, 16)
@@ -71,6 +80,6 @@ def pack_rows(x: Tensor, words: Tensor) -> None:
     num_groups = num_tokens * (hidden_size // SCALE_GROUP)
     if num_groups:
         pack_rows_kernel[(-(-num_groups // PACKED_GROUPS),)](
-            x, words, num_groups, hidden_size, words.shape[1], GROUPS=PACKED_GROUPS,
+            x, words, num_groups, words.shape[1], D=hidden_size, GROUPS=PACKED_GROUPS,
             INTERPRET=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from .activation import swiglu
 from .arguments import CHUNK_ROWS, Scaled, TileTable, Wire
 from .dispatch import Sends, push_rows
 from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
-from .fp8 import GROUP, SCALE_GROUP, group_scales, to_e4m3
+from .fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from .fp8_dispatch_gemm_cuda import fp8_dispatch_gemm_cuda, runs_cuda
 from .recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
 from .tiles import decode_tokens
@@ -71,8 +71,7 @@ def fp8_hidden_tile(
     hidden = swiglu(gate, up)
     scales = group_scales(hidden)
     tl.store(hidden_scales + col.to(tl.int64) * Q + first_row + in_tile, scales)
-    # Times the inverse, which is a rounding of float32 from the quotient: a division of every element takes long.
-    hidden_desc.store([first_row, col * GROUP], to_e4m3(hidden * (1.0 / scales)[:, None], INTERPRET))
+    hidden_desc.store([first_row, col * GROUP], scaled_elements(hidden, scales, INTERPRET))
     record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 

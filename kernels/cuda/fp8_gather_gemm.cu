@@ -15,12 +15,6 @@ __device__ __forceinline__ float scale_of(float largest) {
     return __uint_as_float(__float_as_uint(scale) & SCALE_BITS);
 }
 
-__device__ __forceinline__ float inverse(float value) {
-    float result;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(1.0f), "f"(value));
-    return result;
-}
-
 // Two numbers of e4m3, the first in the low bits.
 __device__ __forceinline__ u32 to_e4m3(float first, float second) {
     u16 packed;
@@ -111,13 +105,13 @@ __device__ __forceinline__ void compute_item(
     for (int place = 0; place < 2; ++place) {
         const int row = region.row + 8 * place;
         const bool exists = row < item.valid;
-        const float scale = scale_of(largest[place]);
+        const float scale = scale_of(largest[place]), inverse = __frcp_rn(scale);
         const u64 index = u32(item.first_row + row);
         char* const target = results.hidden + index * work.ffn + item.col + region.first_half * HALF_HIDDEN;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
             if (half < region.halves()) {
-                store_row(sums[half], place, inverse(scale), target + half * HALF_HIDDEN, exists, lane);
+                store_row(sums[half], place, inverse, target + half * HALF_HIDDEN, exists, lane);
             }
         }
         if (exists && region.first_half == 0 && lane % 4 == 0) {

@@ -160,7 +160,7 @@ def test_random_tensors_are_quantised_as_exact_fractions_say(rule: str, dtype: t
 
 
 def expected_fp8(values: np.ndarray, block_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Element codes and scales by loops over blocks; float32 division, bits cleared as an integer."""
+    """Element codes and scales by loops over blocks; the inverse and the product rounded to float32, bits cleared as an integer."""
     rows, columns = values.shape
     elements = np.zeros(values.shape, np.uint8)
     scales = np.zeros((-(-rows // block_rows), -(-columns // 128)), np.float32)
@@ -169,7 +169,7 @@ def expected_fp8(values: np.ndarray, block_rows: int) -> tuple[np.ndarray, np.nd
         quotient = np.abs(values[part]).max() / np.float32(448)
         bits = float_bits(float(quotient)) // 16 * 16 if quotient > 2.0**-126 else 1 << 23
         scales[i, j] = np.array(bits, np.uint32).view(np.float32)
-        scaled = (values[part] / scales[i, j]).astype(np.float32)
+        scaled = values[part] * (np.float32(1) / scales[i, j])
         elements[part] = [[e4m3_code(float(x), bool(np.signbit(x))) for x in row] for row in scaled]
     return elements, scales
 
