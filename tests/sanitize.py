@@ -4,22 +4,22 @@
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
 
-``--report-api-errors no``, because ``cuda.bindings`` asks the driver for functions that it may not have. Each takes two
-to four minutes; with ``--dtype`` for one type of elements alone.
+``--report-api-errors no``, because ``cuda.bindings`` asks the driver for functions that it may not have. Every part
+takes a minute or more; ``--dtype`` and ``--parts`` choose, so that several processes can share the work.
 
-The process plays all ranks (``comet.comm.emulated_group``), one after the other: no kernel may wait for a later rank.
-Hence every step in which ranks wait for each other runs twice: first with flags that pretend everything has arrived,
-while the ranks send what they have to send; then again, with everything there. What the second run leaves is compared
-with plain torch. On a CPU it runs under the interpreter (``TRITON_INTERPRET=1``).
+The process plays all ranks (``comet.comm.emulated_group``), one after the other, every step that waits twice
+(``played_layer``). On a CPU it runs under the interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from itertools import product
 
 import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
@@ -28,151 +28,16 @@ from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from layer0_launches import exact_layer0, run_layer0
 from layer1_launches import exact_layer1, run_layer1
-from layer_cases import assert_as_close
+from played_layer import DEADLINE_S, PlayedRanks
 from played_ranks import Kind, PlayedCase
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
-from stress_numbers import FullWeights, expected, stress_inputs
-from stress_numbers import shard as shard_layer
-from torch import Tensor
 
 from comet import fused
 from comet.comm import emulated_group
 from comet.decode import DecodeWeights, RankDecode, rank_slots
-from comet.kernels.recorder import ALIGN_ROUNDS, Recorder, align
 from comet.layout import ExpertLayout
-from comet.plan import Plan, begin_plan, routed_row_capacity
 from comet.quantize import quantize_fp8
-from comet.settings import LayerSettings
-from comet.workspace import Workspace, WorkspaceShape
-
-DEADLINE_S = 600.0  # under the sanitizer a kernel takes up to a hundred times as long
-EVENTS = 64
-Result = TypeVar("Result")
-
-
-class PlayedRanks:
-    """All ranks of a layer, played one after the other.
-
-    Args:
-        case: The layer and its tokens; ``inputs`` and delays are not used.
-        device: Where they are played.
-        record: Record events, too.
-    """
-
-    def __init__(self, case: StressCase, device: torch.device, *, record: bool = False) -> None:
-        self.case, self.device, self.ranks = case, device, range(case.world_size)
-        shape = WorkspaceShape.create(case.config, case.world_size, case.max_tokens, case.dtype)
-        self.pools = [Workspace(comm, shape) for comm in emulated_group(case.world_size, device, DEADLINE_S)]
-        for pool in self.pools:
-            pool.recorder = Recorder.allocate(device, EVENTS) if record else None
-        layouts = [ExpertLayout.create(case.config, case.parallel, rank) for rank in self.ranks]
-        self.settings = LayerSettings.create(case.config, layouts[0], case.overlap, case.dtype)
-        self.inputs = [stress_inputs(case, rank, 0, device) for rank in self.ranks]
-        self.weights = FullWeights.draw(case, device)
-        shards = [shard_layer(case, rank, self.weights.w1, self.weights.w2) for rank in self.ranks]
-        self.w1, self.w2 = [w1.flatten(1, 2) for w1, _ in shards], [w2.contiguous() for _, w2 in shards]
-        self.plans = self.plan(layouts)
-
-    def plan(self, layouts: list[ExpertLayout]) -> list[Plan]:
-        """The plans of all ranks; all begin before the first finishes."""
-        case, block_rows = self.case, self.case.block_rows
-        finishes = [
-            begin_plan(
-                self.inputs[rank].top_k_ids,
-                self.inputs[rank].top_k_weights,
-                layouts[rank],
-                self.pools[rank],
-                overlap=case.overlap,
-                expert_capacity=case.expert_capacity,
-                max_routed_rows=routed_row_capacity(layouts[rank], self.pools[rank].max_tokens, block_rows, None),
-                use_kernels=True,
-            )
-            for rank in self.ranks
-        ]
-        return [finish() for finish in finishes]
-
-    def twice(self, flags: str, step: Callable[[int], Result]) -> list[Result]:
-        """Run a step of all ranks that wait for each other by ``flags``; see the module."""
-        for pool in self.pools:
-            getattr(pool, flags).local.fill_(int(pool.epoch))
-        for _ in range(2):
-            for plan in self.plans:
-                plan.counters.zero_()
-            results = [step(rank) for rank in self.ranks]
-        return results
-
-    def barrier(self) -> None:
-        """Advance the epoch of all ranks."""
-        for pool in self.pools:
-            pool.barrier_flags.local.fill_(int(pool.epoch) + 1)
-        for pool in self.pools:
-            fused.barrier(pool)
-
-    def align(self) -> None:
-        """Find how the ranks' clocks differ."""
-        for pool in self.pools:
-            pool.barrier_flags.local.fill_(int(pool.epoch) + ALIGN_ROUNDS)
-        for pool in self.pools:
-            align(pool.barrier_flags.pointers, pool.epoch, pool.fault, pool.comm.rank, pool.timeout_ns)
-
-    def forward(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs, and gate | up where there is a backward pass."""
-        plans, pools, settings, save = self.plans, self.pools, self.settings, self.case.backward
-        layer0 = self.twice(
-            "recv_flags",
-            lambda r: fused.layer0(self.inputs[r].tokens, self.w1[r], plans[r], pools[r], settings, save_pre=save),
-        )
-        outputs = self.twice(
-            "combine_flags", lambda r: fused.layer1(layer0[r][0], self.w2[r], plans[r], pools[r], settings)
-        )
-        return outputs, [pre for _, pre in layer0]
-
-    def backward(self, rows: list[Tensor], pre: list[Tensor | None]) -> dict[str, list[Tensor]]:
-        """All gradients, from the received rows and gate | up of the forward pass."""
-        plans, pools, settings = self.plans, self.pools, self.settings
-        self.barrier()
-        grad_rows = self.twice(
-            "recv_flags", lambda r: fused.dispatch(self.inputs[r].grad_output, plans[r], pools[r], settings)
-        )
-        hidden = [fused.grad_hidden(grad_rows[r], self.w2[r], plans[r]) for r in self.ranks]
-        through = [fused.swiglu_backward(_there(pre[r]), hidden[r], plans[r]) for r in self.ranks]
-        homes = self.twice(
-            "combine_flags",
-            lambda r: fused.grad_tokens(through[r][0], self.w1[r], through[r][2], plans[r], pools[r], settings),
-        )
-        of_weights = [
-            fused.grad_weights(through[r][0], rows[r], through[r][1], grad_rows[r], plans[r]) for r in self.ranks
-        ]
-        return {
-            "grad_tokens": [grad for grad, _ in homes],
-            "grad_top_k_weights": [grad for _, grad in homes],
-            "grad_w1": [grad for grad, _ in of_weights],
-            "grad_w2": [grad for _, grad in of_weights],
-        }
-
-    def run(self) -> None:
-        """The whole layer, checked."""
-        outputs, pre = self.forward()
-        found = {"output": outputs}
-        if self.case.backward:
-            rows = [pool.recv_rows.local.clone() for pool in self.pools]
-            for rank, plan in enumerate(self.plans):  # own tokens do not travel in layer 0
-                rows[rank][rank * plan.max_tokens :][: plan.num_tokens] = self.inputs[rank].tokens
-            found |= self.backward(rows, pre)
-        for pool in self.pools:
-            pool.check()
-        wanted, same = (
-            expected(self.case, self.inputs, self.weights, dtype) for dtype in (torch.float64, self.case.dtype)
-        )
-        for name, parts in found.items():
-            vectors = (torch.cat([part.flatten().double() for part in of]) for of in (parts, wanted[name], same[name]))
-            assert_as_close(*vectors, self.case.dtype, f"{self.case.name}: {name}")
-
-
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "layer 0 kept no gate | up"
-    return tensor
 
 
 def run_layers(device: torch.device, dtype: torch.dtype) -> None:
@@ -304,28 +169,44 @@ def pretend_words(decode: RankDecode) -> None:
         memory.local[epoch % 2] = epoch << 32
 
 
+def run_rank_decodes(device: torch.device, dtype: torch.dtype) -> None:
+    """Of the same tokens, and of each rank's own."""
+    for replicated in (True, False):
+        run_rank_decode(device, dtype, replicated=replicated)
+
+
+# Each with whether it needs a GPU.
+PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
+    "layers": (run_layers, False),
+    "fp8": (partial(run_fp8, kind="triton"), False),
+    "fp8_cuda": (partial(run_fp8, kind="cuda"), True),
+    "layer0_cuda": (lambda device, dtype: run_cuda_layer0(dtype), True),
+    "layer1_cuda": (lambda device, dtype: run_cuda_layer1(dtype), True),
+    "decode": (run_decode, False),
+    "router": (lambda device, dtype: run_router(device), False),
+    "rank_decode": (run_rank_decodes, False),
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run all of it; raises at the first wrong number."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="one of the two on a GPU (default: both)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these (default: all that run on the device)")
     arguments = parser.parse_args(argv)
     kind, name = arguments.device, arguments.dtype
     device = torch.device(kind, 0 if kind == "cuda" else None)
-    on_gpu = (getattr(torch, name),) if name else (torch.bfloat16, torch.float16)
-    dtypes = on_gpu if device.type == "cuda" else (torch.float32,)
-    for dtype in dtypes:
-        run_layers(device, dtype)
-        run_fp8(device, dtype, "triton")
-        if device.type == "cuda":
-            run_fp8(device, dtype, "cuda")
-            run_cuda_layer0(dtype)
-            run_cuda_layer1(dtype)
-        run_decode(device, dtype)
-        run_router(device)
-        for replicated in (True, False):
-            run_rank_decode(device, dtype, replicated=replicated)
-        print(f"{dtype}: every kernel ran, all numbers are right")
+    halves = (getattr(torch, name),) if name else (torch.bfloat16, torch.float16)
+    dtypes = halves if device.type == "cuda" else (torch.float32,)
+    parts = arguments.parts or [part for part, (_, on_gpu) in PARTS.items() if kind == "cuda" or not on_gpu]
+    for part in parts:
+        if PARTS[part][1] and kind != "cuda":
+            parser.error(f"{part} runs on a GPU only")
+    for dtype, part in product(dtypes, parts):
+        begin = time.monotonic()
+        PARTS[part][0](device, dtype)
+        print(f"{dtype}, {part}: all numbers are right, {time.monotonic() - begin:.0f} s", flush=True)
     return 0
 
 

@@ -8,6 +8,7 @@ import pkgutil
 import pytest
 import sanitize
 import torch
+from played_layer import PlayedRanks
 from ranks import run_ranks
 from stress_cases import StressCase
 from triton.runtime import interpreter
@@ -52,21 +53,21 @@ def test_every_kernel_is_launched_and_all_numbers_are_right() -> None:
 
 def two_ranks_without_the_second_pass(rank: int, world_size: int) -> str:
     case = StressCase("once", 2, 1, (5, 3), 4, 2, 16, 16, backward=False, max_tokens=8, beside=False)
-    played = sanitize.PlayedRanks(case, CPU)
-    twice = sanitize.PlayedRanks.twice
+    played = PlayedRanks(case, CPU)
+    twice = PlayedRanks.twice
 
-    def once(self: sanitize.PlayedRanks, flags: str, step: object) -> list:
+    def once(self: PlayedRanks, flags: str, step: object) -> list:
         for pool in self.pools:
             getattr(pool, flags).local.fill_(int(pool.epoch))
         return [step(index) for index in self.ranks]  # type: ignore[operator]
 
     played.run()
-    sanitize.PlayedRanks.twice = once  # type: ignore[method-assign]
+    PlayedRanks.twice = once  # type: ignore[method-assign]
     try:
         with pytest.raises(AssertionError, match="once: output") as caught:
-            sanitize.PlayedRanks(case, CPU).run()
+            PlayedRanks(case, CPU).run()
     finally:
-        sanitize.PlayedRanks.twice = twice  # type: ignore[method-assign]
+        PlayedRanks.twice = twice  # type: ignore[method-assign]
     return str(caught.value)
 
 

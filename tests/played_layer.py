@@ -1,0 +1,154 @@
+"""A whole layer of several ranks, forward and backward, played one after the other in one process.
+
+No kernel may wait for a later rank, so every step in which ranks wait for each other runs twice: first with flags that
+pretend everything has arrived, while the ranks send what they have to send; then again, with everything there. What the
+second run leaves is compared with plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from layer_cases import assert_as_close
+from stress_cases import StressCase
+from stress_numbers import FullWeights, expected, stress_inputs
+from stress_numbers import shard as shard_layer
+from torch import Tensor
+
+from comet import fused
+from comet.comm import emulated_group
+from comet.kernels.recorder import ALIGN_ROUNDS, Recorder, align
+from comet.layout import ExpertLayout
+from comet.plan import Plan, begin_plan, routed_row_capacity
+from comet.settings import LayerSettings
+from comet.workspace import Workspace, WorkspaceShape
+
+DEADLINE_S = 600.0  # under a sanitizer a kernel takes up to a hundred times as long
+EVENTS = 64
+Result = TypeVar("Result")
+
+
+class PlayedRanks:
+    """All ranks of a layer, played one after the other.
+
+    Args:
+        case: The layer and its tokens; ``inputs`` and delays are not used.
+        device: Where they are played.
+        record: Record events, too.
+    """
+
+    def __init__(self, case: StressCase, device: torch.device, *, record: bool = False) -> None:
+        self.case, self.device, self.ranks = case, device, range(case.world_size)
+        shape = WorkspaceShape.create(case.config, case.world_size, case.max_tokens, case.dtype)
+        self.pools = [Workspace(comm, shape) for comm in emulated_group(case.world_size, device, DEADLINE_S)]
+        for pool in self.pools:
+            pool.recorder = Recorder.allocate(device, EVENTS) if record else None
+        layouts = [ExpertLayout.create(case.config, case.parallel, rank) for rank in self.ranks]
+        self.settings = LayerSettings.create(case.config, layouts[0], case.overlap, case.dtype)
+        self.inputs = [stress_inputs(case, rank, 0, device) for rank in self.ranks]
+        self.weights = FullWeights.draw(case, device)
+        shards = [shard_layer(case, rank, self.weights.w1, self.weights.w2) for rank in self.ranks]
+        self.w1, self.w2 = [w1.flatten(1, 2) for w1, _ in shards], [w2.contiguous() for _, w2 in shards]
+        self.plans = self.plan(layouts)
+
+    def plan(self, layouts: list[ExpertLayout]) -> list[Plan]:
+        """The plans of all ranks; all begin before the first finishes."""
+        case, block_rows = self.case, self.case.block_rows
+        finishes = [
+            begin_plan(
+                self.inputs[rank].top_k_ids,
+                self.inputs[rank].top_k_weights,
+                layouts[rank],
+                self.pools[rank],
+                overlap=case.overlap,
+                expert_capacity=case.expert_capacity,
+                max_routed_rows=routed_row_capacity(layouts[rank], self.pools[rank].max_tokens, block_rows, None),
+                use_kernels=True,
+            )
+            for rank in self.ranks
+        ]
+        return [finish() for finish in finishes]
+
+    def twice(self, flags: str, step: Callable[[int], Result]) -> list[Result]:
+        """Run a step of all ranks that wait for each other by ``flags``; see the module."""
+        for pool in self.pools:
+            getattr(pool, flags).local.fill_(int(pool.epoch))
+        for _ in range(2):
+            for plan in self.plans:
+                plan.counters.zero_()
+            results = [step(rank) for rank in self.ranks]
+        return results
+
+    def barrier(self) -> None:
+        """Advance the epoch of all ranks."""
+        for pool in self.pools:
+            pool.barrier_flags.local.fill_(int(pool.epoch) + 1)
+        for pool in self.pools:
+            fused.barrier(pool)
+
+    def align(self) -> None:
+        """Find how the ranks' clocks differ."""
+        for pool in self.pools:
+            pool.barrier_flags.local.fill_(int(pool.epoch) + ALIGN_ROUNDS)
+        for pool in self.pools:
+            align(pool.barrier_flags.pointers, pool.epoch, pool.fault, pool.comm.rank, pool.timeout_ns)
+
+    def forward(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Outputs, and gate | up where there is a backward pass."""
+        plans, pools, settings, save = self.plans, self.pools, self.settings, self.case.backward
+        layer0 = self.twice(
+            "recv_flags",
+            lambda r: fused.layer0(self.inputs[r].tokens, self.w1[r], plans[r], pools[r], settings, save_pre=save),
+        )
+        outputs = self.twice(
+            "combine_flags", lambda r: fused.layer1(layer0[r][0], self.w2[r], plans[r], pools[r], settings)
+        )
+        return outputs, [pre for _, pre in layer0]
+
+    def backward(self, rows: list[Tensor], pre: list[Tensor | None]) -> dict[str, list[Tensor]]:
+        """All gradients, from the received rows and gate | up of the forward pass."""
+        plans, pools, settings = self.plans, self.pools, self.settings
+        self.barrier()
+        grad_rows = self.twice(
+            "recv_flags", lambda r: fused.dispatch(self.inputs[r].grad_output, plans[r], pools[r], settings)
+        )
+        hidden = [fused.grad_hidden(grad_rows[r], self.w2[r], plans[r]) for r in self.ranks]
+        through = [fused.swiglu_backward(_there(pre[r]), hidden[r], plans[r]) for r in self.ranks]
+        homes = self.twice(
+            "combine_flags",
+            lambda r: fused.grad_tokens(through[r][0], self.w1[r], through[r][2], plans[r], pools[r], settings),
+        )
+        of_weights = [
+            fused.grad_weights(through[r][0], rows[r], through[r][1], grad_rows[r], plans[r]) for r in self.ranks
+        ]
+        return {
+            "grad_tokens": [grad for grad, _ in homes],
+            "grad_top_k_weights": [grad for _, grad in homes],
+            "grad_w1": [grad for grad, _ in of_weights],
+            "grad_w2": [grad for _, grad in of_weights],
+        }
+
+    def run(self) -> None:
+        """The whole layer, checked."""
+        outputs, pre = self.forward()
+        found = {"output": outputs}
+        if self.case.backward:
+            rows = [pool.recv_rows.local.clone() for pool in self.pools]
+            for rank, plan in enumerate(self.plans):  # own tokens do not travel in layer 0
+                rows[rank][rank * plan.max_tokens :][: plan.num_tokens] = self.inputs[rank].tokens
+            found |= self.backward(rows, pre)
+        for pool in self.pools:
+            pool.check()
+        wanted, same = (
+            expected(self.case, self.inputs, self.weights, dtype) for dtype in (torch.float64, self.case.dtype)
+        )
+        for name, parts in found.items():
+            vectors = (torch.cat([part.flatten().double() for part in of]) for of in (parts, wanted[name], same[name]))
+            assert_as_close(*vectors, self.case.dtype, f"{self.case.name}: {name}")
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "layer 0 kept no gate | up"
+    return tensor
