@@ -160,7 +160,7 @@ def test_random_tensors_are_quantised_as_exact_fractions_say(rule: str, dtype: t
 
 
 def expected_fp8(values: np.ndarray, block_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Element codes and scales by loops over blocks; the inverse and the product rounded to float32, bits cleared as an integer."""
+    """Element codes and scales by loops over blocks: inverse and product in float32, bits cleared as an integer."""
     rows, columns = values.shape
     elements = np.zeros(values.shape, np.uint8)
     scales = np.zeros((-(-rows // block_rows), -(-columns // 128)), np.float32)
