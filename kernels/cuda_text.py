@@ -23,7 +23,7 @@ PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per
 COMMON = dict(
     LINE=LINE, TILE_ROWS=TILE_ROWS, WARPS=WARPS, LAUNCH_REGISTERS=LAUNCH_REGISTERS, ITEM_SLOTS=ITEM_SLOTS,
     PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value, IS_FP8=0, DEPTH=DEPTH, COLS=COLS, MOST_AT_ONCE=MOST_AT_ONCE,
-    STEP=STEP,
+    STEP=STEP, SCALE_STEPS=1,
 )  # fmt: skip
 
 # In block FP8 (cuda/fp8_products.cu) the contraction of a stage shares its scales; the instructions take STEP rows.
@@ -90,18 +90,20 @@ def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes
     return _memory_bytes(num_stages, (COLS + most_rows) * LINE, staging_bytes, item_bytes)
 
 
-def fp8_memory_bytes(num_stages: int, staging_bytes: int, item_bytes: int) -> int:
-    """The same in block FP8, whose stages have 4 bytes for the scale of each row.
+def fp8_memory_bytes(num_stages: int, scale_steps: int, staging_bytes: int, item_bytes: int) -> int:
+    """The same in block FP8, with scales of each row for ``scale_steps`` steps as many times as there are stages.
 
     Args:
         num_stages: See ``memory_bytes``.
+        scale_steps: Steps whose scales are loaded together, ``SCALE_STEPS``.
         staging_bytes: See ``memory_bytes``.
         item_bytes: See ``memory_bytes``.
 
     Example:
-        4 stages, 1024 bytes of staging, items of 48: 1024 + 4 * (49152 + 512) + 1024 + 64 + 384 = 201152.
+        4 stages, scales of 4 steps, staging 1024, items of 48: 1024 + 4 * (49152 + 2048) + 1024 + 64 + 384 = 207296.
     """
-    return _memory_bytes(num_stages, (FP8_COLS + FP8_ROWS) * LINE + 4 * FP8_ROWS, staging_bytes, item_bytes)
+    stage_bytes = (FP8_COLS + FP8_ROWS) * LINE + 4 * FP8_ROWS * scale_steps
+    return _memory_bytes(num_stages, stage_bytes, staging_bytes, item_bytes)
 
 
 def _memory_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, item_bytes: int) -> int:

@@ -53,7 +53,7 @@ def shared_bytes(num_experts: int, entries: int) -> int:
     Example:
         32 experts, 8 entries: 1024 + 4 * 49152 + 4 * 512 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 224708.
     """
-    memory = fp8_memory_bytes(NUM_STAGES, 0, ITEM_BYTES)
+    memory = fp8_memory_bytes(NUM_STAGES, 1, 0, ITEM_BYTES)
     return memory + combiner_bytes(entries, AHEAD) + 4 * (num_experts + 1)
 
 

@@ -14,7 +14,7 @@ constexpr int MOST_LOADS = (MOST_ROWS / LOADED_ROWS + LOADERS - 1) / LOADERS * L
 constexpr int UNROLLED = 4; // steps of the loading warps
 constexpr int LOOK_STEP = 2; // from which it is seen whether the next item's rows are there
 constexpr int IDS_PER_LANE = (MOST_LOADS + 7) / 8;
-static_assert(CLUSTER == 1 && STEP % LOADED_ROWS == 0);
+static_assert(CLUSTER == 1 && STEP % LOADED_ROWS == 0 && UNROLLED % SCALE_STEPS == 0);
 
 struct Arrivals {
     const char* own; // tokens of this rank
@@ -169,7 +169,8 @@ struct Rows {
     }
 };
 
-// Where a lane finds the scales of some of its warp's rows, in block FP8: behind a row's elements, one for each step.
+// Where a lane finds the scales of some of its warp's rows, in block FP8: behind a row's elements, one for each step. A
+// row's bytes are a multiple of 64, so those of the last few steps may be followed by others that no one reads.
 struct RowScales {
     const char* from[IDS_PER_LANE];
 
@@ -187,8 +188,9 @@ struct RowScales {
         for (int eight = 0; eight < IDS_PER_LANE; ++eight) {
             const int row = Rows::row_at(8 * eight + lane / 4, loader) + lane % 4;
             if (row >= MOST_ROWS) continue;
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
-                         ::"r"(scales + 4 * row), "l"(from[eight] + 4 * step) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], %2;"
+                         ::"r"(scales + ROW_SCALE_BYTES * row), "l"(from[eight] + 4 * step), "n"(ROW_SCALE_BYTES)
+                         : "memory");
         }
     }
 };
@@ -314,7 +316,10 @@ __device__ __forceinline__ void load_items(
                     const int offset = inside ? unrolled * LINE : 0;
                     load_rows<false>(target + even, target + odd, from, offset, num_groups, inside);
                 }
-                if constexpr (IS_FP8) scales.load(ring.scales(), step, loader, lane);
+                if constexpr (IS_FP8) {
+                    if (unrolled % SCALE_STEPS == 0) scales.load(ring.scales(step), step, loader, lane);
+                    ring.advance_scales(step, num_steps);
+                }
                 if constexpr (FENCED_BY_LOADERS) {
                     underway.add(ring);
                 } else {

@@ -102,7 +102,8 @@ __device__ __forceinline__ void load_items(
             }
             if constexpr (IS_FP8) {
                 const float* const scales = work.scales.rows + step * work.scales.routed_rows + item.first_row;
-                load_bytes(ring.scales(), scales, ready, 4 * item.rows);
+                load_bytes(ring.scales(step), scales, ready, 4 * item.rows);
+                ring.advance_scales(step, work.num_steps());
             }
             ring.advance();
         }

@@ -1,15 +1,17 @@
 // A ring of stages in shared memory, through which loading warps hand operands to those that multiply; how an expert's
 // rows are cut into pieces; where warpgroups meet. A stage holds COLS lines of weights and MOST_ROWS lines of routed
-// rows; block FP8 has a scale of each row apart from them.
+// rows; block FP8 has scales of each row apart from them, of SCALE_STEPS steps together.
 
 constexpr int WEIGHT_BYTES = COLS * LINE;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + MOST_ROWS * LINE;
-constexpr int SCALE_BYTES = IS_FP8 ? MOST_ROWS * 4 : 0; // of a stage
+constexpr int ROW_SCALE_BYTES = 4 * SCALE_STEPS;
+constexpr int SCALE_BYTES = IS_FP8 ? MOST_ROWS * ROW_SCALE_BYTES : 0; // of as many steps
 
 struct Ring {
     u32 stages, full, empty;
     int stage;
     u32 parity;
+    int scale_slot; // there are as many as stages, for steps that may still be read are fewer
 
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) {
@@ -18,7 +20,15 @@ struct Ring {
         }
     }
 
-    __device__ __forceinline__ u32 scales() const { return stages + STAGES * STAGE_BYTES + stage * SCALE_BYTES; }
+    // Of an item's step, of the first row.
+    __device__ __forceinline__ u32 scales(int step) const {
+        return stages + STAGES * STAGE_BYTES + scale_slot * SCALE_BYTES + 4 * (step % SCALE_STEPS);
+    }
+
+    __device__ __forceinline__ void advance_scales(int step, int num_steps) {
+        if ((step + 1) % SCALE_STEPS && step + 1 < num_steps) return;
+        if (++scale_slot == STAGES) scale_slot = 0;
+    }
 };
 
 // How a block's shared memory begins: stages, their scales, what warpgroups stage for themselves or tell each other,
@@ -38,7 +48,7 @@ struct Memory {
         items = reinterpret_cast<Item*>(begin + (empty + 8 * STAGES - stages));
     }
 
-    __device__ __forceinline__ Ring ring() const { return {stages, full, empty, 0, 0}; }
+    __device__ __forceinline__ Ring ring() const { return {stages, full, empty, 0, 0, 0}; }
 
     __device__ __forceinline__ char* behind() const { return reinterpret_cast<char*>(items + ITEM_SLOTS); }
 

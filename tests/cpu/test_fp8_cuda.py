@@ -28,7 +28,7 @@ def test_worked_examples() -> None:
     computed, said = worked_example_of(memory_bytes)
     assert computed == said == memory_bytes(4, 256, 8192, 32)
     computed, said = worked_example_of(fp8_memory_bytes)
-    assert computed == said == fp8_memory_bytes(4, 1024, 48)
+    assert computed == said == fp8_memory_bytes(4, 4, 1024, 48)
     computed, said = worked_example_of(layer0.shared_bytes)
     assert computed == said == layer0.shared_bytes(32)
     computed, said = worked_example_of(layer1.shared_bytes)
