@@ -7,7 +7,7 @@ from .arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from .combine import slot_block
 from .dispatch import dispatch_kernel
 from .dispatch_gemm import dispatch_gemm_kernel
-from .gemm_combine import COMM_REGISTERS, COMM_WARPS, COMPUTE_REGISTERS, combine_kernel, gemm_combine_kernel
+from .gemm_combine import COMM_REGISTERS, COMM_WARPS, COMPUTE_REGISTERS, LINE_BYTES, combine_kernel, gemm_combine_kernel
 from .gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
 
 # Top-k of the five models; layer 1 unrolls over it.
@@ -33,6 +33,7 @@ def aot_cases() -> list[KernelCase]:
             for top_k in TOP_KS:
                 cases.append(_layer1(dtype, top_k, backward=backward))
                 cases.append(_layer1_beside(combine_kernel, dtype, top_k, backward=backward))
+            cases.append(_layer1_beside(combine_kernel, dtype, TOP_KS[-1], backward=backward, few=True))
     cases += [_layer0("bf16", save_pre=save_pre, events=RECORDED) for save_pre in (False, True)]
     cases += [_layer1("bf16", top_k, backward=False, events=RECORDED) for top_k in TOP_KS]
     cases += [_layer1("bf16", TOP_KS[-1], backward=True, events=RECORDED), _dispatch("bf16", events=RECORDED)]
@@ -86,8 +87,8 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
     }
     constants = dict(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=slot_block(top_k),
-        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=32, ROWS=8,
-        COLS=_most_cols(dtype, 512), CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
+        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", PART_STEP=64, TOKENS=32,
+        ROWS=8, COLS=_most_cols(dtype, 512), CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
         PRECISION=_precision(dtype), INTERPRET=False, **recording_constants(events),
     )  # fmt: skip
     return KernelCase(
@@ -101,16 +102,19 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
     )
 
 
-def _layer1_beside(kernel: JITFunction, dtype: str, top_k: int, *, backward: bool, events: int = 0) -> KernelCase:
-    """One of the two launches that run beside each other, from the case of the one launch."""
+def _layer1_beside(
+    kernel: JITFunction, dtype: str, top_k: int, *, backward: bool, few: bool = False, events: int = 0
+) -> KernelCase:
+    """One of the two launches that run beside each other, from the case of the one launch; ``few`` tokens or many."""
     split = _layer1(dtype, top_k, backward=backward, events=events)
     computes, is_wide = kernel is gemm_panels_kernel, dtype == "fp32"
     constants = {name: split.constexprs[name] for name in kernel.arg_names if name in split.constexprs}
     if computes:
         constants |= dict(a_scales=None, b_scales=None)
     else:
-        constants["COLS"] = 128 if is_wide else 256
-    way = "backward" if backward else "forward"
+        line = LINE_BYTES // (4 if is_wide else 2)
+        constants |= dict(ROWS=32, COLS=line) if few else dict(COLS=128 if is_wide else 256)
+    way = f"{'backward' if backward else 'forward'}{', few tokens' if few else ''}"
     most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
     return KernelCase(
         name=f"{dtype}, {'' if computes else f'top-{top_k}, '}{way}{recording_suffix(events)}",

@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, Scaled, TileTable, Wire, parts
-from .combine import combine_panels, slot_block
+from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
 from .fp8_gemm_combine_cuda import fp8_gemm_combine_cuda
 from .fp8_gemm_combine_cuda import runs_cuda as runs_fp8_cuda
 from .gemm_combine_cuda import gemm_combine_cuda, runs_cuda
@@ -42,6 +42,8 @@ from .recorder import KIND_CONVERT, now, record, recording
 COMPUTE_REGISTERS = 184
 COMM_REGISTERS = 144
 COMM_WARPS = 4
+LINE_BYTES = 128  # of memory
+LEAST_PARTS = 4  # two parts of a panel, or three, take longer than one
 # Comm blocks per multiprocessor: the first runs beside the compute block, the others where one has ended.
 COMM_WAVES = 4
 
@@ -79,17 +81,17 @@ class GemmCombineConfig:
     beside: bool = False
 
 
-@triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "timeout_ns", "T"])
+@triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "num_parts", "timeout_ns", "T"])
 def gemm_combine_kernel(
     a_desc, b_desc, y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts,
     combine_ptr, combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses,
     tiles_ptr, num_tiles_ptr, counters, epoch_ptr, fault_ptr,
-    rank, comm_blocks, num_panels, timeout_ns, T, M, D, CONTRACTION, events_ptr,
+    rank, comm_blocks, num_panels, num_parts, timeout_ns, T, M, D, CONTRACTION, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr,
     B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr, PANELS: tl.constexpr, PANEL_COUNTERS: tl.constexpr, PRECISION: tl.constexpr,
-    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    PART_STEP: tl.constexpr, CHUNK: tl.constexpr, PANELS: tl.constexpr, PANEL_COUNTERS: tl.constexpr,
+    PRECISION: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """See the module; counter 0 holds the tickets, panel counters follow at PANEL_COUNTERS."""
     epoch = tl.load(epoch_ptr)
@@ -108,27 +110,28 @@ def gemm_combine_kernel(
     combine_panels(
         y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
         combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, counters, panel_counters,
-        fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, T, M, D, events_ptr, W, K, K_BLOCK,
-        WEIGHTED, HAS_GRADS, BLOCK_N, TOKENS, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+        fault_ptr, timeout_ns, epoch, rank, num_tiles, num_cols, num_panels, num_parts, T, M, D, events_ptr, W, K,
+        K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, PART_STEP, TOKENS, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "num_panels", "timeout_ns", "T"])
+@triton.jit(do_not_specialize=["rank", "num_panels", "num_parts", "timeout_ns", "T"])
 def combine_kernel(
     y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
     combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, num_tiles_ptr, counters,
-    epoch_ptr, fault_ptr, rank, num_panels, timeout_ns, T, M, D, events_ptr,
-    BLOCK_N: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
-    HAS_GRADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PANELS: tl.constexpr, PANEL_COUNTERS: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+    epoch_ptr, fault_ptr, rank, num_panels, num_parts, timeout_ns, T, M, D, events_ptr,
+    BLOCK_N: tl.constexpr, PART_STEP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, HAS_GRADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr, PANELS: tl.constexpr, PANEL_COUNTERS: tl.constexpr, EVENTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The comm blocks. What is launched after this one may read what the compute blocks stored, too."""
     combine_panels(
         y_ptr, out_ptr, grads_out, row_slots, row_weights, row_grads, send_rows, recv_counts, combine_ptr,
         combine_addresses, combine_grads, combine_grad_addresses, flag_ptr, flag_addresses, counters,
         counters + PANEL_COUNTERS, fault_ptr, timeout_ns, tl.load(epoch_ptr), rank, tl.load(num_tiles_ptr),
-        tl.cdiv(D, BLOCK_N), num_panels, T, M, D, events_ptr, W, K, K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N, TOKENS,
-        ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
+        tl.cdiv(D, BLOCK_N), num_panels, num_parts, T, M, D, events_ptr, W, K, K_BLOCK, WEIGHTED, HAS_GRADS, BLOCK_N,
+        PART_STEP, TOKENS, ROWS, COLS, CHUNK, PANELS, EVENTS, INTERPRET,
     )  # fmt: skip
     if not INTERPRET:
         tl.extra.cuda.gdc_wait()
@@ -243,12 +246,26 @@ def combine_arguments(
         WEIGHTED=returns.row_weights is not None,
         HAS_GRADS=grads is not None,
         TOKENS=config.sum_tokens,
-        ROWS=config.move_rows,
-        COLS=config.move_cols,
         CHUNK=COMBINE_CHUNK_ROWS,
         PANELS=MAX_PANELS,
         PANEL_COUNTERS=PANEL_COUNTERS,
+        **cut_panels(out, wire, config),
     )
+
+
+def cut_panels(out: Tensor, wire: Wire, config: GemmCombineConfig) -> dict[str, int]:
+    """How the comm blocks cut panels: parts, and rows and columns of a step; by the names of the kernels' parameters.
+
+    With few tokens, a part of the last panel, which nothing hides, is a line wide, and one step has a chunk's rows.
+    """
+    part_step = LINE_BYTES // out.element_size()
+    in_last_panel = out.shape[1] // (2 * config.num_panels * part_step)
+    parts = column_parts(wire.max_tokens, wire.world_size, MULTIPROCESSORS, in_last_panel, config.num_panels)
+    rows, cols = config.move_rows, config.move_cols
+    if not config.beside or parts < LEAST_PARTS:
+        return dict(num_parts=1, PART_STEP=part_step, ROWS=rows, COLS=cols)
+    more = min(COMBINE_CHUNK_ROWS // rows, cols // part_step)
+    return dict(num_parts=parts, PART_STEP=part_step, ROWS=rows * more, COLS=cols // more)
 
 
 def launch(kernel: Any, num_blocks: int, arguments: dict[str, Any], options: dict[str, Any]) -> None:

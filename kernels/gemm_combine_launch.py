@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
+from .combine import MULTIPROCESSORS, column_parts
 from .cuda_text import PASS_COLS, WARPS
 from .gemm_panels import PANEL_COUNTERS
 from .nvrtc import CudaKernel
@@ -24,7 +25,6 @@ ENTRY_BYTES = 8
 SLOT_BYTES = 2 * PASS_COLS
 MOST_ENTRIES = 8  # experts of a token, or ranks
 NUM_THREADS = 32 * (WARPS + COMBINERS + 1)
-WARPS_BESIDE = 132 * COMBINERS  # that combine from the start on a GPU of 132 multiprocessors
 
 # To compile ahead of time: type, experts of a token, whether it records.
 AOT_SHAPES = (
@@ -96,6 +96,7 @@ def launch(
     """
     assert table.segments is not None
     recorder, cols, (starts, counts) = wire.recorder, out.shape[1], table.segments
+    widest_panel = -(-cols // (BLOCK_COLS * num_panels))
     tensors = dict(
         y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
         send_rows=returns.send_rows, recv_counts=returns.recv_counts, landing_addresses=wire.row_pointers,
@@ -112,35 +113,11 @@ def launch(
         max_tokens=wire.max_tokens,
         cols=cols,
         panels=num_panels,
-        parts=column_parts(wire.max_tokens, wire.world_size, cols, num_panels),
+        parts=column_parts(wire.max_tokens, wire.world_size, COMBINERS * MULTIPROCESSORS, widest_panel, num_panels),
         event_capacity=0 if recorder is None else recorder.capacity,
     )
     num_blocks = torch.cuda.get_device_properties(y.device).multi_processor_count // kernel.cluster * kernel.cluster
     kernel.launch(num_blocks, [*maps, counts, starts, *sizes, scales, arguments])
-
-
-def column_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
-    """Parts that the combine cuts a panel's columns into, so that each warp beside the GEMM has two tickets.
-
-    Ranks must agree on it, so it does not depend on the GPU: warps are counted as on one of 132 multiprocessors.
-
-    Args:
-        max_tokens: M.
-        world_size: W.
-        cols: D.
-        num_panels: Panels.
-
-    Returns:
-        At least 1, at most the column blocks of a panel, and no more than there are flags.
-
-    Example:
-        M=2048 and W=4 make 256 chunks for 396 warps: 4 parts would give each two tickets, but a panel of D=2048 in 4
-        panels has 2 column blocks: 2 parts; of D=7168: 4 parts. M=8192: 1024 chunks, 1 part.
-    """
-    chunks = max_tokens // COMBINE_CHUNK_ROWS * world_size
-    col_blocks = -(-cols // BLOCK_COLS)
-    wanted, widest = -(-2 * WARPS_BESIDE // chunks), -(-col_blocks // num_panels)
-    return min(wanted, widest, MAX_PANELS // num_panels)
 
 
 def launch_constants(top_k: int, world_size: int, records: bool) -> dict[str, int]:

@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
+    """Declare the markers; side by side, test processes share the cores."""
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     config.addinivalue_line("markers", "gpu: needs one CUDA GPU")
     config.addinivalue_line("markers", "multi_gpu(n=2): needs n CUDA GPUs of one host")
 

@@ -59,10 +59,13 @@ def tensor_core_products(device: str) -> float:
     return 2 * float(((product.double() - exact).abs() / magnitude).max())
 
 
-def expected(case: LayerCase, rank: int, call: int, products: float) -> Expected:
-    """The layer for the tokens of one rank, where a sum of products may be off by ``products`` of its magnitudes."""
-    inputs = rank_inputs(case, rank, call)
-    shards = [fp8_shard(case, holder) for holder in range(case.world_size)]
+def expected(case: LayerCase, rank: int, call: int, products: float, device: str = "cpu") -> Expected:
+    """The layer for the tokens of one rank, where a sum of products may be off by ``products`` of its magnitudes.
+
+    On a GPU on that: float64 on a CPU takes minutes where many tests share it.
+    """
+    inputs = rank_inputs(case, rank, call).to(device)
+    shards = [(on(device, w1), on(device, w2)) for w1, w2 in (fp8_shard(case, h) for h in range(case.world_size))]
     return layer_of(case, inputs, case.relabelled(inputs.top_k_ids), shards, products)
 
 
@@ -151,8 +154,8 @@ def run_fp8_case(
         group.workspace.check()
         outputs.append(y.cpu())
         terms = max(case.hidden_size, case.ffn_size)
-        wanted = expected(case, rank, call, float32_products(terms) + (products or 0.0))
-        compare(y.cpu(), wanted, f"{case.name}, seed {case.seed}, call {call}, rank {rank}")
+        wanted = expected(case, rank, call, float32_products(terms) + (products or 0.0), device)
+        compare(y, wanted, f"{case.name}, seed {case.seed}, call {call}, rank {rank}")
     group.close()
     return outputs
 

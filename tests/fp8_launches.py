@@ -187,12 +187,8 @@ def layer1_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
 
 def check_outputs(case: PlayedCase, outputs: list[Tensor], products: float) -> None:
     """Outputs of both layers against float64; see ``fp8_cases`` for ``products`` and the limits."""
-    shards = [tuple(map(on_cpu, expert_weights(case, rank))) for rank in range(case.world_size)]
+    shards = [expert_weights(case, rank) for rank in range(case.world_size)]
     for rank, output in enumerate(outputs):
-        inputs = rank_inputs(case, rank)
+        inputs = rank_inputs(case, rank).to(case.device)
         wanted = layer_of(case, inputs, inputs.top_k_ids, shards, products)
-        compare(output.cpu(), wanted, f"rank {rank} of {case}")
-
-
-def on_cpu(weight: FP8) -> FP8:
-    return FP8(elements=weight.elements.cpu(), scales=weight.scales.cpu())
+        compare(output, wanted, f"rank {rank} of {case}")

@@ -101,6 +101,10 @@ class RankInputs:
     top_k_weights: Tensor
     grad_output: Tensor
 
+    def to(self, device: str) -> RankInputs:
+        """The same elsewhere."""
+        return RankInputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 def rank_inputs(case: LayerCase, rank: int, call: int = 0) -> RankInputs:
     """The inputs of ``rank`` in the ``call``-th call of ``case``."""

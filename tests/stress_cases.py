@@ -69,7 +69,7 @@ TWIN_SIZES = Sizes(
 # The interpreter takes a while for every operation of a kernel, and less for fewer rows and experts per token.
 INTERPRETER_SIZES = replace(
     TWIN_SIZES,
-    hidden=(1, 2, 3, 4, 5, 8),
+    hidden=(1, 2, 3, 4, 5, 17),
     max_tokens=(12, 12, 12, 150),
     top_k=(1, 1, 2, 2, 3, 5),
     calls=((0,), (0,), (0,), (0, 0), (0, 1)),

@@ -63,7 +63,8 @@ __device__ __forceinline__ void multiply_halves(
         const float weights[2] = {scales.following[0], scales.following[1]};
         if (!is_full) barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const u64 a = descriptor_of(rows_at), b = descriptor_of(weights_at);
-        const u32 row_scale = ring.scales(step) + ROW_SCALE_BYTES * region.row, empty = ring.empty + 8 * ring.stage;
+        const u32 upper = ring.scales(step) + ROW_SCALE_BYTES * region.row, lower = upper + ROW_SCALE_BYTES * 8;
+        const u32 empty = ring.empty + 8 * ring.stage;
         float factors[2][2];
 #pragma unroll
         for (int half = 0; half < NUM_HALVES; ++half) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ void multiply_halves(
             if (half == 0) {
                 scales.fetch(min(step + 1, num_steps - 1));
                 float rows[2];
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[0]) : "r"(row_scale) : "memory");
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[1]) : "r"(row_scale + ROW_SCALE_BYTES * 8) : "memory");
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[0]) : "r"(upper) : "memory");
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[1]) : "r"(lower) : "memory");
 #pragma unroll
                 for (int place = 0; place < 4; ++place) {
                     factors[place / 2][place % 2] = weights[place / 2] * rows[place % 2];

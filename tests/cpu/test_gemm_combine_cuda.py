@@ -19,9 +19,10 @@ from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_c
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.aot_case import CudaCase
 from comet.kernels.arguments import Returns, TileTable, Wire
+from comet.kernels.combine import column_parts
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine_cuda import CudaConfig
-from comet.kernels.gemm_combine_launch import Arguments, column_parts, combiner_bytes
+from comet.kernels.gemm_combine_launch import Arguments, combiner_bytes
 from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
@@ -40,18 +41,19 @@ def test_worked_examples() -> None:
     assert CudaConfig.select(256).most_rows == 272
     assert CudaConfig.select(512) == CudaConfig.select(64) == CudaConfig(most_rows=256)
     assert combiner_bytes(8, 12) == 3 * (32 * 8 * 8 + 12 * 512) == 24576
-    assert column_parts(2048, 4, 2048, 4) == 2
-    assert column_parts(2048, 4, 7168, 4) == 4
-    assert column_parts(8192, 4, 7168, 4) == 1
+    assert column_parts(2048, 4, 396, 4, 4) == 4
+    assert column_parts(2048, 4, 132, 4, 4) == 2
+    assert column_parts(2048, 4, 396, 2, 4) == column_parts(2048, 4, 132, 2, 4) == 2
+    assert column_parts(8192, 4, 396, 4, 4) == 1
 
 
 @pytest.mark.parametrize("num_panels", range(1, 17))
-@pytest.mark.parametrize("cols", [16, 256, 2048, 7168])
+@pytest.mark.parametrize("most", [0, 1, 3, 28])
 @pytest.mark.parametrize("max_tokens", [128, 512, 8192])
-def test_parts_have_flags_and_columns(max_tokens: int, cols: int, num_panels: int) -> None:
-    parts = column_parts(max_tokens, 2, cols, num_panels)
+def test_parts_have_flags_and_columns(max_tokens: int, most: int, num_panels: int) -> None:
+    parts = column_parts(max_tokens, 2, 132, most, num_panels)
     assert 1 <= parts <= 16 // num_panels
-    assert parts <= max(1, -(-cols // 256))
+    assert parts <= max(1, most)
 
 
 def test_rows_of_an_expert_if_all_have_equally_many() -> None:

@@ -39,6 +39,10 @@ CASES = [
     LayerCase("ep2 experts anywhere", 2, 1, (40, 29), num_experts=8, top_k=3, routing="first_half", relabel=5),
     LayerCase("tp2 of 24 columns", 1, 2, (31, 29), ffn_size=48),
     LayerCase("ep2 split", 2, 1, (40, 70), top_k=3, num_panels=3, hidden_size=48, beside=False),
+    LayerCase(
+        "ep2 panel in 6 parts", 2, 1, (40, 31), hidden_size=416, num_panels=1, top_k=3, routing="masked", calls=2
+    ),
+    LayerCase("ep2 panels in 4 parts", 2, 1, (150, 3), hidden_size=1040, num_panels=4, num_experts=8, top_k=4),
     LayerCase("ep2 copied", 2, 1, (40, 40), transport="copy"),
     LayerCase("ep2 copied, unequal", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=2),
     LayerCase("ep2 copied, no tokens on rank 1", 2, 1, (33, 0), routing="masked", transport="copy", beside=False),
