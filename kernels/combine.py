@@ -26,6 +26,7 @@ from .recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
 from .tiles import panel_span
 
 MULTIPROCESSORS = 132  # of an H200
+SLOTS_AT_ONCE = tl.constexpr(8)
 
 
 def column_parts(max_tokens: int, world_size: int, workers: int, most: int, num_panels: int) -> int:
@@ -108,9 +109,9 @@ def reduce_rows(
 
     ``first_slot_row`` is the received row of the source's row 0; ``target_ptr`` the combine row of its row 0. The slots
     of the next rows are fetched while the present rows travel: they are the first link of a row's chain of latencies.
-    Few of a row's K experts are on one rank, so the used slots are packed, and half of K is mostly enough.
+    The outputs of a row's slots are fetched at once, as far as there are registers: used slots are packed to the front.
     """
-    FEW: tl.constexpr = K // 2 if K >= 4 else K
+    FIRST: tl.constexpr = K if K < SLOTS_AT_ONCE else SLOTS_AT_ONCE
     in_step = tl.arange(0, ROWS)
     end = tl.minimum(first_row + CHUNK, count)
     slots, weights = load_slots(
@@ -129,9 +130,10 @@ def reduce_rows(
             cols = first_col + in_panel
             inside = (in_panel < num_cols) & (cols < D)
             total = tl.zeros((ROWS, COLS), dtype=tl.float32)
-            total = add_slots(total, y_ptr, slots, weights, places, cols, inside, D, 0, FEW, WEIGHTED)
-            if most > FEW:
-                total = add_slots(total, y_ptr, slots, weights, places, cols, inside, D, FEW, K, WEIGHTED)
+            total = add_slots(total, y_ptr, slots, weights, places, cols, inside, D, 0, FIRST, WEIGHTED)
+            if K > FIRST:
+                if most > FIRST:
+                    total = add_slots(total, y_ptr, slots, weights, places, cols, inside, D, FIRST, K, WEIGHTED)
             target = target_ptr + rows[:, None].to(tl.int64) * D + cols[None, :]
             # Rows without a slot here, too: where a capacity dropped them, their rank still adds them up.
             tl.store(target, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & inside[None, :])

@@ -35,6 +35,7 @@ CASES = [
     LayerCase("ep2 odd widths", 2, 1, (18, 11), hidden_size=48, ffn_size=80, num_panels=3),
     LayerCase("tp2", 1, 2, (31, 29)),
     LayerCase("ep2 three calls", 2, 1, (25, 14), calls=3),
+    LayerCase("one rank, ten experts each", 1, 1, (21,), num_phases=1, num_experts=12, top_k=10),
     LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2),
     LayerCase("ep2 experts anywhere", 2, 1, (40, 29), num_experts=8, top_k=3, routing="first_half", relabel=5),
     LayerCase("tp2 of 24 columns", 1, 2, (31, 29), ffn_size=48),
