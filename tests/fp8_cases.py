@@ -64,9 +64,10 @@ def expected(case: LayerCase, rank: int, call: int, products: float, device: str
 
     On a GPU on that: float64 on a CPU takes minutes where many tests share it.
     """
-    inputs = rank_inputs(case, rank, call).to(device)
+    inputs = rank_inputs(case, rank, call)
+    ids = case.relabelled(inputs.top_k_ids).to(device)
     shards = [(on(device, w1), on(device, w2)) for w1, w2 in (fp8_shard(case, h) for h in range(case.world_size))]
-    return layer_of(case, inputs, case.relabelled(inputs.top_k_ids), shards, products)
+    return layer_of(case, inputs.to(device), ids, shards, products)
 
 
 def layer_of(
