@@ -108,7 +108,7 @@ def fp8_layer1_kernels(
     def in_cuda() -> Tensor:
         y, out = results()
         require(
-            layer1_cuda.runs_cuda(y, w2, wire, returns, table),
+            layer1_cuda.can_run(y, w2, wire, returns, table),
             f"w2={tuple(w2.elements.shape)} in FP8 must be of a kind that the kernel takes",
         )
         layer1_cuda.fp8_gemm_combine_cuda(hidden, w2, y, out, wire, returns, table, num_panels)

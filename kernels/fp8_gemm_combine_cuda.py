@@ -38,6 +38,7 @@ SOURCES = (
 NUM_STAGES = 4
 BOX_ROWS = 64
 AHEAD, AHEAD_AFTER = 12, 32  # see CudaConfig of gemm_combine_cuda
+LEAST_PRODUCTS = 10_000_000_000  # with fewer of a rank Triton is faster (benchmarks/RESULTS.md, run 10)
 
 
 def shared_bytes(num_experts: int, entries: int) -> int:
@@ -66,7 +67,15 @@ def runs_cuda(y: Tensor, b: Scaled, wire: Wire, returns: Returns, table: TileTab
         wire: See ``gemm_combine``.
         returns: See ``gemm_combine``.
         table: See ``gemm_combine``.
+
+    Example: M=512, K=8, D=2048 and F=768 are 6.4e9 products: not taken; M=2048 is.
     """
+    products = wire.max_tokens * returns.row_slots.shape[1] * b.elements.shape[1] * b.elements.shape[2]
+    return products >= LEAST_PRODUCTS and can_run(y, b, wire, returns, table)
+
+
+def can_run(y: Tensor, b: Scaled, wire: Wire, returns: Returns, table: TileTable) -> bool:
+    """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
     entries = max(returns.row_slots.shape[1], wire.world_size)
     return (
         y.element_size() == 2

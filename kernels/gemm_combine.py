@@ -17,7 +17,7 @@ registers. The second is a programmatic dependent of the first: it starts when e
 comm block takes the place of a compute block it waits for. Where there is no room beside (float32, other chips), it
 starts as compute blocks end: slower, not wrong.
 
-On Hopper the forward pass of larger layers, and of all in block FP8, is one launch in CUDA C++ instead of these two
+On Hopper the forward pass of larger layers is one launch in CUDA C++ instead of these two
 (``gemm_combine_cuda``, ``fp8_gemm_combine_cuda``).
 """
 

@@ -126,26 +126,38 @@ def test_when_layer_0_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layer0.runs_cuda(**call)
 
 
-def test_when_layer_1_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     call = layer1_call()
-    assert layer1.runs_cuda(**call)
+    assert layer1.can_run(**call)
     for most in (dict(returns=make_returns(top_k=8)), dict(wire=make_wire(world_size=8)), dict(y=call["y"].half())):
-        assert layer1.runs_cuda(**layer1_call(**most))
-    assert not layer1.runs_cuda(**layer1_call(returns=make_returns(top_k=9)))
-    assert not layer1.runs_cuda(**layer1_call(wire=make_wire(world_size=9)))
-    assert not layer1.runs_cuda(**layer1_call(y=call["y"].float()))  # a pool in float32
-    assert not layer1.runs_cuda(**layer1_call(table=replace(call["table"], block_rows=64)))
-    assert not layer1.runs_cuda(**layer1_call(table=without_segments()))
-    assert not layer1.runs_cuda(**layer1_call(returns=replace(call["returns"], row_weights=None)))  # a backward pass
-    assert not layer1.runs_cuda(**layer1_call(b=make_weight(MANY, 128, 128)))  # their table is too large
+        assert layer1.can_run(**layer1_call(**most))
+    assert not layer1.can_run(**layer1_call(returns=make_returns(top_k=9)))
+    assert not layer1.can_run(**layer1_call(wire=make_wire(world_size=9)))
+    assert not layer1.can_run(**layer1_call(y=call["y"].float()))  # a pool in float32
+    assert not layer1.can_run(**layer1_call(table=replace(call["table"], block_rows=64)))
+    assert not layer1.can_run(**layer1_call(table=without_segments()))
+    assert not layer1.can_run(**layer1_call(returns=replace(call["returns"], row_weights=None)))  # a backward pass
+    assert not layer1.can_run(**layer1_call(b=make_weight(MANY, 128, 128)))  # their table is too large
     monkeypatch.setattr(layer1, "is_available", lambda device: False)
-    assert not layer1.runs_cuda(**call)
+    assert not layer1.can_run(**call)
+
+
+@pytest.mark.parametrize(("max_tokens", "is_chosen"), [(512, False), (2048, True)])
+def test_layer_1_of_few_products_is_left_to_triton(
+    max_tokens: int, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer1, "is_available", lambda device: True)
+    wire, returns = replace(make_wire(), max_tokens=max_tokens), make_returns(top_k=8)
+    call = layer1_call(wire=wire, returns=returns, b=make_weight(64, 2048, 768))
+    assert layer1.can_run(**call)
+    assert layer1.runs_cuda(**call) == is_chosen
+    assert not layer1.runs_cuda(**call | dict(table=without_segments()))
 
 
 def test_neither_is_chosen_without_a_gpu() -> None:
     assert not layer0.runs_cuda(**layer0_call())
-    assert not layer1.runs_cuda(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
+    assert not layer1.can_run(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -172,7 +184,8 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(gemm_combine, "fp8_gemm_combine_cuda", lambda *call: given.append(call))
-    call, hidden = layer1_call(), make_weight(1, 128, F)
+    many = replace(make_wire(), max_tokens=10_000_000)
+    call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]
     rest = call["wire"], call["returns"], call["table"]
     config = GemmCombineConfig(num_panels=3, beside=beside)
