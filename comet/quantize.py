@@ -7,7 +7,8 @@
 
 An e4m3 number has 1 sign, 4 exponent and 3 fraction bits, at most 448 and in steps of 2^-9 below 2^-6; there is no
 infinity. Rounding is to the nearest, ties to even, and what would round past 448 becomes 448. Scales are chosen such
-that element times scale is exact in float32, hence quantising a dequantised float32 tensor gives the same bits.
+that element times scale is exact in float32 (but for numbers under 2^-126 next to a scale under 2^-121, whose last bits
+float32 does not have), and that quantising a dequantised float32 tensor gives the same bits.
 
 These functions are plain torch, run where their input lives and wait for the device, because bad numbers are errors;
 only where they are told to trust their input they do not look at it, and do not wait.

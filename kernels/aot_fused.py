@@ -87,8 +87,9 @@ def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> Kerne
     }
     constants = dict(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=slot_block(top_k),
-        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", PART_STEP=64, TOKENS=32,
-        ROWS=8, COLS=_most_cols(dtype, 512), CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
+        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=32,
+        PART_STEP=LINE_BYTES // (4 if dtype == "fp32" else 2), ROWS=8, COLS=_most_cols(dtype, 512),
+        CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
         PRECISION=_precision(dtype), INTERPRET=False, **recording_constants(events),
     )  # fmt: skip
     return KernelCase(

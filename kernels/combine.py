@@ -4,10 +4,10 @@
 before it, whose partial sums have had a panel's time to travel. With few tokens a panel's columns are cut into parts,
 each with tickets and flags of its own, so that there are tickets for all multiprocessors.
 
-A *reduce* ticket is (source rank, chunk of 32 received rows). It waits until the GEMM of its own rank has finished the
-panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank the row came from and
-publishes the epoch in that rank's flag of (this rank, chunk, panel and part). With gradients of the routing weights,
-they travel beside the first part of the first panel.
+A *reduce* ticket is (source rank, chunk of 32 received rows, part of a panel). It waits until the GEMM of its own rank
+has finished the panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank that
+the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel and part). With gradients of
+the routing weights, they travel beside the first part of the first panel.
 
 A *sum* ticket is some of this rank's own tokens. It waits for their flags and adds up their partial sums in rank order.
 
@@ -38,7 +38,7 @@ def column_parts(max_tokens: int, world_size: int, workers: int, most: int, num_
         max_tokens: M.
         world_size: W.
         workers: Blocks or warps that combine beside the GEMM.
-        most: Parts that there are columns for.
+        most: Parts that there are columns for; 0 counts as 1.
         num_panels: Panels.
 
     Returns:
@@ -59,7 +59,7 @@ def slot_block(top_k: int) -> int:
 
 @triton.jit
 def part_cols(panel, part, num_cols, num_panels, num_parts, BLOCK_N: tl.constexpr, PART_STEP: tl.constexpr):
-    """First column of a part of a panel, and how many it has: a multiple of PART_STEP, or none."""
+    """First column of a part of a panel, and how many it has: a multiple of PART_STEP, a panel's rest, or none."""
     first_block, width = panel_span(panel, num_cols, num_panels)
     cols = width * BLOCK_N
     of_part = tl.cdiv(cols, num_parts * PART_STEP) * PART_STEP

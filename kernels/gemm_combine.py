@@ -58,8 +58,8 @@ class GemmCombineConfig:
         block_n: Columns of a GEMM tile.
         block_k: Contraction step.
         group_tiles: Consecutive tiles that share their weight columns through L2.
-        move_rows: Rows the reduce and the final sum handle at once.
-        move_cols: Columns they handle at once, a power of two.
+        move_rows: Rows the reduce and the final sum handle at once; more where panels have parts (``cut_panels``).
+        move_cols: Columns they handle at once, a power of two; fewer then.
         sum_tokens: Tokens of one sum ticket, a multiple of ``move_rows``.
         flatten: Fetch the next item's operands during the epilogue.
         num_stages: Depth of the load pipeline.
@@ -256,7 +256,9 @@ def combine_arguments(
 def cut_panels(out: Tensor, wire: Wire, config: GemmCombineConfig) -> dict[str, int]:
     """How the comm blocks cut panels: parts, and rows and columns of a step; by the names of the kernels' parameters.
 
-    With few tokens, a part of the last panel, which nothing hides, is a line wide, and one step has a chunk's rows.
+    With few tokens a part is at least a line wide, and one step has a line of as many rows as a chunk has.
+
+    Example: float32, M=128 and W=2 make 8 chunks: D=416 in one panel has 6 parts, steps of 32 rows and 32 columns.
     """
     part_step = LINE_BYTES // out.element_size()
     in_last_panel = out.shape[1] // (2 * config.num_panels * part_step)
@@ -264,7 +266,7 @@ def cut_panels(out: Tensor, wire: Wire, config: GemmCombineConfig) -> dict[str, 
     rows, cols = config.move_rows, config.move_cols
     if not config.beside or parts < LEAST_PARTS:
         return dict(num_parts=1, PART_STEP=part_step, ROWS=rows, COLS=cols)
-    more = min(COMBINE_CHUNK_ROWS // rows, cols // part_step)
+    more = min(COMBINE_CHUNK_ROWS // rows, config.sum_tokens // rows, cols // part_step)
     return dict(num_parts=parts, PART_STEP=part_step, ROWS=rows * more, COLS=cols // more)
 
 

@@ -96,7 +96,6 @@ def launch(
     """
     assert table.segments is not None
     recorder, cols, (starts, counts) = wire.recorder, out.shape[1], table.segments
-    widest_panel = -(-cols // (BLOCK_COLS * num_panels))
     tensors = dict(
         y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
         send_rows=returns.send_rows, recv_counts=returns.recv_counts, landing_addresses=wire.row_pointers,
@@ -113,11 +112,27 @@ def launch(
         max_tokens=wire.max_tokens,
         cols=cols,
         panels=num_panels,
-        parts=column_parts(wire.max_tokens, wire.world_size, COMBINERS * MULTIPROCESSORS, widest_panel, num_panels),
+        parts=cuda_parts(wire.max_tokens, wire.world_size, cols, num_panels),
         event_capacity=0 if recorder is None else recorder.capacity,
     )
     num_blocks = torch.cuda.get_device_properties(y.device).multi_processor_count // kernel.cluster * kernel.cluster
     kernel.launch(num_blocks, [*maps, counts, starts, *sizes, scales, arguments])
+
+
+def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
+    """``column_parts`` of warps that combine, of whole column blocks.
+
+    Args:
+        max_tokens: M.
+        world_size: W.
+        cols: D.
+        num_panels: Panels.
+
+    Example:
+        M=2048 and W=4 in 4 panels: D=2048 has 2 column blocks in each, so 2 parts; D=7168 4 parts. M=8192: 1 part.
+    """
+    widest_panel = -(-cols // (BLOCK_COLS * num_panels))
+    return column_parts(max_tokens, world_size, COMBINERS * MULTIPROCESSORS, widest_panel, num_panels)
 
 
 def launch_constants(top_k: int, world_size: int, records: bool) -> dict[str, int]:

@@ -23,6 +23,7 @@ from played_ranks import (
     chosen_in,
     fault_of,
     fresh,
+    launched_in,
     max_tokens,
     plans_of,
     play,
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from comet.fused_arguments import combine_config, dispatch_config, returns_of, sends_of, table_of
 from comet.kernels import fp8_dispatch_gemm as layer0_module
+from comet.kernels import fp8_gemm_combine_cuda
 from comet.kernels import gemm_combine as layer1_module
 from comet.kernels.arguments import Scaled, Wire, power_of_2
 from comet.kernels.fp8 import pack_rows
@@ -55,7 +57,7 @@ def fp8_layer0_in(kind: Kind) -> Iterator[Counted]:
 @contextmanager
 def fp8_layer1_in(kind: Kind) -> Iterator[Counted]:
     """Layer 1 in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with chosen_in(kind, layer1_module, "runs_fp8_cuda", "fp8_gemm_combine_cuda") as spy:
+    with launched_in(kind, layer1_module, fp8_gemm_combine_cuda) as spy:
         yield spy
 
 

@@ -70,7 +70,7 @@ def launched_in(kind: Kind, caller: ModuleType, cuda_module: ModuleType, **limit
 
 @contextmanager
 def chosen_in(kind: Kind, caller: ModuleType, chooser: str, launcher: str) -> Iterator[Counted]:
-    """The same where launches of any size are in CUDA C++: only ``triton`` keeps the layer from it.
+    """The same of layer 0 in FP8, whose launches of any size are in CUDA C++: only ``triton`` keeps it from that.
 
     Args:
         kind: Which.

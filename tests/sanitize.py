@@ -56,6 +56,8 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> None:
     played.align()
     alone = replace(two, name="alone", ep=1, num_tokens=(9,), num_phases=1, num_experts=3, routing="masked", seed=4)
     PlayedRanks(alone, device).run()
+    parts = replace(alone, name="panels in parts", hidden_size=1040 if dtype.itemsize == 2 else 528, beside=True)
+    PlayedRanks(parts, device).run()
 
 
 def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:

@@ -2,8 +2,8 @@
 
 What a kernel is compiled for is drawn once for many cases, the *family*; what costs nothing is drawn for each case.
 Kernels are compiled anew for their constants (layout, K, experts per rank, phases, rows of a tile, element type, tile
-widths, which follow from D and F) and for integers that are 1 or no multiple of 16; not for numbers of tokens, panels,
-comm blocks and capacity.
+widths, which follow from D and F) and for integers that are 1 or no multiple of 16; not for numbers of tokens, comm
+blocks and capacity, and at most once more for a number of panels, which in layer 1 may be cut into parts.
 
 * Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
 * Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks, transport of layer 0,
@@ -69,7 +69,7 @@ TWIN_SIZES = Sizes(
 # The interpreter takes a while for every operation of a kernel, and less for fewer rows and experts per token.
 INTERPRETER_SIZES = replace(
     TWIN_SIZES,
-    hidden=(1, 2, 3, 4, 5, 17),
+    hidden=(1, 2, 3, 4, 5, 8, 16),
     max_tokens=(12, 12, 12, 150),
     top_k=(1, 1, 2, 2, 3, 5),
     calls=((0,), (0,), (0,), (0, 0), (0, 1)),

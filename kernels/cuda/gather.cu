@@ -15,6 +15,7 @@ constexpr int UNROLLED = 4; // steps of the loading warps
 constexpr int LOOK_STEP = 2; // from which it is seen whether the next item's rows are there
 constexpr int IDS_PER_LANE = (MOST_LOADS + 7) / 8;
 static_assert(CLUSTER == 1 && STEP % LOADED_ROWS == 0 && UNROLLED % SCALE_STEPS == 0);
+static_assert(!IS_FP8 || ROW_SCALE_BYTES == 16); // what cp.async.cg copies
 
 struct Arrivals {
     const char* own; // tokens of this rank

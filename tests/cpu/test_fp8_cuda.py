@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_sources import fields_of, item_bytes_of, worked_example_of
+from fp8_launches import fp8_layer0_in, fp8_layer1_in
+from played_ranks import Kind
 
 from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm, gemm_combine, gemm_combine_launch
 from comet.kernels import fp8_dispatch_gemm_cuda as layer0
@@ -153,6 +155,15 @@ def test_layer_1_of_few_products_is_left_to_triton(
     assert layer1.can_run(**call)
     assert layer1.runs_cuda(**call) == is_chosen
     assert not layer1.runs_cuda(**call | dict(table=without_segments()))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "triton"])
+def test_tests_can_have_launches_of_any_size_in_either(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer0, "is_available", lambda device: True)
+    monkeypatch.setattr(layer1, "is_available", lambda device: True)
+    with fp8_layer0_in(kind), fp8_layer1_in(kind):
+        assert fp8_dispatch_gemm.runs_cuda(*layer0_call().values()) == (kind == "cuda")
+        assert gemm_combine.runs_fp8_cuda(*layer1_call().values()) == (kind == "cuda")
 
 
 def test_neither_is_chosen_without_a_gpu() -> None:

@@ -22,7 +22,7 @@ from comet.kernels.arguments import Returns, TileTable, Wire
 from comet.kernels.combine import column_parts
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine_cuda import CudaConfig
-from comet.kernels.gemm_combine_launch import Arguments, combiner_bytes
+from comet.kernels.gemm_combine_launch import Arguments, combiner_bytes, cuda_parts
 from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
@@ -45,6 +45,9 @@ def test_worked_examples() -> None:
     assert column_parts(2048, 4, 132, 4, 4) == 2
     assert column_parts(2048, 4, 396, 2, 4) == column_parts(2048, 4, 132, 2, 4) == 2
     assert column_parts(8192, 4, 396, 4, 4) == 1
+    assert cuda_parts(2048, 4, 2048, 4) == 2
+    assert cuda_parts(2048, 4, 7168, 4) == 4
+    assert cuda_parts(8192, 4, 7168, 4) == 1
 
 
 @pytest.mark.parametrize("num_panels", range(1, 17))

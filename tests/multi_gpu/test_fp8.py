@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from fp8_cases import run_fp8_case, tensor_core_products
+from fp8_launches import fp8_layer1_in
 from layer_cases import LayerCase
+from played_ranks import Kind
 from ranks import run_ranks
 
 BF16 = dict(dtype=torch.bfloat16, block_rows=128)
@@ -21,18 +23,20 @@ CASES = [
 ]
 
 
-def on_gpu(rank: int, world_size: int, case: LayerCase, delays: bool) -> list[torch.Tensor]:
+def on_gpu(rank: int, world_size: int, case: LayerCase, delays: bool, layer1: Kind) -> list[torch.Tensor]:
     torch.cuda.set_device(rank)
     device = f"cuda:{rank}"
-    return run_fp8_case(rank, world_size, case, "fused", device, tensor_core_products(device), delays)
+    with fp8_layer1_in(layer1):
+        return run_fp8_case(rank, world_size, case, "fused", device, tensor_core_products(device), delays)
 
 
 @pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("layer1", ["cuda", "triton"])
 @pytest.mark.parametrize("delays", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernels(case: LayerCase, delays: bool) -> None:
+def test_kernels(case: LayerCase, delays: bool, layer1: Kind) -> None:
     if torch.cuda.device_count() < case.world_size:
         pytest.skip(f"needs {case.world_size} GPUs, found {torch.cuda.device_count()}")
     if delays and case.calls == 1:
         pytest.skip("delays need several calls")
-    run_ranks(on_gpu, case.world_size, case, delays, backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(on_gpu, case.world_size, case, delays, layer1, backend="cpu:gloo,cuda:nccl", timeout=240)
