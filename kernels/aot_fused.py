@@ -113,8 +113,8 @@ def _layer1_beside(
     if computes:
         constants |= dict(a_scales=None, b_scales=None)
     else:
-        line = LINE_BYTES // (4 if is_wide else 2)
-        constants |= dict(ROWS=32, COLS=line) if few else dict(COLS=128 if is_wide else 256)
+        line = dict(ROWS=COMBINE_CHUNK_ROWS, COLS=constants["PART_STEP"])  # as ``cut_panels`` has it
+        constants |= line if few else dict(COLS=128 if is_wide else 256)
     way = f"{'backward' if backward else 'forward'}{', few tokens' if few else ''}"
     most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
     return KernelCase(

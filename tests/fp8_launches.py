@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import layer1_launches
 import torch
@@ -20,7 +21,6 @@ from played_ranks import (
     Counted,
     Kind,
     PlayedCase,
-    chosen_in,
     fault_of,
     fresh,
     launched_in,
@@ -49,8 +49,10 @@ LEAST_EXPONENT, MOST_EXPONENT = -2, 2
 
 @contextmanager
 def fp8_layer0_in(kind: Kind) -> Iterator[Counted]:
-    """Layer 0 in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with chosen_in(kind, layer0_module, "runs_cuda", "fp8_dispatch_gemm_cuda") as spy:
+    """Layer 0 in CUDA C++, where its launches of any size are, or in Triton; yields what counts the former."""
+    spy = Counted(layer0_module.fp8_dispatch_gemm_cuda)
+    refusal = {"runs_cuda": lambda *_: False} if kind == "triton" else {}
+    with patch.multiple(layer0_module, fp8_dispatch_gemm_cuda=spy, **refusal):
         yield spy
 
 

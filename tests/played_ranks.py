@@ -68,22 +68,6 @@ def launched_in(kind: Kind, caller: ModuleType, cuda_module: ModuleType, **limit
         yield spy
 
 
-@contextmanager
-def chosen_in(kind: Kind, caller: ModuleType, chooser: str, launcher: str) -> Iterator[Counted]:
-    """The same of layer 0 in FP8, whose launches of any size are in CUDA C++: only ``triton`` keeps it from that.
-
-    Args:
-        kind: Which.
-        caller: The module of the launcher in Triton, which calls the other.
-        chooser: What it asks whether to call it, by its name there.
-        launcher: The launcher in CUDA C++, by its name there.
-    """
-    spy = Counted(getattr(caller, launcher))
-    refusal = {chooser: lambda *_: False} if kind == "triton" else {}
-    with patch.multiple(caller, **{launcher: spy}, **refusal):
-        yield spy
-
-
 def max_tokens(case: LayerCase) -> int:
     """M."""
     return round_up(max(1, *case.num_tokens), CHUNK_ROWS)

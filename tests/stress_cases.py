@@ -231,6 +231,12 @@ class Stress:
         return replace(case, backward=False, capacity_factor=None) if case.fp8 else case
 
 
+def backward_cases(stress: Stress, dtype: torch.dtype, count: int) -> list[StressCase]:
+    """The first cases with a backward pass, in this type and without a capacity."""
+    cases = map(stress.case, range(20 * count))
+    return [replace(case, dtype=dtype, capacity_factor=None) for case in cases if case.backward][:count]
+
+
 def draw_tokens(dice: Random, most: int) -> int:
     """Tokens of one rank: none, a few, some, any number, as many as there may be, or at the edge of a chunk."""
     edges = [edge for edge in CHUNK_EDGES if edge <= most] or [most]

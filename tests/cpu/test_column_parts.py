@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launch_arguments import make_wire
 
-from comet.kernels.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Wire
+from comet.kernels.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS
 from comet.kernels.gemm_combine import LEAST_PARTS, GemmCombineConfig, cut_panels
 
 
@@ -13,14 +14,11 @@ def cut(
     cols: int, num_panels: int, max_tokens: int, *, dtype: torch.dtype = torch.bfloat16, **changes: int | bool
 ) -> dict[str, int]:
     """Of a layer on two ranks."""
-    numbers, pointers = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    wire = Wire(
-        rows=numbers, row_pointers=pointers, flags=numbers, flag_pointers=pointers, epoch=numbers, fault=numbers,
-        rank=0, max_tokens=max_tokens, timeout_ns=1,
-    )  # fmt: skip
     move_cols = 256 if dtype.itemsize == 2 else 128
     options = dict(num_panels=num_panels, move_cols=move_cols, beside=True) | changes
-    return cut_panels(torch.empty(1, cols, dtype=dtype, device="meta"), wire, GemmCombineConfig(**options))
+    return cut_panels(
+        torch.empty(1, cols, dtype=dtype, device="meta"), make_wire(2, max_tokens), GemmCombineConfig(**options)
+    )
 
 
 def test_worked_example() -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_sources import fields_of, item_bytes_of
+from launch_arguments import make_table, make_wire
 
 from comet.kernels import dispatch_gemm_cuda as module
-from comet.kernels.arguments import TileTable, Wire
 from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm_cuda import CudaConfig
 from comet.plan_rules import num_counters
@@ -52,15 +52,8 @@ def test_an_item_is_as_large_as_the_source_says() -> None:
 
 def make_call(**changes: object) -> dict[str, object]:
     """Arguments of a launch large enough, on the CPU."""
-    flags, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    wire = Wire(
-        rows=flags, row_pointers=pointers, flags=flags, flag_pointers=pointers, epoch=flags, fault=flags, rank=0,
-        max_tokens=2048, timeout_ns=1,
-    )  # fmt: skip
-    table = TileTable(
-        tiles=flags, num_tiles=flags, row_ids=torch.zeros(2048 * 8 * 4), counters=flags, block_rows=128,
-        segments=(flags, flags),
-    )  # fmt: skip
+    flags, wire = torch.zeros(4, 16, dtype=torch.int32), make_wire(4, 2048)
+    table = replace(make_table(), row_ids=torch.zeros(2048 * 8 * 4))
     sends = Sends(token_ids=flags, counts=flags, recv_counts=flags, pushed=flags)
     x, w1 = torch.empty(1, 2048, dtype=torch.bfloat16, device="meta"), torch.empty(32, 1536, 2048, device="meta")
     return dict(x=x, w1=w1, wire=wire, sends=sends, table=table) | changes

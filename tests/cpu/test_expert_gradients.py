@@ -11,7 +11,7 @@ import pytest
 import stress
 import torch
 from expert_gradients import Rounded, gradients_of_expert, slope_of_silu, wrong_expert_gradients
-from stress_cases import Stress, StressCase
+from stress_cases import Stress, StressCase, backward_cases
 from stress_numbers import FullWeights, expected, rounded_expert_gradients, stress_inputs
 from stress_ranks import Outcome, run_batch
 from torch import Tensor
@@ -80,16 +80,10 @@ def as_the_layer_rounds(
     return {"grad_w1": grad_w1, "grad_w2": grad_w2}
 
 
-def drawn(dtype: torch.dtype, count: int) -> list[StressCase]:
-    """Cases with a backward pass and rows, on one rank."""
-    cases = map(Stress(43, 1, "twin", "cpu", 1).case, range(20 * count))
-    return [replace(case, dtype=dtype, capacity_factor=None) for case in cases if case.backward][:count]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_right_arithmetic_is_within(dtype: torch.dtype) -> None:
     closest, units, mean_square = 0.0, 0.0, 0.0
-    for case in drawn(dtype, 40):
+    for case in backward_cases(Stress(43, 1, "twin", "cpu", 1), dtype, 40):
         wanted, exact = (
             rounded_expert_gradients(case, *inputs_of(case), 0),
             expected(case, *inputs_of(case), torch.float64),

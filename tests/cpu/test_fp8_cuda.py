@@ -12,12 +12,13 @@ import pytest
 import torch
 from cuda_sources import fields_of, item_bytes_of, worked_example_of
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
+from launch_arguments import make_table, make_wire
 from played_ranks import Kind
 
 from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm, gemm_combine, gemm_combine_launch
 from comet.kernels import fp8_dispatch_gemm_cuda as layer0
 from comet.kernels import fp8_gemm_combine_cuda as layer1
-from comet.kernels.arguments import Returns, Scaled, TileTable, Wire
+from comet.kernels.arguments import Returns, Scaled, TileTable
 from comet.kernels.cuda_text import SHARED_LIMIT, fp8_memory_bytes, memory_bytes
 from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm import DispatchGemmConfig
@@ -71,22 +72,6 @@ def make_weight(experts: int, rows: int, columns: int) -> Scaled:
     """``(e, N, K)`` in block FP8, without memory."""
     elements = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
     return Scaled(elements=elements, scales=torch.empty(experts, rows // 128, columns // 128, device="meta"))
-
-
-def make_wire(world_size: int = 2) -> Wire:
-    numbers, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(world_size, dtype=torch.int64)
-    return Wire(
-        rows=numbers, row_pointers=pointers, flags=numbers, flag_pointers=pointers, epoch=numbers, fault=numbers,
-        rank=0, max_tokens=128, timeout_ns=1,
-    )  # fmt: skip
-
-
-def make_table() -> TileTable:
-    numbers = torch.zeros(4, dtype=torch.int32)
-    return TileTable(
-        tiles=numbers, num_tiles=numbers, row_ids=numbers, counters=numbers, block_rows=128,
-        segments=(numbers, numbers),
-    )  # fmt: skip
 
 
 def layer0_call(**changes: object) -> dict[str, Any]:
@@ -150,7 +135,7 @@ def test_layer_1_of_few_products_is_left_to_triton(
     max_tokens: int, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
-    wire, returns = replace(make_wire(), max_tokens=max_tokens), make_returns(top_k=8)
+    wire, returns = make_wire(max_tokens=max_tokens), make_returns(top_k=8)
     call = layer1_call(wire=wire, returns=returns, b=make_weight(64, 2048, 768))
     assert layer1.can_run(**call)
     assert layer1.runs_cuda(**call) == is_chosen
@@ -195,7 +180,7 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(gemm_combine, "fp8_gemm_combine_cuda", lambda *call: given.append(call))
-    many = replace(make_wire(), max_tokens=10_000_000)
+    many = make_wire(max_tokens=10_000_000)
     call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]
     rest = call["wire"], call["returns"], call["table"]

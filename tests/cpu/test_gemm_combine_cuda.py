@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cuda_sources import SOURCES, fields_of
+from launch_arguments import make_table, make_wire
 from layer1_launches import exact_layer1, run_layer1
 from played_ranks import PlayedCase
 from ranks import run_ranks
@@ -18,7 +19,7 @@ from comet.fused_arguments import table_of
 from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda, nvrtc
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.aot_case import CudaCase
-from comet.kernels.arguments import Returns, TileTable, Wire
+from comet.kernels.arguments import Returns
 from comet.kernels.combine import column_parts
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine_cuda import CudaConfig
@@ -57,6 +58,15 @@ def test_parts_have_flags_and_columns(max_tokens: int, most: int, num_panels: in
     parts = column_parts(max_tokens, 2, 132, most, num_panels)
     assert 1 <= parts <= 16 // num_panels
     assert parts <= max(1, most)
+
+
+@pytest.mark.parametrize("num_panels", range(1, 17))
+@pytest.mark.parametrize("cols", [16, 256, 2048, 7168])
+@pytest.mark.parametrize("max_tokens", [128, 512, 8192])
+def test_parts_of_the_launch_have_flags_and_column_blocks(max_tokens: int, cols: int, num_panels: int) -> None:
+    parts = cuda_parts(max_tokens, 2, cols, num_panels)
+    assert 1 <= parts <= 16 // num_panels
+    assert parts <= max(1, -(-cols // 256))
 
 
 def test_rows_of_an_expert_if_all_have_equally_many() -> None:
@@ -134,17 +144,9 @@ def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog
 def make_call(**changes: object) -> dict[str, object]:
     """Arguments of a launch large enough, on the CPU."""
     flags = torch.zeros(2, 4, 16, dtype=torch.int32)
-    pointers = torch.zeros(2, dtype=torch.int64)
-    wire = Wire(
-        rows=flags, row_pointers=pointers, flags=flags, flag_pointers=pointers, epoch=flags, fault=flags, rank=0,
-        max_tokens=8192, timeout_ns=1,
-    )  # fmt: skip
     returns = Returns(row_slots=torch.zeros(1, 8), row_weights=torch.zeros(1), send_rows=flags, recv_counts=flags)
-    table = TileTable(
-        tiles=flags, num_tiles=flags, row_ids=flags, counters=flags, block_rows=128, segments=(flags, flags)
-    )  # fmt: skip
     a, b = torch.empty(1, 768, dtype=torch.bfloat16, device="meta"), torch.empty(32, 2048, 768, device="meta")
-    return dict(a=a, b=b, wire=wire, returns=returns, table=table) | changes
+    return dict(a=a, b=b, wire=make_wire(2, 8192), returns=returns, table=make_table()) | changes
 
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

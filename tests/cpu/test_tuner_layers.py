@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_arguments import make_table, make_wire
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels import cuda_text, dispatch_gemm_cuda, gemm_combine_cuda, nvrtc
-from comet.kernels.arguments import Returns, TileTable, Wire
+from comet.kernels.arguments import Returns
 from comet.kernels.dispatch import Sends
 from comet.tuner import H200, Machine, Problem, predict, propose
 from comet.tuner.candidates import candidates
@@ -60,13 +61,7 @@ def launched(problem: Problem, setting: OverlapConfig) -> tuple[bool, bool]:
     moe, experts, width = problem.moe, problem.experts_local, -(-problem.width // 16) * 16
     shape = WorkspaceShape.create(moe, problem.world_size, max(problem.num_tokens, 1), problem.dtype)
     some = torch.zeros(problem.world_size, dtype=torch.int64)
-    wire = Wire(
-        rows=some, row_pointers=some, flags=some, flag_pointers=some, epoch=some, fault=some, rank=0,
-        max_tokens=shape.padded_tokens, timeout_ns=1,
-    )  # fmt: skip
-    table = TileTable(
-        tiles=some, num_tiles=some, row_ids=some, counters=some, block_rows=setting.block_rows, segments=(some, some)
-    )
+    wire, table = make_wire(problem.world_size, shape.padded_tokens), make_table(setting.block_rows)
     sends = Sends(token_ids=some, counts=some, recv_counts=some, pushed=some if setting.transport == "push" else None)
     returns = Returns(row_slots=torch.zeros(1, moe.top_k), row_weights=some, send_rows=some, recv_counts=some)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from layer_cases import MASKED
-from stress_cases import Stress, StressCase
+from stress_cases import Stress, StressCase, backward_cases
 from stress_numbers import FullWeights, expected, stress_inputs, units_of_weight_gradients
 from stress_ranks import wrong_results
 from torch import Tensor
@@ -53,16 +51,10 @@ def as_the_layer_rounds(case: StressCase, inputs: list, weights: FullWeights) ->
     return found
 
 
-def drawn(dtype: torch.dtype, count: int) -> list[StressCase]:
-    """Cases with a backward pass and without a capacity."""
-    cases = map(Stress(41, 2, "twin", "cpu", 1).case, range(20 * count))
-    return [replace(case, dtype=dtype, capacity_factor=None) for case in cases if case.backward][:count]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_right_arithmetic_is_within_and_a_relative_mistake_beyond(dtype: torch.dtype) -> None:
     worst, mean_square, missed = 0.0, 0.0, 0
-    for case in drawn(dtype, 60):
+    for case in backward_cases(Stress(41, 2, "twin", "cpu", 1), dtype, 60):
         inputs = [stress_inputs(case, rank, 0, CPU) for rank in range(2)]
         weights = FullWeights.draw(case, CPU)
         found = torch.cat(as_the_layer_rounds(case, inputs, weights))

@@ -1,0 +1,25 @@
+"""Arguments of launches that never run: what launchers look at, and tensors without meaning for the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from comet.kernels.arguments import TileTable, Wire
+
+
+def make_wire(world_size: int = 2, max_tokens: int = 128) -> Wire:
+    """Of rank 0."""
+    numbers, pointers = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(world_size, dtype=torch.int64)
+    return Wire(
+        rows=numbers, row_pointers=pointers, flags=numbers, flag_pointers=pointers, epoch=numbers, fault=numbers,
+        rank=0, max_tokens=max_tokens, timeout_ns=1,
+    )  # fmt: skip
+
+
+def make_table(block_rows: int = 128) -> TileTable:
+    """With segments."""
+    numbers = torch.zeros(4, dtype=torch.int32)
+    return TileTable(
+        tiles=numbers, num_tiles=numbers, row_ids=numbers, counters=numbers, block_rows=block_rows,
+        segments=(numbers, numbers),
+    )  # fmt: skip
