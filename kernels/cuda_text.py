@@ -19,11 +19,12 @@ TILE_ROWS = 128  # rows of the plan's tiles
 WARPS = 8  # that multiply
 LAUNCH_REGISTERS = 168  # of each of 384 threads, before some give theirs to others
 ITEM_SLOTS = 8  # items that the loading warps can be ahead, and more
+DRAW_BYTES = 8  # of a slot through which they learn which item is next
 PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per lane
 COMMON = dict(
     LINE=LINE, TILE_ROWS=TILE_ROWS, WARPS=WARPS, LAUNCH_REGISTERS=LAUNCH_REGISTERS, ITEM_SLOTS=ITEM_SLOTS,
-    PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value, IS_FP8=0, DEPTH=DEPTH, COLS=COLS, MOST_AT_ONCE=MOST_AT_ONCE,
-    STEP=STEP, SCALE_STEPS=1,
+    DRAW_BYTES=DRAW_BYTES, PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value, IS_FP8=0, DEPTH=DEPTH, COLS=COLS,
+    MOST_AT_ONCE=MOST_AT_ONCE, STEP=STEP, SCALE_STEPS=1,
 )  # fmt: skip
 
 # In block FP8 (cuda/fp8_products.cu) the contraction of a stage shares its scales; the instructions take STEP rows.
@@ -76,7 +77,7 @@ def _text(constants: Mapping[str, int], dtype: torch.dtype, products: Sequence[s
 
 
 def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes: int) -> int:
-    """Bytes of ``Memory`` of ``cuda/ring.cu``: alignment, stages, staging, barriers, items.
+    """Bytes of ``Memory`` of ``cuda/ring.cu``: alignment, stages, staging, barriers, items, draws.
 
     Args:
         num_stages: Depth of the load pipeline.
@@ -85,7 +86,7 @@ def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes
         item_bytes: Of one item.
 
     Example:
-        4 stages of 256 rows, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 256 = 206144.
+        4 stages of 256 rows, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 320 = 206208.
     """
     return _memory_bytes(num_stages, (COLS + most_rows) * LINE, staging_bytes, item_bytes)
 
@@ -100,14 +101,14 @@ def fp8_memory_bytes(num_stages: int, scale_steps: int, staging_bytes: int, item
         item_bytes: See ``memory_bytes``.
 
     Example:
-        4 stages, scales of 4 steps, staging 1024, items of 48: 1024 + 4 * (49152 + 2048) + 1024 + 64 + 384 = 207296.
+        4 stages, scales of 4 steps, staging 1024, items of 48: 1024 + 4 * (49152 + 2048) + 1024 + 64 + 448 = 207360.
     """
     stage_bytes = (FP8_COLS + FP8_ROWS) * LINE + 4 * FP8_ROWS * scale_steps
     return _memory_bytes(num_stages, stage_bytes, staging_bytes, item_bytes)
 
 
 def _memory_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, item_bytes: int) -> int:
-    return 1024 + num_stages * (stage_bytes + 16) + staging_bytes + ITEM_SLOTS * item_bytes
+    return 1024 + num_stages * (stage_bytes + 16) + staging_bytes + ITEM_SLOTS * (item_bytes + DRAW_BYTES)
 
 
 def _product(rows: int, element: str) -> str:

@@ -26,7 +26,8 @@ from .recorder import KIND_DISPATCH, KIND_LAYER0_TILE
 
 NAME = "dispatch_gemm"
 SOURCES = (
-    "hopper", "recorder", "signals", "ring", "products", "gather", "swiglu", "gather_gemm", "push", "dispatch_gemm",
+    "hopper", "recorder", "signals", "ring", "items", "products", "gather", "swiglu", "gather_gemm", "push",
+    "dispatch_gemm",
 )  # fmt: skip
 LOADERS = 3  # warps that load; one more pushes
 NUM_THREADS = 32 * (WARPS + LOADERS + 1)
@@ -58,10 +59,10 @@ class CudaConfig:
             num_experts: Experts of this rank.
 
         Returns:
-            Bytes: alignment, stages, staging, barriers, items, the table of pieces.
+            Bytes: alignment, stages, staging, barriers, items, draws, the table of pieces.
 
         Example:
-            32 experts: 1024 + 4 * 53248 + 2 * 2048 + 64 + 384 + 4 * 97 = 218948.
+            32 experts: 1024 + 4 * 53248 + 2 * 2048 + 64 + 448 + 4 * 97 = 219012.
         """
         memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * COLS // 2, ITEM_BYTES)
         return memory + 4 * (3 * num_experts + 1)

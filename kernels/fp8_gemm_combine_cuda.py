@@ -33,7 +33,8 @@ from .gemm_combine_launch import (
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 
 SOURCES = (
-    "hopper", "recorder", "signals", "ring", "fp8_products", "panels", "fp8_panel_gemm", "combine", "gemm_combine",
+    "hopper", "recorder", "signals", "ring", "items", "fp8_products", "panels", "fp8_panel_gemm", "combine",
+    "gemm_combine",
 )  # fmt: skip
 NUM_STAGES = 4
 BOX_ROWS = 64
@@ -49,10 +50,10 @@ def shared_bytes(num_experts: int, entries: int) -> int:
         entries: Most rows that a sum has.
 
     Returns:
-        Bytes: alignment, stages, their scales, barriers, items, combiners, the table of pieces.
+        Bytes: alignment, stages, their scales, barriers, items, draws, combiners, the table of pieces.
 
     Example:
-        32 experts, 8 entries: 1024 + 4 * 49152 + 4 * 512 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 224708.
+        32 experts, 8 entries: 1024 + 4 * 49152 + 4 * 512 + 64 + 320 + 3 * (2048 + 6144) + 4 * 33 = 224772.
     """
     memory = fp8_memory_bytes(NUM_STAGES, 1, 0, ITEM_BYTES)
     return memory + combiner_bytes(entries, AHEAD) + 4 * (num_experts + 1)

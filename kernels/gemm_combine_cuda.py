@@ -29,7 +29,9 @@ from .gemm_combine_launch import (
 )
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 
-SOURCES = "hopper", "recorder", "signals", "ring", "products", "panels", "panel_gemm", "combine", "gemm_combine"
+SOURCES = (
+    "hopper", "recorder", "signals", "ring", "items", "products", "panels", "panel_gemm", "combine", "gemm_combine",
+)  # fmt: skip
 
 # With fewer products of a rank, or a longer contraction, Triton is as fast or faster (benchmarks/RESULTS.md, run 5).
 LEAST_PRODUCTS = 50_000_000_000
@@ -82,10 +84,10 @@ class CudaConfig:
             entries: Most rows that a sum has.
 
         Returns:
-            Bytes: alignment, stages, staging, barriers, items, combiners, the table of pieces.
+            Bytes: alignment, stages, staging, barriers, items, draws, combiners, the table of pieces.
 
         Example:
-            32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 256 + 3 * (2048 + 6144) + 4 * 33 = 230852.
+            32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 320 + 3 * (2048 + 6144) + 4 * 33 = 230916.
         """
         memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * LINE, ITEM_BYTES)
         return memory + combiner_bytes(entries, self.ahead) + 4 * (num_experts + 1)

@@ -214,7 +214,7 @@ struct Combiner {
           epoch(__ldg(returns.epoch)), shares(SHARES_PER_TILE * __ldg(returns.num_tiles)) {}
 
     __device__ __forceinline__ void draw() {
-        if (lane == 0) following = atomicAdd(returns.tickets, 1);
+        if (lane == 0) following = draw_ticket(returns.tickets);
     }
 
     __device__ __forceinline__ int chunk_flag(int rank, int row, int flag) const {

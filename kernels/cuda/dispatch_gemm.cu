@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
     int* const first_piece = reinterpret_cast<int*>(memory.behind());
 
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (warp == PUSHER && lane == 0) memory.init_barriers(1 + 32 * LOADERS, WARPS);
+    if (warp == PUSHER && lane == 0) memory.init(1 + 32 * LOADERS, WARPS);
     const int epoch = __ldg(sends.epoch);
     const Parts parts{first_piece, first_piece + 2 * experts + 1};
     const Work work{counts, starts, parts, experts, depth, ffn};
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
         const Arrivals arrivals{
             reinterpret_cast<const char*>(sends.x), received, row_ids, flags, fault, epoch, sends.rank,
             sends.max_tokens, 2 * sends.cols};
-        load_items(work, arrivals, weights_map, memory, warp - WARPS, lane);
+        load_items(work, arrivals, weights_map, memory, sends.tickets + ITEM_TICKETS, warp - WARPS, lane);
     } else {
         push_rows(sends, Recorder(sends.events, sends.event_capacity, epoch, 1), lane);
     }

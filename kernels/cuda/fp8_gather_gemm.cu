@@ -126,7 +126,8 @@ __device__ __forceinline__ void multiply_items(
     Maxima maxima{reinterpret_cast<float*>(memory.begin + (memory.staging - memory.stages))};
     Ring ring = memory.ring();
     int slot = 0;
-    for (int index = blockIdx.x; index < work.num_items(); index += gridDim.x) {
+    if (Draws::first() >= work.num_items()) return;
+    while (true) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const Item& item = memory.items[slot];
         const u64 begin = item.begin, ready = item.ready;
@@ -136,5 +137,6 @@ __device__ __forceinline__ void multiply_items(
             recorder.record(
                 KIND_LAYER0_TILE, item.first_row / TILE_ROWS, item.col / HIDDEN_COLS, item.phase, begin, ready);
         }
+        if (item.is_last) break;
     }
 }

@@ -55,28 +55,28 @@ struct Work {
 // What the first loading warp tells the warpgroups about an item, in shared memory; `rows` is a multiple of STEP, of
 // which `valid` are routed rows.
 struct alignas(16) Item {
-    int first_row, rows, valid, col, expert, phase, spare[2];
+    int first_row, rows, valid, col, expert, phase, is_last, spare;
     u64 begin, ready; // nanoseconds
 };
 
 static_assert(sizeof(Item) == 48 && ITEM_SLOTS > STAGES + 1);
 
-// Pieces one after the other, for each its columns.
 __device__ __forceinline__ Item item_at(const Work& work, int index) {
     Item item = {};
     const int piece = index / work.items_per_piece();
-    item.col = index % work.items_per_piece() * HIDDEN_COLS;
     const int* const first_piece = work.parts.first_piece;
     const int part = part_of(first_piece, 2 * work.experts, piece);
     const bool is_first = part < work.experts;
     item.phase = !is_first;
     item.expert = is_first ? part : part - work.experts;
-    const int place = piece - first_piece[part], num = first_piece[part + 1] - first_piece[part];
+    const int num = first_piece[part + 1] - first_piece[part];
+    const Place place(index - first_piece[part] * work.items_per_piece(), num, work.items_per_piece());
+    item.col = place.col * HIDDEN_COLS;
     const int first = work.parts.first_rows[item.expert];
     const int count = is_first ? first : __ldg(work.counts + item.expert) - first;
     const int height = piece_height(count, num);
-    item.first_row = __ldg(work.starts + item.expert) + (is_first ? 0 : first) + place * height;
-    item.valid = min(height, count - place * height);
+    item.first_row = __ldg(work.starts + item.expert) + (is_first ? 0 : first) + place.piece * height;
+    item.valid = min(height, count - place.piece * height);
     item.rows = ceil_div(item.valid, STEP) * STEP;
     return item;
 }
@@ -252,30 +252,31 @@ __device__ __forceinline__ void load_rows(
 }
 
 __device__ __forceinline__ void load_items(
-    const Work& work, const Arrivals& arrivals, const TensorMap& weights_map, const Memory<Item>& memory, int loader,
-    int lane) {
+    const Work& work, const Arrivals& arrivals, const TensorMap& weights_map, const Memory<Item>& memory, int* tickets,
+    int loader, int lane) {
     const int num_items = work.num_items(), num_steps = work.num_steps();
-    if (blockIdx.x >= num_items) return;
+    if (Draws::first() >= num_items) return;
     Ring ring = memory.ring();
-    int slot = 0;
     const bool leads = loader == 0 && lane == 0;
+    Draws draws(tickets, memory.draws, leads);
     // Rows of 128 bytes are swizzled in groups of eight; a load has four rows.
     const u32 even = lane / 8 * LINE + ((lane % 8 ^ lane / 8) << 4), odd = even ^ (4 << 4);
-    Item next = item_at(work, blockIdx.x);
+    Item next = item_at(work, Draws::first());
     Rows rows;
     rows.fetch(next, arrivals.row_ids, loader, lane);
     Underway underway;
     bool arrived = false;
-    for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
+    for (bool is_last = false; !is_last;) {
         Item item = next;
+        const int following = draws.next();
+        item.is_last = is_last = following >= num_items;
         if constexpr (RECORDS) item.begin = now_ns();
         if (!__all_sync(0xFFFFFFFF, arrived)) {
             if constexpr (FENCED_BY_LOADERS) underway.finish(ring);
             rows.wait(arrivals);
         }
         if constexpr (RECORDS) item.ready = now_ns();
-        if (leads) memory.items[slot] = item; // seen by whoever has waited for the item's first stage
-        slot = (slot + 1) % ITEM_SLOTS;
+        if (leads) memory.items[draws.slot()] = item; // seen by whoever has waited for the item's first stage
         const char* from[MOST_LOADS];
 #pragma unroll
         for (int load = 0; load < MOST_LOADS; ++load) {
@@ -286,11 +287,11 @@ __device__ __forceinline__ void load_items(
         const int num_groups = (item.rows / LOADED_ROWS - loader + LOADERS - 1) / LOADERS;
         arrived = num_steps >= LOOK_STEP + IDS_PER_LANE;
         // The next item's rows are found while this one's are loaded.
-        const bool is_last = index + gridDim.x >= num_items;
         if (!is_last) {
-            next = item_at(work, index + gridDim.x);
+            next = item_at(work, following);
             rows.fetch(next, arrivals.row_ids, loader, lane);
         }
+        draws.tell();
         for (int begin = 0; begin < num_steps; begin += UNROLLED) {
 #pragma unroll
             for (int unrolled = 0; unrolled < UNROLLED; ++unrolled) {

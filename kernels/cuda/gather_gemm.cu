@@ -86,7 +86,8 @@ __device__ __forceinline__ void multiply_items(
     const int group = warp / 4;
     Ring ring = memory.ring();
     int slot = 0;
-    for (int index = blockIdx.x; index < work.num_items(); index += gridDim.x) {
+    if (Draws::first() >= work.num_items()) return;
+    while (true) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const Item& item = memory.items[slot];
         slot = (slot + 1) % ITEM_SLOTS;
@@ -98,5 +99,6 @@ __device__ __forceinline__ void multiply_items(
         if (warp == 0 && lane == 0) {
             recorder.record(KIND_LAYER0_TILE, first_row / TILE_ROWS, col / HIDDEN_COLS, phase, begin, ready);
         }
+        if (item.is_last) break;
     }
 }

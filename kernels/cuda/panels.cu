@@ -48,12 +48,12 @@ struct Work {
 
 // What the loading warp tells the warpgroups about an item, in shared memory.
 struct alignas(16) Item {
-    int first_row, rows, col, panel, tiles, expert;
+    int first_row, rows, col, panel, tiles, expert, is_last;
 };
 
 static_assert(sizeof(Item) == 32 && ITEM_SLOTS > STAGES + 1);
 
-// Panels from left to right, in each all pieces of rows, for each its columns. `rows` is a multiple of STEP; `tiles`
+// Panels from left to right, in each all pieces of rows. `rows` is a multiple of STEP; `tiles`
 // says for how many of the plan's tiles the item counts.
 __device__ __forceinline__ Item item_at(const Work& work, int index) {
     const int per_col = BLOCK_COLS / COLS / CLUSTER;
@@ -66,29 +66,33 @@ __device__ __forceinline__ Item item_at(const Work& work, int index) {
     }
     index -= first * per_col * pieces;
     const int piece = index / (width * per_col);
-    item.col = ((first * per_col + index % (width * per_col)) * CLUSTER + work.rank) * COLS;
     const int expert = item.expert = part_of(work.first_piece, work.experts, piece);
-    const int place = piece - work.first_piece[expert], num = work.first_piece[expert + 1] - work.first_piece[expert];
+    const int num = work.first_piece[expert + 1] - work.first_piece[expert];
+    const Place place(index - work.first_piece[expert] * (width * per_col), num, width * per_col);
+    item.col = ((first * per_col + place.col) * CLUSTER + work.rank) * COLS;
     const int count = __ldg(work.counts + expert), tiles = ceil_div(count, TILE_ROWS);
     const int height = piece_height(count, num);
-    item.first_row = __ldg(work.starts + expert) + place * height;
+    item.first_row = __ldg(work.starts + expert) + place.piece * height;
     // Heights are rounded up, so the last piece may be lower than the others; it has at least one step.
-    item.rows = max(min(height, ceil_div(count - place * height, STEP) * STEP), STEP);
-    item.tiles = (place + 1) * tiles / num - place * tiles / num;
+    item.rows = max(min(height, ceil_div(count - place.piece * height, STEP) * STEP), STEP);
+    item.tiles = (place.piece + 1) * tiles / num - place.piece * tiles / num;
     return item;
 }
 
 // ---- roles
 
 __device__ __forceinline__ void load_items(
-    const Work& work, const TensorMap& rows_map, const TensorMap& weights_map, const Memory<Item>& memory) {
+    const Work& work, const TensorMap& rows_map, const TensorMap& weights_map, const Memory<Item>& memory,
+    int* tickets) {
     Ring ring = memory.ring();
-    int slot = 0;
+    Draws draws(tickets, memory.draws, work.rank == 0);
     const int num_items = work.num_items();
-    for (int index = blockIdx.x / CLUSTER; index < num_items; index += gridDim.x / CLUSTER) {
-        const Item item = item_at(work, index);
-        memory.items[slot] = item; // seen by whoever has waited for the item's first stage
-        slot = (slot + 1) % ITEM_SLOTS;
+    for (int index = Draws::first(), following; index < num_items; index = following) {
+        Item item = item_at(work, index);
+        following = draws.next();
+        item.is_last = following >= num_items;
+        memory.items[draws.slot()] = item; // seen by whoever has waited for the item's first stage
+        draws.tell();
         const int boxes = ceil_div(item.rows, BOX_ROWS);
         for (int step = 0; step < work.num_steps(); ++step) {
             barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
@@ -129,11 +133,11 @@ template <typename Compute>
 __device__ __forceinline__ void compute_items(
     const Work& work, const Memory<Item>& memory, int* panel_counters, const Recorder& recorder, int warp, int lane,
     Compute compute) {
-    const int num_items = work.num_items();
     Ring ring = memory.ring();
     Share share{panel_counters, 0, 0};
     int slot = 0;
-    for (int index = blockIdx.x / CLUSTER; index < num_items; index += gridDim.x / CLUSTER) {
+    if (Draws::first() >= work.num_items()) return;
+    while (true) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const u64 begin = recorder.now();
         const Item& item = memory.items[slot];
@@ -143,6 +147,7 @@ __device__ __forceinline__ void compute_items(
             recorder.record(
                 KIND_LAYER1_TILE, item.first_row / TILE_ROWS, item.col / BLOCK_COLS, item.panel, begin, begin);
         }
+        if (item.is_last) break;
     }
     if (warp % 4 == 0 && lane == 0) share.tell();
 }

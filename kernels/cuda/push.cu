@@ -67,10 +67,12 @@ __device__ __forceinline__ void push_rows(const Sends& sends, const Recorder& re
     constexpr int TARGETS = WORLD > 1 ? WORLD - 1 : 1, PER_CHUNK = CHUNK / PUSH_ROWS;
     const int M = sends.max_tokens, rank = sends.rank, epoch = __ldg(sends.epoch), num_chunks = M / CHUNK;
     Pending pending;
+    int following = 0; // of lane 0
+    const auto draw = [&] { if (lane == 0) following = draw_ticket(sends.tickets); };
+    draw();
     while (true) {
-        int ticket = 0;
-        if (lane == 0) ticket = atomicAdd(sends.tickets, 1);
-        ticket = __shfl_sync(0xFFFFFFFF, ticket, 0);
+        const int ticket = __shfl_sync(0xFFFFFFFF, following, 0);
+        draw();
         if (ticket >= (WORLD - 1) * num_chunks * PER_CHUNK) break;
         const u64 begin = recorder.now();
         const int hop = ticket / PER_CHUNK % TARGETS, chunk = ticket / PER_CHUNK / TARGETS;

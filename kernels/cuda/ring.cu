@@ -38,6 +38,7 @@ struct Memory {
     char* begin;
     u32 stages, staging, full, empty;
     Item* items;
+    u32 draws;
 
     __device__ __forceinline__ Memory(char* memory, int staging_bytes) {
         stages = (shared_address(memory) + 1023) & ~1023u;
@@ -46,17 +47,21 @@ struct Memory {
         full = staging + staging_bytes;
         empty = full + 8 * STAGES;
         items = reinterpret_cast<Item*>(begin + (empty + 8 * STAGES - stages));
+        draws = empty + 8 * STAGES + ITEM_SLOTS * sizeof(Item);
     }
 
     __device__ __forceinline__ Ring ring() const { return {stages, full, empty, 0, 0, 0}; }
 
-    __device__ __forceinline__ char* behind() const { return reinterpret_cast<char*>(items + ITEM_SLOTS); }
+    __device__ __forceinline__ char* behind() const { return begin + (draws + ITEM_SLOTS * DRAW_BYTES - stages); }
 
-    // By one thread: how many arrivals fill a stage, and how many free it.
-    __device__ __forceinline__ void init_barriers(u32 filling, u32 freeing) const {
+    // By one thread: how many arrivals fill a stage, and how many free it. Nothing has been drawn.
+    __device__ __forceinline__ void init(u32 filling, u32 freeing) const {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full + 8 * stage, filling);
             barrier_init(empty + 8 * stage, freeing);
+        }
+        for (int slot = 0; slot < ITEM_SLOTS; ++slot) {
+            asm volatile("st.shared.u64 [%0], %1;" ::"r"(draws + slot * DRAW_BYTES), "l"(u64(0)) : "memory");
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
