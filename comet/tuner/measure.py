@@ -4,22 +4,27 @@ There are two input sets: each more would be another graph to record for each ca
 between two calls of one. Fused candidates are replayed as CUDA graphs, because launching one from the host takes as
 long as a small layer, whatever its setting; the plain path, which waits for the host, cannot be. On a CPU a wall clock
 takes the place of events and the twin that of the kernels; only the machinery can be tried there.
+
+A candidate that fails is out, whatever it leaves in the pool: all ranks forget the fault together, and the others are
+measured as if it had never been there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from comet.config import OverlapConfig, require
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
 from comet.tuner.problem import Problem
-from comet.tuner.timing import host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Timing, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 from comet.tuner.tune import Measure
 
 NUM_INPUTS = 2
@@ -57,7 +62,7 @@ def measure_layer(
 
     Returns:
         A function for ``comet.tuner.tune``: the median ms of a candidate, the slowest rank counting in every round; it
-        raises ``RuntimeError`` with the reason for one that failed on some rank.
+        raises ``RuntimeError`` with the reason for one that failed on some rank, at first or in the loop.
 
     Raises:
         ValueError: If ``rounds`` is below 1.
@@ -72,15 +77,8 @@ def measure_layer(
             failures[setting] = failure
         else:
             candidates[setting] = calls
-    timings = time_interleaved(
-        {setting: partial(_call, calls) for setting, calls in candidates.items()},
-        rounds=rounds,
-        barrier=host_ahead(rank_barrier(group.device, group.process_group), group.device),
-        rotate=NUM_INPUTS,
-        device=group.device,
-        slowest=max_over_ranks(group.device, group.process_group),
-    )
-    group.workspace.check()
+    timings, late = _time_all(candidates, group, rounds)
+    failures |= late
 
     def measure(setting: OverlapConfig | None) -> float:
         if setting in failures:
@@ -90,8 +88,111 @@ def measure_layer(
     return measure
 
 
-def _call(calls: Sequence[Call], index: int) -> None:
-    calls[index]()
+def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
+    """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
+    if process_group is None:
+        return failure
+    failures = [""] * process_group.size()
+    dist.all_gather_object(failures, failure, group=process_group)
+    return next(filter(None, failures), "")
+
+
+class _Watch:
+    """The calls of one timing loop, watched for the first that leaves a fault; nobody waits for the device for it.
+
+    Args:
+        group: The ranks, and the pool.
+    """
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self.group = group
+        self.arrive = host_ahead(rank_barrier(group.device, group.process_group), group.device)
+        self.settings: list[OverlapConfig | None] = []  # one for each call
+        self.failure = ""  # raised by a call, as the twin's waits do
+        self.looks_without_fault = torch.zeros(1, dtype=torch.int64, device=group.device)
+
+    def barrier(self) -> None:
+        """The barrier before a call."""
+        self._look()
+        self.arrive()
+
+    def call(self, setting: OverlapConfig | None, calls: Sequence[Call], index: int) -> None:
+        """One of a candidate's calls; after a failure only plain, whose collectives every rank has to join.
+
+        The others would each wait for the other ranks until the deadline.
+        """
+        self.settings.append(setting)
+        try:
+            if setting is None or not self.failure:
+                calls[index]()
+        except RuntimeError as error:
+            self.failure = _reason(error)
+
+    def culprit(self) -> tuple[OverlapConfig | None, str] | None:
+        """The candidate of the first call that failed on any rank, and why; ``None`` if all went well (collective).
+
+        Of calls a, b, a the second left a fault: two of four looks found none, so it was call 1, that of b.
+        """
+        self._look()
+        latest = max_over_ranks(self.group.device, self.group.process_group)
+        own, first = int(self.looks_without_fault) - 1, -int(latest(-self.looks_without_fault)) - 1
+        if first == len(self.settings):
+            return None
+        failure = self.failure or _fault(self.group)
+        return self.settings[first], first_failure(failure if own == first else "", self.group.process_group)
+
+    def _look(self) -> None:
+        """Before each call and after the last: a fault stays."""
+        if not self.failure:
+            self.looks_without_fault += self.group.workspace.fault.eq(0).all()
+
+
+def _time_all(
+    candidates: Mapping[OverlapConfig | None, Sequence[Call]], group: ExpertGroup, rounds: int
+) -> tuple[dict[OverlapConfig | None, Timing], dict[OverlapConfig | None, str]]:
+    """Times, and failures of those that met a deadline in the loop: without them the others are timed anew."""
+    failures: dict[OverlapConfig | None, str] = {}
+    while True:
+        watch = _Watch(group)
+        left = {setting: calls for setting, calls in candidates.items() if setting not in failures}
+        timings = time_interleaved(
+            {setting: partial(watch.call, setting, calls) for setting, calls in left.items()},
+            rounds=rounds,
+            barrier=watch.barrier,
+            rotate=NUM_INPUTS,
+            device=group.device,
+            slowest=max_over_ranks(group.device, group.process_group),
+        )
+        found = watch.culprit()
+        if found is None:
+            return timings, failures
+        failures[found[0]] = found[1]
+        _recover(group)
+
+
+def _recover(group: ExpertGroup) -> None:
+    """Forget a fault, and agree on an epoch that no flag has seen yet (collective).
+
+    No rank goes on before the kernels of all have ended: those that waited for a failed one have met their deadline.
+    """
+    workspace = group.workspace
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    workspace.epoch.copy_(max_over_ranks(group.device, group.process_group)(workspace.epoch + 1))
+    workspace.fault.zero_()
+
+
+def _fault(group: ExpertGroup) -> str:
+    """What the pool of this rank complains of, or ""."""
+    try:
+        group.workspace.check()
+    except (RuntimeError, ValueError) as error:
+        return _reason(error)
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"
 
 
 def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
@@ -131,9 +232,12 @@ def _try_setting(
         if group.device.type == "cuda" and setting is not None:
             calls = _as_graphs(calls)
     except (RuntimeError, ValueError) as error:
-        failure = f"{type(error).__name__}: {str(error).strip()}"
-    failed = max_over_ranks(group.device, group.process_group)(torch.tensor([float(bool(failure))]))
-    return (None, failure or "failed on another rank") if failed.item() else (calls, "")
+        failure = _reason(error)
+    failure = first_failure(failure, group.process_group)
+    if not failure:
+        return calls, ""
+    _recover(group)
+    return None, failure
 
 
 def _as_graphs(calls: Sequence[Call]) -> list[Call]:

@@ -20,7 +20,7 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
 from comet.training.run import RankContext, activation_dtype
 from comet.tuner.machine import Machine
-from comet.tuner.measure import measure_layer
+from comet.tuner.measure import first_failure, measure_layer
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured
 from comet.tuner.sweep import Point, Shape, SweepLog, best_points, sweep_points, sweep_table
@@ -174,11 +174,7 @@ def measure_shape(
 
 def _agree(failure: str, context: RankContext) -> str:
     """The first failure of any rank; this is also the barrier between points, and ends the job if a rank is gone."""
-    if context.world_size == 1:
-        return failure
-    failures = [""] * context.world_size
-    dist.all_gather_object(failures, failure)
-    return next(filter(None, failures), "")
+    return first_failure(failure, dist.group.WORLD if context.world_size > 1 else None)
 
 
 def _reason(error: Exception) -> str:

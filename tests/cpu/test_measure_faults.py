@@ -1,0 +1,130 @@
+"""A candidate that meets a deadline while it is measured fails alone, and the pool is as good as new for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.group import ExpertGroup, make_expert_group
+from comet.launch.config import compose, make_job
+from comet.paths import ExpertPath, make_path
+from comet.tuner import Problem, ProfileStore, job, measure
+from comet.tuner.measure import measure_layer
+
+MOE = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
+CPU = torch.device("cpu")
+TOKENS = 40
+DEADLINE_S = 0.3
+BAD = OverlapConfig(block_rows=16)
+SETTINGS = [None, OverlapConfig(comm_blocks=8), OverlapConfig(comm_blocks=32), BAD]  # often plain comes after BAD
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The context of a job of one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+
+
+def leave_fault(group: ExpertGroup) -> None:
+    """What kernels leave whose wait met its deadline: rank 3 was waited for, at the layer 1 combine, chunk 5."""
+    group.workspace.fault.copy_(torch.tensor([1, 4, 3, 5, 9, 8, 1, 0]))
+
+
+def raise_timeout(group: ExpertGroup) -> None:
+    """As the twin does; before the path ran, this rank's epoch stays behind, and the others wait for it in vain."""
+    raise RuntimeError("rank 1 was asleep")
+
+
+def break_call(number: int, harm: Callable[[ExpertGroup], None], *, after: bool) -> list[int]:
+    """Do ``harm`` before or after call ``number`` of the path with ``BAD``'s tiles; the list fills with its calls."""
+    calls: list[int] = []
+
+    def broken(name: str, moe: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> ExpertPath:
+        path = make_path(name, moe, group, overlap)
+
+        def run(*arguments: Tensor) -> Tensor:
+            calls.append(len(calls))
+            if calls[-1] == number and not after:
+                harm(group)
+            output = path(*arguments)
+            if calls[-1] == number and after:
+                harm(group)
+            return output
+
+        return run if overlap is not None and overlap.block_rows == BAD.block_rows else path
+
+    measure.make_path = broken
+    return calls
+
+
+def measure_with_harm(
+    rank: int, world_size: int, number: int, harm: str
+) -> tuple[list[float | str], int, list[int], bool]:
+    """Times or reasons; calls of ``BAD``; epoch and fault; and whether the layer still computes what plain computes."""
+    do_harm = leave_fault if harm == "fault" else raise_timeout
+    calls = break_call(number if rank == world_size - 1 else -1, do_harm, after=harm != "raise before")
+    parallel = ParallelConfig(ep=world_size)
+    group = make_expert_group(MOE, parallel, max_tokens=TOKENS, dtype=torch.float32, device="cpu", timeout_s=DEADLINE_S)
+    problem = Problem.create(MOE, parallel, TOKENS, torch.float32)
+    ask = measure_layer(problem, SETTINGS, group, rounds=3)
+    found: list[float | str] = []
+    for setting in SETTINGS:
+        try:
+            found.append(ask(setting))
+        except RuntimeError as error:
+            found.append(str(error))
+    state = [int(group.workspace.epoch), *group.workspace.fault.tolist()]
+    inputs = measure._make_inputs(problem, group, seed=7)
+    outputs = [inputs.run(make_path(name, MOE, group, OverlapConfig()), 0) for name in ("twin", "plain")]
+    group.workspace.check()
+    group.close()
+    return found, len(calls), state, bool(torch.allclose(*outputs, atol=1e-5))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("harm", "number"),
+    [("fault", 0), ("fault", 1), ("fault", 4), ("raise before", 0), ("raise before", 4), ("raise after", 2)],
+)
+def test_only_the_candidate_that_failed_is_out(world_size: int, harm: str, number: int) -> None:
+    ranks = run_ranks(measure_with_harm, world_size, number, harm)
+    found, num_calls, state, right = ranks[0]
+    waited = "CommTimeoutError: rank {} waited 0.3 s for rank {}"
+    reason = "RuntimeError: rank 1 was asleep"
+    if harm == "fault":
+        reason = waited.format(world_size - 1, 3) + " (layer 1 combine, chunk 5, epoch 9, saw 8)"
+    elif harm == "raise before" and world_size == 2:
+        reason = waited.format(0, 1) + " (exchange of top-k"
+    assert str(found[3]).startswith(reason), "of the first rank that failed in this call"
+    assert all(isinstance(found[place], float) for place in range(3)), found
+    assert all(other[0] == found for other in ranks), "all ranks know alike"
+    assert all(other[2] == state for other in ranks), "epochs agree again"
+    assert state[1:] == [0] * 8
+    assert all(other[3] for other in ranks), "the pool is as good as new"
+    assert num_calls <= 1 + 3 + 3, "one to try it, then no more than the loop in which it failed"
+    assert right
+
+
+def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "make_path", make_path)  # undoes what ``break_call`` sets
+    calls = break_call(3, leave_fault, after=True)
+    config = make_job(compose(["model=tiny", f"tune.profiles={tmp_path}", "tune.rounds=3", "tune.tokens=[16,4]"]), 1)
+    facts = job.tune_job(config, Alone(), lambda _: {"small": MOE})
+    assert len(calls) > 4
+    failed = [[item for item in point["candidates"] if item["measured_ms"] is None] for point in facts["points"]]
+    assert [[item["setting"]["block_rows"] for item in items] for items in failed] == [[16], []]
+    entries = ProfileStore.load(tmp_path / "cpu_x1.json", "cpu").entries
+    assert {key.tokens for key in entries} == {16, 4}
+    reasons = [item.failure for entry in entries.values() for item in entry.measured if item.ms is None]
+    assert len(reasons) == 1
+    assert "CommTimeoutError: rank 0 waited 60.0 s for rank 3 (layer 1 combine" in reasons[0]
