@@ -41,6 +41,9 @@ class TuneConfig:
 class SweepConfig:
     """What is swept: every combination of the lists; an empty list takes the value the job has elsewhere.
 
+    A point that already has a time in the folder is not measured again. One that failed is: its row keeps the reason
+    until then. A combination that breaks a rule is a row with that rule.
+
     Args:
         models: Names of models; none takes the job's.
         layouts: Pairs (EP, TP); none takes the job's.

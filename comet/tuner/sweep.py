@@ -1,6 +1,6 @@
 """What the ``sweep`` task measures and what it keeps: points, and the CSV file a later run continues from.
 
-A shape is a model's layer in one layout with a number of tokens; a point is a shape with one overlap setting.
+A shape is a model's layer in one layout with a number of tokens; a point is a shape with one value of each knob.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast, get_args
+from typing import NamedTuple, get_args
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport, require
 from comet.training.config import JobConfig
-from comet.tuner.profile import Measured
 
 KEY_COLUMNS = tuple(
     "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
@@ -39,21 +39,57 @@ class Shape:
         return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
 
 
+class Knobs(NamedTuple):
+    """One combination of a sweep's lists; whether it breaks a rule shows when it becomes a setting."""
+
+    comm_blocks: int
+    num_panels: int
+    num_phases: int
+    block_rows: int
+    beside: bool
+    transport: Transport
+
+    def setting(self) -> OverlapConfig:
+        """Raises ``ValueError`` with the rule that is broken."""
+        return OverlapConfig(**self._asdict())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of a point: its median ms, or ``None`` and why there is none."""
+
+    ms: float | None
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        valid = self.ms is None or (math.isfinite(self.ms) and self.ms > 0)
+        require(valid, f"ms={self.ms} must be positive and finite, or None for a point that failed")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
     """One measurement of a sweep."""
 
     shape: Shape
-    setting: OverlapConfig
+    knobs: Knobs
+
+    @property
+    def broken_rule(self) -> str:
+        """The rule that its knobs break, or ""; a point that breaks one is never measured."""
+        try:
+            self.knobs.setting()
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def key(self, dtype: str, device: str) -> tuple[str, ...]:
         """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
-        shape, moe, setting = self.shape, self.shape.moe, self.setting
+        shape, moe, knobs = self.shape, self.shape.moe, self.knobs
         values = (
             shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
             shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
-            setting.comm_blocks, setting.num_panels, setting.num_phases, setting.block_rows,
-            int(setting.beside), setting.transport,
+            knobs.comm_blocks, knobs.num_panels, knobs.num_phases, knobs.block_rows,
+            int(knobs.beside), knobs.transport,
         )  # fmt: skip
         return tuple(map(str, values))
 
@@ -67,22 +103,27 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
 
     Returns:
         Distinct points; one transport, 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phase: 24.
+
+    Raises:
+        ValueError: If every combination breaks a rule.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
     layers = models or {job.model.name: job.model.moe}
     layouts = [ParallelConfig(ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
-    settings = [
-        replace(overlap, comm_blocks=blocks, num_panels=panels, num_phases=phases, transport=transport)
+    combinations = [
+        Knobs(blocks, panels, phases, overlap.block_rows, overlap.beside, transport)
         for transport in sweep.transport or (overlap.transport,)
         for panels in sweep.num_panels or (overlap.num_panels,)
         for phases in sweep.num_phases or (overlap.num_phases,)
         for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
     ]
     points = [
-        Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), setting=setting)
-        for (name, moe), parallel, num, setting in itertools.product(layers.items(), layouts, tokens, settings)
+        Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), knobs=knobs)
+        for (name, moe), parallel, num, knobs in itertools.product(layers.items(), layouts, tokens, combinations)
     ]
+    rules = [point.broken_rule for point in points]
+    require(not all(rules), f"sweep: every point breaks a rule, the first: {rules[0]}")
     return list(dict.fromkeys(points))
 
 
@@ -96,7 +137,7 @@ class SweepLog:
     """
 
     path: Path
-    rows: dict[tuple[str, ...], Measured] = field(default_factory=dict)
+    rows: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> SweepLog:
@@ -109,12 +150,12 @@ class SweepLog:
         for number, line in enumerate(lines[1:], 2):
             require(len(line) == len(COLUMNS), f"{path}:{number} must have {len(COLUMNS)} columns, not {len(line)}")
             try:
-                rows[tuple(line[: len(KEY_COLUMNS)])] = _measured(line)
+                rows[tuple(line[: len(KEY_COLUMNS)])] = _outcome(line)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
         return cls(path, rows)
 
-    def put(self, found: Mapping[tuple[str, ...], Measured]) -> None:
+    def put(self, found: Mapping[tuple[str, ...], Outcome]) -> None:
         """Add rows and write the file."""
         self.rows.update(found)
         text = io.StringIO()
@@ -128,22 +169,15 @@ class SweepLog:
         part.replace(self.path)
 
 
-def _measured(line: Sequence[str]) -> Measured:
-    *values, transport, ms, failure = line[len(KEY_COLUMNS) - 6 :]
-    blocks, panels, phases, rows, beside = map(int, values)
+def _outcome(line: Sequence[str]) -> Outcome:
+    *numbers, transport, ms, failure = line[len(KEY_COLUMNS) - len(Knobs._fields) :]
+    for number in numbers:
+        int(number)
     require(transport in get_args(Transport), f"transport={transport!r} must be one of {get_args(Transport)}")
-    setting = OverlapConfig(
-        comm_blocks=blocks,
-        num_panels=panels,
-        num_phases=phases,
-        block_rows=rows,
-        beside=bool(beside),
-        transport=cast(Transport, transport),
-    )
-    return Measured(setting=setting, ms=float(ms) if ms else None, failure=failure)
+    return Outcome(ms=float(ms) if ms else None, failure=failure)
 
 
-def best_points(results: Mapping[Point, Measured]) -> dict[Shape, Point]:
+def best_points(results: Mapping[Point, Outcome]) -> dict[Shape, Point]:
     """The fastest point of every shape of which at least one ran, shapes in the order of ``results``."""
     best: dict[Shape, Point] = {}
     times = {point: item.ms for point, item in results.items() if item.ms is not None}
@@ -152,17 +186,17 @@ def best_points(results: Mapping[Point, Measured]) -> dict[Shape, Point]:
     return {point.shape: best[point.shape] for point in results if point.shape in best}
 
 
-def sweep_table(results: Mapping[Point, Measured]) -> str:
+def sweep_table(results: Mapping[Point, Outcome]) -> str:
     """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
     best = set(best_points(results).values())
     head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "transport", "ms", "")
     lines: list[tuple[str, ...]] = [head]
     for point, item in results.items():
-        shape, setting = point.shape, point.setting
-        numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, setting.comm_blocks, setting.num_panels)
+        shape, knobs = point.shape, point.knobs
+        numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, knobs.comm_blocks, knobs.num_panels)
         time = "failed" if item.ms is None else f"{item.ms:.4f}"
         note = "*" if point in best else item.failure
-        lines.append((shape.model, *map(str, numbers), str(setting.num_phases), setting.transport, time, note))
+        lines.append((shape.model, *map(str, numbers), str(knobs.num_phases), knobs.transport, time, note))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for name, *cells, note in lines:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,20 +21,19 @@ from comet.training.run import RankContext, activation_dtype
 from comet.tuner.machine import Machine
 from comet.tuner.measure import first_failure, measure_layer
 from comet.tuner.problem import Problem
-from comet.tuner.profile import Measured
-from comet.tuner.sweep import Point, Shape, SweepLog, best_points, sweep_points, sweep_table
+from comet.tuner.sweep import Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
 from comet.tuner.sweep_plot import plot_sweep
 
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 
 Made = TypeVar("Made")
-Todo = dict[Shape, list[OverlapConfig]]
+Todo = dict[Shape, list[Point]]
 
 
 def run_sweep(
     job: JobConfig, context: RankContext, load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]]
 ) -> dict[str, Any]:
-    """Measure the points that the CSV file does not hold yet (collective).
+    """Measure the points of which the CSV file holds no time yet (collective).
 
     Args:
         job: Lists of the sweep; ``resume`` names the folder to continue in, ``output_dir`` otherwise.
@@ -46,7 +44,8 @@ def run_sweep(
         The facts, equal on all ranks; rank 0 has printed the table and, as the last line, these facts.
 
     Raises:
-        ValueError: If a setting breaks its rule or the CSV file cannot be read. A point that fails is no error.
+        ValueError: If a setting breaks its rule, every point does or the CSV file cannot be read. A point that fails is
+            no error.
     """
     dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
     folder = Path(job.output_dir if job.resume in (None, "auto") else str(job.resume))
@@ -58,13 +57,14 @@ def run_sweep(
         )
         log.rows = SweepLog.load(log.path).rows
         points = sweep_points(job, load_models(job.sweep.models))
+        broken = {point.key(dtype, device): point.broken_rule for point in points if point.broken_rule}
+        log.put({key: Outcome(ms=None, failure=f"ValueError: {rule}") for key, rule in broken.items()})
         return points, pending(points, log, dtype, device)
 
     points, todo = from_first_rank(prepare, context)
-    for shape, measured in _measure_all(job, todo, context):
-        keys = [Point(shape=shape, setting=setting).key(dtype, device) for setting in todo[shape]]
+    for shape, outcomes in _measure_all(job, todo, context):
         if context.rank == 0:
-            log.put(dict(zip(keys, measured, strict=True)))
+            log.put({point.key(dtype, device): item for point, item in zip(todo[shape], outcomes, strict=True)})
 
     def finish() -> dict[str, Any]:
         results = {point: log.rows[point.key(dtype, device)] for point in points}
@@ -77,11 +77,15 @@ def run_sweep(
 
 
 def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
-    """The settings of each shape that the log does not hold; a failed point counts as done."""
+    """The points of each shape of which the log holds no time: why one failed then may be gone by now.
+
+    Points whose knobs break a rule are left out.
+    """
     todo: Todo = {}
     for point in points:
-        if point.key(dtype, device) not in log.rows:
-            todo.setdefault(point.shape, []).append(point.setting)
+        known = log.rows.get(point.key(dtype, device))
+        if not point.broken_rule and (known is None or known.ms is None):
+            todo.setdefault(point.shape, []).append(point)
     return todo
 
 
@@ -102,8 +106,8 @@ def from_first_rank(make: Callable[[], Made], context: RankContext) -> Made:
     return value
 
 
-def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, list[Measured]]]:
-    """Yield each shape with its measurements; shapes of one layer and layout share a group and its memory."""
+def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, list[Outcome]]]:
+    """Yield each shape with the outcomes of its points; shapes of one layer and layout share a group and its memory."""
     families: dict[tuple[MoEConfig, ParallelConfig], list[Shape]] = {}
     for shape in todo:
         families.setdefault((shape.moe, shape.parallel), []).append(shape)
@@ -111,9 +115,10 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
         group, failure = _open_group(job, shapes, context)
         for shape in shapes:
             if group is None:
-                yield shape, [Measured(setting=setting, ms=None, failure=failure) for setting in todo[shape]]
+                yield shape, [Outcome(ms=None, failure=failure)] * len(todo[shape])
             else:
-                yield shape, measure_shape(job, shape, todo[shape], group, context)
+                settings = [point.knobs.setting() for point in todo[shape]]
+                yield shape, measure_shape(job, shape, settings, group, context)
         if group is not None:
             group.close()
 
@@ -140,7 +145,7 @@ def _open_group(job: JobConfig, shapes: Sequence[Shape], context: RankContext) -
 
 def measure_shape(
     job: JobConfig, shape: Shape, settings: Sequence[OverlapConfig], group: ExpertGroup, context: RankContext
-) -> list[Measured]:
+) -> list[Outcome]:
     """Measure the settings of one shape, interleaved; what fails is part of the result (collective).
 
     Args:
@@ -151,7 +156,7 @@ def measure_shape(
         context: This rank.
 
     Returns:
-        One result per setting, in their order.
+        One outcome per setting, in their order.
     """
     failure = ""
     try:
@@ -162,14 +167,14 @@ def measure_shape(
         failure = _reason(error)
     failure = _agree(failure, context)
     if failure:
-        return [Measured(setting=setting, ms=None, failure=failure) for setting in settings]
-    measured = []
+        return [Outcome(ms=None, failure=failure)] * len(settings)
+    outcomes = []
     for setting in settings:
         try:
-            measured.append(Measured(setting=setting, ms=measure(setting)))
+            outcomes.append(Outcome(ms=measure(setting)))
         except RuntimeError as error:  # its message already says what kind of error it was
-            measured.append(Measured(setting=setting, ms=None, failure=" ".join(str(error).split())))
-    return measured
+            outcomes.append(Outcome(ms=None, failure=" ".join(str(error).split())))
+    return outcomes
 
 
 def _agree(failure: str, context: RankContext) -> str:
@@ -181,14 +186,14 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _facts(results: Mapping[Point, Measured], folder: Path, num_measured: int) -> dict[str, Any]:
+def _facts(results: Mapping[Point, Outcome], folder: Path, num_measured: int) -> dict[str, Any]:
     best = [
         {
             "model": shape.model,
             "ep": shape.parallel.ep,
             "tp": shape.parallel.tp,
             "tokens": shape.tokens,
-            "setting": asdict(point.setting),
+            "setting": point.knobs._asdict(),
             "ms": results[point].ms,
         }
         for shape, point in best_points(results).items()

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from comet.tuner.layers import counted
-from comet.tuner.profile import Measured
-from comet.tuner.sweep import Point
+from comet.tuner.sweep import Outcome, Point
 
 MAX_COLUMNS = 3
 SUBPLOT_INCHES = (5.0, 3.6)
@@ -16,7 +15,7 @@ DOTS_PER_INCH = 110
 TOP_MARGIN = 1.1
 
 
-def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
+def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
     """Draw all points that ran as a PNG; a shape without any keeps an empty subplot that says so."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -48,12 +47,12 @@ def plot_sweep(results: Mapping[Point, Measured], path: Path) -> None:
     figure.savefig(path)
 
 
-def sweep_lines(results: Mapping[Point, Measured]) -> dict[tuple[int, int, str], list[tuple[int, float]]]:
+def sweep_lines(results: Mapping[Point, Outcome]) -> dict[tuple[int, int, str], list[tuple[int, float]]]:
     """Lines of one shape: (panels, phases, transport) -> (comm_blocks, ms) of the points that ran, ascending."""
     lines: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
     for point, item in results.items():
         if item.ms is not None:
-            setting = point.setting
-            name = (setting.num_panels, setting.num_phases, setting.transport)
-            lines.setdefault(name, []).append((setting.comm_blocks, item.ms))
+            knobs = point.knobs
+            name = (knobs.num_panels, knobs.num_phases, knobs.transport)
+            lines.setdefault(name, []).append((knobs.comm_blocks, item.ms))
     return {name: sorted(line) for name, line in lines.items()}

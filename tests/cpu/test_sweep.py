@@ -20,8 +20,7 @@ from comet.launch.sweep import load_models, sweep_job
 from comet.paths import make_path
 from comet.training.config import JobConfig
 from comet.tuner.config import SweepConfig
-from comet.tuner.profile import Measured
-from comet.tuner.sweep import COLUMNS, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
+from comet.tuner.sweep import COLUMNS, Knobs, Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
 from comet.tuner.sweep_job import CSV_NAME, PLOT_NAME, from_first_rank, measure_shape, pending, run_sweep
 from comet.tuner.sweep_plot import plot_sweep, sweep_lines
 
@@ -45,11 +44,7 @@ def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
 
 def point(blocks: int = 8, panels: int = 4, phases: int = 2, tokens: int = 16) -> Point:
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, setting=OverlapConfig(comm_blocks=blocks, num_panels=panels, num_phases=phases))
-
-
-def measured(item: Point, ms: float | None, failure: str = "") -> Measured:
-    return Measured(setting=item.setting, ms=ms, failure=failure)
+    return Point(shape=shape, knobs=Knobs(blocks, panels, phases, 128, True, "push"))
 
 
 def test_points_are_the_product_of_the_lists():
@@ -58,29 +53,43 @@ def test_points_are_the_product_of_the_lists():
     points = sweep_points(job, {})
     assert len(points) == 12, "the job's own model; 8 appears twice in the list but is one point"
     assert [item.shape.tokens for item in points] == [16] * 6 + [32] * 6
-    assert [item.setting.comm_blocks for item in points[:4]] == [8, 16, 32, 8]
+    assert [item.knobs.comm_blocks for item in points[:4]] == [8, 16, 32, 8]
     assert {item.shape.model for item in points} == {"tiny"}
 
 
 def test_an_empty_list_takes_the_value_of_the_job():
     job = job_of("sweep.comm_blocks=[]", "overlap.comm_blocks=7", "overlap.num_panels=2", "overlap.block_rows=32")
     (only,) = sweep_points(job, {})
-    assert only.setting == OverlapConfig(comm_blocks=7, num_panels=2, block_rows=32)
+    assert only.knobs.setting() == OverlapConfig(comm_blocks=7, num_panels=2, block_rows=32)
     assert only.shape.tokens == job.train.batch_size * job.model.context
     assert only.shape.parallel == job.parallel
 
 
-def test_transports_are_swept_and_no_comm_blocks_need_copy_engines(tmp_path):
+def test_transports_are_swept(tmp_path):
     job = job_of("sweep.comm_blocks=[8]", "sweep.transport=[push,copy]")
-    assert [item.setting.transport for item in sweep_points(job, {})] == ["push", "copy"]
+    assert [item.knobs.transport for item in sweep_points(job, {})] == ["push", "copy"]
     copied = sweep_points(job_of("sweep.comm_blocks=[0]", "overlap.transport=copy"), {})
-    assert [item.setting for item in copied] == [OverlapConfig(comm_blocks=0, transport="copy")]
+    assert [item.knobs.setting() for item in copied] == [OverlapConfig(comm_blocks=0, transport="copy")]
     log = SweepLog(tmp_path / CSV_NAME)
-    log.put({copied[0].key("float32", "cpu"): measured(copied[0], 1.5)})
+    log.put({copied[0].key("float32", "cpu"): Outcome(ms=1.5)})
     assert SweepLog.load(log.path).rows == log.rows
-    assert set(sweep_lines({copied[0]: measured(copied[0], 1.5)})) == {(4, 2, "copy")}
-    with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1: comm blocks move the rows"):
-        sweep_points(job_of("sweep.comm_blocks=[0]", "sweep.transport=[copy,push]"), {})
+    assert set(sweep_lines({copied[0]: Outcome(ms=1.5)})) == {(4, 2, "copy")}
+
+
+def test_a_combination_that_breaks_a_rule_is_a_failed_point(tmp_path):
+    """No comm blocks need copy engines; the three other combinations are measured."""
+    words = ("sweep.comm_blocks=[0,8]", "sweep.transport=[push,copy]", "sweep.tokens=[16]", "sweep.rounds=1")
+    rule = "comm_blocks=0 must be at least 1: comm blocks move the rows under transport='push'"
+    for measured_now in (3, 0):
+        facts = sweep_job(job_of(*words, f"output_dir={tmp_path}"), Alone())
+        assert (facts["points"], facts["measured_now"], facts["failed"]) == (4, measured_now, 1)
+        rows = list(csv.DictReader((tmp_path / CSV_NAME).read_text().splitlines()))
+        assert [(row["comm_blocks"], row["transport"], row["failure"]) for row in rows if not row["ms"]] == [
+            ("0", "push", f"ValueError: {rule}")
+        ]
+    with pytest.raises(ValueError, match=f"sweep: every point breaks a rule, the first: {rule}"):
+        sweep_job(job_of(*words[2:], "sweep.comm_blocks=[0]", f"output_dir={tmp_path}/none"), Alone())
+    assert not (tmp_path / "none").exists()
 
 
 def test_layouts_and_models_come_from_the_command_line():
@@ -116,14 +125,14 @@ def test_the_log_keeps_times_and_reasons_and_says_what_is_left(tmp_path):
     log = SweepLog(tmp_path / "deep" / CSV_NAME)
     key = ("torch.float32", "a device, with a comma")
     reason = 'ValueError: "quoted", and commas'
-    log.put({done.key(*key): measured(done, 1.25), failed.key(*key): measured(failed, None, reason)})
+    log.put({done.key(*key): Outcome(ms=1.25), failed.key(*key): Outcome(ms=None, failure=reason)})
     again = SweepLog.load(log.path)
     assert again.rows == log.rows
     assert [path.name for path in log.path.parent.iterdir()] == [CSV_NAME], "no part of a file is left"
-    assert pending([done, failed, new], again, *key) == {new.shape: [new.setting]}
+    assert pending([done, failed, new], again, *key) == {new.shape: [failed, new]}, "what failed is tried again"
     other = replace(done, shape=replace(done.shape, moe=replace(MOE, ffn_size=64)))
-    assert pending([other], again, *key) == {other.shape: [done.setting]}, "the same name, another layer"
-    assert pending([done], again, key[0], "another device") == {done.shape: [done.setting]}
+    assert pending([other], again, *key) == {other.shape: [other]}, "the same name, another layer"
+    assert pending([done], again, key[0], "another device") == {done.shape: [done]}
     assert SweepLog.load(tmp_path / "none.csv").rows == {}
 
 
@@ -146,8 +155,8 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
 def test_table_lines_and_picture(tmp_path):
     slow, fast, broken, alone = point(16), point(8), point(8, 2), point(8, tokens=99)
     results = {
-        slow: measured(slow, 2.0), fast: measured(fast, 1.0), broken: measured(broken, None, "RuntimeError: no"),
-        alone: measured(alone, None, "ValueError: never"),
+        slow: Outcome(ms=2.0), fast: Outcome(ms=1.0), broken: Outcome(ms=None, failure="RuntimeError: no"),
+        alone: Outcome(ms=None, failure="ValueError: never"),
     }  # fmt: skip
     assert best_points(results) == {fast.shape: fast}
     lines = sweep_table(results).splitlines()
@@ -193,10 +202,38 @@ def test_a_second_sweep_measures_only_what_is_new(tmp_path, capsys):
 
     more = job_of(*words, "sweep.comm_blocks=[8,16]", f"resume={tmp_path}", "output_dir=unused")
     facts = sweep_job(more, Alone())
-    assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 4, str(tmp_path))
+    assert (facts["points"], facts["measured_now"], facts["output_dir"]) == (8, 6, str(tmp_path)), "4 new, 2 failed"
     assert (tmp_path / CSV_NAME).read_text().startswith(before), "old rows are kept as they were"
     with pytest.raises(ValueError, match=r"resume='.*/none' must be a folder with sweep\.csv"):
         run_sweep(job_of(f"resume={tmp_path}/none"), Alone(), load_models)
+
+
+def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_path, monkeypatch):
+    """As with more ranks in the second run: what made it fail is gone."""
+
+    def fail(*arguments):
+        raise RuntimeError("no resources")
+
+    words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
+    monkeypatch.setattr("comet.tuner.measure.make_path", fail)
+    assert sweep_job(job_of(*words), Alone())["failed"] == 2
+    monkeypatch.undo()
+
+    def crash_at_32(job, shape, settings, group, context):
+        if shape.tokens == 32:
+            raise KeyError("a bug")
+        return measure_shape(job, shape, settings, group, context)
+
+    monkeypatch.setattr("comet.tuner.sweep_job.measure_shape", crash_at_32)
+    with pytest.raises(KeyError):
+        sweep_job(job_of(*words), Alone())
+    first, second = SweepLog.load(tmp_path / CSV_NAME).rows.values()
+    assert first.ms
+    assert not first.failure
+    assert second == Outcome(ms=None, failure="RuntimeError: no resources")
+    monkeypatch.undo()
+    facts = sweep_job(job_of(*words), Alone())
+    assert (facts["points"], facts["measured_now"], facts["failed"]) == (2, 1, 0)
 
 
 def test_shapes_measured_before_a_crash_are_kept(tmp_path, monkeypatch):
