@@ -26,8 +26,9 @@ from comet.tuner.machine import Machine
 from comet.tuner.measure import measure_layer
 from comet.tuner.model import predict
 from comet.tuner.problem import Problem
-from comet.tuner.profile import ProfileStore
+from comet.tuner.profile import ProfileStore, profile_path
 from comet.tuner.regret import Tuned, regret_text, regrets
+from comet.tuner.shared_file import require_writable
 from comet.tuner.sweep_job import from_first_rank
 from comet.tuner.tune import tune
 from comet.workspace import Workspace, WorkspaceShape
@@ -48,7 +49,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
         as the last line, these facts.
 
     Raises:
-        ValueError: If no candidate of a point runs, or a setting breaks its rule.
+        ValueError: If no candidate of a point runs, the store cannot be written, or a setting breaks its rule.
     """
     start = time.perf_counter()
     machine_name = config.tune.machine
@@ -105,7 +106,9 @@ def job_points(config: JobConfig, models: Mapping[str, MoEConfig], device: torch
 def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, ProfileStore]:
     """Of the first rank: the candidates depend on both, and ranks have to agree on them."""
     machine = Machine.of(device)
-    return machine, ProfileStore.open(Path(config.tune.profiles), machine.name, config.parallel.world_size)
+    folder, ranks = Path(config.tune.profiles), config.parallel.world_size
+    require_writable(profile_path(folder, machine.name, ranks), f"tune.profiles={config.tune.profiles!r}")
+    return machine, ProfileStore.open(folder, machine.name, ranks)
 
 
 def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: ExpertGroup, rounds: int) -> Tuned:

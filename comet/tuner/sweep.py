@@ -16,6 +16,7 @@ from typing import NamedTuple, get_args
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport, require
 from comet.training.config import JobConfig
+from comet.tuner.shared_file import locked, write_whole
 
 KEY_COLUMNS = tuple(
     "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
@@ -129,7 +130,7 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
 
 @dataclass(slots=True)
 class SweepLog:
-    """The CSV file of a sweep; every ``put`` replaces it as a whole, so that a killed run leaves complete rows.
+    """The CSV file of a sweep, which others may add to at the same time; a killed run leaves complete rows.
 
     Args:
         path: The file.
@@ -156,17 +157,25 @@ class SweepLog:
         return cls(path, rows)
 
     def put(self, found: Mapping[tuple[str, ...], Outcome]) -> None:
-        """Add rows and write the file."""
-        self.rows.update(found)
+        """Add rows, in memory and in the file, whose folder must exist; rows other processes wrote meanwhile are kept.
+
+        A failure does not take the place of a time.
+        """
+        with locked(self.path):
+            self.rows |= self.load(self.path).rows
+            self.rows |= {key: item for key, item in found.items() if item.ms or not self._has_time(key)}
+            write_whole(self.path, self._text())
+
+    def _has_time(self, key: tuple[str, ...]) -> bool:
+        return key in self.rows and self.rows[key].ms is not None
+
+    def _text(self) -> str:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
         for key, item in self.rows.items():
             writer.writerow((*key, "" if item.ms is None else f"{item.ms:.6g}", item.failure))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(text.getvalue(), encoding="utf-8")
-        part.replace(self.path)
+        return text.getvalue()
 
 
 def _outcome(line: Sequence[str]) -> Outcome:

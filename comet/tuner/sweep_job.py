@@ -21,6 +21,7 @@ from comet.training.run import RankContext, activation_dtype
 from comet.tuner.machine import Machine
 from comet.tuner.measure import first_failure, measure_layer
 from comet.tuner.problem import Problem
+from comet.tuner.shared_file import require_writable
 from comet.tuner.sweep import Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
 from comet.tuner.sweep_plot import plot_sweep
 
@@ -44,19 +45,18 @@ def run_sweep(
         The facts, equal on all ranks; rank 0 has printed the table and, as the last line, these facts.
 
     Raises:
-        ValueError: If a setting breaks its rule, every point does or the CSV file cannot be read. A point that fails is
-            no error.
+        ValueError: If a setting breaks its rule, every point does, or the CSV file cannot be read or written. A point
+            that fails is no error.
     """
     dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
-    folder = Path(job.output_dir if job.resume in (None, "auto") else str(job.resume))
+    name, value = ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
+    folder = Path(value)
     log = SweepLog(folder / CSV_NAME)
 
     def prepare() -> tuple[list[Point], Todo]:
-        require(
-            job.resume in (None, "auto") or log.path.exists(), f"resume={job.resume!r} must be a folder with {CSV_NAME}"
-        )
-        log.rows = SweepLog.load(log.path).rows
+        require(name == "output_dir" or log.path.exists(), f"resume={job.resume!r} must be a folder with {CSV_NAME}")
         points = sweep_points(job, load_models(job.sweep.models))
+        require_writable(log.path, f"{name}={value!r}")
         broken = {point.key(dtype, device): point.broken_rule for point in points if point.broken_rule}
         log.put({key: Outcome(ms=None, failure=f"ValueError: {rule}") for key, rule in broken.items()})
         return points, pending(points, log, dtype, device)

@@ -1,0 +1,48 @@
+"""Files that several processes write: one at a time, each whole, and tried before what they are to hold is measured."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One writer at a time among all processes that use this; the lock dies with its process."""
+    with path.with_name(path.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one."""
+    descriptor, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def require_writable(path: Path, setting: str) -> None:
+    """Make the file's folder, and raise ``ValueError`` unless the file could be replaced there now.
+
+    Args:
+        path: The file; need not exist.
+        setting: Its folder as the user wrote it, for the message: ``output_dir='runs/1'``.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path), tempfile.NamedTemporaryFile(prefix=path.name, suffix=".tmp", dir=path.parent):
+            if path.is_dir():
+                raise IsADirectoryError(f"{path} is a folder")
+    except OSError as error:
+        raise ValueError(f"{setting} must be a folder that can be written: {error}") from error

@@ -1,0 +1,122 @@
+"""Files of ``sweep`` and ``tune``: two sweeps in one folder, and a folder that cannot be written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.launch.cli import main
+from comet.launch.config import compose, make_job
+from comet.tuner import job
+from comet.tuner.shared_file import require_writable
+from comet.tuner.sweep import Knobs, Outcome, Point, Shape, SweepLog
+from comet.tuner.sweep_job import CSV_NAME, run_sweep
+
+MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The context of a job of one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+
+
+def key_of(tokens: int) -> tuple[str, ...]:
+    shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
+    return Point(shape=shape, knobs=Knobs(8, 4, 2, 128, True, "push")).key("float32", "cpu")
+
+
+def test_rows_of_another_sweep_are_kept(tmp_path: Path) -> None:
+    first, second = SweepLog(tmp_path / CSV_NAME), SweepLog(tmp_path / CSV_NAME)
+    first.put({key_of(1): Outcome(ms=1.0)})
+    second.put({key_of(2): Outcome(ms=2.0)})
+    first.put({key_of(3): Outcome(ms=None, failure="no"), key_of(1): Outcome(ms=1.5)})
+    wanted = {key_of(1): Outcome(ms=1.5), key_of(2): Outcome(ms=2.0), key_of(3): Outcome(ms=None, failure="no")}
+    assert SweepLog.load(tmp_path / CSV_NAME).rows == first.rows == wanted
+
+
+def test_a_failure_takes_the_place_of_a_failure_only(tmp_path: Path) -> None:
+    """Whichever sweep ends first, and whether this one has seen the time or not."""
+    log = SweepLog(tmp_path / CSV_NAME)
+    SweepLog(log.path).put({key_of(1): Outcome(ms=1.0), key_of(2): Outcome(ms=None, failure="old")})
+    log.put({key_of(1): Outcome(ms=None, failure="no"), key_of(2): Outcome(ms=None, failure="new")})
+    assert log.rows == {key_of(1): Outcome(ms=1.0), key_of(2): Outcome(ms=None, failure="new")}
+    log.put({key_of(2): Outcome(ms=2.0)})
+    assert SweepLog.load(log.path).rows == {key_of(1): Outcome(ms=1.0), key_of(2): Outcome(ms=2.0)}
+
+
+def put_rows(rank: int, world_size: int, path: Path, num_rows: int) -> None:
+    log = SweepLog(path)
+    for number in range(num_rows):
+        log.put({key_of(1 + rank * num_rows + number): Outcome(ms=float(1 + rank))})
+
+
+def test_processes_that_write_at_the_same_time_lose_no_row(tmp_path: Path) -> None:
+    run_ranks(put_rows, 3, tmp_path / CSV_NAME, 40)
+    rows = SweepLog.load(tmp_path / CSV_NAME).rows
+    assert rows == {key_of(1 + index): Outcome(ms=float(1 + index // 40)) for index in range(120)}
+    assert {path.name for path in tmp_path.iterdir()} == {CSV_NAME, f"{CSV_NAME}.lock"}, "no part of a file is left"
+
+
+def test_trying_to_write_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / CSV_NAME
+    require_writable(path, "output_dir='x'")
+    assert not path.exists()
+    path.write_text("content")
+    require_writable(path, "output_dir='x'")
+    assert path.read_text() == "content"
+    assert len(list(path.parent.iterdir())) == 2, "the file and its lock"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(
+        ValueError, match=r"output_dir='x' must be a folder that can be written: .*sweep\.csv is a folder"
+    ):
+        require_writable(path, "output_dir='x'")
+
+
+def never(*arguments: object, **named: object) -> NoReturn:
+    raise AssertionError("measured before the folder was tried")
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "x")
+    for module in ("job", "sweep_job"):
+        monkeypatch.setattr(f"comet.tuner.{module}.make_expert_group", never)
+    config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
+    message = f"={folder!r} must be a folder that can be written: .*Not a directory"
+    with pytest.raises(ValueError, match=f"^tune.profiles{message}"):
+        job.tune_job(config, Alone(), lambda _: {"small": MOE})
+    with pytest.raises(ValueError, match=f"^output_dir{message}"):
+        run_sweep(config, Alone(), lambda _: {"small": MOE})
+    SweepLog(tmp_path / CSV_NAME).put({})
+    (tmp_path / f"{CSV_NAME}.lock").unlink()
+    (tmp_path / f"{CSV_NAME}.lock").mkdir()
+    with pytest.raises(ValueError, match=f"^resume='{tmp_path}' must be a folder that can be written"):
+        run_sweep(replace(config, resume=str(tmp_path)), Alone(), lambda _: {"small": MOE})
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_one_line_and_status_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "file").touch()
+    assert main(["tune", f"tune.profiles={tmp_path}/file/x", "tune.tokens=[32]"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"comet: error: tune.profiles='{tmp_path}/file/x' must be a folder that can be written")
