@@ -124,7 +124,7 @@ def _run_with_ranks(task: Task, words: Sequence[str], options: argparse.Namespac
         from comet.launch.rank import run_rank
 
         run_rank(task, options.overrides, options.traceback)
-    container = compose(options.overrides)
+    container = compose([*task.settings, *options.overrides])
     num_gpus = torch.cuda.device_count()
     num_ranks = default_ranks(container, num_gpus)
     job = make_job(container, num_ranks)

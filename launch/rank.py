@@ -41,7 +41,7 @@ def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoRe
     context = current_context()
     store = open_store(context)
     with Outcome(context, store, with_traceback) as outcome:
-        config = share_config(context, store, overrides)
+        config = share_config(context, store, [*task.settings, *overrides])
         if config is None:
             leave(STATUS_USER)
         with process_group(context, store):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from comet.config import MoEConfig
 from comet.launch.config import compose
 from comet.launch.distributed import LaunchContext
+from comet.launch.last_words import last_words
 from comet.launch.schema import build
 from comet.models.config import ModelConfig
 from comet.training.config import JobConfig
-from comet.tuner.sweep_job import run_sweep
+from comet.tuner.sweep_job import run_sweep, tell_kept
 
 
 def sweep_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
-    """Sweep (collective); see ``comet.tuner.sweep_job.run_sweep``."""
-    return run_sweep(config, context, load_models)
+    """Sweep (collective); see ``comet.tuner.sweep_job.run_sweep``. Told to stop, rank 0 says where its rows are."""
+    with last_words(partial(tell_kept, config)) if context.rank == 0 else nullcontext():
+        return run_sweep(config, context, load_models)
 
 
 def load_models(names: Sequence[str]) -> dict[str, MoEConfig]:

@@ -19,6 +19,7 @@ class Task:
             ``comet.training.config.JobConfig`` and a ``comet.launch.distributed.LaunchContext``. Without: called as
             ``function(arguments)`` once, with the overrides or its own words; returns the exit status.
         ranks: Whether the task runs on several ranks.
+        settings: Overrides that the user's own follow: defaults of this task.
         dry_run: Module whose ``describe`` makes the text of ``--dry-run``; ``None`` where the words after the task's
             name are all its own, instead of the common options and Hydra overrides.
     """
@@ -27,6 +28,7 @@ class Task:
     module: str
     function: str
     ranks: bool = True
+    settings: tuple[str, ...] = ()
     dry_run: str | None = "comet.launch.dry_run"
 
     def load(self) -> Callable[..., Any]:
@@ -50,7 +52,12 @@ TASKS: Mapping[str, Task] = {
         dry_run="comet.launch.dry_run_generate",
     ),
     "tune": Task("measure how fused kernels best share the GPU, keep the winners", "comet.launch.tune", "tune_job"),
-    "sweep": Task("measure a grid of overlap settings, models and layouts, draw it", "comet.launch.sweep", "sweep_job"),
+    "sweep": Task(
+        "measure a grid of overlap settings, models and layouts, draw it",
+        "comet.launch.sweep",
+        "sweep_job",
+        settings=("output_dir=outputs/sweep-${now:%Y%m%d-%H%M%S}",),
+    ),
     "explain": Task("predicted and measured time of each split", "comet.launch.explain", "explain_job", ranks=False),
     "compile": Task(
         "compile every kernel ahead of time, no GPU needed", "comet.kernels.aot", "main", ranks=False, dry_run=None

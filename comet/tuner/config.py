@@ -44,6 +44,9 @@ class SweepConfig:
     A point that already has a time in the folder is not measured again. One that failed is: its row keeps the reason
     until then. A combination that breaks a rule is a row with that rule.
 
+    All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
+    their rows are written together, and a sweep that is stopped keeps those of the shapes before.
+
     Args:
         models: Names of models; none takes the job's.
         layouts: Pairs (EP, TP); none takes the job's.

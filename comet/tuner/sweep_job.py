@@ -1,7 +1,8 @@
 """The ``sweep`` task: measure every point inside one job, whatever fails on the way.
 
 All points share the job's process group. Rank 0 expands the lists, decides what is still to be measured, tells the
-others and alone writes: the CSV file after every shape, then the table, the picture and one JSON object.
+others and alone writes: the CSV file after every shape, whose points are timed in one loop, then the table, the picture
+and one JSON object; and its progress to standard error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
 from comet.training.run import RankContext, activation_dtype
+from comet.tuner.layers import counted
 from comet.tuner.machine import Machine
 from comet.tuner.measure import first_failure, measure_layer
 from comet.tuner.problem import Problem
@@ -49,7 +51,7 @@ def run_sweep(
             that fails is no error.
     """
     dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
-    name, value = ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
+    name, value = folder_setting(job)
     folder = Path(value)
     log = SweepLog(folder / CSV_NAME)
 
@@ -62,6 +64,7 @@ def run_sweep(
         return points, pending(points, log, dtype, device)
 
     points, todo = from_first_rank(prepare, context)
+    _tell(f"sweep of {counted(len(points), 'point')}, {sum(map(len, todo.values()))} to measure in {folder}", context)
     for shape, outcomes in _measure_all(job, todo, context):
         if context.rank == 0:
             log.put({point.key(dtype, device): item for point, item in zip(todo[shape], outcomes, strict=True)})
@@ -74,6 +77,19 @@ def run_sweep(
         return facts
 
     return from_first_rank(finish, context)
+
+
+def folder_setting(job: JobConfig) -> tuple[str, str]:
+    """Name and value of the setting that names the folder of a sweep: ``resume`` where it names one."""
+    return ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
+
+
+def tell_kept(job: JobConfig) -> str:
+    """Where the rows of a sweep that was stopped are, and how it goes on, in one line."""
+    name, value = folder_setting(job)
+    rows = SweepLog.load(Path(value) / CSV_NAME).rows
+    times = counted(sum(item.ms is not None for item in rows.values()), "measured point")
+    return f"{times} kept in {value}; the same command with {name}={value} measures the others"
 
 
 def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
@@ -111,9 +127,13 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
     families: dict[tuple[MoEConfig, ParallelConfig], list[Shape]] = {}
     for shape in todo:
         families.setdefault((shape.moe, shape.parallel), []).append(shape)
+    num_shapes = 0
     for shapes in families.values():
         group, failure = _open_group(job, shapes, context)
         for shape in shapes:
+            num_shapes += 1
+            timed = f"{counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end"
+            _tell(f"shape {num_shapes} of {len(todo)}: {shape.title}: {timed}", context)
             if group is None:
                 yield shape, [Outcome(ms=None, failure=failure)] * len(todo[shape])
             else:
@@ -175,6 +195,12 @@ def measure_shape(
         except RuntimeError as error:  # its message already says what kind of error it was
             outcomes.append(Outcome(ms=None, failure=" ".join(str(error).split())))
     return outcomes
+
+
+def _tell(text: str, context: RankContext) -> None:
+    if context.rank == 0:
+        sys.stderr.write(f"comet: {text}\n")
+        sys.stderr.flush()
 
 
 def _agree(failure: str, context: RankContext) -> str:
