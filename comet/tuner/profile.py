@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -141,7 +140,10 @@ class ProfileStore:
         entries: dict[ProfileKey, ProfileEntry] = {}
         for source in (shipped, path):
             if source is not None:
-                found, trouble = read_entries(source, device)
+                try:
+                    found, trouble = read_entries(source, device)
+                except OSError as error:
+                    found, trouble = {}, f"cannot be read ({type(error).__name__}: {error})"
                 entries.update(found)
                 if trouble:
                     logger.warning("profile %s: %s; ignored, to be measured again", source, trouble)
@@ -184,7 +186,7 @@ class ProfileStore:
 
         Raises:
             ValueError: If the entry belongs to another device.
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be read or written; what may be a good file stays where it is.
         """
         require(
             entry.key.device == self.device, f"device={entry.key.device!r} must be the store's device {self.device!r}"
@@ -211,13 +213,17 @@ def token_bucket(num_tokens: int) -> int:
 
 
 def read_entries(path: Path, device: str) -> tuple[dict[ProfileKey, ProfileEntry], str]:
-    """The usable entries of a file and what is wrong with the rest, or ""; a missing file is an empty one."""
+    """The usable entries of a file and what is wrong with the rest, or ""; a missing file is an empty one.
+
+    Raises:
+        OSError: If there is a file, but it cannot be read.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-        return {}, f"cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})"
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+        return {}, f"cannot be parsed ({type(error).__name__}: {str(error).splitlines()[0]})"
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else None
         return {}, f"has version {found!r}, not {VERSION}"
@@ -287,14 +293,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one."""
-    descriptor, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one.
+
+    There is one writer at a time (``_locked``), so that one name serves all; the umask says who may read the file.
+    """
+    part = path.with_name(path.name + ".tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -224,7 +225,36 @@ def test_cut_anywhere_never_raises_and_never_invents(tmp_path: Path) -> None:
 
 def test_unreadable_path_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ProfileStore.load(tmp_path, DEVICE).entries == {}
-    assert "IsADirectoryError" in warnings_of(caplog)[0]
+    assert [f"{tmp_path}: cannot be read (IsADirectoryError" in text for text in warnings_of(caplog)] == [True]
+
+
+def test_a_good_file_that_cannot_be_read_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the file of another user: who runs these tests as root could read it all the same."""
+    path = tmp_path / "p.json"
+    entries, before = filled(path).entries, path.read_text()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        store = ProfileStore.load(path, DEVICE)
+        assert store.entries == {}
+        with pytest.raises(PermissionError):
+            store.put(entry_of(512))
+    assert path.read_text() == before
+    assert {item.name for item in tmp_path.iterdir()} == {"p.json", "p.json.lock"}
+    assert ProfileStore.load(path, DEVICE).entries == entries
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_the_umask_says_who_may_read(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        filled(tmp_path / "p.json")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "p.json").stat().st_mode & 0o777 == mode
 
 
 def test_entry_of_another_device_is_refused(tmp_path: Path) -> None:
