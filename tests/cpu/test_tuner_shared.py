@@ -138,3 +138,19 @@ def test_two_ranks_choose_alike_from_different_files(tmp_path: Path) -> None:
     for (*_, output), num_tokens in zip(found, (128, 16), strict=True):
         expected = run_layer(alone, num_tokens)
         torch.testing.assert_close(torch.tensor(output).view_as(expected), expected, rtol=1e-5, atol=1e-5)
+
+
+def warn_on_rank(rank: int, world_size: int, folder: str) -> list[str]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("comet.tuner").addHandler(handler)
+    group_of(world_size, Path(folder)).close()
+    return [record.getMessage() for record in records]
+
+
+def test_the_first_rank_alone_warns_of_a_damaged_profile(tmp_path: Path) -> None:
+    (tmp_path / "cpu_x2.json").write_text("{")
+    first, second = run_ranks(warn_on_rank, 2, str(tmp_path))
+    assert ["cpu_x2.json: cannot be parsed" in text for text in first] == [True]
+    assert second == []
