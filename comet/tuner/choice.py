@@ -28,10 +28,12 @@ class Resolved:
         setting: How the fused kernels share the work; ``None`` means that the plain path is faster.
         source: ``user`` (given explicitly), ``profile`` (measured for this key), ``nearest`` (measured for another
             number of tokens), ``default`` or ``model``.
+        passed_over: The rule that the best measured setting breaks here, ``""`` where it breaks none.
     """
 
     setting: OverlapConfig | None
     source: Source
+    passed_over: str = ""
 
 
 def resolve(
@@ -56,20 +58,22 @@ def resolve(
 
     Raises:
         ValueError: If ``forced`` is impossible; the message names the rule. A measured setting that is impossible here
-            is passed over.
+            is passed over, and ``passed_over`` says why.
     """
     if forced is not None:
         check_setting(forced, problem, machine)
         return Resolved(setting=forced, source="user")
     found = store.lookup(problem) if store is not None else None
+    passed_over = ""
     if found is not None:
         entry, exact = found
         setting = entry.winner.setting
-        if setting is None or _is_possible(setting, problem, machine):
+        passed_over = broken_rule(setting, problem, machine)
+        if not passed_over:
             return Resolved(setting=setting, source="profile" if exact else "nearest")
     if default is not None:
-        return Resolved(setting=default, source="default")
-    return Resolved(setting=propose(problem, machine)[0].setting, source="model")
+        return Resolved(setting=default, source="default", passed_over=passed_over)
+    return Resolved(setting=propose(problem, machine)[0].setting, source="model", passed_over=passed_over)
 
 
 def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) -> None:
@@ -92,6 +96,16 @@ def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) ->
     )
 
 
+def broken_rule(setting: OverlapConfig | None, problem: Problem, machine: Machine) -> str:
+    """What ``check_setting`` says of a setting, "" where it can run, as the plain path can."""
+    try:
+        if setting is not None:
+            check_setting(setting, problem, machine)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 class Resolver:
     """``resolve`` for the life of a process: remembers each choice per shape and logs it once.
 
@@ -102,12 +116,21 @@ class Resolver:
         store: Measurements, or ``None``.
         machine: This machine.
         default: What to take where nothing was measured; ``None`` asks the model.
+        logs: Whether choices are logged, with a warning where a measured setting is passed over.
     """
 
-    def __init__(self, store: ProfileStore | None, machine: Machine, *, default: OverlapConfig | None = None) -> None:
+    def __init__(
+        self,
+        store: ProfileStore | None,
+        machine: Machine,
+        *,
+        default: OverlapConfig | None = None,
+        logs: bool = True,
+    ) -> None:
         self.store = store
         self.machine = machine
         self.default = default
+        self.logs = logs
         self._choices: dict[tuple[ProfileKey, OverlapConfig | None], Resolved] = {}
 
     def __call__(self, problem: Problem, *, forced: OverlapConfig | None = None) -> Resolved:
@@ -117,17 +140,15 @@ class Resolver:
             bucket = replace(problem, num_tokens=key.tokens)
             choice = resolve(bucket, self.store, self.machine, forced=forced, default=self.default)
             self._choices[key, forced] = choice
-            logger.info(
-                "E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
-                key.num_experts, key.top_k, key.hidden_size, key.ffn_size, key.dtype, key.ep, key.tp, key.tokens,
-                candidate_name(choice.setting, bucket, self.machine), choice.source,
-            )  # fmt: skip
+            if self.logs:
+                self._log(key, choice, bucket)
         return self._choices[key, forced]
 
-
-def _is_possible(setting: OverlapConfig, problem: Problem, machine: Machine) -> bool:
-    try:
-        check_setting(setting, problem, machine)
-    except ValueError:
-        return False
-    return True
+    def _log(self, key: ProfileKey, choice: Resolved, bucket: Problem) -> None:
+        if choice.passed_over and self.store is not None:
+            logger.warning("profile %s: best setting passed over: %s", self.store.path, choice.passed_over)
+        logger.info(
+            "E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
+            key.num_experts, key.top_k, key.hidden_size, key.ffn_size, key.dtype, key.ep, key.tp, key.tokens,
+            candidate_name(choice.setting, bucket, self.machine), choice.source,
+        )  # fmt: skip

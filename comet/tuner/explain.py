@@ -70,6 +70,8 @@ def explain_text(explained: Explained) -> str:
     chosen = f"chosen: {explained.name(resolved.setting)} (source: {resolved.source})"
     if entry is not None:
         chosen += f"; measured at {entry.key.tokens} tokens, {entry.date}, version {entry.commit}"
+    if resolved.passed_over:
+        chosen += f"; its best setting is passed over: {resolved.passed_over}"
     return "\n".join([title, _table(rows), chosen])
 
 
@@ -80,6 +82,7 @@ def explain_facts(explained: Explained) -> dict[str, Any]:
         "shape": _shape(explained.problem),
         "chosen": _setting(explained.resolved.setting),
         "source": explained.resolved.source,
+        "passed_over": explained.resolved.passed_over,
         "regret": model_regret(explained.predictions, explained.entry),
         "candidates": [
             {

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -81,7 +82,7 @@ class Measured:
     failure: str = ""
 
     def __post_init__(self) -> None:
-        valid = self.ms is None or (math.isfinite(self.ms) and self.ms > 0)
+        valid = self.ms is None or 0 < self.ms <= sys.float_info.max
         require(valid, f"ms={self.ms} must be positive and finite, or None for a candidate that failed")
 
 

@@ -36,4 +36,4 @@ def shared_resolver(
     found = [ProfileStore.open(folder, machine.name, world_size) if is_first else None]
     if process_group is not None and world_size > 1:
         dist.broadcast_object_list(found, group=process_group, group_src=0)
-    return Resolver(found[0], machine, default=OverlapConfig())
+    return Resolver(found[0], machine, default=OverlapConfig(), logs=is_first)

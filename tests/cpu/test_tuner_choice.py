@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
-from comet.tuner import H200, Explained, Machine, Problem, explain, predict, resolve, tune
+from comet.tuner import H200, Explained, Machine, Problem, explain, predict, propose, resolve, tune
 from comet.tuner.choice import Resolved, Resolver, check_setting
 from comet.tuner.layers import candidate_name
 from comet.tuner.measure import measure_layer
@@ -44,8 +45,9 @@ def test_resolution_order(tmp_path) -> None:
     assert resolve(problem_of(ep=2), store, H200).source == "model"
     forced = OverlapConfig(comm_blocks=3)
     assert resolve(problem, store, H200, forced=forced) == Resolved(setting=forced, source="user")
-    small = replace(H200, num_sms=20)
-    assert resolve(problem, store, small).source == "model", "a measured setting that is impossible here"
+    impossible = resolve(problem, store, replace(H200, num_sms=20))
+    assert impossible.source == "model"
+    assert impossible.passed_over.startswith("comm_blocks=24 must be below the 20 SMs of NVIDIA H200: ")
 
 
 def test_impossible_forced_settings_name_their_rule() -> None:
@@ -70,6 +72,26 @@ def test_resolver_follows_tokens_and_logs_each_shape_once(caplog: pytest.LogCapt
     assert re.search(r"E=128 K=8 D=2048 F=768 bfloat16, EP4 TP1, about 8192 tokens: .* \(model\)", messages[0])
     with pytest.raises(ValueError, match="comm_blocks=500"):
         resolver(problem_of(), forced=OverlapConfig(comm_blocks=500))
+
+
+def test_an_impossible_measured_setting_is_passed_over_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ProfileStore.load(tmp_path / "p.json", H200.name)
+    store.put(entry_of(problem_of(), (OverlapConfig(), 2.0), (OverlapConfig(comm_blocks=1_000_000), 1.0)))
+    resolver = Resolver(store, H200, default=OverlapConfig())
+    rule = "comm_blocks=1000000 must be below the 132 SMs of NVIDIA H200: at least one block computes"
+    choice = [resolver(problem_of()) for _ in range(2)][1]
+    assert choice == Resolved(setting=OverlapConfig(), source="default", passed_over=rule)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [f"profile {tmp_path}/p.json: best setting passed over: {rule}"]
+    Resolver(store, H200, default=OverlapConfig(), logs=False)(problem_of())
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    entry, predictions = store.entries[ProfileKey.create(problem_of(), H200.name)], propose(problem_of(), H200)
+    explained = Explained(problem=problem_of(), machine=H200, predictions=predictions, resolved=choice, entry=entry)
+    *_, chosen, last = explain(explained).splitlines()
+    assert chosen.endswith(f"; its best setting is passed over: {rule}")
+    assert json.loads(last)["passed_over"] == rule
 
 
 def test_tune_records_failures_and_picks_the_fastest() -> None:

@@ -144,6 +144,8 @@ def damaged(path: Path, how: str) -> None:
         del raw["measured"][0]["setting"]["num_panels"]
     elif how == "negative time":
         raw["measured"][0]["ms"] = -1.0
+    elif how == "huge time":
+        raw["measured"][0]["ms"] = 10**400
     elif how == "time as text":
         raw["measured"][0]["ms"] = "1.0"
     elif how == "no candidate ran":
@@ -178,7 +180,7 @@ WHOLE_FILE = (
 )
 WHOLE_FILE += ("binary", "empty")
 ONE_ENTRY = ("entry of another device", "setting breaks a rule", "setting of a wrong type", "boolean", "unknown knob")
-ONE_ENTRY += ("missing knob", "negative time", "time as text", "no candidate ran", "tokens are no bucket")
+ONE_ENTRY += ("missing knob", "negative time", "huge time", "time as text", "no candidate ran", "tokens are no bucket")
 ONE_ENTRY += ("entry is a list", "not a number")
 
 
