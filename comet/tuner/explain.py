@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from comet.config import OverlapConfig
-from comet.tuner.choice import Resolved
-from comet.tuner.layers import candidate_name, effective
+from comet.tuner.choice import Resolved, broken_rule
+from comet.tuner.layers import candidate_name, cuda_layers, effective
 from comet.tuner.machine import Machine
 from comet.tuner.model import Prediction
 from comet.tuner.problem import Problem
-from comet.tuner.profile import ProfileEntry
+from comet.tuner.profile import Measured, ProfileEntry, token_bucket
 from comet.tuner.regret import measured_ms, model_regret
 
 
@@ -25,9 +25,9 @@ class Explained:
     Args:
         problem: The layer call.
         machine: Where it runs.
-        predictions: Candidates with their predicted times.
+        predictions: Settings with their predicted times.
         resolved: The choice; marked in the table where it is one of the candidates.
-        entry: Measurements of these candidates, if any.
+        entry: Measurements, if any, maybe at another number of tokens or of other kernels.
     """
 
     problem: Problem
@@ -40,11 +40,44 @@ class Explained:
         """Of a candidate."""
         return candidate_name(setting, self.problem, self.machine)
 
+    def taken(self, setting: OverlapConfig | None) -> OverlapConfig | None:
+        """The setting as the layer takes it; settings that come to the same launches are one candidate."""
+        return setting and effective(setting, self.problem, self.machine)
+
     def is_chosen(self, setting: OverlapConfig | None) -> bool:
         """Whether a candidate comes to the same launches as the choice."""
-        pair = setting, self.resolved.setting
-        first, second = (item and effective(item, self.problem, self.machine) for item in pair)
-        return first == second
+        return self.taken(setting) == self.taken(self.resolved.setting)
+
+    def candidates(self) -> list[Prediction]:
+        """The predictions of what is possible, one for each way to launch."""
+        possible = [item for item in self.predictions if not broken_rule(item.setting, self.problem, self.machine)]
+        merged = {self.taken(item.setting): item for item in reversed(possible)}
+        return [replace(item, setting=setting) for setting, item in reversed(merged.items())]
+
+    def comparable(self) -> ProfileEntry | None:
+        """The entry with the candidates that ran the kernels they run here, of equal ones the fastest.
+
+        Example: one in Triton for a machine where the layer runs in CUDA C++ keeps the plain path and split launches.
+        """
+        if self.entry is None:
+            return None
+        merged: dict[OverlapConfig | None, Measured] = {}
+        for item in sorted(self.entry.measured, key=lambda item: math.inf if item.ms is None else item.ms):
+            if self._ran_alike(item.setting, self.entry):
+                setting = self.taken(item.setting)
+                merged.setdefault(setting, replace(item, setting=setting))
+        ran = any(item.ms is not None for item in merged.values())
+        return replace(self.entry, measured=tuple(merged.values())) if ran else None
+
+    def _ran_alike(self, setting: OverlapConfig | None, entry: ProfileEntry) -> bool:
+        if setting is None:
+            return True
+        # An entry of about so many tokens may have been measured at just so many.
+        is_near = token_bucket(self.problem.num_tokens) != entry.key.tokens
+        there = replace(self.problem, num_tokens=entry.key.tokens) if is_near else self.problem
+        machine = replace(self.machine, cuda_kernels=self.machine.cuda_kernels and entry.kernels == "auto")
+        is_possible = not broken_rule(setting, self.problem, self.machine)
+        return is_possible and cuda_layers(setting, there, machine) == cuda_layers(setting, self.problem, self.machine)
 
 
 def explain(explained: Explained) -> str:
@@ -55,13 +88,14 @@ def explain(explained: Explained) -> str:
 def explain_text(explained: Explained) -> str:
     """The shape, an aligned table ``candidate, predicted ms, measured ms, why``, and the choice with its source.
 
-    The fastest stands first, by measurement where there is one; a measurement made at other tokens says so.
+    What was measured stands first, the fastest at the top; the heading says at how many tokens that was.
     """
-    entry, resolved = explained.entry, explained.resolved
-    measured = measured_ms(entry)
-    failures = {item.setting: item.failure for item in entry.measured if item.ms is None} if entry else {}
-    rows = [("candidate", "predicted ms", "measured ms", "why")]
-    for item in _ordered(explained.predictions, measured):
+    entry, comparable, resolved = explained.entry, explained.comparable(), explained.resolved
+    measured = measured_ms(comparable)
+    failures = {item.setting: item.failure for item in comparable.measured if item.ms is None} if comparable else {}
+    at = f" at {comparable.key.tokens} tokens" if comparable else ""
+    rows = [("candidate", "predicted ms", "measured ms" + at, "why")]
+    for item in _ordered(explained.candidates(), measured):
         name = explained.name(item.setting) + (" <- chosen" if explained.is_chosen(item.setting) else "")
         time = f"{measured[item.setting]:.3f}" if item.setting in measured else "-"
         failure = failures.get(item.setting)
@@ -69,29 +103,32 @@ def explain_text(explained: Explained) -> str:
     title = ", ".join(f"{name}={value}" for name, value in _shape(explained.problem).items())
     chosen = f"chosen: {explained.name(resolved.setting)} (source: {resolved.source})"
     if entry is not None:
-        chosen += f"; measured at {entry.key.tokens} tokens, {entry.date}, version {entry.commit}"
+        kernels = ", in Triton alone" if entry.kernels == "triton" else ""
+        chosen += f"; measured at {entry.key.tokens} tokens{kernels}, {entry.date}, version {entry.commit}"
     if resolved.passed_over:
         chosen += f"; its best setting is passed over: {resolved.passed_over}"
     return "\n".join([title, _table(rows), chosen])
 
 
 def explain_facts(explained: Explained) -> dict[str, Any]:
-    """What ``explain_text`` says, for JSON; ``regret`` is ``model_regret``."""
-    measured = measured_ms(explained.entry)
+    """What ``explain_text`` says, for JSON; ``regret`` is ``model_regret`` of what is comparable."""
+    candidates, comparable = explained.candidates(), explained.comparable()
+    measured = measured_ms(comparable)
     return {
         "shape": _shape(explained.problem),
         "chosen": _setting(explained.resolved.setting),
         "source": explained.resolved.source,
         "passed_over": explained.resolved.passed_over,
-        "regret": model_regret(explained.predictions, explained.entry),
+        "regret": model_regret(candidates, comparable),
         "candidates": [
             {
                 "name": explained.name(item.setting),
                 "setting": _setting(item.setting),
                 "predicted_ms": item.ms,
                 "measured_ms": measured.get(item.setting),
+                "measured_tokens": comparable.key.tokens if comparable and item.setting in measured else None,
             }
-            for item in _ordered(explained.predictions, measured)
+            for item in _ordered(candidates, measured)
         ],
     }
 

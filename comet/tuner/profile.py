@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from comet.config import OverlapConfig, require
 from comet.tuner.problem import Problem
@@ -26,6 +26,8 @@ from comet.tuner.problem import Problem
 logger = logging.getLogger(__name__)
 
 VERSION = 3
+# Kernels that were measured: Triton's alone, or ``auto``, those a layer takes, in CUDA C++ where it can.
+Kernels = Literal["auto", "triton"]
 # A measurement serves token counts up to 8 times away; beyond that, whether overlap pays at all may change.
 MAX_DOUBLINGS = 3.0
 
@@ -95,14 +97,18 @@ class ProfileEntry:
         measured: At least one candidate that ran.
         commit: Version of the code that was measured.
         date: Day of the measurement.
+        kernels: ``auto``, or ``triton``, which an entry of a file is that does not say.
     """
 
     key: ProfileKey
     measured: tuple[Measured, ...]
     commit: str
     date: str
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
+        known = get_args(Kernels)
+        require(self.kernels in known, f"kernels={self.kernels!r} must be one of {known}")
         ran = any(item.ms is not None for item in self.measured)
         require(ran, f"measured must hold a candidate that ran for {self.key}")
 
@@ -245,7 +251,7 @@ def read_entries(path: Path, device: str) -> tuple[dict[ProfileKey, ProfileEntry
 
 
 def _entry(raw: Any) -> ProfileEntry:
-    values = _values(ProfileEntry, raw)
+    values = _values(ProfileEntry, {"kernels": "triton", **raw} if isinstance(raw, dict) else raw)
     require(isinstance(values["measured"], list), "measured must be a list")
     key = ProfileKey(**_values(ProfileKey, values["key"]))
     for item in fields(ProfileKey):
@@ -253,7 +259,8 @@ def _entry(raw: Any) -> ProfileEntry:
         require(type(value) is wanted, f"{item.name}={value!r} must be of type {wanted.__name__}")
     require(key.tokens == token_bucket(key.tokens), f"tokens={key.tokens} must be a power of two")
     measured = tuple(_measured(item) for item in values["measured"])
-    return ProfileEntry(key=key, measured=measured, commit=str(values["commit"]), date=str(values["date"]))
+    commit, date = str(values["commit"]), str(values["date"])
+    return ProfileEntry(key=key, measured=measured, commit=commit, date=date, kernels=values["kernels"])
 
 
 def _measured(raw: Any) -> Measured:

@@ -15,7 +15,19 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
-from comet.tuner import H200, Explained, Machine, Problem, explain, predict, propose, resolve, tune
+from comet.tuner import (
+    H200,
+    Explained,
+    Machine,
+    Problem,
+    explain,
+    explain_facts,
+    explain_text,
+    predict,
+    propose,
+    resolve,
+    tune,
+)
 from comet.tuner.choice import Resolved, Resolver, check_setting
 from comet.tuner.layers import candidate_name
 from comet.tuner.measure import measure_layer
@@ -130,7 +142,7 @@ def test_explanation_is_aligned_and_ends_in_json() -> None:
     assert header.split("  ")[0] == "candidate"
     assert rows[0].startswith("8 comm blocks, 2 phases, 4 panels, 128 rows, split <- chosen")
     assert rows[1].startswith("4 panels, both layers in CUDA C++ ")
-    end = header.index("measured ms") + len("measured ms")
+    end = header.index(heading := "measured ms at 8192 tokens") + len(heading)
     assert [row[:end].split()[-1] for row in rows] == ["1.500", "2.000", "9.000", "-"]
     assert {row[end : end + 2] for row in rows} == {"  "}, "aligned"
     assert header[end + 2 :] == "why"
@@ -145,7 +157,8 @@ def test_explanation_is_aligned_and_ends_in_json() -> None:
         comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=False, transport="push"
     )
     assert content["candidates"][2]["setting"] == content["candidates"][2]["name"] == "plain"
-    assert content["candidates"][3]["measured_ms"] is None
+    assert content["candidates"][3]["measured_ms"] is content["candidates"][3]["measured_tokens"] is None
+    assert content["candidates"][0]["measured_tokens"] == 8192
     favourite = min(predictions, key=lambda item: item.ms).setting
     assert content["regret"] == {OverlapConfig(): 2.0, split: 1.5, None: 9.0}[favourite] / 1.5
     unmeasured = replace(explained, resolved=Resolved(setting=None, source="model"), entry=None)
@@ -161,6 +174,62 @@ def test_a_choice_is_marked_whatever_its_idle_knobs_say() -> None:
         "6 panels, both layers in CUDA C++ <- chosen"
     ]
     assert "chosen: 6 panels, both layers in CUDA C++ (source: nearest)" in lines
+
+
+def explained_of(tokens: int, entry: ProfileEntry) -> Explained:
+    """At EP4 on H200, with all that was measured among the predictions."""
+    problem = problem_of(num_tokens=tokens)
+    predictions = [predict(problem, item.setting, H200) for item in entry.measured]
+    resolved = Resolved(setting=OverlapConfig(), source="default")
+    return Explained(problem=problem, machine=H200, predictions=predictions, resolved=resolved, entry=entry)
+
+
+def test_times_stand_beside_the_kernels_they_are_of() -> None:
+    """Both layers run in CUDA C++ at 8192 tokens, where comm blocks and phases do nothing; split launches in Triton."""
+    split, three = OverlapConfig(comm_blocks=8, beside=False), OverlapConfig(comm_blocks=24, num_phases=3)
+    times = ((OverlapConfig(), 2.0), (three, 1.9), (split, 2.5), (None, 9.0))
+    entry = entry_of(problem_of(), *times)
+    in_triton = replace(entry, kernels="triton")
+    names = ["4 panels, both layers in CUDA C++", "8 comm blocks, 2 phases, 4 panels, 128 rows, split", "plain"]
+
+    def measured(explained: Explained) -> dict[str, float | None]:
+        candidates = explain_facts(explained)["candidates"]
+        assert len({item["name"] for item in candidates}) == len(candidates) == 3, "equal candidates are one"
+        return {item["name"]: item["measured_ms"] for item in candidates}
+
+    assert measured(explained_of(8192, entry)) == dict(zip(names, (1.9, 2.5, 9.0), strict=True))
+    assert measured(explained_of(8192, in_triton)) == dict(zip(names, (None, 2.5, 9.0), strict=True))
+    assert "; measured at 8192 tokens, in Triton alone, 2026-11-20" in explain(explained_of(8192, in_triton))
+    about = explained_of(
+        3000, entry_of(problem_of(num_tokens=3000), *times)
+    )  # the entry of 4096, where layer 1 changes
+    assert measured(about)["4 panels, layer 0 in CUDA C++"] == 1.9
+    without = replace(explained_of(8192, in_triton), machine=replace(H200, cuda_kernels=False))
+    assert {item["measured_ms"] for item in explain_facts(without)["candidates"]} == {1.9, 2.0, 2.5, 9.0}
+
+
+def test_times_of_other_tokens_say_so_and_those_of_other_kernels_are_left_out() -> None:
+    """At 1024 tokens layer 1 runs in Triton, at 8192 in CUDA C++."""
+    split = OverlapConfig(comm_blocks=8, beside=False)
+    explained = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0), (split, 2.5)))
+    assert "measured ms at 8192 tokens" in explain_text(explained).splitlines()[1]
+    found = {
+        item["name"]: (item["measured_ms"], item["measured_tokens"]) for item in explain_facts(explained)["candidates"]
+    }
+    assert found == {
+        "4 panels, layer 0 in CUDA C++": (None, None),
+        "8 comm blocks, 2 phases, 4 panels, 128 rows, split": (2.5, 8192),
+    }
+    only = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0)))
+    assert only.comparable() is None
+    assert explain_facts(only)["regret"] is None
+
+
+def test_what_cannot_run_here_is_no_candidate() -> None:
+    many = OverlapConfig(comm_blocks=1_000_000)  # the same launches as the default, were it possible
+    entry = entry_of(problem_of(), (OverlapConfig(), 2.0), (many, 1.0))
+    (candidate,) = explain_facts(explained_of(8192, entry))["candidates"]
+    assert (candidate["setting"]["comm_blocks"], candidate["measured_ms"]) == (16, 2.0)
 
 
 def measure_on_rank(rank: int, world_size: int) -> list[tuple[str, float | None, str]]:

@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.tuner import H200, Problem, ProfileEntry, ProfileKey, ProfileStore, profile_path, resolve
-from comet.tuner.profile import VERSION, Measured, token_bucket
+from comet.tuner.profile import VERSION, Measured, read_entries, token_bucket
 
 DEVICE = H200.name
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336)
@@ -62,6 +62,18 @@ def test_round_trip(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert path.read_text() == before, "stable text"
     assert {item.name for item in path.parent.iterdir()} == {path.name, path.name + ".lock"}
     assert not warnings_of(caplog)
+
+
+def test_an_entry_that_does_not_name_its_kernels_was_measured_in_triton(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    filled(path)
+    content = json.loads(path.read_text())
+    assert [entry.pop("kernels") for entry in content["entries"]] == ["auto", "auto"]
+    content["entries"][1]["kernels"] = "auto"
+    path.write_text(json.dumps(content))
+    entries, trouble = read_entries(path, DEVICE)
+    assert {key.tokens: entry.kernels for key, entry in entries.items()} == {2048: "triton", 8192: "auto"}
+    assert not trouble
 
 
 def test_shipped_entries_serve_where_the_users_file_has_none(tmp_path: Path) -> None:
@@ -144,6 +156,8 @@ def damaged(path: Path, how: str) -> None:
         del raw["measured"][0]["setting"]["num_panels"]
     elif how == "negative time":
         raw["measured"][0]["ms"] = -1.0
+    elif how == "unknown kernels":
+        raw["kernels"] = "ptx"
     elif how == "huge time":
         raw["measured"][0]["ms"] = 10**400
     elif how == "time as text":
@@ -181,7 +195,7 @@ WHOLE_FILE = (
 WHOLE_FILE += ("binary", "empty")
 ONE_ENTRY = ("entry of another device", "setting breaks a rule", "setting of a wrong type", "boolean", "unknown knob")
 ONE_ENTRY += ("missing knob", "negative time", "huge time", "time as text", "no candidate ran", "tokens are no bucket")
-ONE_ENTRY += ("entry is a list", "not a number")
+ONE_ENTRY += ("entry is a list", "not a number", "unknown kernels")
 
 
 @pytest.mark.parametrize("how", WHOLE_FILE + ONE_ENTRY)

@@ -14,7 +14,6 @@ import torch
 from comet.config import MoEConfig, ParallelConfig
 from comet.tuner import H200, Machine, Problem, predict
 from comet.tuner.choice import check_setting, resolve
-from comet.tuner.layers import effective
 from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries
 from comet.tuner.regret import model_regret
 
@@ -31,10 +30,8 @@ def problem_of(entry: ProfileEntry) -> Problem:
 
 
 def machine_of(entry: ProfileEntry) -> Machine:
-    """Settings that coincide in CUDA C++ and were all measured were measured in Triton."""
-    problem, settings = problem_of(entry), [item.setting for item in entry.measured if item.setting]
-    coincide = len({effective(setting, problem, H200) for setting in settings}) < len(settings)
-    return replace(H200, cuda_kernels=not coincide)
+    """The H200, with the kernels that were measured."""
+    return replace(H200, cuda_kernels=entry.kernels == "auto")
 
 
 def regret(entry: ProfileEntry) -> float:
@@ -48,6 +45,11 @@ def regret(entry: ProfileEntry) -> float:
 
 def test_there_are_profiles() -> None:
     assert [path.name for path in SHIPPED] == ["nvidia_h200_x2.json", "nvidia_h200_x4.json"]
+
+
+def test_times_of_two_h200_are_those_of_todays_kernels_and_times_of_four_of_tritons() -> None:
+    entries = [read_entries(path, "NVIDIA H200")[0].values() for path in SHIPPED]
+    assert [{entry.kernels for entry in found} for found in entries] == [{"auto"}, {"triton"}]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

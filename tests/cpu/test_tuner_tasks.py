@@ -107,6 +107,18 @@ def test_an_h200_is_explained_without_one(
     assert chosen[0]["measured_ms"] == min(c["measured_ms"] for c in point["candidates"] if c["measured_ms"])
 
 
+def test_times_in_triton_do_not_stand_beside_cuda(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What ships for four H200 was measured in Triton, and at 2048 tokens at least."""
+    settings = f"tune.profiles={tmp_path}", "model=qwen3_30b_a3b", "parallel.ep=4", "tune.machine=h200"
+    for point in explain(capfd, *settings, "tune.tokens=[2048,512]"):
+        names = [candidate["name"] for candidate in point["candidates"]]
+        assert len(set(names)) == len(names)
+        measured = {item["name"]: item["measured_tokens"] for item in point["candidates"] if item["measured_ms"]}
+        assert set(measured.values()) == {2048}
+        assert "plain" in measured
+        assert not any("CUDA" in name for name in measured)
+
+
 @pytest.mark.parametrize(
     ("machine", "message"),
     [("h200", "tune.machine='h200' must be 'this': tune measures where it runs"), ("b200", "must be one of ")],
