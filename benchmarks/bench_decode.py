@@ -33,7 +33,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_moe import gather_facts
 from clocks import watch_command
 from decode_library import find_library
 from decode_points import measure_point
@@ -41,6 +40,7 @@ from decode_report import Row, draw, format_table, write_results
 from decode_steps import WEIGHTS, make_set
 from decode_team import Team, open_team
 from decode_variants import ON_ONE_GPU, OVER_RANKS, Settings, configs
+from facts import gather_facts
 from points import Ranks, attempt
 from routing import ROUTINGS
 from shapes import MODELS

@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bench_decode import read_roof_tbs
-from bench_moe import gather_facts
+from facts import gather_facts
 from generate_models import ATTENTION, library_version, make_gpt, model_config
 from generate_paths import COMET, Paths, StepPath, Stepwise
 from generate_report import Row, draw, format_table, path_rows, write

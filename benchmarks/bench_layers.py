@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bench_moe import gather_facts
 from clock_loop import FIGURES as CLOCK_FIGURES
 from clock_loop import clock_rows
 from clocks import watch_command
+from facts import gather_facts
 from layer_compare import COLUMNS as COMPARED_COLUMNS
 from layer_compare import TABLE as COMPARED_TABLE
 from layer_compare import compared_launches, compared_rows, what_cuda_lacks

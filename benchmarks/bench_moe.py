@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accounting import layer_flops, link_bytes
+from facts import gather_facts
 from fp8 import deviation
 from graphs import Graph, record
 from overlap import parse_overlap
@@ -36,6 +37,7 @@ from points import (
     Settings,
     Shared,
     attempt,
+    find_fault,
     floor_variants,
     layer_variants,
     open_layer,
@@ -53,7 +55,6 @@ from report import (
     format_table,
     set_aside,
 )
-from roofs import gemm_roof_tflops, link_roof_gbs
 from routing import ROUTINGS
 from shapes import model
 from torch import Tensor
@@ -203,18 +204,11 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     tell(ranks, f"roofs: done in {time.perf_counter() - start:.1f} s")
     rows: list[Row] = []
     for name in arguments.models:
-        start = time.perf_counter()
-        with open_layer(model(name), settings, ranks) as layer:
-            tell(ranks, f"{name}: layer made in {time.perf_counter() - start:.1f} s")
-            for row in measure_layer(layer, arguments, settings, ranks, facts["link_roof_gbs"]):
-                rows.append({"model": name} | row)
-                if ranks.rank == 0:
-                    append_csv(table, rows[-1])
-                tell(ranks, progress(rows[-1]))
-        del layer
-        gc.collect()
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        for row in measure_model(name, arguments, settings, ranks, facts["link_roof_gbs"]):
+            rows.append({"model": name} | row)
+            if ranks.rank == 0:
+                append_csv(table, rows[-1])
+            tell(ranks, progress(rows[-1]))
     if ranks.rank == 0:
         line = as_json(rows, facts)
         (arguments.out / "bench_moe.json").write_text(line + "\n")
@@ -223,25 +217,53 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
         print(line)
 
 
-def measure_layer(
-    layer: Layer, arguments: argparse.Namespace, settings: Settings, ranks: Ranks, link_roof: float | None
+def measure_model(
+    name: str, arguments: argparse.Namespace, settings: Settings, ranks: Ranks, link_roof: float | None
 ) -> Iterator[Row]:
-    """A row for each number of tokens and routing, without the model's name; collective."""
+    """A row for each number of tokens and routing, without the model's name; collective.
+
+    After a fault on the device the points that are left get a layer of their own.
+    """
+    points = deque(product(arguments.tokens, arguments.routing))
+    while points:
+        start = time.perf_counter()
+        with open_layer(model(name), settings, ranks) as layer:
+            tell(ranks, f"{name}: layer made in {time.perf_counter() - start:.1f} s")
+            yield from measure_layer(layer, points, settings, ranks, arguments.rounds, link_roof)
+        del layer
+        gc.collect()
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure_layer(
+    layer: Layer,
+    points: deque[tuple[int, str]],
+    settings: Settings,
+    ranks: Ranks,
+    rounds: int,
+    link_roof: float | None,
+) -> Iterator[Row]:
+    """Take points, of tokens and routing, and measure them until none is left or one meets a fault; collective."""
     keys = {
         "ep": settings.parallel.ep,
         "tp": settings.parallel.tp,
         "direction": "forward+backward" if settings.backward else "forward",
     }
-    for num_tokens in arguments.tokens:
-        shared = Shared()
-        for routing in arguments.routing:
-            start = time.perf_counter()
-            routed = replace(settings, routing=routing)
-            measure = partial(measure_point, layer, num_tokens, routed, ranks, arguments.rounds, link_roof, shared)
-            measured, failure = attempt(measure, ranks)
-            seconds = {"seconds": time.perf_counter() - start}
-            point = keys | {"tokens": num_tokens, "routing": routing} | seconds
-            yield point | (measured or {"failures": f"point: {failure}"})
+    shared, drawn, fault = Shared(), points[0][0], ""
+    while points and not fault:
+        start = time.perf_counter()
+        num_tokens, routing = points.popleft()
+        if num_tokens != drawn:
+            shared, drawn = Shared(), num_tokens
+        routed = replace(settings, routing=routing)
+        measured, failure = attempt(
+            partial(measure_point, layer, num_tokens, routed, ranks, rounds, link_roof, shared), ranks
+        )
+        if fault := find_fault(layer, ranks):
+            measured, failure = None, fault
+        point = keys | {"tokens": num_tokens, "routing": routing, "seconds": time.perf_counter() - start}
+        yield point | (measured or {"failures": f"point: {failure}"})
 
 
 def progress(row: Row) -> str:
@@ -255,28 +277,6 @@ def tell(ranks: Ranks, line: str) -> None:
     """One line of progress, by rank 0."""
     if ranks.rank == 0:
         print(line, file=sys.stderr, flush=True)
-
-
-def gather_facts(ranks: Ranks) -> Row:
-    """What a result needs to be repeated, and the roofs of this run; collective."""
-    on_gpu = ranks.device.type == "cuda"
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or "not a git checkout",
-        "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
-        "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
-        "torch": torch.__version__,
-        "gemm_roof_tflops": gemm_roof_tflops(ranks.device, ranks.process_group),
-        "link_roof_gbs": link_roof_gbs(ranks.device, ranks.process_group),
-    }
 
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:

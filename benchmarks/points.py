@@ -41,6 +41,7 @@ WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the 
 # What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
 T = TypeVar("T")
+ELSEWHERE = "failed on another rank"
 FORWARD_ONLY = ("pipelined", "all_gather")
 
 
@@ -247,8 +248,23 @@ def attempt(action: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     except FAILURES as error:
         failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if ranks.worst(float(bool(failure))):
-        return None, failure or "failed on another rank"
+        return None, failure or ELSEWHERE
     return value, ""
+
+
+def find_fault(layer: Layer, ranks: Ranks) -> str:
+    """What the kernels of any rank have noted to have gone wrong since the layer was made, or ""; collective.
+
+    They give up waiting without an error, and those after them do not even begin: times of such a layer mean nothing.
+    """
+    if layer.moe is None:
+        return ""
+    _, failure = attempt(layer.moe.group.workspace.check, ranks)
+    if not failure or ranks.process_group is None:
+        return failure
+    told = [""] * dist.get_world_size(ranks.process_group)
+    dist.all_gather_object(told, failure, group=ranks.process_group)
+    return next(text for text in told if text != ELSEWHERE)
 
 
 def relative_error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:

@@ -26,6 +26,7 @@ from shapes import MODELS, model
 from comet.config import MoEConfig
 from comet.launch.distributed import LaunchContext
 from comet.layout import ExpertLayout
+from comet.paths import SymmetricPath
 from comet.plain import plain_experts
 from comet.reference import reference_experts, shard_experts
 
@@ -267,6 +268,39 @@ def test_backward_and_a_variant_that_fails(tmp_path: Path) -> None:
     assert row["failures"].startswith("comet: ValueError: path='warp' must be")
     assert row["plain_ms"] > 0
     assert "comet_ms" not in row
+
+
+def run_with_fault(rank: int, world_size: int, words: list[str]) -> int:
+    """A rank of a run in which a wait on rank 1 meets its deadline in the timed rounds; how often it opened a layer."""
+    call, opening, calls, opened = SymmetricPath.__call__, bench_moe.open_layer, [], []
+
+    def meets_deadline(path: SymmetricPath, *inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(path)
+        if rank == 1 and len(calls) == 6:
+            path.workspace.fault[:6] = torch.tensor([1, 2, 0, 17, 41, 40])
+        return call(path, *inputs)
+
+    def counted(*arguments: object) -> object:
+        opened.append(arguments)
+        return opening(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SymmetricPath, "__call__", meets_deadline)
+        patch.setattr(bench_moe, "open_layer", counted)
+        run_on_rank(rank, world_size, words)
+    return len(opened)
+
+
+def test_times_of_aborted_kernels_are_no_result(tmp_path: Path) -> None:
+    words = [*TINY, "--out", str(tmp_path), "--tokens", "16,8", "--routing", "hot,uniform", "--rounds", "5"]
+    assert run_ranks(run_with_fault, 2, [*words, "--variants", "comet,plain"]) == [2, 2]
+    first, *others = json.loads((tmp_path / "bench_moe.json").read_text())["rows"]
+    assert first["failures"] == (
+        "point: CommTimeoutError: rank 1 waited 60.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"
+    )
+    assert not [name for name in first if name.endswith("_ms")]
+    assert [(row["tokens"], row["routing"]) for row in others] == [(16, "uniform"), (8, "hot"), (8, "uniform")]
+    assert all(row["failures"] == "" and row["comet_ms"] > 0 for row in others), "in a group without a fault"
 
 
 def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
