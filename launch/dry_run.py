@@ -1,4 +1,7 @@
-"""What ``--dry-run`` prints: the resolved settings and the bytes one rank will need. Starts nothing, touches no GPU."""
+"""What ``--dry-run`` prints: the resolved settings and the bytes one rank will need. Starts nothing.
+
+It touches no GPU either, unless ``overlap`` is given: then it asks how many multiprocessors there are.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,20 @@ from typing import Any
 
 import torch
 
+from comet.config import OverlapConfig
 from comet.launch.config import to_yaml
 from comet.models.config import ModelConfig
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
+from comet.tuner.choice import check_setting
+from comet.tuner.machine import H200, Machine
+from comet.tuner.problem import Problem
 from comet.workspace import WorkspaceShape, workspace_bytes
 
 FLOAT32_BYTES = 4
 ADAMW_STATES = 2
 MIB = 2**20
+PATHS_WITHOUT_OVERLAP = ("plain", "reference")
 
 
 def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
@@ -29,6 +37,9 @@ def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on
 
     Returns:
         YAML, then comment lines with a table, so that the whole text is still YAML.
+
+    Raises:
+        ValueError: If ``overlap`` is impossible for the layers.
     """
     tokens = job.train.batch_size * job.model.context
     kind = "GPUs" if on_gpu else "CPU ranks"
@@ -38,11 +49,29 @@ def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on
         f"tp={job.parallel.tp}, {tokens} tokens per rank and step",
         "# memory of one rank, MiB",
     ]
-    needs = memory_needs(job, activation_dtype(job.train.dtype, torch.device("cuda" if on_gpu else "cpu")))
+    dtype = activation_dtype(job.train.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    check_model_overlap(job, dtype, on_gpu=on_gpu)
+    needs = memory_needs(job, dtype)
     lines += [f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()]
     lines.append(f"#   {'total':<32} {sum(needs.values()) / MIB:>12,.1f}")
-    resolved = {**container, "nproc": num_ranks, "parallel": {"ep": job.parallel.ep, "tp": job.parallel.tp}}
-    return to_yaml(resolved) + "\n".join(lines) + "\n"
+    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
+
+
+def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) -> str:
+    """The composed configuration with what was open filled in."""
+    return to_yaml({**container, "nproc": num_ranks, "parallel": {"ep": job.parallel.ep, "tp": job.parallel.tp}})
+
+
+def check_model_overlap(job: JobConfig, dtype: torch.dtype, *, on_gpu: bool) -> None:
+    """Raise ``ValueError`` if the layers of the job's model would refuse ``overlap``, for however many tokens."""
+    if job.moe_path not in PATHS_WITHOUT_OVERLAP:
+        check_overlap(job.overlap, Problem.create(job.model.moe, job.parallel, 1, dtype), on_gpu=on_gpu)
+
+
+def check_overlap(overlap: OverlapConfig | None, problem: Problem, *, on_gpu: bool, is_h200: bool = False) -> None:
+    """Raise ``ValueError`` if a split that the user gave is impossible for a layer on this machine, or on an H200."""
+    if overlap is not None:
+        check_setting(overlap, problem, H200 if is_h200 else Machine.of(torch.device("cuda" if on_gpu else "cpu")))
 
 
 def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:

@@ -9,8 +9,7 @@ import torch
 
 from comet.decode import shared_columns
 from comet.generation.source import is_hf_folder
-from comet.launch.config import to_yaml
-from comet.launch.dry_run import FLOAT32_BYTES, MIB, rank_parameters
+from comet.launch.dry_run import FLOAT32_BYTES, MIB, check_model_overlap, rank_parameters, resolved_yaml
 from comet.layout import ExpertLayout
 from comet.models.cache import allocated_places
 from comet.training.config import JobConfig
@@ -22,6 +21,7 @@ def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on
     """The text of a dry run; see ``comet.launch.dry_run.describe``."""
     kind = "GPUs" if on_gpu else "CPU ranks"
     dtype = activation_dtype(job.generate.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    check_model_overlap(job, dtype, on_gpu=on_gpu)
     needs = memory_needs(job, dtype)
     lines = [
         f"# {num_ranks} {kind}: {num_ranks // job.parallel.world_size} equal groups of ep={job.parallel.ep} x "
@@ -29,8 +29,7 @@ def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on
         "# memory of one rank, MiB, where every byte of a prompt is a token",
         *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()),
     ]
-    resolved = {**container, "nproc": num_ranks, "parallel": {"ep": job.parallel.ep, "tp": job.parallel.tp}}
-    return to_yaml(resolved) + "\n".join(lines) + "\n"
+    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
 
 
 def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:

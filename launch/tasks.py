@@ -20,8 +20,8 @@ class Task:
             ``function(arguments)`` once, with the overrides or its own words; returns the exit status.
         ranks: Whether the task runs on several ranks.
         settings: Overrides that the user's own follow: defaults of this task.
-        dry_run: Module whose ``describe`` makes the text of ``--dry-run``; ``None`` where the words after the task's
-            name are all its own, instead of the common options and Hydra overrides.
+        dry_run: Module and function that make the text of ``--dry-run``; ``None`` where the words after the task's name
+            are all its own, instead of the common options and Hydra overrides.
     """
 
     summary: str
@@ -29,7 +29,7 @@ class Task:
     function: str
     ranks: bool = True
     settings: tuple[str, ...] = ()
-    dry_run: str | None = "comet.launch.dry_run"
+    dry_run: str | None = "comet.launch.dry_run.describe"
 
     def load(self) -> Callable[..., Any]:
         """Import the task's module and return its function."""
@@ -37,9 +37,10 @@ class Task:
         return function
 
     def load_dry_run(self) -> Callable[..., str]:
-        """Import the module of the dry run and return its ``describe``."""
+        """Import the module of the dry run and return its function."""
         assert self.dry_run is not None
-        describe: Callable[..., str] = importlib.import_module(self.dry_run).describe
+        module, _, name = self.dry_run.rpartition(".")
+        describe: Callable[..., str] = getattr(importlib.import_module(module), name)
         return describe
 
 
@@ -49,16 +50,28 @@ TASKS: Mapping[str, Task] = {
         "continue texts with a trained or a Hugging Face model",
         "comet.generation.job",
         "generate_job",
-        dry_run="comet.launch.dry_run_generate",
+        dry_run="comet.launch.dry_run_generate.describe",
     ),
-    "tune": Task("measure how fused kernels best share the GPU, keep the winners", "comet.launch.tune", "tune_job"),
+    "tune": Task(
+        "measure how fused kernels best share the GPU, keep the winners",
+        "comet.launch.tune",
+        "tune_job",
+        dry_run="comet.launch.dry_run_layers.describe_tune",
+    ),
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
         "comet.launch.sweep",
         "sweep_job",
         settings=("output_dir=outputs/sweep-${now:%Y%m%d-%H%M%S}",),
+        dry_run="comet.launch.dry_run_layers.describe_sweep",
     ),
-    "explain": Task("predicted and measured time of each split", "comet.launch.explain", "explain_job", ranks=False),
+    "explain": Task(
+        "predicted and measured time of each split",
+        "comet.launch.explain",
+        "explain_job",
+        ranks=False,
+        dry_run="comet.launch.dry_run_layers.describe_explain",
+    ),
     "compile": Task(
         "compile every kernel ahead of time, no GPU needed", "comet.kernels.aot", "main", ranks=False, dry_run=None
     ),

@@ -1,0 +1,101 @@
+"""What ``--dry-run`` of ``tune``, ``explain`` and ``sweep`` prints: the settings, and the bytes of each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from comet.config import require
+from comet.launch.dry_run import MIB, check_overlap, resolved_yaml
+from comet.launch.sweep import load_models
+from comet.training.config import JobConfig
+from comet.training.run import activation_dtype
+from comet.tuner.job import job_points
+from comet.tuner.problem import Problem
+from comet.tuner.sweep import Shape, sweep_points
+from comet.workspace import WorkspaceShape, workspace_bytes
+
+
+def describe_tune(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """The text of a dry run; see ``comet.launch.dry_run.describe``.
+
+    Raises:
+        ValueError: Where the task itself would: a model does not exist or does not divide over the ranks.
+    """
+    machine = job.tune.machine
+    require(machine == "this", f"tune.machine={machine!r} must be 'this': tune measures where it runs")
+    shapes = [shape for shape, _ in tuned_shapes(job, on_gpu=on_gpu)]
+    return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
+
+
+def describe_explain(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """As ``describe_tune``: what measuring each shape would need; ``overlap`` has to be possible as well."""
+    on_gpu = on_gpu or job.tune.machine == "h200"
+    points = tuned_shapes(job, on_gpu=on_gpu)
+    for _, problem in points:
+        check_overlap(job.overlap, problem, on_gpu=on_gpu, is_h200=job.tune.machine == "h200")
+    return describe_shapes(container, job, [shape for shape, _ in points], num_ranks, on_gpu=on_gpu)
+
+
+def describe_sweep(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """As ``describe_tune``; a shape that cannot run is no error, as it is none in a sweep."""
+    points = sweep_points(job, load_models(job.sweep.models))
+    shapes = list(dict.fromkeys(point.shape for point in points))
+    return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
+
+
+def tuned_shapes(job: JobConfig, *, on_gpu: bool) -> list[tuple[Shape, Problem]]:
+    """The points of ``tune`` and ``explain``; raises as ``describe_tune`` does."""
+    points = job_points(job, load_models(job.tune.models), torch.device("cuda" if on_gpu else "cpu"))
+    return [
+        (Shape(model=name, moe=problem.moe, parallel=problem.parallel, tokens=problem.num_tokens), problem)
+        for name, problems in points.items()
+        for problem in problems
+    ]
+
+
+def describe_shapes(
+    container: Mapping[str, Any], job: JobConfig, shapes: Sequence[Shape], num_ranks: int, *, on_gpu: bool
+) -> str:
+    """YAML, then a line of comment for each shape."""
+    dtype = activation_dtype(job.train.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    lines = [
+        f"# {num_ranks} {'GPUs' if on_gpu else 'CPU ranks'}",
+        "# memory of one rank, MiB, beside its tokens and what is computed from them",
+        f"#   {'':<44} {'pool':>12} {'one layer':>12} {'total':>12}",
+    ]
+    for shape in shapes:
+        try:
+            pool, weights = shape_bytes(shape, num_ranks, dtype)
+            text = " ".join(f"{size / MIB:>12,.1f}" for size in (pool, weights, pool + weights))
+        except ValueError as error:
+            text = f"fails: {error}"
+        lines.append(f"#   {shape.title:<44} {text}")
+    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
+
+
+def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of symmetric memory, and of a rank's part of one layer's routed experts.
+
+    Args:
+        shape: What is measured.
+        num_ranks: Ranks of the job.
+        dtype: Of tokens and weights.
+
+    Returns:
+        The two; E=8, D=64, F=128, K=2, EP=2, 100 tokens, float32: 142592 and 3 * 64 * 128 * 4 * 4 = 393216.
+
+    Raises:
+        ValueError: If the layer or the ranks do not divide over the layout.
+    """
+    moe, parallel = shape.moe, shape.parallel
+    parallel.check(moe)
+    group = parallel.world_size
+    require(
+        num_ranks % group == 0,
+        f"world_size={num_ranks} must be divisible by ep x tp = {parallel.ep} x {parallel.tp} = {group}",
+    )
+    pool = workspace_bytes(WorkspaceShape.create(moe, group, shape.tokens, dtype))
+    return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // group * dtype.itemsize

@@ -1,0 +1,77 @@
+"""``--dry-run`` of every task: the memory of what the task would run, and its mistakes before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.launch.cli import main
+from comet.launch.dry_run_layers import shape_bytes
+from comet.launch.sweep import load_models
+from comet.tuner.sweep import Shape
+from comet.workspace import WorkspaceShape, workspace_bytes
+
+
+def test_shape_bytes_example():
+    moe = MoEConfig(hidden_size=64, ffn_size=128, num_experts=8, top_k=2)
+    shape = Shape(model="a", moe=moe, parallel=ParallelConfig(ep=2), tokens=100)
+    assert shape_bytes(shape, 2, torch.float32) == (142592, 393216)
+    with pytest.raises(ValueError, match="world_size=3 must be divisible by ep x tp = 2 x 1 = 2"):
+        shape_bytes(shape, 3, torch.float32)
+
+
+SPLIT = "comm_blocks=500 must be below the 132 SMs of "
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "overlap.comm_blocks=500"], SPLIT),
+        (["train", "parallel=ep2", "overlap.num_phases=5"], "num_phases=5 must be between 2 and 2 for world_size=2"),
+        (["explain", "tune.machine=h200", "overlap.comm_blocks=500"], SPLIT),
+        (["explain", "tune.models=[nope]"], "model='nope' must be one of "),
+        (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
+        (["tune", "tune.machine=h200"], "tune.machine='h200' must be 'this'"),
+        (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
+        (["sweep", "sweep.comm_blocks=[0]"], "comm_blocks=0 must be at least 1"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(words, message, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main([*words, "--dry-run"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1), err
+    assert err.startswith(f"comet: error: {message}")
+
+
+def test_a_dry_run_takes_what_the_run_would(capfd, monkeypatch):
+    """Another path has no split, a sweep notes a point that fails, and each setting tried is a point's own."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["train", "--dry-run", "moe_path=plain", "overlap.comm_blocks=500"]) == 0
+    assert main(["sweep", "--dry-run", "sweep.comm_blocks=[500]", "sweep.layouts=[[2,1],[3,1]]"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-1].split()[1:7] == ["tiny", "EP3", "TP1,", "512", "tokens", "fails:"]
+    assert lines[-1].endswith("num_experts=8 must be divisible by ep=3")
+    assert "fails" not in lines[-2]
+
+
+@pytest.mark.parametrize("task", ["tune", "sweep", "explain"])
+def test_a_dry_run_of_layers_counts_each_shape(task, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    lists = "sweep" if task == "sweep" else "tune"
+    models, tokens = f"{lists}.models=[tiny,mixtral_8x7b]", f"{lists}.tokens=[64,2048]"
+    assert main([task, "--dry-run", models, tokens, "parallel=ep2", "output_dir=x"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert yaml.safe_load(out)["nproc"] == 2
+    rows = [line.split()[1:] for line in out.splitlines() if " EP2 TP1, " in line]
+    assert [(row[0], row[3]) for row in rows] == [
+        ("tiny", "64"), ("tiny", "2048"), ("mixtral_8x7b", "64"), ("mixtral_8x7b", "2048"),
+    ]  # fmt: skip
+    for name, _, _, num, _, *sizes in rows:
+        moe = load_models([name])[name]
+        pool = workspace_bytes(WorkspaceShape.create(moe, 2, int(num), torch.float32))
+        weights = 4 * 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // 2
+        assert sizes == [f"{size / 2**20:,.1f}" for size in (pool, weights, pool + weights)]
