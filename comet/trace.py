@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
 from comet.config import require
@@ -184,10 +185,15 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
         timeline stays empty, and no rank waits for another.
 
     Raises:
-        ValueError: If ``capacity`` is not between 1 and a million.
+        ValueError: If ``capacity`` is not between 1 and a million, or there is no kernel to record: on a CPU they run
+            under Triton's interpreter only.
         CommTimeoutError: If another rank does not come.
     """
     require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")
+    require(
+        group.device.type != "cpu" or triton.knobs.runtime.interpret,
+        f"device={group.device} must be used with TRITON_INTERPRET=1: only kernels record",
+    )
     recorder = Recorder.allocate(group.device, capacity)
     timeline = Timeline()
     before = compare(group.workspace)

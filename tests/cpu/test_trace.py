@@ -20,6 +20,8 @@ from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
 
+from comet.config import MoEConfig, ParallelConfig
+from comet.group import make_expert_group
 from comet.kernels import recorder
 from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.kernels.recorder import recording
@@ -291,6 +293,20 @@ def test_off_means_no_buffer_and_nothing_recorded_is_an_error(tmp_path: Path) ->
 def test_capacity_has_bounds(capacity: int) -> None:
     with pytest.raises(ValueError, match=f"capacity={capacity} must be at least 1 and at most 1000000"):
         record(None, capacity=capacity).__enter__()  # type: ignore[arg-type]
+
+
+def record_without_kernels(rank: int, world_size: int) -> str:
+    moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
+    group = make_expert_group(moe, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError) as caught, record(group):
+        pass
+    return str(caught.value)
+
+
+def test_a_cpu_records_under_the_interpreter_only() -> None:
+    assert run_ranks(record_without_kernels, 1, interpret=False) == [
+        "device=cpu must be used with TRITON_INTERPRET=1: only kernels record"
+    ]
 
 
 @pytest.mark.slow
