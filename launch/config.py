@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra import compose as hydra_compose
@@ -223,8 +223,30 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             close = difflib.get_close_matches(name, [*known, *groups], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             return f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}"
+        missing = _list_depth(name) - _depth_of(value)
+        if missing > 0 and value is not None:
+            typed = text.partition("=")[2]
+            return f"{name}={typed} must be a list: write {name}={'[' * missing}{typed}{']' * missing}"
     lines = [line for part in (error, error.__cause__) if part is not None for line in str(part).splitlines()]
     return " ".join(line.strip() for line in lines if not line.strip().startswith(("full_key:", "object_type=")))
+
+
+def _list_depth(name: str) -> int:
+    """How many lists a setting is: 0 of ``train.steps``, 1 of ``tune.tokens``, 2 of ``sweep.layouts``."""
+    kind: Any = job_schema()
+    for part in name.split("."):
+        kind = {item.name: item.type for item in fields(kind)}[part] if is_dataclass(kind) else None
+    depth = 0
+    while get_origin(kind) is list:
+        kind, depth = get_args(kind)[0], depth + 1
+    return depth
+
+
+def _depth_of(value: Any) -> int:
+    """How many lists a value is inside: 0 of 64, 1 of [] and [2, 1], 2 of [[2, 1]]."""
+    if not isinstance(value, list):
+        return 0
+    return 1 + (_depth_of(value[0]) if value else 0)
 
 
 def _names(tree: Any, prefix: str = "") -> Iterator[str]:

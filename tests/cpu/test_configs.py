@@ -101,6 +101,11 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("a=[", r"^override 'a=\[' must have the form name=value$"),
         ("model.moe.top_k=2,4", r"Ambiguous value"),
         ("train.steps=???", r"^train\.steps must be given$"),
+        ("tune.tokens=64", r"^tune\.tokens=64 must be a list: write tune\.tokens=\[64\]$"),
+        ("sweep.transport=copy", r"^sweep\.transport=copy must be a list: write sweep\.transport=\[copy\]$"),
+        ("sweep.layouts=[2,1]", r"^sweep\.layouts=\[2,1\] must be a list: write sweep\.layouts=\[\[2,1\]\]$"),
+        ("sweep.layouts=2", r"write sweep\.layouts=\[\[2\]\]$"),
+        ("tune.tokens=[a]", r"tune\.tokens=\[a\].*'a'.*Integer"),
     ],
 )
 def test_compose_answers_a_mistake_in_one_line(override, message):
