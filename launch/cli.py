@@ -118,11 +118,14 @@ def _run_with_ranks(task: Task, words: Sequence[str], options: argparse.Namespac
     import torch
 
     from comet.launch.config import compose, default_ranks, make_job
-    from comet.launch.distributed import started_by_torchrun
+    from comet.launch.distributed import speaks_for_job, started_by_torchrun
 
     if started_by_torchrun() and not options.dry_run:
+        from comet.launch.failures import say_logged
         from comet.launch.rank import run_rank
 
+        if task.shows_split and speaks_for_job():
+            say_logged("comet.tuner.choice")
         run_rank(task, options.overrides, options.traceback)
     container = compose([*task.settings, *options.overrides])
     num_gpus = torch.cuda.device_count()

@@ -14,6 +14,7 @@ the others leave a sign of life within that time, unless they are dead; a local 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -62,6 +63,14 @@ def say_text(text: str) -> None:
         text = start_of_line(os.get_terminal_size(sys.stderr.fileno()).columns) + text
     sys.stderr.write(text)
     sys.stderr.flush()
+
+
+def say_logged(name: str) -> None:
+    """Let this process ``say`` what a logger is told, from informative messages on."""
+    logger, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def start_of_line(columns: int) -> str:

@@ -22,6 +22,7 @@ class Task:
         settings: Overrides that the user's own follow: defaults of this task.
         dry_run: Module and function that make the text of ``--dry-run``; ``None`` where the words after the task's name
             are all its own, instead of the common options and Hydra overrides.
+        shows_split: Whether rank 0 says which split its layers take; not where many are tried, and a table tells.
     """
 
     summary: str
@@ -30,6 +31,7 @@ class Task:
     ranks: bool = True
     settings: tuple[str, ...] = ()
     dry_run: str | None = "comet.launch.dry_run.describe"
+    shows_split: bool = True
 
     def load(self) -> Callable[..., Any]:
         """Import the task's module and return its function."""
@@ -57,6 +59,7 @@ TASKS: Mapping[str, Task] = {
         "comet.launch.tune",
         "tune_job",
         dry_run="comet.launch.dry_run_layers.describe_tune",
+        shows_split=False,
     ),
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
@@ -64,6 +67,7 @@ TASKS: Mapping[str, Task] = {
         "sweep_job",
         settings=("output_dir=outputs/sweep-${now:%Y%m%d-%H%M%S}",),
         dry_run="comet.launch.dry_run_layers.describe_sweep",
+        shows_split=False,
     ),
     "explain": Task(
         "predicted and measured time of each split",

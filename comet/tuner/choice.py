@@ -148,7 +148,7 @@ class Resolver:
         if choice.passed_over and self.store is not None:
             logger.warning("profile %s: best setting passed over: %s", self.store.path, choice.passed_over)
         logger.info(
-            "E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
+            "split of layers with E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
             key.num_experts, key.top_k, key.hidden_size, key.ffn_size, key.dtype, key.ep, key.tp, key.tokens,
             candidate_name(choice.setting, bucket, self.machine), choice.source,
         )  # fmt: skip

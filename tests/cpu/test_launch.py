@@ -105,7 +105,7 @@ def test_ranks_run_end_without_shutdown_and_the_last_line_is_rank_0s(tmp_path):
 
 
 TINY = (
-    "model.hidden_size=32", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
+    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
     "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0",
     "train.eval_batches=1", "train.sample_bytes=4",
 )  # fmt: skip
@@ -119,6 +119,11 @@ def test_train_ends_with_its_result_in_one_json_line(tmp_path):
     result = json.loads(out[-1])
     assert (result["task"], result["steps"], result["world_size"], result["ep"]) == ("train", 2, 2, 2)
     assert not [line for line in err if "Traceback" in line or "Warning" in line]
+    splits = [line for line in err if "split of layers" in line]
+    assert splits == [
+        "comet: split of layers with E=8 K=2 D=32 F=32 float32, EP2 TP1, about 64 tokens: "
+        "16 comm blocks, 2 phases, 1 panel, 128 rows, beside (default)"
+    ], "once for all layers and ranks"
 
 
 def kill_rank_1(launcher: subprocess.Popen[str], ranks: dict[int, int]) -> None:
@@ -158,7 +163,7 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
     *earlier, bar, last, empty = lines
     assert (last, empty) == (message.format(pid=ranks[1]), ""), lines
     assert "/1000000 [" in bar, lines
-    assert sum("comet:" in line for line in earlier) == 1, f"more than the note at the start: {earlier}"
+    assert sum("comet:" in line for line in earlier) == 2, f"more than split and data at the start: {earlier}"
     assert not any("Traceback" in line for line in lines)
     assert all_gone([child.pid for child in children])
     newest, _ = choose_checkpoint("auto", str(folder))
