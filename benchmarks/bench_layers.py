@@ -44,10 +44,12 @@ from points import Ranks, Settings, attempt, open_layer
 from report import Row, cell, table_of
 from routing import ROUTINGS
 from shapes import model
+from start import run_and_leave, whole_numbers
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
-from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
+from comet.launch.cli import Parser
+from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
 from comet.tuner.timing import host_ahead, max_over_ranks, time_interleaved
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
@@ -187,9 +189,9 @@ def default_grid() -> list[OverlapConfig]:
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
     names = lambda text: tuple(text.split(","))  # noqa: E731
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names, default=("mixtral_8x7b",), help="comma-separated names of shapes.py")
-    parser.add_argument("--tokens", type=names, default=("2048", "8192"), help="tokens per rank, comma-separated")
+    parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="tokens per rank, comma-separated")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
@@ -206,7 +208,6 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_layers"))
     arguments = parser.parse_args(command_line)
-    arguments.tokens = [int(number) for number in arguments.tokens]
     arguments.tries = (
         [OverlapConfig(), *(parse_overlap(text, "try") for text in arguments.tries)]
         if arguments.tries
@@ -236,5 +237,4 @@ def main(command_line: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    leave(0)
+    run_and_leave(main)

@@ -57,10 +57,12 @@ from report import (
 )
 from routing import ROUTINGS
 from shapes import model
+from start import run_and_leave, whole_numbers
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
+from comet.launch.cli import Parser
+from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
 from comet.paths import SymmetricPath
 from comet.tuner.timing import Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 
@@ -282,9 +284,9 @@ def tell(ranks: Ranks, line: str) -> None:
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or variant."""
     names = lambda text: tuple(text.split(","))  # noqa: E731
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names, default=("mixtral_8x7b",), help="comma-separated names of shapes.py")
-    parser.add_argument("--tokens", type=names, default=("2048", "8192"), help="tokens per rank, comma-separated")
+    parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="tokens per rank, comma-separated")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument(
@@ -304,7 +306,6 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         help="folder; what an earlier run left there is kept as bench_moe.1.csv and so on",
     )
     arguments = parser.parse_args(command_line)
-    arguments.tokens = [int(number) for number in arguments.tokens]
     for name in arguments.models:
         model(name)
     for name in arguments.routing:
@@ -340,5 +341,4 @@ def main(command_line: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    leave(0)
+    run_and_leave(main)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,11 +26,13 @@ from overlap import parse_overlap
 from points import Inputs, Ranks, Settings, make_inputs, open_layer
 from routing import ROUTINGS
 from shapes import model
+from start import run_and_leave
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.kernels.recorder import DEFAULT_CAPACITY, Recorder
-from comet.launch.distributed import current_context, leave, open_store, process_group, started_by_torchrun
+from comet.launch.cli import Parser
+from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
 from comet.moe import MoE
 from comet.trace import Timeline, record, recording_to
 from comet.tuner.timing import capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
@@ -119,7 +120,7 @@ def report(
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mixtral_8x7b", help="a name of shapes.py")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank")
     parser.add_argument("--ep", type=int, default=1)
@@ -159,5 +160,4 @@ def main(command_line: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    leave(0)
+    run_and_leave(main)

@@ -1,16 +1,53 @@
-"""How a benchmark that also runs on a rank alone starts: by itself, or as one rank of torchrun."""
+"""How a benchmark starts, by itself or as one rank of torchrun, and how it ends: mistakes are one line and status 2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from points import Ranks
 
 from comet.config import ParallelConfig, require
-from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import (
+    current_context,
+    leave,
+    open_store,
+    process_group,
+    speaks_for_job,
+    started_by_torchrun,
+)
+from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
+
+SPEAKER_S = 20.0  # rank 0 may still be importing what this rank has
+
+
+def whole_numbers(text: str) -> list[int]:
+    """``8,32`` of a command line as ``[8, 32]``."""
+    return [int(number) for number in text.split(",")]
+
+
+def run_and_leave(main: Callable[[Sequence[str]], None]) -> NoReturn:
+    """Run one rank of a benchmark with the words of its command line, and end the process.
+
+    A mistake of the user is one line, as of the command ``comet``. Before the ranks have met all of them find it: rank
+    0 says it, while the others wait for torchrun to end them, which it does when the first rank leaves. Afterwards each
+    rank that meets one says so. Anything else shows its traceback.
+    """
+    try:
+        main(sys.argv[1:])
+    except Exception as error:
+        if not is_user_error(error):
+            raise
+        if not (speaks_for_job() or dist.is_initialized()):
+            time.sleep(SPEAKER_S)
+        say(f"error: {one_line(error)}")
+        leave(STATUS_USER)
+    leave(0)
 
 
 def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from ranks import run_ranks
 from report import append_csv, as_json, draw, figures, format_table
 from routing import make_routing
 from shapes import MODELS, model
+from start import whole_numbers
 
 from comet.config import MoEConfig
 from comet.launch.distributed import LaunchContext
@@ -301,6 +303,29 @@ def test_times_of_aborted_kernels_are_no_result(tmp_path: Path) -> None:
     assert not [name for name in first if name.endswith("_ms")]
     assert [(row["tokens"], row["routing"]) for row in others] == [(16, "uniform"), (8, "hot"), (8, "uniform")]
     assert all(row["failures"] == "" and row["comet_ms"] > 0 for row in others), "in a group without a fault"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("bench_moe.py", "--ep", "3"), "nproc=2 must equal ep=3 x tp=1"),
+        (("record_timeline.py", "--modelz", "x"), "unrecognized arguments: --modelz x"),
+    ],
+)
+def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:
+    script, *options = words
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks" / script), *options, "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
+    assert "ValueError" not in done.stderr
+    assert re.findall(r"rank +: 0 .*\n +exitcode +: (-?\d+) ", done.stderr) == ["2"]
+
+
+def test_whole_numbers_example() -> None:
+    assert whole_numbers("8,32") == [8, 32]
+    with pytest.raises(ValueError, match="argument --tokens: invalid whole_numbers value: 'abc'"):
+        parse(["--tokens", "abc"])
 
 
 def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
