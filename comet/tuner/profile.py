@@ -7,14 +7,12 @@ next ``put`` rebuilds the file, keeping the unusable one beside it as ``<name>.i
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from comet.config import OverlapConfig, require
 from comet.tuner.problem import Problem
+from comet.tuner.shared_file import locked, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -200,12 +199,12 @@ class ProfileStore:
         )
         self.entries[entry.key] = entry
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path):
+        with locked(self.path):
             found, trouble = read_entries(self.path, self.device)
             if trouble:
                 os.replace(self.path, self.path.with_name(self.path.name + ".ignored"))
             found[entry.key] = entry
-            _write_atomically(self.path, _to_text(self.device, found))
+            write_whole(self.path, _to_text(self.device, found))
 
 
 def profile_path(folder: Path, device: str, world_size: int) -> Path:
@@ -290,28 +289,3 @@ def _to_text(device: str, entries: Mapping[ProfileKey, ProfileEntry]) -> str:
     ordered = sorted(entries.values(), key=lambda entry: tuple(asdict(entry.key).values()))
     content = {"version": VERSION, "device": device, "entries": [asdict(entry) for entry in ordered]}
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time among all processes that use this; the lock dies with its process."""
-    with path.with_name(path.name + ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one.
-
-    There is one writer at a time (``_locked``), so that one name serves all; the umask says who may read the file.
-    """
-    part = path.with_name(path.name + ".tmp")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

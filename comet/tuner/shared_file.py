@@ -19,16 +19,19 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one."""
-    descriptor, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    """Readers see the old file or the new one, never a part; a writer that dies leaves the old one.
+
+    There is one writer at a time (``locked``), so that one name serves all; the umask says who may read the file.
+    """
+    part = path.with_name(path.name + ".tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 
