@@ -88,7 +88,7 @@ def make_expert_group(
     """Join the MoE group of this rank (collective over the world).
 
     Args:
-        moe: The largest MoE layer the group will run.
+        moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
         parallel: EP and TP; EP x TP must divide the world size.
         max_tokens: Most tokens this rank passes to a layer.
         dtype: Element type of the tokens.

@@ -44,11 +44,15 @@ class SymmetricPath:
             for each call as many comm blocks as were measured best for about its tokens. All else has to be equal on
             all ranks, whose numbers of tokens may differ.
         use_kernels: Kernels rather than their twins.
+
+    Raises:
+        ValueError: If the layer does not fit the pool, or the setting the ranks.
     """
 
     def __init__(
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
+        group.workspace.shape.check(config)
         store = group.resolver.store if overlap is None else None
         self.measured = group_problem(config, group) if store is not None and store.entries else None
         self.resolver = group.resolver

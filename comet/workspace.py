@@ -70,6 +70,14 @@ class WorkspaceShape:
             world_size=world_size, max_tokens=max_tokens, hidden_size=moe.hidden_size, top_k=moe.top_k, dtype=dtype
         )
 
+    def check(self, moe: MoEConfig) -> None:
+        """Raise ``ValueError`` unless layers of this shape can use the pool: kernels trust its columns and slots."""
+        require(
+            moe.hidden_size == self.hidden_size,
+            f"hidden_size={moe.hidden_size} of the layer must be the group's {self.hidden_size}",
+        )
+        require(moe.top_k <= self.top_k, f"top_k={moe.top_k} of the layer must be at most the group's {self.top_k}")
+
     @property
     def padded_tokens(self) -> int:
         """M."""

@@ -1,0 +1,44 @@
+"""What a group promises its layers: a pool that they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.group import ExpertGroup, make_expert_group
+from comet.moe import MoE
+
+CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+
+
+def make_group(rank: int = 0, world_size: int = 1, **changes) -> ExpertGroup:
+    fields = {"max_tokens": 40, "dtype": torch.float32, "device": "cpu", "timeout_s": 20.0}
+    return make_expert_group(CONFIG, ParallelConfig(ep=world_size), **(fields | changes))
+
+
+@pytest.mark.parametrize("path", ["auto", "twin", "fused"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "hidden_size=64 of the layer must be the group's 32"),
+        ({"hidden_size": 16}, "hidden_size=16 of the layer must be the group's 32"),
+        ({"top_k": 3}, "top_k=3 of the layer must be at most the group's 2"),
+    ],
+)
+def test_layers_that_do_not_fit_the_pool_are_refused_when_they_are_made(
+    path: str, changes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        MoE(replace(CONFIG, **changes), make_group(), path=path)
+
+
+def test_layers_may_differ_in_all_that_the_pool_does_not_hold() -> None:
+    group = make_group()
+    for changes in ({"top_k": 1}, {"ffn_size": 64, "num_experts": 8}):
+        layer = MoE(replace(CONFIG, **changes), group)
+        x = torch.randn(5, 32, requires_grad=True)
+        layer(x)[0].sum().backward()
+        assert x.grad is not None
