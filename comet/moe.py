@@ -119,6 +119,9 @@ class MoE(nn.Module):
 
         Returns:
             ``(T, D)``: the weighted sum of each token's experts.
+
+        Raises:
+            ValueError: If tokens or routing do not fit the group or each other.
         """
         w1, w2 = (weight.to(tokens.dtype) for weight in self.expert_parameters())
         return self.experts(tokens, top_k_ids, top_k_weights, w1.flatten(1, 2), w2)
@@ -126,6 +129,7 @@ class MoE(nn.Module):
     def tokens_of(self, x: Tensor) -> Tensor:
         """``(..., D)`` as ``(T, D)``; ValueError if size, device or type are not the layer's."""
         shape, device = self.group.workspace.shape, self.group.device
+        require(x.dim() >= 1, f"shape={tuple(x.shape)} of the input must be (..., hidden_size)")
         require(
             x.shape[-1] == self.config.hidden_size,
             f"hidden_size={x.shape[-1]} of the input must be the layer's {self.config.hidden_size}",

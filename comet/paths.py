@@ -17,6 +17,7 @@ from comet.group import ExpertGroup
 from comet.packed import check_fp8_weights
 from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
 from comet.plan import Plan, make_plan, routed_row_capacity
+from comet.plan_rules import check_tokens
 from comet.quantize import FP8
 from comet.schedule import check_phases
 from comet.settings import LayerSettings
@@ -76,7 +77,12 @@ class SymmetricPath:
         self.plan_stream = group.plan_stream if config.shared_ffn_size else SideStream(None)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """Plan, then layer 0 and layer 1; see ``ExpertPath``."""
+        """Plan, then layer 0 and layer 1; see ``ExpertPath``.
+
+        Raises:
+            ValueError: If tokens or routing do not fit the pool or each other.
+        """
+        check_tokens(tokens, top_k_ids, self.workspace)
         w1, w2 = pad_width(w1, w2)
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
         plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
@@ -96,8 +102,10 @@ class SymmetricPath:
             ``(T, D)``.
 
         Raises:
-            ValueError: If D or F/TP is not a multiple of 128, or a gradient is wanted.
+            ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, or tokens or routing do not fit
+                the pool or each other.
         """
+        check_tokens(tokens, top_k_ids, self.workspace)
         check_fp8_weights(w1, w2)
         require(
             not wants_grad(tokens, top_k_weights),

@@ -95,6 +95,18 @@ def check_routing(ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace:
     )
 
 
+def check_tokens(tokens: Tensor, ids: Tensor, workspace: Workspace) -> None:
+    """Raise ``ValueError`` unless tokens fit the pool and are as many as rows of ids: kernels read what they name."""
+    shape, device = workspace.shape, workspace.ids.local.device
+    require(
+        tokens.shape == (*ids.shape[:1], shape.hidden_size),
+        f"shape={tuple(tokens.shape)} of tokens must be (T, hidden_size={shape.hidden_size}), with the T of top_k_ids "
+        f"of shape={tuple(ids.shape)}",
+    )
+    require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the group's {shape.dtype}")
+    require(tokens.device == device, f"device={tokens.device} of tokens must be the group's {device}")
+
+
 def num_counters(world_size: int, max_tokens: int) -> int:
     """Counters of a plan: those of the launches, then one of each chunk of rows that goes to a rank.
 

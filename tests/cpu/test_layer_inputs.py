@@ -1,0 +1,62 @@
+"""Tokens a layer must not run on: kernels read as many rows as there are ids, of the pool's width and type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_cases import fp8_shard
+from layer_cases import LayerCase
+from torch import Tensor
+
+from comet.group import make_expert_group
+from comet.moe import MoE
+from comet.paths import SymmetricPath
+
+CASE = LayerCase("one rank", 1, 1, (40,), num_phases=1, hidden_size=128, ffn_size=128)
+MISFITS = [
+    (torch.zeros(40, 128), r"shape=\(40, 128\) of tokens must be \(T, hidden_size=128\), with the T of .*\(100, 2\)"),
+    (torch.zeros(100, 64), r"shape=\(100, 64\) of tokens must be \(T, hidden_size=128\)"),
+    (torch.zeros(100, 256), r"shape=\(100, 256\) of tokens must be \(T, hidden_size=128\)"),
+    (torch.zeros(4, 25, 128), r"shape=\(4, 25, 128\) of tokens must be \(T, hidden_size=128\)"),
+    (torch.zeros(12_800), r"shape=\(12800,\) of tokens must be \(T, hidden_size=128\)"),
+    (torch.zeros(100, 128).half(), r"dtype=torch\.float16 of tokens must be the group's torch\.float32"),
+    (torch.zeros(100, 128, device="meta"), r"device=meta of tokens must be the group's cpu"),
+]
+
+
+def make_layer(path: str) -> MoE:
+    group = make_expert_group(CASE.config, CASE.parallel, max_tokens=128, dtype=torch.float32, device="cpu")
+    return MoE(CASE.config, group, path=path, overlap=CASE.overlap)
+
+
+def routing() -> tuple[Tensor, Tensor]:
+    return torch.zeros(100, 2, dtype=torch.int32), torch.ones(100, 2)
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize(("tokens", "message"), MISFITS)
+def test_tokens_that_do_not_fit_pool_and_ids_are_named(path: str, tokens: Tensor, message: str) -> None:
+    layer = make_layer(path)
+    with pytest.raises(ValueError, match=message):
+        layer.routed_experts(tokens, *routing())
+    assert not layer.group.workspace.epoch, "no rank waits for ids of this call"
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize(("tokens", "message"), MISFITS)
+def test_so_are_those_for_experts_in_fp8(path: str, tokens: Tensor, message: str) -> None:
+    layer = make_layer(path)
+    assert isinstance(layer.experts, SymmetricPath)
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        layer.experts.fp8(tokens, *routing(), *fp8_shard(CASE, 0))
+    assert not layer.group.workspace.epoch
+
+
+def test_ids_without_an_axis_are_named() -> None:
+    with pytest.raises(ValueError, match=r"shape=\(100, 128\) of tokens .* with the T of top_k_ids of shape=\(\)"):
+        make_layer("twin").routed_experts(torch.zeros(100, 128), torch.tensor(0), torch.tensor(1.0))
+
+
+def test_a_number_is_no_token() -> None:
+    with pytest.raises(ValueError, match=r"shape=\(\) of the input must be \(\.\.\., hidden_size\)"):
+        make_layer("twin")(torch.tensor(1.0))
