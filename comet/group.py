@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
+from comet.comm.handshake import check_equal
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
 from comet.side_stream import SideStream
@@ -90,8 +91,8 @@ def make_expert_group(
     Args:
         moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
         parallel: EP and TP; EP x TP must divide the world size.
-        max_tokens: Most tokens this rank passes to a layer.
-        dtype: Element type of the tokens.
+        max_tokens: Most tokens a rank passes to a layer; equal on all ranks, as capacities and settings follow from it.
+        dtype: Element type of the tokens; equal on all ranks.
         device: This rank's device.
         backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``.
         timeout_s: Deadline of every wait for another rank, in seconds.
@@ -102,7 +103,7 @@ def make_expert_group(
         The group, with symmetric memory allocated.
 
     Raises:
-        ValueError: If the experts or the world do not divide over the group.
+        ValueError: If the experts or the world do not divide over the group, or its ranks ask for different pools.
         UnavailableError: If the backend cannot work here.
     """
     device = torch.device(device)
@@ -116,7 +117,10 @@ def make_expert_group(
         _tell_of_padding(moe.ffn_size, parallel.tp)
     group, expert_data_group = _process_groups(world_rank, world_size, parallel.world_size)
     comm = make_communicator(backend, group if parallel.world_size > 1 else None, device, timeout_s=timeout_s)
-    workspace = Workspace(comm, WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype))
+    shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
+    if group is not None:
+        check_equal(group, asdict(shape))
+    workspace = Workspace(comm, shape)
     return ExpertGroup(
         parallel=parallel,
         world_rank=world_rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,23 @@ def check_size(group: ProcessGroup, num_bytes: int) -> None:
     """Raise the same ``ValueError`` on every rank unless all ask for the same size (collective)."""
     sizes = gather(group, num_bytes)
     require(len(set(sizes)) == 1, f"num_bytes={sizes} of ranks 0 to {len(sizes) - 1} must be equal")
+
+
+def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
+    """Raise the same ``ValueError`` on every rank, naming the field, unless all pass the same fields (collective).
+
+    Args:
+        group: The ranks.
+        fields: Values by name, the same names on all ranks.
+
+    Example:
+        ``{"max_tokens": 40}`` on rank 0 and ``{"max_tokens": 128}`` on rank 1: "max_tokens=128 of rank 1 must equal the
+        40 of rank 0".
+    """
+    first, *others = gather(group, dict(fields))
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            require(other[name] == value, f"{name}={other[name]} of rank {rank} must equal the {value} of rank 0")
 
 
 def check_one_host(group: ProcessGroup, backend: str, instead: str) -> None:

@@ -1,4 +1,4 @@
-"""What a group promises its layers: a pool that they fit."""
+"""What a group promises its layers: a pool that they fit, of the same shape on all ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
 
-CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=12, top_k=2)
+SHORT_TYPES = [torch.float16, torch.bfloat16]
 
 
 def make_group(rank: int = 0, world_size: int = 1, **changes) -> ExpertGroup:
@@ -42,3 +44,25 @@ def test_layers_may_differ_in_all_that_the_pool_does_not_hold() -> None:
         x = torch.randn(5, 32, requires_grad=True)
         layer(x)[0].sum().backward()
         assert x.grad is not None
+
+
+def ask_for(rank: int, world_size: int, field: str, values: list) -> str:
+    """What a group says whose ranks ask for these."""
+    try:
+        make_group(rank, world_size, **{field: values[rank]}).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("max_tokens", [40, 128], "max_tokens=128 of rank 1 must equal the 40 of rank 0"),  # both take 128 rows
+        ("max_tokens", [40, 40, 41], "max_tokens=41 of rank 2 must equal the 40 of rank 0"),
+        ("dtype", SHORT_TYPES, "dtype=torch.bfloat16 of rank 1 must equal the torch.float16 of rank 0"),
+        ("max_tokens", [40, 40], ""),
+    ],
+)
+def test_ranks_that_ask_for_different_pools_all_say_so(field: str, values: list, message: str) -> None:
+    assert run_ranks(ask_for, len(values), field, values) == [message] * len(values)
