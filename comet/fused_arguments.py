@@ -45,6 +45,7 @@ def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> Gem
         flatten=out.dtype != torch.float32,
         num_stages=min(tile.num_stages, 3) if settings.beside else tile.num_stages,
         beside=settings.beside,
+        cuda_kernels=settings.cuda_kernels,
     )
 
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
-from comet.comm.handshake import check_equal
+from comet.comm.handshake import check_equal, gather
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
 from comet.side_stream import SideStream
@@ -35,6 +35,7 @@ class ExpertGroup:
         expert_data_group: The ranks that hold the same expert shard, one of each MoE group; ``None`` when alone.
         comm: Communicator over the MoE group.
         workspace: The pool all MoE layers share.
+        cuda_kernels: Whether all ranks of the group have the kernels in CUDA C++.
         resolver: What a layer without a setting of its own asks for one.
         side_stream: For what a layer computes beside its routed experts.
         plan_stream: For the plan, whose small kernels all ranks wait for, where something large runs beside it.
@@ -47,6 +48,7 @@ class ExpertGroup:
     expert_data_group: ProcessGroup | None
     comm: Communicator
     workspace: Workspace
+    cuda_kernels: bool
     resolver: Resolver
     side_stream: SideStream
     plan_stream: SideStream
@@ -129,6 +131,7 @@ def make_expert_group(
         expert_data_group=expert_data_group,
         comm=comm,
         workspace=workspace,
+        cuda_kernels=agree_on_kernels(comm.device, group),
         resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
         side_stream=SideStream.create(comm.device),
         plan_stream=SideStream.create(comm.device, urgent=True),
@@ -142,6 +145,30 @@ def _tell_of_padding(ffn_size: int, tp: int) -> None:
             "ffn_size=%d over tp=%d is %d columns per rank, no multiple of %d: every call copies the rank's expert "
             "weights, padded to %d columns", ffn_size, tp, width, DIM_MULTIPLE, width + padded,
         )  # fmt: skip
+
+
+def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:
+    """Whether all ranks have the kernels in CUDA C++; says what which rank lacks if only some have (collective).
+
+    Args:
+        device: This rank's device.
+        group: The ranks; ``None`` for a rank alone.
+    """
+    lacking = [why_no_cuda(device)] if group is None else gather(group, why_no_cuda(device))
+    if group is not None and group.rank() == 0 and not all(lacking):
+        for rank, reason in enumerate(lacking):
+            if reason:
+                logger.warning("rank %d: %s; so larger layers are slower on all ranks of its group", rank, reason)
+    return not any(lacking)
+
+
+def why_no_cuda(device: torch.device) -> str:
+    """What keeps this process from kernels in CUDA C++, in words; empty if nothing does."""
+    if device.type != "cuda":
+        return f"{device} is no GPU"
+    from comet.kernels.nvrtc import is_available, what_is_missing  # needs Triton, as GPUs do
+
+    return "" if is_available(device) else what_is_missing() or f"{device} is no GPU of sm_90"
 
 
 def _world() -> tuple[int, int]:

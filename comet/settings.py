@@ -61,6 +61,7 @@ class LayerSettings:
         layer0: Order of dispatch || GEMM.
         layer1: Order of GEMM || combine.
         layer0_backward: Order of GEMM || combine of the gradient of the tokens.
+        cuda_kernels: Whether all ranks have layer 1's kernels in CUDA C++; layer 0's may differ between them.
         copy_stream: Where copy engines get their work (``comet.copy_engine``).
     """
 
@@ -70,6 +71,7 @@ class LayerSettings:
     layer0: TileSchedule
     layer1: TileSchedule
     layer0_backward: TileSchedule
+    cuda_kernels: bool = True
     copy_stream: SideStream = field(default_factory=partial(SideStream, None), compare=False)
 
     @classmethod

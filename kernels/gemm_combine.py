@@ -65,6 +65,7 @@ class GemmCombineConfig:
         num_stages: Depth of the load pipeline.
         num_warps: Warps per block.
         beside: Give comm blocks a part of every multiprocessor instead of multiprocessors of their own.
+        cuda_kernels: Whether all ranks have the launches in CUDA C++, whose flags are not those of Triton's.
     """
 
     comm_blocks: int = 16
@@ -79,6 +80,7 @@ class GemmCombineConfig:
     num_stages: int = 4
     num_warps: int = 8
     beside: bool = False
+    cuda_kernels: bool = True
 
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "num_parts", "timeout_ns", "T"])
@@ -164,11 +166,12 @@ def gemm_combine(
         b_is_kn: The contraction is b's middle axis.
         grads: Routing-weight gradients to send along, or ``None``.
     """
-    if isinstance(a, Scaled) and isinstance(b, Scaled) and config.beside and runs_fp8_cuda(y, b, wire, returns, table):
+    may_be_cuda = config.beside and config.cuda_kernels
+    if isinstance(a, Scaled) and isinstance(b, Scaled) and may_be_cuda and runs_fp8_cuda(y, b, wire, returns, table):
         fp8_gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)
         return
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
-    if config.beside and grads is None and not b_is_kn and runs_cuda(a, b, wire, returns, table):
+    if may_be_cuda and grads is None and not b_is_kn and runs_cuda(a, b, wire, returns, table):
         gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)
         return
     block_n, block_k = config.block_n, config.block_k

@@ -175,8 +175,8 @@ def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     assert all(mine is other for mine, other in zip(found, (call["w1"], hidden, *rest), strict=True))
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+@pytest.mark.parametrize(("beside", "cuda_kernels"), [(False, True), (True, False), (True, True)])
+def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: bool, cuda_kernels: bool) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     monkeypatch.setattr(gemm_combine, "fp8_gemm_combine_cuda", lambda *call: given.append(call))
@@ -184,8 +184,8 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]
     rest = call["wire"], call["returns"], call["table"]
-    config = GemmCombineConfig(num_panels=3, beside=beside)
-    if not beside:
+    config = GemmCombineConfig(num_panels=3, beside=beside, cuda_kernels=cuda_kernels)
+    if not (beside and cuda_kernels):
         monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
         with pytest.raises(InTritonError):
             gemm_combine.gemm_combine(*tensors, *rest, config)

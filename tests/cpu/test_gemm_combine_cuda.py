@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from played_ranks import PlayedCase
 from ranks import run_ranks
 
 from comet.fused_arguments import table_of
-from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda, nvrtc
+from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda, gemm_combine, nvrtc
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.aot_case import CudaCase
 from comet.kernels.arguments import Returns
 from comet.kernels.combine import column_parts
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
+from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.kernels.gemm_combine_cuda import CudaConfig
 from comet.kernels.gemm_combine_launch import Arguments, combiner_bytes, cuda_parts
 from comet.kernels.nvrtc import compile_cubin, is_available
@@ -164,6 +166,27 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
     )  # fmt: skip
     assert not module.runs_cuda(**make_call(returns=unweighted))  # a backward pass
+
+
+@pytest.mark.parametrize("cuda_kernels", [False, True])
+def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
+    monkeypatch: pytest.MonkeyPatch, cuda_kernels: bool
+) -> None:
+    """Its flags are not those of the twin: the others would wait for ever, or not at all."""
+    launched: list[str] = []
+
+    def stop_at_triton(*_: object) -> None:
+        launched.append("triton")
+        raise NotImplementedError
+
+    monkeypatch.setattr(module, "is_available", lambda device: True)
+    monkeypatch.setattr(gemm_combine, "gemm_combine_cuda", lambda *_: launched.append("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
+    call = make_call()
+    tensors = (call[name] for name in ("a", "b", "a", "a", "wire", "returns", "table"))
+    with nullcontext() if cuda_kernels else pytest.raises(NotImplementedError):
+        gemm_combine.gemm_combine(*tensors, GemmCombineConfig(beside=True, cuda_kernels=cuda_kernels))
+    assert launched == ["cuda" if cuda_kernels else "triton"]
 
 
 def play(rank: int, world_size: int) -> None:

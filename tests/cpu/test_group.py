@@ -1,16 +1,20 @@
-"""What a group promises its layers: a pool that they fit, of the same shape on all ranks."""
+"""What a group promises its layers: a pool that they fit, the same on all ranks, and the same kernels on all ranks."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 from ranks import run_ranks
 
+import comet.group
 from comet.config import MoEConfig, ParallelConfig
+from comet.fused_arguments import combine_config
 from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
+from comet.paths import SymmetricPath
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=12, top_k=2)
 SHORT_TYPES = [torch.float16, torch.bfloat16]
@@ -66,3 +70,31 @@ def ask_for(rank: int, world_size: int, field: str, values: list) -> str:
 )
 def test_ranks_that_ask_for_different_pools_all_say_so(field: str, values: list, message: str) -> None:
     assert run_ranks(ask_for, len(values), field, values) == [message] * len(values)
+
+
+def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list[bool], list[str]]:
+    """What the group, its layers and their launches know of the kernels in CUDA C++, and what is logged."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("comet.group").addHandler(handler)
+    comet.group.why_no_cuda = lambda device: lacking[rank]
+    group = make_group(rank, world_size)
+    path = MoE(CONFIG, group).experts
+    assert isinstance(path, SymmetricPath)
+    config = combine_config(path.settings_for(3), 1, torch.empty(3, 32))
+    group.close()
+    return [group.cuda_kernels, path.settings.cuda_kernels, config.cuda_kernels], told
+
+
+def test_kernels_in_cuda_are_for_groups_all_of_whose_ranks_have_them() -> None:
+    said = "WARNING rank 1: no CUDA C++ compiler; so larger layers are slower on all ranks of its group"
+    assert run_ranks(lack_compilers, 2, ["", "no CUDA C++ compiler"]) == [([False] * 3, [said]), ([False] * 3, [])]
+    assert run_ranks(lack_compilers, 2, ["", ""]) == [([True] * 3, [])] * 2
+    assert run_ranks(lack_compilers, 2, ["none"] * 2) == [([False] * 3, [])] * 2, "each says so for itself"
+    assert run_ranks(lack_compilers, 1, [""]) == [([True] * 3, [])]
+
+
+def test_what_a_cpu_lacks() -> None:
+    assert comet.group.why_no_cuda(torch.device("cpu")) == "cpu is no GPU"
+    assert not make_group().cuda_kernels
