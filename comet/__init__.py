@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from comet.comm import Communicator, make_communicator
     from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-    from comet.errors import CapacityError, CommTimeoutError, UnavailableError
+    from comet.errors import CapacityError, CommTimeoutError, EpochError, UnavailableError
     from comet.graphed_moe import GraphedMoE
     from comet.group import ExpertGroup, make_expert_group
     from comet.moe import MoE
@@ -20,6 +20,7 @@ __all__ = [
     "CapacityError",
     "CommTimeoutError",
     "Communicator",
+    "EpochError",
     "ExpertGroup",
     "GraphedMoE",
     "MoE",
@@ -35,6 +36,7 @@ _MODULES = {
     "CapacityError": "comet.errors",
     "CommTimeoutError": "comet.errors",
     "Communicator": "comet.comm",
+    "EpochError": "comet.errors",
     "ExpertGroup": "comet.group",
     "GraphedMoE": "comet.graphed_moe",
     "MoE": "comet.moe",

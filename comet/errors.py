@@ -9,5 +9,9 @@ class CapacityError(RuntimeError):
     """More routed rows arrived on a rank than the capacity the user configured, and dropping was not chosen."""
 
 
+class EpochError(RuntimeError):
+    """So many calls were made that signals between ranks need to start anew: ``restart`` does that, on all ranks."""
+
+
 class UnavailableError(RuntimeError):
     """A backend or an optional package cannot work on this machine; the message says what to use instead."""

@@ -20,6 +20,9 @@ Why no rank overwrites what another still reads: a rank writes ids of epoch n+1 
 layer of epoch n; every rank waits for all ids (or at the barrier that opens a backward pass) before it writes rows;
 hence when rows of epoch n+1 are written, all ranks are done with epoch n. Ids themselves alternate between two halves,
 because a fast rank may write ids n+1 while a slow one still reads ids n; ids n+2 wait for ids n+1 of all ranks.
+
+The epoch lasts for a billion calls. ``Workspace.check`` tells when they are used up, and ``Workspace.restart`` starts
+anew (``comet.comm.epochs``).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
+from comet.comm.epochs import check_epoch, restart_epoch
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import CapacityError, CommTimeoutError
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
@@ -179,6 +183,7 @@ class Workspace:
 
         Raises:
             CommTimeoutError: If a spin of a kernel met its deadline.
+            EpochError: If the epoch has passed 2^30; ``restart`` is due.
             CapacityError: If a plan needed more routed rows than were reserved.
             ValueError: If the router of a layer on a GPU met logits that are not finite.
         """
@@ -188,6 +193,7 @@ class Workspace:
                 f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
                 f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
             )
+        check_epoch(self.epoch, self.comm.rank)
         if rows_needed:
             raise CapacityError(
                 f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
@@ -198,3 +204,16 @@ class Workspace:
                 f"router logits on rank {self.comm.rank}, {self.largest_logit.item()} among them, must be finite: look "
                 "for NaN or Inf in tokens or router weight"
             )
+
+    def restart(self) -> None:
+        """Start the epoch anew (collective): between calls, at the latest when ``check`` raises ``EpochError``.
+
+        A service may do so whenever it is idle. Captured graphs stay valid, as they read the epoch on the device, and a
+        backward pass may follow whose forward pass came before. A plan is lost that no layer has used yet. Waits for
+        the device.
+
+        Raises:
+            CommTimeoutError: If a rank did not come in time.
+        """
+        flags = [getattr(self, name).local for name in self.shape.regions() if name.endswith("_flags")]
+        restart_epoch(self.comm, self.epoch, flags)

@@ -92,10 +92,16 @@ class OwnTokensRunner:
         return self
 
     def check(self) -> None:
-        """Raise ``CommTimeoutError`` or ``CapacityError`` for what went wrong so far; waits for the device."""
+        """Raise what ``Workspace.check`` or ``RankDecode.check`` raises; waits for the device."""
         self.group.workspace.check()
         if self.decode_on_ranks is not None:
             self.decode_on_ranks.check()
+
+    def restart(self) -> None:
+        """``Workspace.restart`` and ``RankDecode.restart`` (collective)."""
+        self.group.workspace.restart()
+        if self.decode_on_ranks is not None:
+            self.decode_on_ranks.restart()
 
     def _most_tokens(self, tokens: Tensor) -> int:
         """The largest number of tokens of all ranks (collective)."""

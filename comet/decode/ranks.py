@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
+from comet.comm.epochs import check_epoch, restart_epoch
 from comet.config import require, resolve_kernels
 from comet.decode.gathered import Batch, TokenGather, words_of
 from comet.decode.local import run_kernels
@@ -148,9 +149,11 @@ class RankDecode:
         return out
 
     def check(self) -> None:
-        """Raise ``CommTimeoutError`` naming the rank that did not come since this object was made.
+        """Report what went wrong since this object was made; synchronises with the device.
 
-        Synchronises with the device.
+        Raises:
+            CommTimeoutError: If a rank did not come in time; names it.
+            EpochError: If the epoch has passed 2^30; ``restart`` is due.
         """
         aborted, place, peer, item, expected, seen, _, _ = self.fault.tolist()
         if aborted:
@@ -159,6 +162,18 @@ class RankDecode:
                 f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
                 f"(decode {what}, block {item}, epoch {expected}, saw {seen})"
             )
+        check_epoch(self.epoch, self.comm.rank)
+
+    def restart(self) -> None:
+        """Start the epoch anew (collective): between steps, at the latest when ``check`` raises ``EpochError``.
+
+        Captured graphs stay valid. Waits for the device.
+
+        Raises:
+            CommTimeoutError: If a rank did not come in time.
+        """
+        words = [self.words] if self.gather is None else [self.words, self.gather.words]
+        restart_epoch(self.comm, self.epoch, [each.local for each in words])
 
     def _landing(self, own: Batch) -> Landing | None:
         if self.comm.world_size == 1:

@@ -66,6 +66,10 @@ class Runner(Protocol):
         """Raise what went wrong on the device so far; waits for it."""
         ...
 
+    def restart(self) -> None:
+        """Start the epochs anew (collective), which is due where ``check`` raises ``EpochError``."""
+        ...
+
 
 class Decoder:
     """Warp decode of what this rank holds, with scratch memory that all layers share.
@@ -136,6 +140,9 @@ class LocalRunner:
     def check(self) -> None:
         """Nothing to report: a rank alone waits for nobody."""
 
+    def restart(self) -> None:
+        """Nothing to do, for the same reason."""
+
     def _slots_like(self, w1: Tensor) -> Tensor:
         if self._slots is None or self._slots.device != w1.device:
             self._slots = torch.arange(w1.shape[0], dtype=torch.int32, device=w1.device)
@@ -205,10 +212,16 @@ class ReplicatedRunner:
 
         Raises:
             CommTimeoutError: If a rank did not come in time.
+            EpochError: If an epoch has passed 2^30; ``restart`` is due.
             CapacityError: If a plan needed more routed rows than were reserved.
         """
         self.group.workspace.check()
         self.decode_on_ranks.check()
+
+    def restart(self) -> None:
+        """See ``Runner``; ``Workspace.restart`` and ``RankDecode.restart``."""
+        self.group.workspace.restart()
+        self.decode_on_ranks.restart()
 
 
 def check_group(moe: MoEConfig, group: ExpertGroup) -> None:

@@ -7,7 +7,7 @@ block FP8.
 """
 
 from comet.integrations.hf.by_name import register
-from comet.integrations.hf.convert import check, convert
+from comet.integrations.hf.convert import check, convert, restart
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import FAMILIES, moe_config
 from comet.integrations.hf.loading import load_pretrained
@@ -22,4 +22,5 @@ __all__ = [
     "load_pretrained",
     "moe_config",
     "register",
+    "restart",
 ]

@@ -85,10 +85,28 @@ def check(model: nn.Module) -> None:
 
     Raises:
         CommTimeoutError: If a rank did not come in time; what the model answered since then means nothing.
+        EpochError: If so many calls were made that ``restart`` is due.
         CapacityError: If a prefill needed more routed rows than were reserved.
     """
-    for runner in {module.runner for module in model.modules() if isinstance(module, CometExperts)}:
+    for runner in _runners(model):
         runner.check()
+
+
+def restart(model: nn.Module) -> None:
+    """Start the epochs of a converted model's signals anew, where ``check`` asks for it (collective over its ranks).
+
+    To be called between steps; captured steps stay valid. Waits for the device.
+
+    Raises:
+        CommTimeoutError: If a rank did not come in time.
+    """
+    for runner in _runners(model):
+        runner.restart()
+
+
+def _runners(model: nn.Module) -> list[Runner]:
+    """In the order of the layers, which all ranks share."""
+    return list(dict.fromkeys(module.runner for module in model.modules() if isinstance(module, CometExperts)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,175 @@
+"""Epochs near the end of their range, and starting them anew: ranks that are late are waited for before and after."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import FOLD, DecodeCase
+from decode_ranks import compare_step, gathered_inputs, open_rank
+from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
+from layer_ranks import build_layer, poison
+from ranks import run_ranks
+
+from comet.comm import LocalCommunicator, emulated_group
+from comet.comm.epochs import MOST_EPOCHS, check_epoch
+from comet.config import Transport
+from comet.decode import LocalRunner, OwnTokensRunner, RankDecode, ReplicatedRunner
+from comet.errors import CommTimeoutError, EpochError
+from comet.moe import MoE
+from comet.workspace import Workspace, WorkspaceShape
+
+LATE_S = {"twin": 0.1, "fused": 0.3}  # what the other rank needs to come to where it must wait
+SHAPE = WorkspaceShape(world_size=2, max_tokens=200, hidden_size=16, top_k=2, dtype=torch.float32)
+EACH_ONE = DecodeCase(name="fold", T=1, K=2, E=4, D=16, F=16, config=FOLD, routing="masked", seed=3)
+
+
+def test_worked_example_of_the_limit() -> None:
+    check_epoch(torch.tensor([2**30], dtype=torch.int32), 0)
+    with pytest.raises(EpochError, match=r"^epoch=1073741825 of rank 3 must be at most 1073741824, .*call restart\(\)"):
+        check_epoch(torch.tensor([1073741825], dtype=torch.int32), 3)
+
+
+def test_a_pool_says_when_it_is_due_and_restarts_all_flags_and_nothing_else() -> None:
+    pools = [Workspace(comm, SHAPE) for comm in emulated_group(2, "cpu")]
+    for pool in pools:
+        pool.epoch.fill_(MOST_EPOCHS)
+        pool.check()
+        pool.epoch += 1
+        with pytest.raises(EpochError, match=f"epoch={MOST_EPOCHS + 1} of rank {pool.comm.rank}"):
+            pool.check()
+    for pool in pools:
+        for name in SHAPE.regions():
+            getattr(pool, name).local.fill_(7)
+    epoch = pools[0].epoch
+    pools[0].restart()
+    pools[0].check()
+    assert pools[0].epoch is epoch, "graphs have its address"
+    for name in SHAPE.regions():
+        mine, theirs = (getattr(pool, name).local for pool in pools)
+        assert (mine == (0 if name.endswith("_flags") else 7)).all(), name
+        assert (theirs == 7).all(), "each rank zeroes its own, which it knows nobody reads"
+    flags = [name for name, (_, dtype) in SHAPE.regions().items() if dtype == torch.int32 and name != "ids"]
+    assert flags == ["ids_flags", "recv_flags", "combine_flags", "barrier_flags"]
+
+
+def test_what_went_wrong_before_comes_first() -> None:
+    pool = Workspace(LocalCommunicator(torch.device("cpu")), WorkspaceShape(**{**shape_fields(), "world_size": 1}))
+    pool.epoch.fill_(MOST_EPOCHS + 1)
+    pool.fault.copy_(torch.tensor([1, 0, 3, 17, 41, 40, 1, 0]))
+    with pytest.raises(CommTimeoutError):
+        pool.check()
+    pool.restart()
+    with pytest.raises(CommTimeoutError):
+        pool.check()
+
+
+def shape_fields() -> dict[str, Any]:
+    return {name: getattr(SHAPE, name) for name in SHAPE.__slots__}
+
+
+def compare_call(moe: MoE, case: LayerCase, rank: int, late: int, late_s: float, *, between: bool) -> None:
+    """One call, forward and backward, with one late rank over poisoned landings; perhaps a restart in between."""
+    poison(moe.group)
+    inputs = rank_inputs(case, rank)
+    x = inputs.tokens.requires_grad_()
+    if rank == late:
+        time.sleep(late_s)
+    y = moe.routed_experts(x, inputs.top_k_ids, inputs.top_k_weights)
+    if between:
+        moe.group.workspace.restart()
+    poison(moe.group)
+    if rank == late:
+        time.sleep(late_s)
+    y.backward(inputs.grad_output)
+    exact, same = (oracle(case, rank, dtype) for dtype in (torch.float64, case.dtype))
+    assert x.grad is not None
+    assert_as_close(y.detach(), exact.output, same.output, case.dtype, f"output of rank {rank}")
+    assert_as_close(x.grad, exact.grad_tokens, same.grad_tokens, case.dtype, f"gradient of rank {rank}")
+
+
+def run_near_the_limit(rank: int, world_size: int, path: str, transport: Transport) -> list[int]:
+    """The epochs after a call that passes the limit, after a restart and after two more calls."""
+    case = LayerCase("ep2", 2, 1, (40, 33), transport=transport)
+    moe, epochs = build_layer(case, rank, path), []
+    pool = moe.group.workspace
+    pool.epoch.fill_(MOST_EPOCHS - 1)
+    compare_call(moe, case, rank, 0, LATE_S[path], between=False)
+    epochs.append(int(pool.epoch))
+    with pytest.raises(EpochError):
+        pool.check()
+    pool.restart()
+    epochs.append(int(pool.epoch))
+    for late in range(2):
+        compare_call(moe, case, rank, late, LATE_S[path], between=late == 0)
+    pool.check()
+    epochs.append(int(pool.epoch))
+    moe.group.close()
+    return epochs
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_layers_before_and_after(path: str, transport: Transport) -> None:
+    found = run_ranks(run_near_the_limit, 2, path, transport, interpret=path == "fused", timeout=300)
+    assert found == [[MOST_EPOCHS + 1, 0, 3]] * 2
+
+
+def decode_near_the_limit(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
+    """Steps on both sides of a restart, one rank late in each in turn."""
+    comm, weights = open_rank(rank, world_size, EACH_ONE, 1, torch.float32, "cpu")
+    decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=replicated, use_kernels=use_kernels)
+    decode.epoch.fill_(MOST_EPOCHS - 3)
+    epoch, words = decode.epoch, [decode.words, *([] if decode.gather is None else [decode.gather.words])]
+    for step in range(6):
+        if step == 3:
+            decode.check()
+            decode.epoch += 1
+            with pytest.raises(EpochError, match=f"epoch={MOST_EPOCHS + 1} of rank {rank}"):
+                decode.check()
+            decode.restart()
+            assert decode.epoch is epoch
+            assert not epoch.any()
+            assert not any(each.local.any() for each in words)
+            comm.barrier()
+        inputs = gathered_inputs(EACH_ONE, step, (1, 1), torch.float32)[0 if replicated else rank]
+        if step % 2 == rank:
+            time.sleep(0.1)
+        output = decode(*inputs, weights, config=FOLD if use_kernels else None)
+        compare_step(EACH_ONE, output, inputs, torch.float32, f"step {step}, rank {rank}")
+    decode.check()
+    assert epoch.tolist() == [3]
+    comm.barrier()
+    comm.close()
+
+
+def decode_both_ways(rank: int, world_size: int, use_kernels: bool) -> None:
+    for replicated in (True, False):
+        decode_near_the_limit(rank, world_size, use_kernels, replicated)
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_decode_before_and_after(use_kernels: bool) -> None:
+    run_ranks(decode_both_ways, 2, use_kernels, interpret=use_kernels, timeout=300)
+
+
+def restart_runners(rank: int, world_size: int) -> None:
+    """Runners restart the pool and their own words."""
+    case = LayerCase("ep2", 2, 1, (8, 8))
+    moe = build_layer(case, rank, "twin")
+    for runner in (ReplicatedRunner(case.config, moe.group), OwnTokensRunner(case.config, moe.group)):
+        assert runner.decode_on_ranks is not None
+        for epoch in (moe.group.workspace.epoch, runner.decode_on_ranks.epoch):
+            epoch.fill_(MOST_EPOCHS + 1)
+            with pytest.raises(EpochError):
+                runner.check()
+            runner.restart()
+            runner.check()
+    moe.group.close()
+
+
+def test_runners_restart_all_they_check() -> None:
+    run_ranks(restart_runners, 2)
+    LocalRunner(2).restart()
