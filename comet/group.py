@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,8 +74,9 @@ class ExpertGroup:
         return ExpertLayout.create(moe, self.parallel, self.rank)
 
     def close(self) -> None:
-        """Release the symmetric memory (collective, idempotent)."""
+        """Release the symmetric memory and the process groups (collective, idempotent); no layer runs afterwards."""
         self.comm.close()
+        leave_groups(self.process_group, self.expert_data_group)
 
 
 def make_expert_group(
@@ -117,25 +119,30 @@ def make_expert_group(
     )
     if world_rank == 0:
         _tell_of_padding(moe.ffn_size, parallel.tp)
-    group, expert_data_group = _process_groups(world_rank, world_size, parallel.world_size)
-    comm = make_communicator(backend, group if parallel.world_size > 1 else None, device, timeout_s=timeout_s)
     shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
-    if group is not None:
-        check_equal(group, asdict(shape))
-    workspace = Workspace(comm, shape)
-    return ExpertGroup(
-        parallel=parallel,
-        world_rank=world_rank,
-        world_size=world_size,
-        process_group=group,
-        expert_data_group=expert_data_group,
-        comm=comm,
-        workspace=workspace,
-        cuda_kernels=agree_on_kernels(comm.device, group),
-        resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
-        side_stream=SideStream.create(comm.device),
-        plan_stream=SideStream.create(comm.device, urgent=True),
-    )
+    group, expert_data_group = _process_groups(world_rank, world_size, parallel.world_size)
+    with ExitStack() as opened:
+        opened.callback(leave_groups, group, expert_data_group)
+        if group is not None:
+            check_equal(group, asdict(shape))
+        comm = opened.enter_context(
+            make_communicator(backend, group if parallel.world_size > 1 else None, device, timeout_s=timeout_s)
+        )
+        made = ExpertGroup(
+            parallel=parallel,
+            world_rank=world_rank,
+            world_size=world_size,
+            process_group=group,
+            expert_data_group=expert_data_group,
+            comm=comm,
+            workspace=Workspace(comm, shape),
+            cuda_kernels=agree_on_kernels(comm.device, group),
+            resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
+            side_stream=SideStream.create(comm.device),
+            plan_stream=SideStream.create(comm.device, urgent=True),
+        )
+        opened.pop_all()
+    return made
 
 
 def _tell_of_padding(ffn_size: int, tp: int) -> None:
@@ -145,6 +152,14 @@ def _tell_of_padding(ffn_size: int, tp: int) -> None:
             "ffn_size=%d over tp=%d is %d columns per rank, no multiple of %d: every call copies the rank's expert "
             "weights, padded to %d columns", ffn_size, tp, width, DIM_MULTIPLE, width + padded,
         )  # fmt: skip
+
+
+def leave_groups(*groups: ProcessGroup | None) -> None:
+    """Destroy process groups, with their threads and connections (collective); those already destroyed are left."""
+    for group in groups:
+        if group is not None:
+            with suppress(ValueError):  # what torch says of a group it no longer knows
+                dist.destroy_process_group(group)
 
 
 def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:

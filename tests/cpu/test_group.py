@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 import comet.group
+from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, ParallelConfig
 from comet.fused_arguments import combine_config
 from comet.group import ExpertGroup, make_expert_group
@@ -17,6 +20,7 @@ from comet.moe import MoE
 from comet.paths import SymmetricPath
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=12, top_k=2)
+CPU = torch.device("cpu")
 SHORT_TYPES = [torch.float16, torch.bfloat16]
 
 
@@ -98,3 +102,38 @@ def test_kernels_in_cuda_are_for_groups_all_of_whose_ranks_have_them() -> None:
 def test_what_a_cpu_lacks() -> None:
     assert comet.group.why_no_cuda(torch.device("cpu")) == "cpu is no GPU"
     assert not make_group().cuda_kernels
+
+
+def open_and_close(rank: int, world_size: int, ep: int) -> list[tuple[int, int]]:
+    """Descriptors and threads after each of a few groups, the last of which fails in its pool."""
+    held = []
+    for cycle in range(5):
+        group = make_group(rank, ep)
+        MoE(CONFIG, group)(torch.randn(3, 32))
+        group.close()
+        group.close()
+        if cycle > 2:
+            with pytest.raises(ValueError, match=r"needs \d+ bytes of symmetric memory"):
+                make_group(rank, ep, max_tokens=2**34)
+        del group
+        dist.barrier()
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return held
+
+
+@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (2, 1)])
+def test_closed_groups_leave_no_descriptors_and_threads(world_size: int, ep: int) -> None:
+    for held in run_ranks(open_and_close, world_size, ep):
+        assert len(set(held[1:])) == 1, held  # the first starts what stays
+
+
+def test_what_was_opened_is_closed_where_making_the_group_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [LocalCommunicator(CPU), LocalCommunicator(CPU)]
+    opened = iter(made)
+    monkeypatch.setattr(comet.group, "make_communicator", lambda *_, **__: next(opened))
+    with pytest.raises(ValueError, match=r"needs \d+ bytes of symmetric memory"):
+        make_group(max_tokens=2**38)
+    monkeypatch.setattr(comet.group, "shared_resolver", None)
+    with pytest.raises(TypeError):
+        make_group()
+    assert [comm.closed for comm in made] == [True, True]
