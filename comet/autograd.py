@@ -100,6 +100,7 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         plan, pieces = ctx.plan, ctx.pieces
         ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
+        workspace.comm.require_open()
         rows, w1, w2, pre = ctx.saved_tensors
         ops.barrier(workspace)
         plan.counters.zero_()

@@ -78,8 +78,10 @@ class GraphedMoE:
 
         Raises:
             ValueError: If gradients are on, or the tokens do not fit the layer.
+            RuntimeError: If the layer's group has been closed.
         """
         require(not torch.is_grad_enabled(), "grad_enabled=True must be False: call the layer under torch.no_grad()")
+        self.layer.group.comm.require_open()
         tokens = self.layer.tokens_of(x)
         replay = self._replay_of(tokens)
         if replay is None:

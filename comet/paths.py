@@ -131,6 +131,7 @@ class SymmetricPath:
         """Who goes where, for ids and weights ``(T, K)`` (collective).
 
         Raises:
+            RuntimeError: If the group has been closed.
             CapacityError: On the CPU, where a plan that does not fit is known at once; on a GPU ``workspace.check``
                 tells.
         """

@@ -47,8 +47,9 @@ class PlanRules:
         )
 
     def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
-        """Raise ``ValueError`` unless the rules fit the layout and the pool."""
+        """Raise ``ValueError`` unless the rules fit layout and pool, ``RuntimeError`` if the pool has been closed."""
         shape, comm = workspace.shape, workspace.comm
+        comm.require_open()
         require(
             layout.world_size == comm.world_size and layout.rank == comm.rank,
             f"rank={layout.rank} of {layout.world_size} in the layout must be the communicator's "

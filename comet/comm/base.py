@@ -104,6 +104,10 @@ class Communicator(Protocol):
         """Return (CPU) or order the current stream (GPU) after every rank arrived; late ranks are named."""
         ...
 
+    def require_open(self) -> None:
+        """Raise ``RuntimeError`` after ``close``."""
+        ...
+
     def close(self) -> None:
         """Release everything (collective); idempotent. Any later use raises ``RuntimeError``."""
         ...

@@ -121,3 +121,14 @@ def test_gradients_and_other_tokens_are_refused(layer: MoE, captures: Captures) 
             graphed(draw(3, 0).double())
     with pytest.raises(ValueError, match=r"max_graphs=0 must be at least 1"):
         GraphedMoE(layer, max_graphs=0)
+
+
+def test_nothing_is_replayed_after_the_group_was_closed(layer: MoE, captures: Captures) -> None:
+    graphed = GraphedMoE(layer)
+    with torch.no_grad():
+        for seed in range(3):
+            graphed(draw(5, seed))
+        layer.group.close()
+        with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
+            graphed(draw(5, 3))
+    assert captures.replays == 2

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import comet.group
+import comet.twin
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, ParallelConfig
 from comet.fused_arguments import combine_config
@@ -137,3 +138,21 @@ def test_what_was_opened_is_closed_where_making_the_group_fails(monkeypatch: pyt
     with pytest.raises(TypeError):
         make_group()
     assert [comm.closed for comm in made] == [True, True]
+
+
+@pytest.mark.parametrize("path", ["twin", "fused"])
+def test_no_layer_runs_after_its_group_was_closed(path: str) -> None:
+    group = make_group()
+    layer = MoE(CONFIG, group, path=path)
+    group.close()
+    with pytest.raises(RuntimeError, match=r"LocalCommunicator of rank 0 was used after close\(\)"):
+        layer(torch.randn(3, 32))
+
+
+def test_nor_does_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_group()
+    output, _ = MoE(CONFIG, group)(torch.randn(3, 32))
+    group.close()
+    monkeypatch.setattr(comet.twin, "barrier", lambda pool: None)  # a kernel, which asks nobody
+    with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
+        output.sum().backward()
