@@ -97,7 +97,7 @@ def make_expert_group(
         parallel: EP and TP; EP x TP must divide the world size.
         max_tokens: Most tokens a rank passes to a layer; equal on all ranks, as capacities and settings follow from it.
         dtype: Element type of the tokens; equal on all ranks.
-        device: This rank's device.
+        device: This rank's device; a GPU has to be the current one, on which kernels start (``torch.cuda.set_device``).
         backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``.
         timeout_s: Deadline of every wait for another rank, in seconds.
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
@@ -107,10 +107,12 @@ def make_expert_group(
         The group, with symmetric memory allocated.
 
     Raises:
-        ValueError: If the experts or the world do not divide over the group, or its ranks ask for different pools.
+        ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, or the
+            device is not the current GPU.
         UnavailableError: If the backend cannot work here.
     """
     device = torch.device(device)
+    check_current(device)
     world_rank, world_size = _world()
     parallel.check(moe)
     require(
@@ -152,6 +154,16 @@ def _tell_of_padding(ffn_size: int, tp: int) -> None:
             "ffn_size=%d over tp=%d is %d columns per rank, no multiple of %d: every call copies the rank's expert "
             "weights, padded to %d columns", ffn_size, tp, width, DIM_MULTIPLE, width + padded,
         )  # fmt: skip
+
+
+def check_current(device: torch.device) -> None:
+    """Raise ``ValueError`` for a GPU that is not the current one: kernels would start on that, for another's memory."""
+    if device.type == "cuda" and device.index is not None and torch.cuda.is_available():
+        current = torch.cuda.current_device()
+        require(
+            device.index == current,
+            f"device={device} must be the current GPU, cuda:{current}; torch.cuda.set_device makes it so",
+        )
 
 
 def leave_groups(*groups: ProcessGroup | None) -> None:

@@ -156,3 +156,22 @@ def test_nor_does_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comet.twin, "barrier", lambda pool: None)  # a kernel, which asks nobody
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("named", ["cuda:1", torch.device("cuda", 1)])
+def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch, named) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match=r"^device=cuda:1 must be the current GPU, cuda:0; torch\.cuda\.set_device "):
+        make_group(device=named)
+
+
+@pytest.mark.parametrize("named", ["cuda:1", "cuda", "cpu"])
+def test_other_devices_are_not(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(comet.group, "make_communicator", lambda _backend, _group, device, **_: asked.append(device))
+    with pytest.raises((TypeError, AttributeError)):  # there is no communicator to go on with
+        make_group(device=named)
+    assert asked == [torch.device(named)]
