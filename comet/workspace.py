@@ -42,6 +42,7 @@ from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
 if TYPE_CHECKING:
     from comet.kernels.recorder import Recorder
 
+ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
 
 
@@ -127,7 +128,8 @@ class Workspace:
     Attributes:
         epoch: ``(1,)`` int32 on the device; grows by one with every plan and every barrier, equally on all ranks.
         fault: ``(8,)`` int64 record of a spin that met its deadline (see ``comet.kernels.primitives``).
-        largest_logit: ``()`` float32, NaN or infinite once a router's logits were (see ``comet.router.watch_finite``).
+        largest_logit: ``()`` float32, NaN or infinite once a router's logits were (see ``comet.router.watch_finite``)
+            and ``check`` has not told.
         recorder: Where the fused kernels note what they do and when (see ``comet.trace``); ``None``: they do not.
     """
 
@@ -179,7 +181,10 @@ class Workspace:
         return int(self.comm.timeout_s * 1e9)
 
     def check(self) -> None:
-        """Report what went wrong on the device since the workspace was made; synchronises with it.
+        """Report what went wrong on the device since the last check; synchronises with it.
+
+        A timeout is final: ranks are out of step, and every later check reports it again. The rest is reported once, so
+        that a job that leaves out what it computed may go on.
 
         Raises:
             CommTimeoutError: If a spin of a kernel met its deadline.
@@ -195,14 +200,17 @@ class Workspace:
             )
         check_epoch(self.epoch, self.comm.rank)
         if rows_needed:
+            self.fault[ROWS_NEEDED] = 0
             raise CapacityError(
                 f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
                 "raise max_imbalance or leave it unset"
             )
-        if not self.largest_logit.isfinite():
+        largest_logit = self.largest_logit.item()
+        if not math.isfinite(largest_logit):
+            self.largest_logit.zero_()
             raise ValueError(
-                f"router logits on rank {self.comm.rank}, {self.largest_logit.item()} among them, must be finite: look "
-                "for NaN or Inf in tokens or router weight"
+                f"router logits on rank {self.comm.rank}, {largest_logit} among them, must be finite: look for NaN or "
+                "Inf in tokens or router weight"
             )
 
     def restart(self) -> None:

@@ -17,7 +17,7 @@ from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels import primitives
 from comet.layout import round_up
 from comet.router import watch_finite
-from comet.workspace import PLACES, Workspace, WorkspaceShape, workspace_bytes
+from comet.workspace import PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
 
 CPU = torch.device("cpu")
 
@@ -148,6 +148,7 @@ def test_a_fault_record_becomes_a_sentence(place: int, words: str) -> None:
 
 def test_places_of_the_record_are_those_of_the_kernels() -> None:
     names = ("BARRIER", "EXCHANGE", "LAYER0", "PANEL", "LAYER1")
+    assert primitives.FAULT_ROWS_NEEDED.value == ROWS_NEEDED
     assert [getattr(primitives, f"PLACE_{name}").value for name in names] == list(range(len(PLACES)))
 
 
@@ -164,15 +165,36 @@ def test_logits_that_are_not_finite_are_reported(value: float) -> None:
         ValueError, match=rf"router logits on rank 0, {value} among them, must be finite: look for NaN or"
     ):
         workspace.check()
+    workspace.check()
+    watch_finite(torch.tensor([[2.0]]), workspace.largest_logit)
+    workspace.check()
+    assert workspace.largest_logit == 2
+    watch_finite(torch.tensor([[value]]), workspace.largest_logit)
+    with pytest.raises(ValueError, match="must be finite"):
+        workspace.check()
 
 
-def test_rows_beyond_the_reserved_ones_are_reported_after_a_timeout() -> None:
+def test_what_came_together_is_told_one_after_the_other() -> None:
+    workspace = make_workspace()
+    workspace.fault[ROWS_NEEDED] = 4321
+    watch_finite(torch.tensor([[float("nan")]]), workspace.largest_logit)
+    with pytest.raises(CapacityError, match="needs 4321 routed rows"):
+        workspace.check()
+    with pytest.raises(ValueError, match="router logits"):
+        workspace.check()
+    workspace.check()
+
+
+def test_rows_beyond_the_reserved_ones_are_reported_once_and_after_a_timeout() -> None:
     workspace = make_workspace()
     workspace.fault.copy_(torch.tensor([0, 0, 0, 0, 0, 0, 0, 4321]))
     with pytest.raises(
         CapacityError, match=r"rank 0 needs 4321 routed rows, .*; raise max_imbalance or leave it unset"
     ):
         workspace.check()
-    workspace.fault[0] = 1
-    with pytest.raises(CommTimeoutError):
-        workspace.check()
+    workspace.check()
+    workspace.fault[0], workspace.fault[ROWS_NEEDED] = 1, 4321
+    for _ in range(2):
+        with pytest.raises(CommTimeoutError):
+            workspace.check()
+    assert workspace.fault[ROWS_NEEDED] == 4321
