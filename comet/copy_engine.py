@@ -45,7 +45,13 @@ def start_copies(x: Tensor, plan: Plan, workspace: Workspace, stream: SideStream
     """
     # On the caller's stream: behind it, this kernel could find all multiprocessors taken.
     epochs = workspace.epoch.expand(-(-x.shape[0] // CHUNK_ROWS)).contiguous()
-    return stream.start(partial(copy_rows, plan=plan, workspace=workspace), x, epochs)
+    copied = stream.start(partial(copy_rows, plan=plan, workspace=workspace), x, epochs)
+    return partial(_join, copied, x, epochs)
+
+
+def _join(copied: Callable[[], None], *_inputs: Tensor) -> None:
+    """Join the copies and only then let go of their inputs, whose memory might become another tensor's before."""
+    copied()
 
 
 def copy_rows(x: Tensor, epochs: Tensor, plan: Plan, workspace: Workspace) -> None:

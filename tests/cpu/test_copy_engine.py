@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -77,6 +79,29 @@ class Recorder(SideStream):
         self.events.append("start")
         join = super().start(work, *inputs)
         return lambda: (self.events.append("join"), join())[1]
+
+
+class Forgetful(SideStream):
+    """A stream that keeps nothing of what it is handed, as one of a GPU does not."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.inputs: list[weakref.ref[torch.Tensor]] = []
+
+    def start(self, work: Callable[..., Any], *inputs: Any) -> Callable[[], Any]:
+        self.inputs = [weakref.ref(each) for each in inputs]
+        return lambda: None
+
+
+def test_what_is_being_copied_stays_until_the_copies_are_joined() -> None:
+    pools, plans, _ = copied([0, 0, 0])
+    stream = Forgetful()
+    join = start_copies(torch.ones(100, 16), plans[2], pools[2], stream)
+    gc.collect()
+    assert [each() is not None for each in stream.inputs] == [True, True], "the allocator has rows or epochs back"
+    join()
+    del join
+    assert [each() for each in stream.inputs] == [None, None]
 
 
 @pytest.mark.parametrize(("transport", "blocks"), [("copy", 0), ("push", 5)])
