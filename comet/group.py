@@ -92,6 +92,9 @@ def make_expert_group(
 ) -> ExpertGroup:
     """Join the MoE group of this rank (collective over the world).
 
+    Collectives of other streams have to be ordered against the group's layers, alike on all ranks: the blocks of a
+    layer's launch wait for other ranks, and need the GPU's multiprocessors for that (see ``MoE``).
+
     Args:
         moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
         parallel: EP and TP; EP x TP must divide the world size.

@@ -28,6 +28,10 @@ class MoE(nn.Module):
     projection. After a backward pass their gradients are complete for all tokens of the MoE group; the gradients of the
     router and of the shared expert cover this rank's tokens only.
 
+    Collectives of other streams, such as NCCL's, have to be ordered against the layer, by events and alike on all
+    ranks: the blocks of a launch wait for other ranks, and need the GPU's multiprocessors for that. A collective that
+    took some of them on one rank, and waits for another on which the layer came first, never ends, nor does the layer.
+
     Args:
         config: Shape and routing.
         group: The ranks that share the experts, and their memory.
@@ -91,7 +95,8 @@ class MoE(nn.Module):
         """Run the layer.
 
         What goes wrong on a GPU (a rank that does not come, a capacity that is too small, logits that are not finite)
-        shows in ``group.workspace.check()``, which waits for it: call it where the host waits anyway.
+        shows in ``group.workspace.check()``, which waits for it: call it where the host waits anyway. After a billion
+        calls it asks for ``group.workspace.restart()``.
 
         Args:
             x: ``(..., D)`` this rank's tokens, any number of them, also none.
