@@ -275,6 +275,7 @@ __device__ __forceinline__ void load_items(
             if constexpr (FENCED_BY_LOADERS) underway.finish(ring);
             rows.wait(arrivals);
         }
+        __syncwarp(); // a row is loaded by lanes beside the one that has seen its flag
         if constexpr (RECORDS) item.ready = now_ns();
         if (leads) memory.items[draws.slot()] = item; // seen by whoever has waited for the item's first stage
         const char* from[MOST_LOADS];
