@@ -1,4 +1,5 @@
-// Hopper's own instructions: barriers in shared memory, bulk copies, tensor cores. Nothing here knows of experts.
+// Hopper's own instructions: barriers in shared memory, bulk copies, tensor cores. Of a layer this knows no more
+// than that a box of weights is one expert's.
 //
 // The host puts constants in front of this text (kernels/cuda_text.py and its callers say what they mean), and
 // multiply, which hands the tensor cores 32 bytes of each line:
