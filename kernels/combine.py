@@ -7,7 +7,8 @@ each with tickets and flags of its own, so that there are tickets for all multip
 A *reduce* ticket is (source rank, chunk of 32 received rows, part of a panel). It waits until the GEMM of its own rank
 has finished the panel, adds up the expert outputs of each row in slot order, stores the partial sums to the rank that
 the row came from and publishes the epoch in that rank's flag of (this rank, chunk, panel and part). With gradients of
-the routing weights, they travel beside the first part of the first panel.
+the routing weights, they travel beside the first part of the first panel. On a rank that has failed no panel opens, and
+reduces neither store nor publish anything.
 
 A *sum* ticket is some of this rank's own tokens. It waits for their flags and adds up their partial sums in rank order.
 
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, power_of_2
-from .primitives import PLACE_LAYER1, PLACE_PANEL, signal, wait_flag, wait_flags
+from .primitives import MOST_THREADS, PLACE_LAYER1, PLACE_PANEL, any_of, signal, wait_flag, wait_flags
 from .recorder import KIND_FINAL_SUM, KIND_REDUCE, now, record
 from .tiles import panel_span
 
@@ -169,24 +170,29 @@ def reduce_and_send(
         begin = now(EVENTS, INTERPRET)
         if panel >= open_panels:
             _, width = panel_span(panel, num_cols, num_panels)
-            wait_flag(
+            # Whatever an earlier kernel waited for in vain shows here: a load on its way beside those of the wait. What
+            # this panel waited for in vain the wait itself tells.
+            failed = tl.load(fault_ptr, volatile=True)
+            late = wait_flag(
                 panel_counters + panel, num_tiles * width, fault_ptr, timeout_ns, PLACE_PANEL, rank, panel, INTERPRET
             )  # fmt: skip
-            open_panels = panel + 1
-        ready = now(EVENTS, INTERPRET)
-        rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
-        rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
-        reduce_rows(
-            y_ptr, row_slots, row_weights, rows, first_row, source * M, count, first_col, cols_here, D, K,
-            K_BLOCK, WEIGHTED, ROWS, COLS, CHUNK,
-        )  # fmt: skip
-        if HAS_GRADS:
-            if (panel == 0) & (part == 0):
-                grads = tl.load(grad_addresses + source).to(tl.pointer_type(tl.float32)) + rank * M * K
-                send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
-        flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
-        signal(flags + (rank * (M // CHUNK) + chunk) * PANELS + panel * num_parts + part, epoch)
-        record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
+            if any_of((failed != 0) | (late != 0), tl.arange(0, MOST_THREADS)) == 0:
+                open_panels = panel + 1
+        if panel < open_panels:
+            ready = now(EVENTS, INTERPRET)
+            rows = tl.load(addresses + source).to(tl.pointer_type(y_ptr.dtype.element_ty))
+            rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
+            reduce_rows(
+                y_ptr, row_slots, row_weights, rows, first_row, source * M, count, first_col, cols_here, D, K,
+                K_BLOCK, WEIGHTED, ROWS, COLS, CHUNK,
+            )  # fmt: skip
+            if HAS_GRADS:
+                if (panel == 0) & (part == 0):
+                    grads = tl.load(grad_addresses + source).to(tl.pointer_type(tl.float32)) + rank * M * K
+                    send_grads(row_grads, grads, first_row, source * M, count, K, K_BLOCK, CHUNK)
+            flags = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int32))
+            signal(flags + (rank * (M // CHUNK) + chunk) * PANELS + panel * num_parts + part, epoch)
+            record(events_ptr, KIND_REDUCE, epoch, source, chunk, panel, begin, ready, EVENTS, INTERPRET)
     return open_panels
 
 

@@ -18,7 +18,7 @@ keep the other's senders out, and crosswise on another rank, until the deadline.
 import triton
 import triton.language as tl
 
-from .primitives import PLACE_EXCHANGE, signal, wait_flags
+from .primitives import PLACE_EXCHANGE, any_of, signal, wait_flags
 
 
 @triton.jit
@@ -104,10 +104,10 @@ def count_experts(
 
 @triton.jit
 def send_chunk(
-    ids_ptr, weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, peer, chunk, rank, num_tokens, M,
-    WORLD: tl.constexpr, K: tl.constexpr, POOL_K: tl.constexpr, FLAT: tl.constexpr, CHUNK: tl.constexpr,
+    ids_ptr, weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, fault_ptr, peer, chunk, rank,
+    num_tokens, M, WORLD: tl.constexpr, K: tl.constexpr, POOL_K: tl.constexpr, FLAT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of this rank's ids and weights into the pool of ``peer``, and signal."""
+    """Copy a chunk of own ids and weights into the pool of ``peer``, and signal; nothing if this rank failed."""
     flat = tl.arange(0, FLAT)
     inside = flat < CHUNK * K
     first = chunk * (CHUNK * K)
@@ -118,11 +118,13 @@ def send_chunk(
     ids_target = tl.multiple_of(tl.load(id_addresses + peer).to(tl.pointer_type(tl.int32)), 16)
     weights_target = tl.multiple_of(tl.load(weight_addresses + peer).to(tl.pointer_type(tl.float32)), 16)
     flags = tl.load(flag_addresses + peer).to(tl.pointer_type(tl.int32))
+    failed = tl.load(fault_ptr, volatile=True)
     offset = ((epoch & 1) * WORLD + rank) * (M * POOL_K) + first
-    tl.store(ids_target + offset + flat, ids, mask=inside)
-    # Nobody reads the weight of a masked slot.
-    tl.store(weights_target + offset + flat, weights, mask=inside & (chunk * CHUNK < num_tokens))
-    signal(flags + rank * (M // CHUNK) + chunk, epoch)
+    if any_of(failed != 0, flat) == 0:
+        tl.store(ids_target + offset + flat, ids, mask=inside)
+        # Nobody reads the weight of a masked slot.
+        tl.store(weights_target + offset + flat, weights, mask=inside & (chunk * CHUNK < num_tokens))
+        signal(flags + rank * (M // CHUNK) + chunk, epoch)
 
 
 @triton.jit
@@ -162,8 +164,8 @@ def exchange_kernel(
             counters = tl.arange(0, triton.next_power_of_2(NUM_COUNTERS))
             tl.store(counters_ptr + counters, counters * 0, mask=counters < NUM_COUNTERS)
         send_chunk(
-            own_ids_ptr, own_weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, peer, chunk, rank,
-            num_tokens, M, WORLD, K, POOL_K, FLAT, CHUNK,
+            own_ids_ptr, own_weights_ptr, id_addresses, weight_addresses, flag_addresses, epoch, fault_ptr, peer, chunk,
+            rank, num_tokens, M, WORLD, K, POOL_K, FLAT, CHUNK,
         )  # fmt: skip
         if pair == 0:
             tl.store(plan_epoch_ptr, epoch)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import CHUNK_ROWS, Wire
-from .primitives import PLACE_LAYER0, signal, wait_flags
+from .primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from .recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
 
 
@@ -104,10 +104,12 @@ def dispatch_kernel(
 ):  # fmt: skip
     """Dispatch alone, own rows included: push all, then wait for all; ``counters[0]`` and ``[1]`` hold tickets."""
     epoch = tl.load(epoch_ptr)
-    push_rows(
-        x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
-        events_ptr, False, True, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
-    )  # fmt: skip
+    # A plan may be older than what failed.
+    if any_of(tl.load(fault_ptr, volatile=True) != 0, tl.arange(0, MOST_THREADS)) == 0:
+        push_rows(
+            x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
+            events_ptr, False, True, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
+        )  # fmt: skip
     # The block that draws the last ticket is not the last to finish: every block draws chunks to wait for.
     num_chunks = M // CHUNK
     ticket = tl.atomic_add(counters + 1, 1)

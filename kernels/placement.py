@@ -10,6 +10,9 @@ Programs of ``place_kernel``, W*C each for received rows and sent tokens, e for 
 A *list* (rows received from one source, tokens sent to one rank) is ordered by wave, then token. The wave of a token
 says which of the receiving rank's experts needs it first, so that rows arrive in the order in which layer 0 goes
 through the experts; tokens that are not needed there form the last wave.
+
+A rank of which a wait has met its deadline gets a plan without rows, none to compute, to send or to return, and stays
+at its epoch (see ``primitives``).
 """
 
 import triton
@@ -60,6 +63,12 @@ def look_up(table, index, CHUNK: tl.constexpr, K_PAD: tl.constexpr):
 
 
 @triton.jit
+def unless_failed(value, fault_ptr):
+    """``value``, but 0 once a wait of this rank met its deadline; none is under way beside this kernel."""
+    return tl.where(tl.load(fault_ptr) == 0, value, 0)
+
+
+@triton.jit
 def load_kept(
     totals_ptr, fault_ptr, capacity,
     WORLD: tl.constexpr, W_PAD: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr,
@@ -72,7 +81,7 @@ def load_kept(
     experts = tl.arange(0, E_PAD)[None, :]
     mask = (sources < WORLD) & (experts < E_LOCAL)
     totals = tl.load(totals_ptr + sources * E_LOCAL + experts, mask=mask, other=0)
-    totals = tl.where(tl.load(fault_ptr) == 0, totals, 0)
+    totals = unless_failed(totals, fault_ptr)
     lower = tl.cumsum(totals, axis=0) - totals
     return totals, tl.minimum(totals, tl.maximum(capacity - lower, 0))
 
@@ -266,7 +275,7 @@ def place_kernel(
             routed_slots, peer, chunk, num_chunks, K, E_LOCAL, CHUNK, BY_TOKEN,
         )  # fmt: skip
         if chunk == 0:
-            tl.store(recv_counts + peer, needed)
+            tl.store(recv_counts + peer, unless_failed(needed, fault_ptr))
     elif program < 2 * num_pairs:
         shard = peer // TP
         waves_ptr = send_waves_ptr + shard * num_chunks * WAVES
@@ -276,7 +285,7 @@ def place_kernel(
         places, is_needed = list_places(ranks, starts, CHUNK, WAVES)
         place_sends(places, is_needed, send_token_ids, send_rows, peer, chunk, rank, num_chunks, WORLD, CHUNK)
         if chunk == 0:
-            tl.store(send_counts + peer, needed)
+            tl.store(send_counts + peer, unless_failed(needed, fault_ptr))
     else:
         totals, kept = load_kept(totals_ptr, fault_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
         if program < 2 * num_pairs + E_LOCAL:
@@ -290,4 +299,4 @@ def place_kernel(
                 E_LOCAL, E_PAD, P, BLOCK_ROWS,
             )  # fmt: skip
             # The other programs read the plan's copy of the epoch, so this store races with nobody.
-            tl.store(epoch_ptr, epoch)
+            tl.store(epoch_ptr, epoch, mask=tl.load(fault_ptr) == 0)

@@ -5,7 +5,13 @@ Memory order. Writer: payload stores, block barrier, ``signal`` (release, system
 reset.
 
 Deadlines. Every spin measures its own time. On expiry it writes one record into ``fault`` and sets ``fault[0]``; every
-other spin of the device sees that and gives up as well, so the kernel ends and the host can raise.
+other spin of the device sees that and gives up as well, so the kernel ends and the host can raise. Until it does, the
+stream runs on over what did not come. So kernels of a rank that has failed send nothing more: no other rank takes
+garbage for results, nothing is overwritten that another has yet to read, and whoever waits for this rank meets the
+deadline and names it. No ids are sent (``counting``), a plan has no rows to send (``placement``), no sums go home
+(``combine``), no gradients go out (``dispatch``), no barrier opens. Copy engines, which ask nobody, still bring rows,
+but the rank stays at the last epoch that all ranks have begun: their flags carry it, and nobody waits for that one.
+
 ``fault`` is ``(8,)`` int64: aborted, place, peer, index, expected, seen, taken, and what the plan leaves there: routed
 rows needed where they exceed what was reserved.
 """
@@ -26,6 +32,8 @@ FAULT_ROWS_NEEDED = tl.constexpr(7)
 
 # The interpreter has no clock; one poll there takes at least this long.
 INTERPRETER_POLL_NS = tl.constexpr(20_000)
+
+MOST_THREADS = tl.constexpr(1024)  # of a block
 
 
 def _fault_ptx(fault: str, place: str, peer: str, index: str, expected: str, seen: str) -> str:
@@ -48,8 +56,9 @@ def _fault_ptx(fault: str, place: str, peer: str, index: str, expected: str, see
     """
 
 
-_WAIT_PTX = tl.constexpr(
-    f"""
+def _wait_ptx(result: str) -> str:
+    """PTX of ``spin``; ``result`` sets operand 0 and may take the register ``arrived``."""
+    return f"""
             {{
             .reg .pred arrived, stop;
             .reg .b32 seen;
@@ -74,10 +83,13 @@ _WAIT_PTX = tl.constexpr(
             ARRIVED:
             ld.acquire.sys.global.b32 seen, [$1];
             DONE:
-            mov.b32 $0, 0;
+            {result}
             }}
     """
-)
+
+
+_ZERO_PTX = tl.constexpr(_wait_ptx("mov.b32 $0, 0;"))
+_WAIT_PTX = tl.constexpr(_wait_ptx("selp.b32 $0, 0, 1, arrived;"))
 _RECORD_PTX = tl.constexpr(
     f"""
             {{
@@ -100,8 +112,8 @@ def clock_ns(polls, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices):
-    """Zeros, each once its own flag holds at least ``expected``, a deadline passed or another spin gave up.
+def spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, PTX: tl.constexpr):
+    """0 each, once its own flag holds at least ``expected``; 1 where a deadline passed or another spin gave up before.
 
     One instruction sequence, in which every thread spins for itself: a loop of Triton's has barriers, at which threads
     part that do not read the same time or the same abort flag, and inside a GEMM's loop keeps it from being pipelined.
@@ -109,7 +121,7 @@ def spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices
     zeros = indices * 0
     addresses = tl.where(mask, flag_ptrs.to(tl.int64), fault_ptr.to(tl.int64))
     return tl.inline_asm_elementwise(
-        _WAIT_PTX,
+        PTX,
         "=r,l,r,l,l,r,r,r",
         [
             addresses, tl.where(mask, expected, -(2**31)), zeros + timeout_ns, zeros + fault_ptr.to(tl.int64),
@@ -132,7 +144,8 @@ def zero_after_arrival(
         wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, True)
         return 0
     else:
-        return tl.max(spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices), axis=0)
+        zeros = spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, _ZERO_PTX)
+        return tl.max(zeros, axis=0)
 
 
 @triton.jit
@@ -195,7 +208,7 @@ def any_of(condition, like):
 
 @triton.jit
 def poll(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices):
-    """``spin`` for the interpreter."""
+    """``spin`` for the interpreter: 1 if one of the flags did not arrive, else 0."""
     seen = tl.load(flag_ptrs, mask=mask, other=expected, volatile=True)
     aborted = tl.load(fault_ptr, volatile=True)
     polls = tl.full((), 0, tl.int64)
@@ -207,45 +220,54 @@ def poll(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices
             is_late = tl.arange(0, seen.shape[0]) == tl.argmin(seen, axis=0)
             peer, index = tl.sum(tl.where(is_late, peers, 0), axis=0), tl.sum(tl.where(is_late, indices, 0), axis=0)
             record_fault(fault_ptr, place, peer, index, expected, tl.min(seen, axis=0), True)
+    return (tl.min(seen, axis=0) < expected).to(tl.int32)
 
 
 @triton.jit
 def wait_flag(flag_ptr, expected, fault_ptr, timeout_ns, place, peer, index, INTERPRET: tl.constexpr):
-    """Until ``*flag_ptr >= expected``, a deadline passes or another spin gave up."""
+    """0, once ``*flag_ptr >= expected``; 1 if a deadline passed or another spin gave up before.
+
+    Each thread waits for itself: some may give up where others do not (see ``any_of``).
+    """
     if INTERPRET:
         one = tl.arange(0, 1)
-        poll(flag_ptr + one, one == 0, expected, fault_ptr, timeout_ns, place, peer + one, index + one)
+        return poll(flag_ptr + one, one == 0, expected, fault_ptr, timeout_ns, place, peer + one, index + one)
     else:
-        spin(flag_ptr, True, expected, fault_ptr, timeout_ns, place, peer, index)
+        return spin(flag_ptr, True, expected, fault_ptr, timeout_ns, place, peer, index, _WAIT_PTX)
 
 
 @triton.jit
 def wait_flags(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, INTERPRET: tl.constexpr):
     """``wait_flag`` for a vector of flags; ``peers`` and ``indices`` name the flag that is late."""
     if INTERPRET:
-        poll(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices)
+        late = poll(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices)
     else:
-        spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices)
+        late = tl.max(spin(flag_ptrs, mask, expected, fault_ptr, timeout_ns, place, peers, indices, _WAIT_PTX), axis=0)
     tl.debug_barrier()
+    return late
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns"])
 def barrier_kernel(
     flag_addresses, epoch_ptr, fault_ptr, rank, world_size, timeout_ns, W_BLOCK: tl.constexpr, INTERPRET: tl.constexpr
 ):
-    """One program: advance the epoch, tell every rank, wait for every rank.
+    """One program: tell every rank, wait for every rank, advance the epoch.
+
+    A rank that has failed does none of it, and one that waits in vain stays at its epoch.
 
     ``flag_addresses``: (W,) int64, address of each rank's (W,) int32 barrier flags; rank s writes slot s of every rank.
     """
     epoch = tl.load(epoch_ptr) + 1
     ranks = tl.arange(0, W_BLOCK)
-    mask = ranks < world_size
+    # All threads have loaded this before any of them waits, and nothing else sets it meanwhile.
+    works = tl.load(fault_ptr, volatile=True) == 0
+    mask = (ranks < world_size) & works
     remote = tl.load(flag_addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
     tl.atomic_xchg(remote + rank, tl.full((W_BLOCK,), 0, tl.int32) + epoch, mask=mask, sem="release", scope="sys")
     local = tl.load(flag_addresses + rank).to(tl.pointer_type(tl.int32))
-    wait_flags(local + ranks, mask, epoch, fault_ptr, timeout_ns, PLACE_BARRIER, ranks, ranks * 0, INTERPRET)
-    tl.store(epoch_ptr, epoch)
+    late = wait_flags(local + ranks, mask, epoch, fault_ptr, timeout_ns, PLACE_BARRIER, ranks, ranks * 0, INTERPRET)
+    tl.store(epoch_ptr, epoch, mask=works & (any_of(late != 0, tl.arange(0, MOST_THREADS)) == 0))
 
 
 def aot_cases() -> list[KernelCase]:

@@ -7,7 +7,19 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from played_ranks import Buffers, Counted, Kind, PlayedCase, fault_of, fresh, launched_in, max_tokens, plans_of, play
+from played_ranks import (
+    EPOCH,
+    Buffers,
+    Counted,
+    Kind,
+    PlayedCase,
+    fault_of,
+    fresh,
+    launched_in,
+    max_tokens,
+    plans_of,
+    play,
+)
 from torch import Tensor
 
 from comet.fused_arguments import returns_of, table_of
@@ -63,6 +75,17 @@ def run_layer1(case: PlayedCase, kind: Kind) -> list[Tensor]:
 def layer1_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
     """The record of a fault that rank 0 leaves when no other rank ever comes."""
     return fault_of(case, make_buffers(case), partial(launch, case, plans_of(case)), deadline_ns)
+
+
+def sent_after_a_fault(case: PlayedCase) -> list[tuple[int, int]]:
+    """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
+    buffers, fault = make_buffers(case), torch.zeros(8, dtype=torch.int64, device=case.device)
+    fault[0] = 1
+    launch(case, plans_of(case), 0, buffers.wire(0, fault, deadline_ns=1_000_000))
+    return [
+        (int(rows.isfinite().sum()), int((flags == EPOCH).sum()))
+        for rows, flags in zip(buffers.rows[1:], buffers.flags[1:], strict=True)
+    ]
 
 
 def exact_layer1(case: PlayedCase) -> list[tuple[Tensor, Tensor]]:

@@ -294,8 +294,8 @@ def test_the_break_of_the_backward_pass_is_noticed(broken: str, place: str) -> N
         run_ranks(late_in_backward, 2, broken, place, interpret=True)
 
 
-def without_gemm(rank: int, world_size: int, broken: str, beside: bool) -> str:
-    """Layer 1 with compute blocks that do nothing; returns the complaint."""
+def without_gemm(rank: int, world_size: int, broken: str, beside: bool) -> tuple[str, int]:
+    """Layer 1 with compute blocks that do nothing; returns the complaint, and the newest flag of a partial sum."""
     BREAKS[broken](rank)
     skip(gemm_panels, "gemm_panels", rank)
     skip(gemm_combine, "gemm_panels", rank)
@@ -305,11 +305,12 @@ def without_gemm(rank: int, world_size: int, broken: str, beside: bool) -> str:
     inputs = rank_inputs(case, rank)
     with torch.no_grad():
         moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    newest = int(moe.group.workspace.combine_flags.local.max())
     try:
         moe.group.workspace.check()
     except CommTimeoutError as error:
-        return str(error)
-    return ""
+        return str(error), newest
+    return "", newest
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -317,5 +318,7 @@ def test_a_reduce_waits_for_the_gemm_of_its_rank(beside: bool) -> None:
     found, broken = (
         run_ranks(without_gemm, 1, how, beside, interpret=True)[0] for how in ("nothing", "reduce does not wait")
     )
-    assert found.startswith("rank 0 waited 0.0 s for rank 0 (layer 1 panel")
-    assert broken == ""
+    complaint, newest = found
+    assert complaint.startswith("rank 0 waited 0.0 s for rank 0 (layer 1 panel")
+    assert newest == 0, "a panel that never came was summed up and sent"
+    assert broken == ("", 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_sources import SOURCES, fields_of
 from launch_arguments import make_table, make_wire
-from layer1_launches import exact_layer1, run_layer1
+from layer1_launches import exact_layer1, run_layer1, sent_after_a_fault
 from played_ranks import PlayedCase
 from ranks import run_ranks
 
@@ -202,3 +202,14 @@ def play(rank: int, world_size: int) -> None:
 
 def test_ranks_played_in_one_process() -> None:
     run_ranks(play, 1, interpret=True, timeout=120)
+
+
+def fail(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """What rank 0 of three sends in Triton after a fault."""
+    return sent_after_a_fault(
+        PlayedCase("failed", 3, 1, (60, 40, 50), 6, 4, 64, 32, device="cpu", dtype=torch.float32, block_rows=16)
+    )
+
+
+def test_a_rank_that_failed_sends_nothing() -> None:
+    assert run_ranks(fail, 1, interpret=True) == [[(0, 0)] * 2]

@@ -68,6 +68,7 @@ def late_ids(rank: int, world_size: int, transport: Transport) -> str:
 
     plan_kernels.place_plan = place_late
     check_harmless(case, begin(case, 0)())
+    assert int(pools[0].epoch) == 2, "flags of the epoch that failed could still be raised"
     assert_same_plan(late[0](), twin_plan(case, 1), "the late rank")
     with pytest.raises(CommTimeoutError) as complaint:
         pools[0].check()
@@ -87,8 +88,7 @@ def check_harmless(case: Case, plan: Plan) -> None:
     assert (plan.row_weights == 0).all()
     assert ((plan.send_token_ids >= -1) & (plan.send_token_ids < case.max_tokens)).all()
     assert ((plan.send_rows >= -1) & (plan.send_rows < case.max_tokens)).all()
-    for counts in (plan.send_counts, plan.recv_counts):
-        assert ((counts >= 0) & (counts <= case.max_tokens)).all()
+    assert plan.send_counts.tolist() == plan.recv_counts.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("transport", ["push", "copy"])

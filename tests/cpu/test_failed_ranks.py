@@ -1,0 +1,117 @@
+"""A rank that met its deadline goes on until its host asks: the others shall miss it, not take what it has for results.
+
+Rank 1 does one step of the first of two calls only when rank 0 has waited for it in vain and done all that is left of
+both calls. So what rank 1 waits for later is there or never comes, and no result depends on who is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
+from layer_ranks import build_layer
+from ranks import run_ranks
+
+from comet.config import Transport
+from comet.errors import CommTimeoutError
+from comet.moe import MoE
+from comet.paths import SymmetricPath
+
+DEADLINE_S = 0.02
+FLAGS = ("ids_flags", "recv_flags", "combine_flags", "barrier_flags")
+FORWARD, BACKWARD, NEXT_FORWARD = range(3)  # what is checked, in turn
+
+# Step that rank 1 is late in; when rank 0 is told and where it waited; the same of rank 1; FLAGS that rank 0 raised.
+STEPS: dict[str, tuple[int, str, int, str, list[int]]] = {
+    "plan": (FORWARD, "exchange of top-k ids", FORWARD, "layer 0 dispatch", [1, 0, 0, 0]),
+    "layer0": (FORWARD, "layer 0 dispatch", FORWARD, "layer 1 combine", [1, 1, 0, 0]),
+    "layer1": (FORWARD, "layer 1 combine", BACKWARD, "barrier", [1, 1, 1, 0]),
+    "barrier": (BACKWARD, "barrier", BACKWARD, "layer 0 dispatch", [1, 1, 1, 2]),
+    "dispatch": (BACKWARD, "layer 0 dispatch", BACKWARD, "layer 1 combine", [1, 2, 1, 2]),
+    "grad_tokens": (BACKWARD, "layer 1 combine", NEXT_FORWARD, "exchange of top-k ids", [1, 2, 2, 2]),
+}
+CASES: list[tuple[str, Transport]] = [
+    *((step, "push") for step in STEPS),
+    # Copy engines move rows whatever has failed: of "grad_tokens" they would overwrite what rank 1 makes its weight
+    # gradients of.
+    *((step, "copy") for step in STEPS if step != "grad_tokens"),
+]
+
+
+def run_late(rank: int, world_size: int, step: str, transport: Transport) -> tuple[list[str], list[int]]:
+    """Two calls with their backward passes; what each check said, and the flags that rank 1 saw of rank 0.
+
+    What no check complains of is compared with the oracle.
+    """
+    case = LayerCase("ep2", 2, 1, (40, 40), transport=transport)
+    moe, said, flags = build_layer(case, rank, "fused"), [], []
+    make_late(step, rank, moe, flags)
+    for call in range(2):
+        inputs = rank_inputs(case, rank, call)
+        x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
+        leaves = {"grad_tokens": x, "grad_top_k": weights, "grad_w1": moe.w1, "grad_w2": moe.w2}
+        for leaf in leaves.values():
+            leaf.grad = None
+        y = moe.routed_experts(x, inputs.top_k_ids, weights)
+        said.append(complaint(moe))
+        if not said[-1]:
+            compare(case, rank, call, {"output": y.detach()})
+        y.backward(inputs.grad_output)
+        said.append(complaint(moe))
+        if not said[-1]:
+            compare(case, rank, call, {name: leaf.grad for name, leaf in leaves.items()})
+    if rank == 0:
+        dist.barrier()
+    return said, flags
+
+
+def make_late(step: str, rank: int, moe: MoE, flags: list[int]) -> None:
+    """Both ranks meet before the first time of a step; rank 0 goes on, rank 1 when rank 0 has done everything."""
+    path = moe.experts
+    assert isinstance(path, SymmetricPath)
+    module: Any = path if step == "plan" else path.ops
+    function: Callable[..., Any] = getattr(module, step)
+
+    def meet(*args: Any, **options: Any) -> Any:
+        setattr(module, step, function)
+        dist.barrier()
+        if rank == 1:
+            dist.barrier()
+            flags.extend(int(getattr(moe.group.workspace, name).local[0].max()) for name in FLAGS)
+        moe.group.comm.timeout_s = DEADLINE_S
+        return function(*args, **options)
+
+    setattr(module, step, meet)
+
+
+def complaint(moe: MoE) -> str:
+    """What the check says, if anything."""
+    try:
+        moe.group.workspace.check()
+    except CommTimeoutError as error:
+        return str(error)
+    return ""
+
+
+def compare(case: LayerCase, rank: int, call: int, found: dict[str, torch.Tensor | None]) -> None:
+    """Results against the oracle's."""
+    exact, same = (oracle(case, rank, dtype, call) for dtype in (torch.float64, case.dtype))
+    for what, tensor in found.items():
+        assert tensor is not None, what
+        where = f"rank {rank}, call {call}: {what}"
+        assert_as_close(tensor, getattr(exact, what), getattr(same, what), case.dtype, where)
+
+
+@pytest.mark.parametrize(("step", "transport"), CASES)
+def test_a_rank_that_failed_is_missed_and_not_believed(step: str, transport: Transport) -> None:
+    (said, _), (replies, flags) = run_ranks(run_late, 2, step, transport, interpret=True)
+    told, place, replied, reply_place, expected = STEPS[step]
+    assert said[:told] == [""] * told
+    assert all(text.startswith(f"rank 0 waited 0.0 s for rank 1 ({place}, ") for text in said[told:]), said
+    assert replies[:replied] == [""] * replied
+    assert all(text.startswith(f"rank 1 waited 0.0 s for rank 0 ({reply_place}, ") for text in replies[replied:])
+    assert flags == expected, "what rank 0 signalled"
