@@ -4,6 +4,10 @@
 // add up, and then streams them with AHEAD loads on their way, across the ends of sums and of column blocks: beside a
 // GEMM a load takes microseconds, and only what is under way in the meantime counts. A warp draws its next ticket when
 // it has nothing to wait for any more: others may wait for what a ticket sends.
+//
+// A rank of which a wait has met its deadline sends nothing more. What this launch sums up depends on what earlier ones
+// waited for and on the panel, so it is enough that no panel opens: a look at the record of faults per warp and panel,
+// on its way beside the look at the panel's counter, and no register beyond it.
 
 constexpr int BATCH = 4; // entries that a warp works on together
 constexpr int SLOT_BYTES = 2 * PASS_COLS;
@@ -249,8 +253,11 @@ struct Combiner {
             pending.raise(epoch, lane);
             int first, num_blocks;
             panel_span(ticket.panel, ceil_div(returns.cols, BLOCK_COLS), returns.panels, first, num_blocks);
-            wait_flag(returns.panel_counters + ticket.panel, shares * num_blocks, returns.fault, PLACE_PANEL, rank,
-                      ticket.panel);
+            const bool failed = has_failed(returns.fault);
+            const bool complete = wait_flag(returns.panel_counters + ticket.panel, shares * num_blocks, returns.fault,
+                                            PLACE_PANEL, rank, ticket.panel);
+            // Lanes look at different moments.
+            if (__any_sync(0xFFFFFFFF, failed || !complete)) return draw();
             open_panels = ticket.panel + 1;
             __syncwarp();
         }

@@ -17,14 +17,15 @@ __device__ __forceinline__ bool has_failed(const Fault& fault) {
     return *reinterpret_cast<volatile s64*>(fault.record) != 0;
 }
 
-// Spin until the flag holds at least `expected`, the deadline passes or another spin gave up.
-__device__ __forceinline__ void wait_flag(
+// Spin until the flag holds at least `expected`; whether it does: not if the deadline passed or another spin gave up.
+__device__ __forceinline__ bool wait_flag(
     const int* flag, int expected, const Fault& fault, int place, int peer, int index) {
-    if (seen_at(flag) >= expected) return;
+    if (seen_at(flag) >= expected) return true;
     const u64 end = now_ns() + fault.timeout_ns;
     while (true) {
         const int seen = seen_at(flag);
-        if (seen >= expected || has_failed(fault)) return;
+        if (seen >= expected) return true;
+        if (has_failed(fault)) return false;
         if (now_ns() > end) {
             u64* const record = reinterpret_cast<u64*>(fault.record);
             if (atomicCAS(record + 6, 0ull, 1ull) == 0) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void wait_flag(
             }
             __threadfence_system();
             *reinterpret_cast<volatile s64*>(fault.record) = 1;
-            return;
+            return false;
         }
         __nanosleep(50);
     }
