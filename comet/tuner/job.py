@@ -26,7 +26,7 @@ from comet.tuner.machine import Machine
 from comet.tuner.measure import measure_layer
 from comet.tuner.model import predict
 from comet.tuner.problem import Problem
-from comet.tuner.profile import ProfileStore, profile_path
+from comet.tuner.profile import Kernels, ProfileStore, profile_path
 from comet.tuner.regret import Tuned, regret_text, regrets
 from comet.tuner.shared_file import require_writable
 from comet.tuner.sweep_job import from_first_rank
@@ -124,7 +124,8 @@ def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: 
     settings = [item.setting for item in predictions]
     measure = measure_layer(problem, settings, group, rounds=rounds)
     date = datetime.now(UTC).date().isoformat()
-    entry = tune(problem, settings, measure, device=machine.name, commit=_version(), date=date)
+    kernels: Kernels = "auto" if machine.cuda_kernels else "triton"
+    entry = tune(problem, settings, measure, device=machine.name, commit=_version(), date=date, kernels=kernels)
     if group.world_rank == 0:
         store.put(entry)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from comet.config import OverlapConfig, require
 from comet.tuner.problem import Problem
-from comet.tuner.profile import Measured, ProfileEntry, ProfileKey
+from comet.tuner.profile import Kernels, Measured, ProfileEntry, ProfileKey
 
 Measure = Callable[[OverlapConfig | None], float]
 
@@ -19,6 +19,7 @@ def tune(
     device: str,
     commit: str,
     date: str,
+    kernels: Kernels = "auto",
 ) -> ProfileEntry:
     """Measure every candidate once; the caller puts the entry into its store.
 
@@ -30,6 +31,7 @@ def tune(
         device: Device name for the key.
         commit: Version of the code.
         date: Day of the measurement.
+        kernels: See ``ProfileEntry``.
 
     Returns:
         The entry, with all candidates.
@@ -42,7 +44,8 @@ def tune(
     measured = tuple(_try(setting, measure) for setting in settings)
     failures = "; ".join(item.failure for item in measured)
     require(any(item.ms is not None for item in measured), f"settings: none of {len(settings)} ran: {failures}")
-    return ProfileEntry(key=ProfileKey.create(problem, device), measured=measured, commit=commit, date=date)
+    key = ProfileKey.create(problem, device)
+    return ProfileEntry(key=key, measured=measured, commit=commit, date=date, kernels=kernels)
 
 
 def _try(setting: OverlapConfig | None, measure: Measure) -> Measured:
