@@ -78,7 +78,9 @@ def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
         assert point["candidates"][0]["setting"] == point["chosen"]
     path = tmp_path / "cpu_x2.json"
     assert tuned["profile"] == str(path)
-    assert {key.tokens for key in ProfileStore.load(path, "cpu").entries} == {64, 8}
+    entries = ProfileStore.load(path, "cpu").entries
+    assert {key.tokens for key in entries} == {64, 8}
+    assert {entry.kernels for entry in entries.values()} == {"triton"}  # there is no CUDA C++ on a CPU
     assert not ProfileStore.load(path, H200.name).entries
 
     after = explain(capfd, *settings[:1], "tune.tokens=[48,9,100000]", "parallel.ep=2")
