@@ -98,9 +98,6 @@ class Family:
     def leave(self) -> None:
         """Give memory and process groups back: a batch joins many families."""
         self.group.close()
-        for process_group in (self.group.process_group, self.group.expert_data_group):
-            if process_group is not None:
-                dist.destroy_process_group(process_group)
 
 
 def make_layer(layer: StressCase, path: str, group: ExpertGroup) -> tuple[MoE, FullWeights]:
