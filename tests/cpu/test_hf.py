@@ -18,7 +18,7 @@ import hf_cases
 from hf_cases import DECODE_TOKENS, FAMILIES, Expected, greedy, make_group, prompt, routed, tiny_config, tiny_model
 from layer_cases import assert_as_close
 
-from comet import CapacityError, ExpertGroup, ParallelConfig, UnavailableError
+from comet import CapacityError, EpochError, ExpertGroup, ParallelConfig, UnavailableError
 from comet.decode import runners
 from comet.decode.runners import rank_slice, rounds
 from comet.integrations import hf
@@ -307,7 +307,13 @@ def test_a_group_infers_only() -> None:
         model(prompt(1, 3))
     assert isinstance(model.model.layers[0].mlp.experts, CometExperts)
     hf.check(model)
-    model.model.layers[0].mlp.experts.runner.group.workspace.fault[7] = 9
+    pool = model.model.layers[0].mlp.experts.runner.group.workspace
+    pool.epoch.fill_(2**30 + 1)
+    with pytest.raises(EpochError, match="epoch=1073741825 of rank 0"):
+        hf.check(model)
+    hf.restart(model)
+    hf.check(model)
+    pool.fault[7] = 9
     with pytest.raises(CapacityError, match="rank 0 needs 9 routed rows"):
         hf.check(model)
     assert "experts 0..3 of 4, slice 0 of 1" in repr(model)
