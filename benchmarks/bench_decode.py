@@ -44,11 +44,11 @@ from facts import gather_facts
 from points import Ranks, attempt
 from routing import ROUTINGS
 from shapes import MODELS
-from start import start_ranks
+from start import run_and_leave, start_ranks, whole_numbers
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.launch.distributed import leave
+from comet.launch.cli import Parser
 from comet.tuner.timing import Variant, max_over_ranks, rank_barrier, time_interleaved
 
 SHAPES = {
@@ -160,15 +160,15 @@ def read_roof_tbs(ranks: Ranks) -> float:
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for what does not exist or does not go together."""
     names = lambda text: tuple(text.split(","))  # noqa: E731
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=names, default=("qwen3_30b_a3b",), help=", ".join(SHAPES))
     parser.add_argument(
         "--weights", type=names, default=("bf16",), help=", ".join(WEIGHTS) + "; bf16 is float32 on a CPU"
     )
     parser.add_argument(
         "--tokens",
-        type=names,
-        default=("1", "2", "4", "8", "16", "32", "64"),
+        type=whole_numbers,
+        default=[1, 2, 4, 8, 16, 32, 64],
         help="of a step; over ranks equal on all of them, or (own, own_nccl, own_fused) each rank's share of them",
     )
     parser.add_argument("--ep", type=int, default=1)
@@ -188,7 +188,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_decode"))
     arguments = parser.parse_args(command_line)
-    arguments.tokens = [int(number) for number in arguments.tokens]
     arguments.trials = [dict(pair.split("=", 1) for pair in trial.split(",")) for trial in arguments.trials]
     arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
     known = ON_ONE_GPU if arguments.parallel.world_size == 1 else OVER_RANKS
@@ -225,5 +224,4 @@ def main(command_line: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    leave(0)
+    run_and_leave(main)

@@ -42,14 +42,14 @@ from generate_paths import COMET, Paths, StepPath, Stepwise
 from generate_report import Row, draw, format_table, path_rows, write
 from points import Ranks, attempt
 from shapes import MODELS
-from start import start_ranks
+from start import run_and_leave, start_ranks, whole_numbers
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.step import WARM_STEPS
 from comet.group import make_expert_group
-from comet.launch.distributed import leave
+from comet.launch.cli import Parser
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.tuner.timing import Variant, max_over_ranks, rank_barrier, time_interleaved
@@ -204,10 +204,15 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small or too large."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3_30b_a3b", help=", ".join(ATTENTION))
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--contexts", default="128,1024,4096,16384", help="positions before the first timed step")
+    parser.add_argument(
+        "--contexts",
+        type=whole_numbers,
+        default=[128, 1024, 4096, 16384],
+        help="positions before the first timed step",
+    )
     parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once, on all ranks")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -216,7 +221,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_generate"))
     arguments = parser.parse_args(command_line)
-    arguments.contexts = [int(number) for number in arguments.contexts.split(",")]
     require(arguments.model in ATTENTION, f"model={arguments.model!r} must be one of {', '.join(ATTENTION)}")
     for name in ("layers", "batch", "steps", "rounds"):
         require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
@@ -235,5 +239,4 @@ def main(command_line: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    leave(0)
+    run_and_leave(main)

@@ -310,6 +310,8 @@ def test_times_of_aborted_kernels_are_no_result(tmp_path: Path) -> None:
     [
         (("bench_moe.py", "--ep", "3"), "nproc=2 must equal ep=3 x tp=1"),
         (("record_timeline.py", "--modelz", "x"), "unrecognized arguments: --modelz x"),
+        (("bench_decode.py", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
+        (("bench_generate.py", "--contexts", "0"), "contexts=[0] must each be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:
