@@ -2,7 +2,7 @@
 
 What it has and its Triton twin cannot have: warps that only load, pieces of rows of equal height in the place of tiles
 of 128, and a warp in every block that pushes rows, eight at a time: the first rows arrive after microseconds, and no
-block is kept from multiplying.
+block is kept from multiplying. Blocks draw their items, so that those that need the same weights read them together.
 
 Why it ends: pushing warps wait for nobody, so every flag is raised, in whatever order blocks run.
 """

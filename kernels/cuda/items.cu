@@ -7,7 +7,7 @@
 constexpr int ITEM_TICKETS = 1; // among a launch's counters, behind the tickets of those that communicate
 constexpr int PIECES_BESIDE = 8; // of an expert, whose items of the same columns are neighbours
 
-// Of an expert's items, with `pieces` pieces of rows and `cols` blocks of columns.
+// Of an expert's items, with `pieces` pieces of rows and `cols` blocks of columns, in the order of kernels/tiles.py.
 struct Place {
     int piece, col;
 
@@ -42,7 +42,7 @@ struct Draws {
         if (turn++ == 0) return first() + clusters();
         u64 told;
         do {
-            asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(told) : "r"(told_at()) : "memory");
+            asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(told) : "r"(told_at(turn)) : "memory");
         } while (int(told >> 32) != turn);
         return 2 * clusters() + int(told);
     }
@@ -50,24 +50,24 @@ struct Draws {
     // Of the item after the next one, an item ahead of its use: a ticket takes a microsecond.
     __device__ __forceinline__ void tell() {
         if (!leads) return;
-        ++turn;
-        const u64 told = u64(turn) << 32 | u32(ticket);
+        const u64 told = u64(turn + 1) << 32 | u32(ticket);
+        const u32 own = told_at(turn + 1);
         if constexpr (CLUSTER == 1) {
-            asm volatile("st.relaxed.cta.shared::cta.u64 [%0], %1;" ::"r"(told_at()), "l"(told) : "memory");
+            asm volatile("st.relaxed.cta.shared::cta.u64 [%0], %1;" ::"r"(own), "l"(told) : "memory");
         } else {
 #pragma unroll
             for (int block = 0; block < CLUSTER; ++block) {
                 u32 theirs;
-                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(told_at()), "r"(block));
+                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own), "r"(block));
                 asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" ::"r"(theirs), "l"(told) : "memory");
             }
         }
-        --turn;
         ticket = draw_ticket(tickets);
     }
 
     // Of this item.
-    __device__ __forceinline__ int slot() const { return (turn - 1) % ITEM_SLOTS; }
+    __device__ __forceinline__ int slot() const { return slot_of(turn); }
 
-    __device__ __forceinline__ u32 told_at() const { return slots + slot() * DRAW_BYTES; }
+    static __device__ __forceinline__ int slot_of(int turn) { return (turn - 1) % ITEM_SLOTS; }
+    __device__ __forceinline__ u32 told_at(int turn) const { return slots + slot_of(turn) * DRAW_BYTES; }
 };
