@@ -74,9 +74,14 @@ class ExpertGroup:
         return ExpertLayout.create(moe, self.parallel, self.rank)
 
     def close(self) -> None:
-        """Release the symmetric memory and the process groups (collective, idempotent); no layer runs afterwards."""
+        """Release the symmetric memory and the process groups (collective, idempotent); no layer runs afterwards.
+
+        CUDA graphs that hold a collective of these process groups have to go first. If a rank did not come, the process
+        groups are kept: NCCL would wait for it, without a deadline.
+        """
         self.comm.close()
-        leave_groups(self.process_group, self.expert_data_group)
+        if self.comm.all_left:
+            leave_groups(self.process_group, self.expert_data_group)
 
 
 def make_expert_group(
@@ -127,7 +132,8 @@ def make_expert_group(
     shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
     group, expert_data_group = _process_groups(world_rank, world_size, parallel.world_size)
     with ExitStack() as opened:
-        opened.callback(leave_groups, group, expert_data_group)
+        if device.type == "cpu":  # NCCL might wait for ranks that did not fail
+            opened.callback(leave_groups, group, expert_data_group)
         if group is not None:
             check_equal(group, asdict(shape))
         comm = opened.enter_context(

@@ -19,14 +19,15 @@ def last_words(text: Callable[[], str]) -> Iterator[None]:
     """While the body runs, SIGINT and SIGTERM make this process say ``text()`` and then end it, as they do by default.
 
     Python runs handlers between two instructions of the main thread, which may be waiting for a device or another rank.
-    So a thread of its own speaks: the signal wakes it through a pipe.
+    So a thread of its own speaks: the signal wakes it through a pipe. Signals that were ignored stay so.
 
     Args:
         text: One line.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
     woken_before = signal.set_wakeup_fd(writer)
     speaker = threading.Thread(target=_speak, args=(reader, text), daemon=True)
     speaker.start()

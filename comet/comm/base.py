@@ -89,12 +89,14 @@ class Communicator(Protocol):
         world_size: W.
         device: Where symmetric memory lives.
         timeout_s: Deadline of every wait, in seconds.
+        all_left: Once closed, whether all ranks have closed it, or none waits for them.
     """
 
     rank: int
     world_size: int
     device: torch.device
     timeout_s: float
+    all_left: bool
 
     def alloc(self, num_bytes: int) -> SymmTensor:
         """Allocate ``num_bytes`` zeroed bytes on every rank (collective, same size everywhere)."""

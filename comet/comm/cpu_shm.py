@@ -87,8 +87,9 @@ class CpuShmCommunicator(CommunicatorBase):
             )
         fence()
 
-    def _close(self, in_step: bool) -> None:
+    def _close(self, in_step: bool) -> bool:
         del self._arrived
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,10 @@ def restart_epoch(comm: Communicator, epoch: Tensor, signals: Iterable[Tensor]) 
 
 
 def _meet(comm: Communicator) -> None:
-    """Return when every rank is here and its streams are idle."""
-    _settle(comm.device)
-    comm.barrier()
+    """Return when every rank is here, its streams idle; on a GPU the second barrier says if the first was late."""
+    for _ in range(2):
+        _settle(comm.device)
+        comm.barrier()
     _settle(comm.device)
 
 

@@ -37,6 +37,7 @@ class CommunicatorBase(ABC):
         self.device = device
         self.timeout_s = timeout_s
         self.closed = False
+        self.all_left = False
 
     def alloc(self, num_bytes: int) -> SymmTensor:
         """Allocate ``num_bytes`` zeroed bytes on every rank; collective, the same size everywhere.
@@ -64,7 +65,7 @@ class CommunicatorBase(ABC):
         """Release everything (collective); idempotent. Tensors of this communicator must not be used afterwards."""
         if not self.closed:
             self.closed = True
-            self._close(in_step=True)
+            self.all_left = self._close(in_step=True)
 
     def require_open(self) -> None:
         """Raise ``RuntimeError`` after ``close``."""
@@ -88,5 +89,9 @@ class CommunicatorBase(ABC):
     def _barrier(self) -> None: ...
 
     @abstractmethod
-    def _close(self, in_step: bool) -> None:
-        """Release everything; wait for the others only when ``in_step``, that is when they close too."""
+    def _close(self, in_step: bool) -> bool:
+        """Release everything; wait for the others only when ``in_step``, that is when they close too.
+
+        Returns:
+            Whether what waits for all ranks without a deadline may follow: they have all come here, or nothing waits.
+        """

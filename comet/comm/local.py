@@ -58,8 +58,9 @@ class EmulatedCommunicator(CommunicatorBase):
     def _barrier(self) -> None:
         """Nothing; see the class."""
 
-    def _close(self, in_step: bool) -> None:
+    def _close(self, in_step: bool) -> bool:
         self._shared = []
+        return True
 
 
 class LocalCommunicator(EmulatedCommunicator):

@@ -132,13 +132,15 @@ class NvshmemCommunicator(CommunicatorBase):
     def _make_barrier(self) -> DeviceBarrier:
         return DeviceBarrier(self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32), self.timeout_s)
 
-    def _close(self, in_step: bool) -> None:
-        if in_step and self._all_leave():
+    def _close(self, in_step: bool) -> bool:
+        all_left = in_step and self._all_leave()
+        if all_left:
             for pool in reversed(self._pools):
                 self._nvshmem.free_tensor(pool)
         torch.cuda.synchronize(self.device)
         self._pools.clear()
         del self._device_barrier, self._leaving
+        return all_left
 
     def _all_leave(self) -> bool:
         """Whether every rank is about to free its memory, which NVSHMEM does collectively and without a deadline.

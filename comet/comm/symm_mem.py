@@ -98,14 +98,16 @@ class SymmMemCommunicator(CommunicatorBase):
         with torch.cuda.device(self.device):
             self._device_barrier.arrive()
 
-    def _close(self, in_step: bool) -> None:
+    def _close(self, in_step: bool) -> bool:
         try:
             if in_step and not self._device_barrier.failed:
                 self._barrier()  # peers may still be writing into this rank's memory
                 self._device_barrier.check()
+                return True
         except CommTimeoutError as late:
             logger.warning("symmetric memory is released although a rank did not close: %s", late)
         finally:
             torch.cuda.synchronize(self.device)
             self._pools.clear()
             del self._device_barrier
+        return False

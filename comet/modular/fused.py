@@ -25,6 +25,7 @@ from comet.modular.interfaces import (
 )
 from comet.modular.reduce import NoOpReduce
 from comet.paths import SymmetricPath
+from comet.plan_rules import check_tokens
 from comet.quantize import Weight
 
 
@@ -55,6 +56,7 @@ class FusedPrepareFinalize:
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
+        check_tokens(routed.tokens, routed.top_k_ids, self.path.workspace)
         plan = self.path.plan(routed.top_k_ids, routed.top_k_weights)
         return Received(rows=FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, path=self.path), route=None)
 

@@ -115,6 +115,7 @@ def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: 
     """Measure and store: as in a layer made for this many tokens, which decides between kernels."""
     shape = WorkspaceShape.create(problem.moe, problem.world_size, problem.num_tokens, problem.dtype)
     group = replace(group, workspace=Workspace(group.comm, shape))
+    machine = replace(machine, cuda_kernels=machine.cuda_kernels and group.cuda_kernels)
     predictions = propose(problem, machine)
     stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
     if stored is not None:

@@ -125,7 +125,7 @@ class _Watch:
         try:
             if setting is None or not self.failure:
                 calls[index]()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self.failure = _reason(error)
 
     def culprit(self) -> tuple[OverlapConfig | None, str] | None:

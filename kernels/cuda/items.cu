@@ -47,7 +47,7 @@ struct Draws {
         return 2 * clusters() + int(told);
     }
 
-    // Of the item after the next one, an item ahead of its use: a ticket takes a microsecond.
+    // Of the item after the next one. Its ticket was drawn an item ago, as one is here: that takes a microsecond.
     __device__ __forceinline__ void tell() {
         if (!leads) return;
         const u64 told = u64(turn + 1) << 32 | u32(ticket);

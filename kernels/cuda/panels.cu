@@ -53,8 +53,8 @@ struct alignas(16) Item {
 
 static_assert(sizeof(Item) == 32 && ITEM_SLOTS > STAGES + 1);
 
-// Panels from left to right, in each all pieces of rows. `rows` is a multiple of STEP; `tiles`
-// says for how many of the plan's tiles the item counts.
+// Panels from left to right, in each all pieces of rows. `rows` is a multiple of STEP; `tiles` says for how many of the
+// plan's tiles the item counts.
 __device__ __forceinline__ Item item_at(const Work& work, int index) {
     const int per_col = BLOCK_COLS / COLS / CLUSTER;
     const int pieces = work.num_pieces(), cols = work.num_cols();

@@ -35,7 +35,10 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
         (["tune", "tune.machine=h200"], "tune.machine='h200' must be 'this'"),
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
-        (["sweep", "sweep.comm_blocks=[0]"], "comm_blocks=0 must be at least 1"),
+        (
+            ["sweep", "sweep.comm_blocks=[0]"],
+            "sweep: every point breaks a rule, the first: comm_blocks=0 must be at least",
+        ),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(words, message, capfd, monkeypatch):

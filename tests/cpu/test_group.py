@@ -128,6 +128,18 @@ def test_closed_groups_leave_no_descriptors_and_threads(world_size: int, ep: int
         assert len(set(held[1:])) == 1, held  # the first starts what stays
 
 
+def close_without_the_others(rank: int, world_size: int) -> bool:
+    group = make_group(rank, world_size)
+    group.comm._close = lambda in_step: False
+    group.close()
+    assert group.process_group is not None
+    return dist.get_world_size(group.process_group) == world_size
+
+
+def test_process_groups_are_kept_where_a_rank_did_not_come() -> None:
+    assert run_ranks(close_without_the_others, 2) == [True, True]
+
+
 def test_what_was_opened_is_closed_where_making_the_group_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [LocalCommunicator(CPU), LocalCommunicator(CPU)]
     opened = iter(made)

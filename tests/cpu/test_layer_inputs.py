@@ -9,6 +9,8 @@ from layer_cases import LayerCase
 from torch import Tensor
 
 from comet.group import make_expert_group
+from comet.modular.fused import FusedPrepareFinalize
+from comet.modular.interfaces import RoutedTokens
 from comet.moe import MoE
 from comet.paths import SymmetricPath
 
@@ -50,6 +52,16 @@ def test_so_are_those_for_experts_in_fp8(path: str, tokens: Tensor, message: str
     with pytest.raises(ValueError, match=message), torch.no_grad():
         layer.experts.fp8(tokens, *routing(), *fp8_shard(CASE, 0))
     assert not layer.group.workspace.epoch
+
+
+@pytest.mark.parametrize(("tokens", "message"), MISFITS)
+def test_so_are_those_for_the_modular_layer(tokens: Tensor, message: str) -> None:
+    group = make_layer("twin").group
+    modular = FusedPrepareFinalize(CASE.config, group, overlap=CASE.overlap, use_kernels=False)
+    ids, weights = routing()
+    with pytest.raises(ValueError, match=message):
+        modular.prepare(RoutedTokens(tokens=tokens, top_k_ids=ids, top_k_weights=weights), quantize=False)
+    assert not group.workspace.epoch
 
 
 def test_ids_without_an_axis_are_named() -> None:
