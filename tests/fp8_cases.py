@@ -25,7 +25,7 @@ from comet.quantize import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 FLOAT32_ROUNDING = 2.0**-24
 STEEPEST_SILU = 1.1
 LAST_BITS = 2.0**-18  # of a scale, and of what a GPU takes for exp and a quotient
-VAGUE = 0.2  # a limit above this part of the result would say nothing
+VAGUE = 0.1  # a limit above this part of the result would say nothing
 
 
 @dataclass(frozen=True)
