@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton import TritonError
 
+from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
 from comet.layout import ExpertLayout
@@ -262,9 +263,7 @@ def find_fault(layer: Layer, ranks: Ranks) -> str:
     _, failure = attempt(layer.moe.group.workspace.check, ranks)
     if not failure or ranks.process_group is None:
         return failure
-    told = [""] * dist.get_world_size(ranks.process_group)
-    dist.all_gather_object(told, failure, group=ranks.process_group)
-    return next(text for text in told if text != ELSEWHERE)
+    return next(text for text in gather(ranks.process_group, failure) if text != ELSEWHERE)
 
 
 def relative_error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:

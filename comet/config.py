@@ -148,6 +148,13 @@ class ParallelConfig:
         require(moe.num_experts % self.ep == 0, f"num_experts={moe.num_experts} must be divisible by ep={self.ep}")
         require(moe.ffn_size % self.tp == 0, f"ffn_size={moe.ffn_size} must be divisible by tp={self.tp}")
 
+    def check_world(self, world_size: int) -> None:
+        """Raise ``ValueError`` unless so many ranks divide into MoE groups."""
+        require(
+            world_size % self.world_size == 0,
+            f"world_size={world_size} must be divisible by ep x tp = {self.ep} x {self.tp} = {self.world_size}",
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapConfig:

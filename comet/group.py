@@ -123,10 +123,7 @@ def make_expert_group(
     check_current(device)
     world_rank, world_size = _world()
     parallel.check(moe)
-    require(
-        world_size % parallel.world_size == 0,
-        f"world_size={world_size} must be divisible by ep x tp = {parallel.ep} x {parallel.tp} = {parallel.world_size}",
-    )
+    parallel.check_world(world_size)
     if world_rank == 0:
         _tell_of_padding(moe.ffn_size, parallel.tp)
     shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from comet.config import require
 from comet.launch.dry_run import MIB, check_overlap, resolved_yaml
 from comet.launch.sweep import load_models
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
-from comet.tuner.job import job_points
+from comet.tuner.job import job_points, require_this_machine
 from comet.tuner.problem import Problem
 from comet.tuner.sweep import Shape, sweep_points
 from comet.workspace import WorkspaceShape, workspace_bytes
@@ -24,8 +23,7 @@ def describe_tune(container: Mapping[str, Any], job: JobConfig, num_ranks: int, 
     Raises:
         ValueError: Where the task itself would: a model does not exist or does not divide over the ranks.
     """
-    machine = job.tune.machine
-    require(machine == "this", f"tune.machine={machine!r} must be 'this': tune measures where it runs")
+    require_this_machine(job)
     shapes = [shape for shape, _ in tuned_shapes(job, on_gpu=on_gpu)]
     return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
 
@@ -92,10 +90,6 @@ def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, 
     """
     moe, parallel = shape.moe, shape.parallel
     parallel.check(moe)
-    group = parallel.world_size
-    require(
-        num_ranks % group == 0,
-        f"world_size={num_ranks} must be divisible by ep x tp = {parallel.ep} x {parallel.tp} = {group}",
-    )
-    pool = workspace_bytes(WorkspaceShape.create(moe, group, shape.tokens, dtype))
-    return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // group * dtype.itemsize
+    parallel.check_world(num_ranks)
+    pool = workspace_bytes(WorkspaceShape.create(moe, parallel.world_size, shape.tokens, dtype))
+    return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // parallel.world_size * dtype.itemsize

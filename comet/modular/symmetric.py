@@ -29,8 +29,7 @@ from comet.modular.packed import unpack_rows
 from comet.modular.reduce import DelegateReduce, slot_rows
 from comet.modular.transport import SymmetricTransport
 from comet.plan import Plan
-
-ROWS_NEEDED = 7  # the entry of the fault record that says how many rows a plan had no room for
+from comet.workspace import ROWS_NEEDED
 
 
 class _Symmetric(ABC):

@@ -52,8 +52,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
         ValueError: If no candidate of a point runs, the store cannot be written, or a setting breaks its rule.
     """
     start = time.perf_counter()
-    machine_name = config.tune.machine
-    require(machine_name == "this", f"tune.machine={machine_name!r} must be 'this': tune measures where it runs")
+    require_this_machine(config)
     models = from_first_rank(lambda: load_models(config.tune.models), context)
     points = job_points(config, models, context.device)
     machine, store = from_first_rank(lambda: _open_store(config, context.device), context)
@@ -84,6 +83,12 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     if context.rank == 0:
         sys.stdout.write(f"{regret_text(found)}\n\n{json.dumps(result)}\n")
     return result
+
+
+def require_this_machine(config: JobConfig) -> None:
+    """Raise ``ValueError`` if another machine is named, of which ``explain`` alone can tell."""
+    machine = config.tune.machine
+    require(machine == "this", f"tune.machine={machine!r} must be 'this': tune measures where it runs")
 
 
 def job_points(config: JobConfig, models: Mapping[str, MoEConfig], device: torch.device) -> dict[str, list[Problem]]:

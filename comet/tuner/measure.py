@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from comet.comm.handshake import gather
 from comet.config import OverlapConfig, require
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
@@ -92,9 +92,7 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
     if process_group is None:
         return failure
-    failures = [""] * process_group.size()
-    dist.all_gather_object(failures, failure, group=process_group)
-    return next(filter(None, failures), "")
+    return next(filter(None, gather(process_group, failure)), "")
 
 
 class _Watch:

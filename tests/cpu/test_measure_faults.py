@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
@@ -19,20 +19,10 @@ from comet.tuner import Problem, ProfileStore, job, measure
 from comet.tuner.measure import measure_layer
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
-CPU = torch.device("cpu")
 TOKENS = 40
 DEADLINE_S = 0.3
 BAD = OverlapConfig(block_rows=16)
 SETTINGS = [None, OverlapConfig(comm_blocks=8), OverlapConfig(comm_blocks=32), BAD]  # often plain comes after BAD
-
-
-@dataclass(frozen=True)
-class Alone:
-    """The context of a job of one rank."""
-
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = CPU
 
 
 def leave_fault(group: ExpertGroup) -> None:
@@ -119,7 +109,7 @@ def test_tune_goes_on_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "make_path", make_path)  # undoes what ``break_call`` sets
     calls = break_call(3, leave_fault, after=True)
     config = make_job(compose(["model=tiny", f"tune.profiles={tmp_path}", "tune.rounds=3", "tune.tokens=[16,4]"]), 1)
-    facts = job.tune_job(config, Alone(), lambda _: {"small": MOE})
+    facts = job.tune_job(config, Rank(), lambda _: {"small": MOE})
     assert len(calls) > 4
     failed = [[item for item in point["candidates"] if item["measured_ms"] is None] for point in facts["points"]]
     assert [[item["setting"]["block_rows"] for item in items] for items in failed] == [[16], []]
