@@ -156,7 +156,8 @@ struct Rows {
 #pragma unroll
             for (int eight = 0; eight < IDS_PER_LANE; ++eight) arrived &= look(eight, arrivals);
             if (__all_sync(0xFFFFFFFF, arrived)) break;
-            if (!has_failed(arrivals.fault) && now_ns() <= end) continue;
+            // Lanes look at different moments, and leave together.
+            if (!__any_sync(0xFFFFFFFF, has_failed(arrivals.fault) || now_ns() > end)) continue;
             for (const int id : ids) name_missing(id, arrivals);
             break;
         }
