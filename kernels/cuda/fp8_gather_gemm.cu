@@ -43,6 +43,22 @@ __device__ __forceinline__ void hidden_of(float (&sums)[HALF_SUMS], float (&larg
     }
 }
 
+// Four lanes with four words each: lane q gets word q of each of them.
+__device__ __forceinline__ void transpose_words(u32 (&words)[4], int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        const bool is_upper = lane & distance;
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+            const int low = distance == 1 ? 2 * pair : pair, high = low + distance;
+            const u32 sent = is_upper ? words[low] : words[high];
+            const u32 got = __shfl_xor_sync(0xFFFFFFFF, sent, distance);
+            words[low] = is_upper ? got : words[low];
+            words[high] = is_upper ? words[high] : got;
+        }
+    }
+}
+
 // One of a thread's two rows of a half, 64 columns of hidden: 16 bytes of each of four lanes.
 __device__ __forceinline__ void store_row(
     const float (&sums)[HALF_SUMS], int row, float factor, char* target, bool exists, int lane) {
@@ -90,6 +106,7 @@ __device__ __forceinline__ void compute_item(
     const float* const gate_scales = results.weight_scales + u64((item.expert * 2 * num_blocks + block) * num_steps);
     const WeightScales<true> scales(gate_scales, gate_scales + num_blocks * num_steps);
     multiply_region(ring, sums, scales, region, lane, num_steps, [] {});
+    if (lane == 0) barrier_arrive_here(ring.empty + 8 * ring.last());
     float largest[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
@@ -130,12 +147,12 @@ __device__ __forceinline__ void multiply_items(
     while (true) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const Item& item = memory.items[slot];
-        const u64 begin = item.begin, ready = item.ready;
         slot = (slot + 1) % ITEM_SLOTS;
         compute_item(ring, item, results, work, maxima, warp / 4, warp % 4, lane);
         if (warp == 0 && lane == 0) {
             recorder.record(
-                KIND_LAYER0_TILE, item.first_row / TILE_ROWS, item.col / HIDDEN_COLS, item.phase, begin, ready);
+                KIND_LAYER0_TILE, item.first_row / TILE_ROWS, item.col / HIDDEN_COLS, item.phase, item.begin,
+                item.ready);
         }
         if (item.is_last) break;
     }

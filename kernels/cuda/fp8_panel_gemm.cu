@@ -2,22 +2,30 @@
 
 constexpr int STAGING_BYTES = 0;
 
-// One of a thread's two rows of a half, 128 columns of y: of each 32 every one of four lanes has eight neighbours.
-__device__ __forceinline__ void store_row(
-    const float (&sums)[HALF_SUMS], int row, u16* target, int col, int cols, bool exists, int lane) {
+// 16 rows of a half, by way of `staging`, 64 columns of each at a time: so that a line of y is written at once.
+__device__ __forceinline__ void store_rows(
+    const float (&sums)[HALF_SUMS], u32 staging, u16* target, int cols, int lane) {
+    const u32 written = staging + lane % 16 * LINE, read = staging + lane / 8 * LINE;
 #pragma unroll
-    for (int begin = 0; begin < 16; begin += 4) {
-        u32 words[4];
+    for (int begin = 0; begin < HALF_COLS; begin += LINE / 2) {
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            const int place = 4 * (begin + word) + 2 * row;
-            words[word] = pack(sums[place], sums[place + 1]);
+        for (int eight = 0; eight < 8; eight += 2) {
+            const float* const four = sums + 4 * (begin / 8 + eight);
+            u32 words[4];
+#pragma unroll
+            for (int word = 0; word < 4; ++word) words[word] = pack(four[2 * word], four[2 * word + 1]);
+            store_matrices(written + ((eight + lane / 16 ^ lane % 8) << 4), words);
         }
-        transpose_words(words, lane);
-        const int first = col + 8 * (begin + lane % 4);
-        if (exists && first < cols) {
-            *reinterpret_cast<uint4*>(target + first) = make_uint4(words[0], words[1], words[2], words[3]);
+        __syncwarp();
+#pragma unroll
+        for (int row = 0; row < 16; row += 4) {
+            uint4 values;
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                         : "r"(read + row * LINE + ((lane % 8 ^ (row + lane / 8) % 8) << 4)) : "memory");
+            *reinterpret_cast<uint4*>(target + u64(row + lane / 8) * cols + begin + lane % 8 * 8) = values;
         }
+        __syncwarp();
     }
 }
 
@@ -35,17 +43,18 @@ __device__ __forceinline__ void compute_item(
     const WeightScales<false> scales(scales_of(region.first_half), scales_of(1));
     // Of the item before, whose stores have had time to complete.
     multiply_region(ring, sums, scales, region, lane, num_steps, [&] { if (leads) share.tell(); });
+    // What no other warp of the last stage reads: its own rows, or, once its warpgroup is done, a part of the columns.
+    u32 staging = ring.stages + ring.last() * STAGE_BYTES + (group * HALF_COLS + warp * 16) * LINE;
+    if (region.is_whole) staging += WEIGHT_BYTES - group * GROUP_ROWS * LINE; else group_sync(group);
+    u16* const target = y + u64(u32(item.first_row + region.row - lane / 4)) * work.cols;
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-        if (half >= region.halves()) break;
         const int col = item.col + (region.first_half + half) * HALF_COLS;
-#pragma unroll
-        for (int place = 0; place < 2; ++place) {
-            const int row = region.row + 8 * place;
-            u16* const target = y + u64(u32(item.first_row + row)) * work.cols;
-            store_row(sums[half], place, target, col, work.cols, row < item.rows, lane);
-        }
+        if (half < region.halves() && col < work.cols) store_rows(sums[half], staging, target + col, work.cols, lane);
     }
+    fence_for_tensor_cores(); // of the stores to the stage, before the next copy to it
+    __syncwarp();
+    if (lane == 0) barrier_arrive_here(ring.empty + 8 * ring.last());
     group_sync(group);
     share.panel = item.panel;
     share.tiles = item.tiles;

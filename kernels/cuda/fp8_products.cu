@@ -47,6 +47,26 @@ struct WeightScales {
     }
 };
 
+// Adds products, scaled, to the sums of a half. Those with the same factor follow each other: it then comes from the
+// registers once for two of them, while tensor cores use these as well.
+template <bool TAKE_TURNS>
+__device__ __forceinline__ void add_scaled(
+    float (&sums)[HALF_SUMS], const Products& products, const float (&factors)[2][2], int half) {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+#pragma unroll
+        for (int begin = 2 * pair; begin < HALF_SUMS; begin += 8) {
+            const float factor = factors[WeightScales<TAKE_TURNS>::index(half, begin)][pair % 2];
+#pragma unroll
+            for (int place = begin; place < begin + 2; ++place) {
+                sums[place] = __fmaf_rn(products[place], factor, sums[place]);
+            }
+        }
+    }
+}
+
+// The first stage is full. A stage is waited for while the last products of the one before are under way: a warpgroup
+// has to add these and begin anew before the other one's are done.
 template <int NUM_HALVES, bool TAKE_TURNS, typename Meanwhile>
 __device__ __forceinline__ void multiply_halves(
     Ring& ring, Sums& sums, WeightScales<TAKE_TURNS>& scales, const Region& region, int lane, int num_steps,
@@ -57,11 +77,9 @@ __device__ __forceinline__ void multiply_halves(
     const u32 stage = ring.stages + ring.stage * STAGE_BYTES;
     u32 rows_at = low_word(descriptor(stage + WEIGHT_BYTES + region.first_row * LINE));
     u32 weights_at = low_word(descriptor(stage + region.first_half * (HALF_COLS * LINE)));
-    bool is_full = false;
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
         const float weights[2] = {scales.following[0], scales.following[1]};
-        if (!is_full) barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const u64 a = descriptor_of(rows_at), b = descriptor_of(weights_at);
         const u32 upper = ring.scales(step) + ROW_SCALE_BYTES * region.row, lower = upper + ROW_SCALE_BYTES * 8;
         const u32 empty = ring.empty + 8 * ring.stage;
@@ -91,21 +109,18 @@ __device__ __forceinline__ void multiply_halves(
                 const int onward = ring.stage == 0 ? (1 - STAGES) * STAGE_BYTES / 16 : STAGE_BYTES / 16;
                 rows_at += onward;
                 weights_at += onward;
-                is_full = barrier_peek(ring.full + 8 * ring.stage, ring.parity);
+                if (step + 1 < num_steps) barrier_wait(ring.full + 8 * ring.stage, ring.parity);
             }
             products_wait_for(products);
-            if (half == NUM_HALVES - 1 && lane == 0) barrier_arrive_here(empty);
-#pragma unroll
-            for (int place = 0; place < HALF_SUMS; ++place) {
-                const float factor = factors[WeightScales<TAKE_TURNS>::index(half, place)][place / 2 % 2];
-                sums[half][place] = __fmaf_rn(products[place], factor, sums[half][place]);
-            }
+            if (half == NUM_HALVES - 1 && lane == 0 && step + 1 < num_steps) barrier_arrive_here(empty);
+            add_scaled<TAKE_TURNS>(sums[half], products, factors, half);
         }
     }
     meanwhile();
 }
 
-// Adds up a warpgroup's region of an item. `meanwhile` is called while products run, and once more at the end.
+// Adds up a warpgroup's region of an item. `meanwhile` is called while products run, and once more at the end. The last
+// stage is still the caller's.
 template <bool TAKE_TURNS, typename Meanwhile>
 __device__ __forceinline__ void multiply_region(
     Ring& ring, Sums& sums, WeightScales<TAKE_TURNS> scales, const Region& region, int lane, int num_steps,
@@ -116,21 +131,5 @@ __device__ __forceinline__ void multiply_region(
         multiply_halves<HALVES>(ring, sums, scales, region, lane, num_steps, meanwhile);
     } else {
         multiply_halves<1>(ring, sums, scales, region, lane, num_steps, meanwhile);
-    }
-}
-
-// Four lanes with four words each: lane q gets word q of each of them.
-__device__ __forceinline__ void transpose_words(u32 (&words)[4], int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) {
-        const bool is_upper = lane & distance;
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            const int low = distance == 1 ? 2 * pair : pair, high = low + distance;
-            const u32 sent = is_upper ? words[low] : words[high];
-            const u32 got = __shfl_xor_sync(0xFFFFFFFF, sent, distance);
-            words[low] = is_upper ? got : words[low];
-            words[high] = is_upper ? words[high] : got;
-        }
     }
 }

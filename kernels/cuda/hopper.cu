@@ -69,17 +69,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Whether barrier_wait would return at once.
-__device__ __forceinline__ bool barrier_peek(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done;
-}
-
 __device__ __forceinline__ void load_bytes(u32 target, const void* source, u32 barrier, u32 bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
@@ -113,6 +102,13 @@ __device__ __forceinline__ void load_rows(u32 target, const TensorMap& map, u32 
             "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
             ::"r"(target), "l"(&map), "r"(barrier), "r"(k), "r"(row) : "memory");
     }
+}
+
+// Four matrices of eight rows of 16 bytes: lanes 0 to 7 say where the first one's rows lie, and so on; of each a lane
+// has two neighbours in the order of sums of products.
+__device__ __forceinline__ void store_matrices(u32 target, const u32 (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 }
 
 // ---- tensor cores

@@ -20,6 +20,8 @@ struct Ring {
         }
     }
 
+    __device__ __forceinline__ int last() const { return stage == 0 ? STAGES - 1 : stage - 1; }
+
     // Of an item's step, of the first row.
     __device__ __forceinline__ u32 scales(int step) const {
         return stages + STAGES * STAGE_BYTES + scale_slot * SCALE_BYTES + 4 * (step % SCALE_STEPS);
