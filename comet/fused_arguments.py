@@ -46,6 +46,7 @@ def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> Gem
         num_stages=min(tile.num_stages, 3) if settings.beside else tile.num_stages,
         beside=settings.beside,
         cuda_kernels=settings.cuda_kernels,
+        spare_multiprocessors=settings.spare_multiprocessors,
     )
 
 

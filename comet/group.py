@@ -37,6 +37,7 @@ class ExpertGroup:
         comm: Communicator over the MoE group.
         workspace: The pool all MoE layers share.
         cuda_kernels: Whether all ranks of the group have the kernels in CUDA C++.
+        spare_multiprocessors: How many layer 1 leaves to other kernels.
         resolver: What a layer without a setting of its own asks for one.
         side_stream: For what a layer computes beside its routed experts.
         plan_stream: For the plan, whose small kernels all ranks wait for, where something large runs beside it.
@@ -50,6 +51,7 @@ class ExpertGroup:
     comm: Communicator
     workspace: Workspace
     cuda_kernels: bool
+    spare_multiprocessors: int
     resolver: Resolver
     side_stream: SideStream
     plan_stream: SideStream
@@ -94,11 +96,12 @@ def make_expert_group(
     backend: Backend = "auto",
     timeout_s: float = 60.0,
     profiles: Path | str | None = None,
+    spare_multiprocessors: int = 0,
 ) -> ExpertGroup:
     """Join the MoE group of this rank (collective over the world).
 
-    Collectives of other streams have to be ordered against the group's layers, alike on all ranks: the blocks of a
-    layer's launch wait for other ranks, and need the GPU's multiprocessors for that (see ``MoE``).
+    Collectives of other streams have to be ordered against the group's layers, alike on all ranks, or find spare
+    multiprocessors: the blocks of a layer's launch wait for other ranks, and need the GPU for that (see ``MoE``).
 
     Args:
         moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
@@ -110,17 +113,20 @@ def make_expert_group(
         timeout_s: Deadline of every wait for another rank, in seconds.
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
             shipped with Comet only.
+        spare_multiprocessors: How many of the GPU's multiprocessors layer 1 leaves to kernels of other streams, such as
+            NCCL's: at least as many as these have blocks (NCCL: channels, 32 at most by default).
 
     Returns:
         The group, with symmetric memory allocated.
 
     Raises:
-        ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, or the
-            device is not the current GPU.
+        ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, the
+            device is not the current GPU, or layer 1 would have no multiprocessor left.
         UnavailableError: If the backend cannot work here.
     """
     device = torch.device(device)
     check_current(device)
+    check_spare(spare_multiprocessors, device)
     world_rank, world_size = _world()
     parallel.check(moe)
     parallel.check_world(world_size)
@@ -145,6 +151,7 @@ def make_expert_group(
             comm=comm,
             workspace=Workspace(comm, shape),
             cuda_kernels=agree_on_kernels(comm.device, group),
+            spare_multiprocessors=spare_multiprocessors,
             resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
             side_stream=SideStream.create(comm.device),
             plan_stream=SideStream.create(comm.device, urgent=True),
@@ -169,6 +176,17 @@ def check_current(device: torch.device) -> None:
         require(
             device.index == current,
             f"device={device} must be the current GPU, cuda:{current}; torch.cuda.set_device makes it so",
+        )
+
+
+def check_spare(spare_multiprocessors: int, device: torch.device) -> None:
+    """Raise ``ValueError`` unless layer 1 keeps at least half of the GPU."""
+    require(spare_multiprocessors >= 0, f"spare_multiprocessors={spare_multiprocessors} must be at least 0")
+    if spare_multiprocessors > 0 and device.type == "cuda":
+        most = torch.cuda.get_device_properties(device).multi_processor_count // 2
+        require(
+            spare_multiprocessors <= most,
+            f"spare_multiprocessors={spare_multiprocessors} must be at most {most}, half of the GPU's",
         )
 
 

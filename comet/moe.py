@@ -31,6 +31,7 @@ class MoE(nn.Module):
     Collectives of other streams, such as NCCL's, have to be ordered against the layer, by events and alike on all
     ranks: the blocks of a launch wait for other ranks, and need the GPU's multiprocessors for that. A collective that
     took some of them on one rank, and waits for another on which the layer came first, never ends, nor does the layer.
+    Both end where the group has as many ``spare_multiprocessors`` as the collective has blocks.
 
     Args:
         config: Shape and routing.

@@ -66,7 +66,12 @@ class SymmetricPath:
         self.workspace = group.workspace
         settings = LayerSettings.create(config, self.layout, self.overlap, self.workspace.shape.dtype)
         # The plan, for which this stream is, and the copies of a layer never run at the same time.
-        self.settings = replace(settings, copy_stream=group.plan_stream, cuda_kernels=group.cuda_kernels)
+        self.settings = replace(
+            settings,
+            copy_stream=group.plan_stream,
+            cuda_kernels=group.cuda_kernels,
+            spare_multiprocessors=group.spare_multiprocessors,
+        )
         self.use_kernels = use_kernels
         self.ops = importlib.import_module("comet.fused" if use_kernels else "comet.twin")
         self.expert_capacity = expert_capacity(config, group)

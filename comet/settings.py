@@ -62,6 +62,7 @@ class LayerSettings:
         layer1: Order of GEMM || combine.
         layer0_backward: Order of GEMM || combine of the gradient of the tokens.
         cuda_kernels: Whether all ranks have layer 1's kernels in CUDA C++; layer 0's may differ between them.
+        spare_multiprocessors: How many layer 1 leaves to other kernels.
         copy_stream: Where copy engines get their work (``comet.copy_engine``).
     """
 
@@ -72,6 +73,7 @@ class LayerSettings:
     layer1: TileSchedule
     layer0_backward: TileSchedule
     cuda_kernels: bool = True
+    spare_multiprocessors: int = 0
     copy_stream: SideStream = field(default_factory=partial(SideStream, None), compare=False)
 
     @classmethod

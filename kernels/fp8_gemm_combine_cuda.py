@@ -25,6 +25,7 @@ from .gemm_combine_launch import (
     MOST_ENTRIES,
     NAME,
     NUM_THREADS,
+    Extent,
     Scales,
     combiner_bytes,
     launch,
@@ -90,7 +91,15 @@ def can_run(y: Tensor, b: Scaled, wire: Wire, returns: Returns, table: TileTable
 
 
 def fp8_gemm_combine_cuda(
-    a: Scaled, b: Scaled, y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: TileTable, num_panels: int
+    a: Scaled,
+    b: Scaled,
+    y: Tensor,
+    out: Tensor,
+    wire: Wire,
+    returns: Returns,
+    table: TileTable,
+    num_panels: int,
+    spare_multiprocessors: int = 0,
 ) -> None:
     """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
 
@@ -103,13 +112,19 @@ def fp8_gemm_combine_cuda(
         returns: Which rows to add up for whom, with weights.
         table: Segments, counters and the number of tiles.
         num_panels: Column panels.
+        spare_multiprocessors: See ``GemmCombineConfig``.
     """
     experts, top_k, device = len(b.elements), returns.row_slots.shape[1], torch.cuda.current_device()
     kernel = _kernel(y.dtype, experts, top_k, wire.world_size, wire.recorder is not None, device)
     maps = tensor_map(a.elements, (BOX_ROWS, LINE)), tensor_map(b.elements, (1, FP8_COLS, LINE))
     scales = Scales(rows=a.scales.data_ptr(), weights=b.scales.data_ptr(), routed_rows=y.shape[0])
-    sizes = experts, b.elements.shape[2]
-    launch(kernel, maps, scales, y, out, wire, returns, table, num_panels, sizes)
+    extent = Extent(
+        experts=experts,
+        depth=b.elements.shape[2],
+        num_panels=num_panels,
+        spare_multiprocessors=spare_multiprocessors,
+    )
+    launch(kernel, maps, scales, y, out, wire, returns, table, extent)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
 from .fp8_gemm_combine_cuda import fp8_gemm_combine_cuda
 from .fp8_gemm_combine_cuda import runs_cuda as runs_fp8_cuda
 from .gemm_combine_cuda import gemm_combine_cuda, runs_cuda
-from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
+from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel, multiprocessors
 from .recorder import KIND_CONVERT, now, record, recording
 
 # Registers of a thread beside each other: 256 x 184 + 128 x 144 = 65536.
@@ -66,6 +66,8 @@ class GemmCombineConfig:
         num_warps: Warps per block.
         beside: Give comm blocks a part of every multiprocessor instead of multiprocessors of their own.
         cuda_kernels: Whether all ranks have the launches in CUDA C++, whose flags are not those of Triton's.
+        spare_multiprocessors: How many are left to kernels of other streams, which may hold them and wait for other
+            ranks, too: the launch ends only if all of its blocks that compute find a place.
     """
 
     comm_blocks: int = 16
@@ -81,6 +83,7 @@ class GemmCombineConfig:
     num_warps: int = 8
     beside: bool = False
     cuda_kernels: bool = True
+    spare_multiprocessors: int = 0
 
 
 @triton.jit(do_not_specialize=["rank", "comm_blocks", "num_panels", "num_parts", "timeout_ns", "T"])
@@ -168,17 +171,17 @@ def gemm_combine(
     """
     may_be_cuda = config.beside and config.cuda_kernels
     if isinstance(a, Scaled) and isinstance(b, Scaled) and may_be_cuda and runs_fp8_cuda(y, b, wire, returns, table):
-        fp8_gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)
+        fp8_gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
         return
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
     if may_be_cuda and grads is None and not b_is_kn and runs_cuda(a, b, wire, returns, table):
-        gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels)
+        gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
         return
     block_n, block_k = config.block_n, config.block_k
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
-    num_blocks = 2 if interpret else torch.cuda.get_device_properties(a.device).multi_processor_count
+    num_blocks = 2 if interpret else multiprocessors(a.device, config.spare_multiprocessors)
     arguments = combine_arguments(out, wire, returns, table, config, grads) | dict(
         a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),

@@ -23,6 +23,7 @@ from .gemm_combine_launch import (
     MOST_ENTRIES,
     NAME,
     NUM_THREADS,
+    Extent,
     Scales,
     combiner_bytes,
     launch,
@@ -170,6 +171,7 @@ def gemm_combine_cuda(
     returns: Returns,
     table: TileTable,
     num_panels: int,
+    spare_multiprocessors: int = 0,
     config: CudaConfig | None = None,
 ) -> None:
     """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
@@ -183,6 +185,7 @@ def gemm_combine_cuda(
         returns: Which rows to add up for whom, with weights.
         table: Segments, counters and the number of tiles.
         num_panels: Column panels.
+        spare_multiprocessors: See ``GemmCombineConfig``.
         config: Shape of the blocks.
     """
     config = config or CudaConfig.select(table.even_rows)
@@ -190,7 +193,10 @@ def gemm_combine_cuda(
     device = torch.cuda.current_device()
     kernel = _selectable_kernels(*shape, device).get(config) or _kernel(config, *shape, device)
     maps = tensor_map(a, (config.box_rows, DEPTH)), tensor_map(b, (1, COLS, DEPTH))
-    launch(kernel, maps, Scales(), y, out, wire, returns, table, num_panels, (len(b), b.shape[2]))
+    extent = Extent(
+        experts=len(b), depth=b.shape[2], num_panels=num_panels, spare_multiprocessors=spare_multiprocessors
+    )
+    launch(kernel, maps, Scales(), y, out, wire, returns, table, extent)
 
 
 @functools.cache

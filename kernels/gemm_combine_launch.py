@@ -1,6 +1,7 @@
 """The launch of layer 1 in CUDA C++ (``cuda/gemm_combine.cu``), whatever its elements: what host and source share."""
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
 from .combine import MULTIPROCESSORS, column_parts
 from .cuda_text import PASS_COLS, WARPS
-from .gemm_panels import PANEL_COUNTERS
+from .gemm_panels import PANEL_COUNTERS, multiprocessors
 from .nvrtc import CudaKernel
 from .primitives import PLACE_LAYER1, PLACE_PANEL
 from .recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
@@ -25,6 +26,7 @@ ENTRY_BYTES = 8
 SLOT_BYTES = 2 * PASS_COLS
 MOST_ENTRIES = 8  # experts of a token, or ranks
 NUM_THREADS = 32 * (WARPS + COMBINERS + 1)
+GPU_PARTS = 8  # of an H200, within one of which a cluster lies
 
 # To compile ahead of time: type, experts of a token, whether it records.
 AOT_SHAPES = (
@@ -68,6 +70,23 @@ class Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """How much a launch has to do, and on how much of the GPU.
+
+    Args:
+        experts: Of this rank.
+        depth: C, the contraction.
+        num_panels: Column panels.
+        spare_multiprocessors: See ``GemmCombineConfig``.
+    """
+
+    experts: int
+    depth: int
+    num_panels: int
+    spare_multiprocessors: int
+
+
 def launch(
     kernel: CudaKernel,
     maps: tuple[Any, Any],
@@ -77,10 +96,9 @@ def launch(
     wire: Wire,
     returns: Returns,
     table: TileTable,
-    num_panels: int,
-    sizes: tuple[int, int],
+    extent: Extent,
 ) -> None:
-    """Launch layer 1 on all multiprocessors.
+    """Launch layer 1.
 
     Args:
         kernel: Of ``cuda/gemm_combine.cu``.
@@ -91,8 +109,7 @@ def launch(
         wire: See ``gemm_combine_cuda``.
         returns: See ``gemm_combine_cuda``.
         table: See ``gemm_combine_cuda``.
-        num_panels: See ``gemm_combine_cuda``.
-        sizes: e and C.
+        extent: What there is to do.
     """
     assert table.segments is not None
     recorder, cols, (starts, counts) = wire.recorder, out.shape[1], table.segments
@@ -111,12 +128,29 @@ def launch(
         num_tokens=out.shape[0],
         max_tokens=wire.max_tokens,
         cols=cols,
-        panels=num_panels,
-        parts=cuda_parts(wire.max_tokens, wire.world_size, cols, num_panels),
+        panels=extent.num_panels,
+        parts=cuda_parts(wire.max_tokens, wire.world_size, cols, extent.num_panels),
         event_capacity=0 if recorder is None else recorder.capacity,
     )
-    num_blocks = torch.cuda.get_device_properties(y.device).multi_processor_count // kernel.cluster * kernel.cluster
-    kernel.launch(num_blocks, [*maps, counts, starts, *sizes, scales, arguments])
+    num_blocks = launched_blocks(multiprocessors(y.device, extent.spare_multiprocessors), kernel.cluster, extent)
+    kernel.launch(num_blocks, [*maps, counts, starts, extent.experts, extent.depth, scales, arguments])
+
+
+def launched_blocks(num_multiprocessors: int, cluster: int, extent: Extent) -> int:
+    """Blocks of a launch.
+
+    The blocks of a cluster need multiprocessors of the same part of the GPU: where others hold some, each part may have
+    one left over.
+
+    Args:
+        num_multiprocessors: Those that the launch may use.
+        cluster: Blocks of a cluster, 1 or 2.
+        extent: See ``launch``.
+
+    Example: 132 multiprocessors in pairs: 132; with 31 spare ones, 101: 101 - 8 = 93, so 92.
+    """
+    left_over = GPU_PARTS * (cluster - 1) if extent.spare_multiprocessors else 0
+    return (num_multiprocessors - left_over) // cluster * cluster
 
 
 def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:

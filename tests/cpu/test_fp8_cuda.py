@@ -184,7 +184,7 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]
     rest = call["wire"], call["returns"], call["table"]
-    config = GemmCombineConfig(num_panels=3, beside=beside, cuda_kernels=cuda_kernels)
+    config = GemmCombineConfig(num_panels=3, beside=beside, cuda_kernels=cuda_kernels, spare_multiprocessors=5)
     if not (beside and cuda_kernels):
         monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
         with pytest.raises(InTritonError):
@@ -192,9 +192,9 @@ def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
         assert not given
         return
     gemm_combine.gemm_combine(*tensors, *rest, config)
-    [(*found, num_panels)] = given
+    [(*found, num_panels, spare_multiprocessors)] = given
     assert all(mine is other for mine, other in zip(found, (*tensors, *rest), strict=True))
-    assert num_panels == 3
+    assert (num_panels, spare_multiprocessors) == (3, 5)
 
 
 class InTritonError(Exception):

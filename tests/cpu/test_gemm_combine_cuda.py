@@ -25,7 +25,7 @@ from comet.kernels.combine import column_parts
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.kernels.gemm_combine_cuda import CudaConfig
-from comet.kernels.gemm_combine_launch import Arguments, combiner_bytes, cuda_parts
+from comet.kernels.gemm_combine_launch import Arguments, Extent, combiner_bytes, cuda_parts, launched_blocks
 from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
@@ -166,6 +166,14 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
     )  # fmt: skip
     assert not module.runs_cuda(**make_call(returns=unweighted))  # a backward pass
+
+
+def test_blocks_of_a_launch() -> None:
+    """Pairs of blocks may find a multiprocessor left over in each part of the GPU, where others hold some."""
+    extent = Extent(experts=1, depth=64, num_panels=1, spare_multiprocessors=0)
+    assert [launched_blocks(132, cluster, extent) for cluster in (1, 2)] == [132, 132]
+    spare = dataclasses.replace(extent, spare_multiprocessors=31)
+    assert [launched_blocks(101, cluster, spare) for cluster in (1, 2)] == [101, 92]
 
 
 @pytest.mark.parametrize("cuda_kernels", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import comet.twin
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, ParallelConfig
 from comet.fused_arguments import combine_config
-from comet.group import ExpertGroup, make_expert_group
+from comet.group import ExpertGroup, check_spare, make_expert_group
 from comet.moe import MoE
 from comet.paths import SymmetricPath
 
@@ -103,6 +104,22 @@ def test_kernels_in_cuda_are_for_groups_all_of_whose_ranks_have_them() -> None:
 def test_what_a_cpu_lacks() -> None:
     assert comet.group.why_no_cuda(torch.device("cpu")) == "cpu is no GPU"
     assert not make_group().cuda_kernels
+
+
+def test_spare_multiprocessors_reach_the_launches_of_layer_1() -> None:
+    path = MoE(CONFIG, make_group(spare_multiprocessors=7)).experts
+    assert isinstance(path, SymmetricPath)
+    assert combine_config(path.settings_for(3), 1, torch.empty(3, 32)).spare_multiprocessors == 7
+    assert make_group().spare_multiprocessors == 0
+
+
+def test_layer_1_keeps_half_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="spare_multiprocessors=-1 must be at least 0"):
+        make_group(spare_multiprocessors=-1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    check_spare(66, torch.device("cuda"))
+    with pytest.raises(ValueError, match="spare_multiprocessors=67 must be at most 66, half of the GPU's"):
+        check_spare(67, torch.device("cuda"))
 
 
 def open_and_close(rank: int, world_size: int, ep: int) -> list[tuple[int, int]]:
