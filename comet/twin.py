@@ -95,7 +95,7 @@ def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: L
     scales = torch.empty(num_rows, ffn // FP8_BLOCK, device=x.device)
     for rows, expert in _tile_runs(plan, workspace, settings):
         arrived = unpack(landing.local[plan.arrival_row_ids[rows]], hidden_size)
-        gate, up = (arrived.dequantize() @ matrix_of(w1, expert).T).chunk(2, dim=1)
+        gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
         quantised = quantize_rows(silu(gate) * up, trusted=True)
         hidden[rows], scales[rows] = quantised.elements, quantised.scales
     return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
@@ -106,13 +106,14 @@ def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings:
     y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=workspace.shape.dtype)
     for segment, expert in _nonempty(plan):
         rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
-        y[segment] = (rows.dequantize() @ matrix_of(w2, expert).T).to(y.dtype)
+        y[segment] = multiply(rows, w2, expert).to(y.dtype)
     return combine(y, plan, workspace, settings, weighted=True)
 
 
-def matrix_of(weight: FP8, expert: int) -> Tensor:
-    """One expert's matrix ``(N, K)`` in float32, of ``(e, N, K)``."""
-    return FP8(elements=weight.elements[expert], scales=weight.scales[expert], trusted=True).dequantize()
+def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
+    """``(n, N)`` float32: rows ``(n, K)`` times one expert's matrix of ``(e, N, K)``."""
+    matrix = FP8(elements=weight.elements[expert], scales=weight.scales[expert], trusted=True)
+    return rows.dequantize() @ matrix.dequantize().T
 
 
 def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:

@@ -3,7 +3,8 @@
 Tokens and weights are quantised exactly alike everywhere, hidden is not: where a sum comes out next to the middle of
 two e4m3 numbers, either is right. So the limit of a result is what its hidden elements may jump, given how far off a
 sum of products may be, times the weights they meet, and the roundings of the combine. That all of them jump, in the
-same direction, is what no element may exceed; that they jump independently is the limit of the root mean square.
+same direction, is what no element may exceed; that they jump independently, and that the steps a sum is made of are off
+independently, is the limit of the root mean square.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from comet.paths import SymmetricPath
 from comet.quantize import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 
 FLOAT32_ROUNDING = 2.0**-24
-STEEPEST_SILU = 1.1
 LAST_BITS = 2.0**-18  # of a scale, and of what a GPU takes for exp and a quotient
 VAGUE = 0.1  # a limit above this part of the result would say nothing
 
@@ -50,13 +50,23 @@ def float32_products(terms: int) -> float:
 
 def tensor_core_products(device: str) -> float:
     """Twice what a GPU's own product of 128 terms is off by, as a part of the sum of their magnitudes."""
+    a, b = measured_rows(device)
+    one = torch.ones((), device=device)
+    sums = torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True)
+    return twice_largest_error(sums, a, b)
+
+
+def measured_rows(device: str) -> tuple[Tensor, Tensor]:
+    """Two matrices ``(512, 128)`` of e4m3 numbers whose products show how exact a device's are."""
     generator = torch.Generator(device).manual_seed(1)
     rows, columns = (torch.randn(512, FP8_BLOCK, generator=generator, device=device) for _ in range(2))
-    a, b = (quantize_rows(values).elements for values in (rows, columns))
-    one = torch.ones((), device=device)
-    product = torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True)
+    return quantize_rows(rows).elements, quantize_rows(columns).elements
+
+
+def twice_largest_error(sums: Tensor, a: Tensor, b: Tensor) -> float:
+    """How far off ``sums`` of ``a @ b.T`` are, doubled, as a part of the sum of their magnitudes."""
     exact, magnitude = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
-    return 2 * float(((product.double() - exact).abs() / magnitude).max())
+    return 2 * float(((sums.double() - exact).abs() / magnitude).max())
 
 
 def expected(case: LayerCase, rank: int, call: int, products: float, device: str = "cpu") -> Expected:
@@ -95,30 +105,63 @@ def layer_of(
 def expert(tokens: Tensor, w1: Tensor, w2: Tensor, products: float) -> tuple[Tensor, Tensor, Tensor]:
     """One expert's output for its tokens, how far off it may be, and the square of that if errors do not add up."""
     gate, up = (tokens @ w1.T).chunk(2, dim=1)
-    gate_off, up_off = (products * (tokens.abs() @ w1.abs().T)).chunk(2, dim=1)
     hidden = silu(gate) * up
-    off = STEEPEST_SILU * gate_off * (up.abs() + up_off) + silu(gate).abs() * up_off + LAST_BITS * hidden.abs()
     quantised = quantize_rows(hidden.float())
+    jump, free_jump = (
+        jump_of(hidden, hidden_off(gate, up, *off.chunk(2, dim=1)), quantised) for off in sums_off(tokens, w1, products)
+    )
+    dequantised = quantised.dequantize().double()
+    off, free_off = sums_off(dequantised, w2, products)
+    return (
+        dequantised @ w2.T,
+        jump @ w2.abs().T + off,
+        free_jump.square() @ w2.square().T + free_off.square(),
+    )
+
+
+def sums_off(rows: Tensor, weights: Tensor, products: float) -> tuple[Tensor, Tensor]:
+    """How far off ``rows @ weights.T`` may be: at worst, and if the errors of its steps of 128 columns do not add up.
+
+    A step is a sum of its own on tensor cores, and float32 adds up the steps. S steps alike are off by S times as much
+    as one at worst, but by sqrt(S) times as much if their errors do not add up. Nor do steps of either sign: so only
+    the second limit is the same part of a result whatever its number of columns.
+
+    Example: two steps of 1 * 2 and 1 * 3 in each of 128 columns have magnitudes 256 and 384, so with ``products`` of
+    2^-7 they are 2 and 3 off, together 5, or if errors do not add up sqrt(13).
+    """
+    a, b = (values.abs().unflatten(1, (-1, FP8_BLOCK)).transpose(0, 1) for values in (rows, weights))
+    off = products * (a @ b.mT)
+    return off.sum(0), off.square().sum(0).sqrt()
+
+
+def hidden_off(gate: Tensor, up: Tensor, gate_off: Tensor, up_off: Tensor) -> Tensor:
+    """How far off ``silu(gate) * up`` may be in float32, given how far off its factors may be.
+
+    silu's second derivative is between -0.04 and 0.5, so its first one says how far off silu is, but for a quarter of
+    the square of ``gate_off``.
+    """
+    sigmoid = gate.sigmoid()
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    silu_off = slope.abs() * gate_off + gate_off.square() / 4
+    return silu_off * (up.abs() + up_off) + silu(gate).abs() * up_off + LAST_BITS * (silu(gate) * up).abs()
+
+
+def jump_of(hidden: Tensor, off: Tensor, quantised: FP8) -> Tensor:
+    """How far from ``quantised`` hidden may come out if it is ``off`` before it is quantised, and so its scales are."""
     scales, scales_off = (
         values.repeat_interleave(FP8_BLOCK, dim=1) for values in (quantised.scales.double(), largest_off(hidden, off))
     )
-    low, high = (
-        e4m3((hidden + sign * (off + scales_off * hidden.abs())) / scales) for sign in (-1, 1)
-    )  # fmt: skip
-    dequantised = quantised.dequantize().double()
-    jump = (high - low) * scales + scales_off * dequantised.abs()
-    sums_off = products * (dequantised.abs() @ w2.abs().T)
-    return (
-        dequantised @ w2.T,
-        jump @ w2.abs().T + sums_off,
-        jump.square() @ w2.square().T + sums_off.square(),
-    )
+    reach = off + scales_off * (hidden.abs() + off)
+    low, high = (e4m3((hidden + sign * reach) / scales) for sign in (-1, 1))
+    elements = quantised.elements.double()
+    steps = torch.maximum(high - elements, elements - low)
+    return scales * (steps + scales_off * (elements.abs() + steps))
 
 
 def largest_off(hidden: Tensor, off: Tensor) -> Tensor:
-    """How far off the scales may be, as a part of them."""
+    """How far off the scales may be, as a part of them or of what they become."""
     largest, most = (values.unflatten(1, (-1, FP8_BLOCK)).amax(-1) for values in (hidden.abs(), off))
-    return most / largest.clamp(min=1e-30) + LAST_BITS
+    return most / (largest - most).clamp(min=1e-30) + LAST_BITS
 
 
 def e4m3(values: Tensor) -> Tensor:
