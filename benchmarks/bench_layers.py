@@ -37,7 +37,7 @@ from layer_compare import COLUMNS as COMPARED_COLUMNS
 from layer_compare import TABLE as COMPARED_TABLE
 from layer_compare import compared_launches, compared_rows, what_cuda_lacks
 from layer_launches import checked_launches, timed_variants
-from layer_points import Point, open_point, recover, try_launch
+from layer_points import Point, open_point, try_launch
 from layer_report import KEYS, TABLE_KEYS, append_csv, format_table, make_rows, summary
 from overlap import parse_overlap
 from points import Ranks, Settings, attempt, open_layer
@@ -50,6 +50,7 @@ from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
+from comet.tuner.recovery import recover
 from comet.tuner.timing import host_ahead, max_over_ranks, time_interleaved
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
@@ -173,7 +174,7 @@ def measure_model(
                 ranks,
             )
             if failure:
-                recover(group.workspace, ranks)
+                recover(group.workspace, ranks.process_group)
             failed: list[Row] = [{"failures": f"point: {failure}"}]
             yield num_tokens, measured or Measured(failed, failed if compare else [], [])
     group.close()

@@ -20,6 +20,7 @@ from comet.config import OverlapConfig, Transport
 from comet.group import ExpertGroup
 from comet.paths import SymmetricPath
 from comet.plan import Plan
+from comet.tuner.recovery import recover
 from comet.workspace import Workspace
 
 T = TypeVar("T")
@@ -145,12 +146,5 @@ def try_launch(launch: Callable[[], T], point: Point, ranks: Ranks) -> tuple[T |
 
     value, failure = attempt(action, ranks)
     if failure:
-        recover(point.workspace, ranks)
+        recover(point.workspace, ranks.process_group)
     return value, failure
-
-
-def recover(workspace: Workspace, ranks: Ranks) -> None:
-    """Forget the fault, and agree on an epoch that no flag has seen yet (collective)."""
-    workspace.fault.zero_()
-    workspace.epoch.fill_(int(ranks.worst(float(workspace.epoch))) + 1)
-    ranks.worst(0.0)  # no rank goes on before all have the new epoch

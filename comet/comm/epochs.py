@@ -54,11 +54,12 @@ def restart_epoch(comm: Communicator, epoch: Tensor, signals: Iterable[Tensor]) 
 def _meet(comm: Communicator) -> None:
     """Return when every rank is here, its streams idle; on a GPU the second barrier says if the first was late."""
     for _ in range(2):
-        _settle(comm.device)
+        settle(comm.device)
         comm.barrier()
-    _settle(comm.device)
+    settle(comm.device)
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait for all streams of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

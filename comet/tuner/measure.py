@@ -24,6 +24,7 @@ from comet.config import OverlapConfig, require
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
 from comet.tuner.problem import Problem
+from comet.tuner.recovery import recover
 from comet.tuner.timing import Timing, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 from comet.tuner.tune import Measure
 
@@ -165,19 +166,7 @@ def _time_all(
         if found is None:
             return timings, failures
         failures[found[0]] = found[1]
-        _recover(group)
-
-
-def _recover(group: ExpertGroup) -> None:
-    """Forget a fault, and agree on an epoch that no flag has seen yet (collective).
-
-    No rank goes on before the kernels of all have ended: those that waited for a failed one have met their deadline.
-    """
-    workspace = group.workspace
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
-    workspace.epoch.copy_(max_over_ranks(group.device, group.process_group)(workspace.epoch + 1))
-    workspace.fault.zero_()
+        recover(group.workspace, group.process_group)
 
 
 def _fault(group: ExpertGroup) -> str:
@@ -234,7 +223,7 @@ def _try_setting(
     failure = first_failure(failure, group.process_group)
     if not failure:
         return calls, ""
-    _recover(group)
+    recover(group.workspace, group.process_group)
     return None, failure
 
 
