@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from comet.comm.handshake import gather
 from comet.config import require
 from comet.group import ExpertGroup
 from comet.kernels.recorder import DEFAULT_CAPACITY, MAX_CAPACITY, Recorder, align
@@ -202,7 +202,8 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
     after = compare(group.workspace)
     group.workspace.check()
     stamps = torch.cat([before, after]).cpu()
-    timeline.records.extend(_gather(group, _read(recorder, stamps)))
+    mine = _read(recorder, stamps)
+    timeline.records.extend([mine] if group.process_group is None else gather(group.process_group, mine))
 
 
 @contextmanager
@@ -231,13 +232,3 @@ def _read(recorder: Recorder, stamps: Tensor) -> RankRecord:
     words = events[:, 1:][is_kept]
     rows = torch.cat([blocks[:, None], words[:, :6], words[:, 6:].contiguous().view(torch.int64)], dim=1)
     return RankRecord(rows, int((counts - kept).sum()), stamps)
-
-
-def _gather(group: ExpertGroup, mine: RankRecord) -> Sequence[RankRecord]:
-    """The records of all ranks of the MoE group (collective)."""
-    world_size = group.parallel.world_size
-    if world_size == 1:
-        return [mine]
-    records: list[RankRecord] = [mine] * world_size
-    dist.all_gather_object(records, mine, group=group.process_group)
-    return records

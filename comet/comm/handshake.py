@@ -1,4 +1,4 @@
-"""What ranks tell each other to share memory, over the process group: at set-up only, never per step."""
+"""What ranks tell each other over the process group: to share memory, and after a measurement; never per step."""
 
 from __future__ import annotations
 
