@@ -136,7 +136,7 @@ def prepare(point: Point) -> None:
 
 
 def try_launch(launch: Callable[[], T], point: Point, ranks: Ranks) -> tuple[T | None, str]:
-    """Value of one launch and "", or ``None`` and why not; after a failure the pool is as good as new (collective)."""
+    """Value of one launch and "", or ``None`` and why not; from a failure the ranks recover (collective)."""
 
     def action() -> T:
         prepare(point)

@@ -5,8 +5,8 @@ between two calls of one. Fused candidates are replayed as CUDA graphs, because 
 long as a small layer, whatever its setting; the plain path, which waits for the host, cannot be. On a CPU a wall clock
 takes the place of events and the twin that of the kernels; only the machinery can be tried there.
 
-A candidate that fails is out, whatever it leaves in the pool: all ranks forget the fault together, and the others are
-measured as if it had never been there.
+A candidate that fails is out, whatever it leaves in the pool: all ranks recover together (``comet.tuner.recovery``),
+and the others are measured as if it had never been there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A candidate that meets a deadline while it is measured fails alone, and the pool is as good as new for the others."""
+"""A candidate that meets a deadline while it is measured fails alone: the ranks recover and measure the others."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_only_the_candidate_that_failed_is_out(world_size: int, harm: str, numbe
     assert all(other[0] == found for other in ranks), "all ranks know alike"
     assert all(other[2] == state for other in ranks), "epochs agree again"
     assert state[1:] == [0] * 8
-    assert all(other[3] for other in ranks), "the pool is as good as new"
+    assert all(other[3] for other in ranks), "the ranks have recovered"
     assert num_calls <= 1 + 3 + 3, "one to try it, then no more than the loop in which it failed"
     assert right
 

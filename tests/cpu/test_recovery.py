@@ -1,4 +1,4 @@
-"""Ranks that recover from a failed call: whatever each was at, and whenever its kernels end, they are in step after."""
+"""Ranks that recover from a failed call: whatever epoch each was in, and whenever its kernels end, they agree after."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def fail(workspace: Workspace, epoch: int) -> None:
         ((5,), 6),
     ],
 )
-def test_ranks_agree_and_forget_only_when_all_their_streams_are_idle(
-    epochs: tuple[int, ...], agreed: int, late: int
-) -> None:
+def test_ranks_recover_only_when_the_streams_of_all_are_idle(epochs: tuple[int, ...], agreed: int, late: int) -> None:
     found = run_ranks(in_epochs, len(epochs), epochs, late)
     assert [(epoch, fault) for epoch, fault, _, _ in found] == [(agreed, [0] * 8)] * len(epochs)
     last_idle = max(idle for _, _, idle, _ in found)
