@@ -30,6 +30,7 @@ from comet.kernels.dispatch import dispatch as launch_dispatch
 from comet.kernels.dispatch_gemm import dispatch_gemm
 from comet.kernels.fp8 import pack_rows
 from comet.kernels.fp8_dispatch_gemm import fp8_dispatch_gemm
+from comet.kernels.gather_rows import gather_rows
 from comet.kernels.gemm_combine import gemm_combine
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
@@ -132,11 +133,18 @@ def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
     return out
 
 
-def grad_hidden(grad_rows: Tensor, w2: Tensor, plan: Plan) -> Tensor:
-    """Grouped GEMM over gathered rows; see ``comet.twin.grad_hidden``."""
-    out = grad_rows.new_empty(plan.routed_row_ids.numel(), w2.shape[2])
+def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
+    """See ``comet.twin.routed_rows``; rows of no tile are undefined."""
+    out = rows.new_empty(row_ids.numel(), rows.shape[1])
+    gather_rows(rows, out, row_ids, table_of(plan, launch=2))
+    return out
+
+
+def grad_hidden(grads: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+    """Grouped GEMM; see ``comet.twin.grad_hidden``."""
+    out = grads.new_empty(grads.shape[0], w2.shape[2])
     config = GemmConfig.select(out.dtype)
-    group_gemm(grad_rows, w2, out, table_of(plan, launch=2), gather=True, layout="kn", config=config)
+    group_gemm(grads, w2, out, table_of(plan, launch=2), gather=False, layout="kn", config=config)
     return out
 
 
@@ -149,18 +157,12 @@ def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tens
     return grad_pre, weighted_hidden, row_grads
 
 
-def grad_weights(
-    grad_pre: Tensor, rows: Tensor, weighted_hidden: Tensor, grad_rows: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Two K-grouped GEMMs; see ``comet.twin.grad_weights``."""
-    experts = plan.layout.experts_local
-    grad_w1 = grad_pre.new_empty(experts, grad_pre.shape[1], rows.shape[1])
-    grad_w2 = grad_pre.new_empty(experts, grad_rows.shape[1], weighted_hidden.shape[1])
-    segments, config = (plan.segment_starts, plan.segment_counts), GemmConfig.select(grad_pre.dtype)
-    arrived, routed = plan.arrival_row_ids, plan.routed_row_ids
-    group_gemm_wgrad(grad_pre, rows, grad_w1, *segments, row_ids=arrived, gather="b", config=config)
-    group_gemm_wgrad(grad_rows, weighted_hidden, grad_w2, *segments, row_ids=routed, gather="a", config=config)
-    return grad_w1, grad_w2
+def grad_weight(left: Tensor, right: Tensor, plan: Plan) -> Tensor:
+    """A GEMM contracted over rows; see ``comet.twin.grad_weight``."""
+    out = left.new_empty(plan.layout.experts_local, left.shape[1], right.shape[1])
+    config = GemmConfig.select(left.dtype)
+    group_gemm_wgrad(left, right, out, plan.segment_starts, plan.segment_counts, config=config)
+    return out
 
 
 def grad_tokens(

@@ -142,10 +142,14 @@ def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
     return _combine(y, plan, workspace, weighted=weighted, row_grads=None)[0]
 
 
-def grad_hidden(grad_rows: Tensor, w2: Tensor, plan: Plan) -> Tensor:
-    """``(Q, F)`` gradient of hidden before routing weights: received gradients ``(R, D)`` times w2 ``(e, D, F)``."""
-    gathered = grad_rows[plan.routed_row_ids.clamp(min=0)]
-    return _grouped_mm(gathered, w2, plan)
+def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
+    """``(Q, D)``: of the received rows ``(R, D)`` row ``row_ids[q]`` for each routed row q; others may be anything."""
+    return rows[row_ids.clamp(min=0)]
+
+
+def grad_hidden(grads: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+    """``(Q, F)`` gradient of hidden before routing weights: routed gradients ``(Q, D)`` times w2 ``(e, D, F)``."""
+    return _grouped_mm(grads, w2, plan)
 
 
 def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,17 +182,12 @@ def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tens
     return grad_pre, weighted_hidden, grad_weights
 
 
-def grad_weights(
-    grad_pre: Tensor, rows: Tensor, weighted_hidden: Tensor, grad_rows: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Gradients of w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` from routed rows, arrival rows and received gradients."""
-    experts = plan.layout.experts_local
-    grad_w1 = grad_pre.new_zeros(experts, grad_pre.shape[1], rows.shape[1])
-    grad_w2 = grad_pre.new_zeros(experts, grad_rows.shape[1], weighted_hidden.shape[1])
+def grad_weight(left: Tensor, right: Tensor, plan: Plan) -> Tensor:
+    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up."""
+    out = left.new_zeros(plan.layout.experts_local, left.shape[1], right.shape[1])
     for segment, expert in _nonempty(plan):
-        grad_w1[expert].addmm_(grad_pre[segment].T, rows[plan.arrival_row_ids[segment]])
-        grad_w2[expert].addmm_(grad_rows[plan.routed_row_ids[segment]].T, weighted_hidden[segment])
-    return grad_w1, grad_w2
+        out[expert].addmm_(left[segment].T, right[segment])
+    return out
 
 
 def grad_tokens(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from comet.kernels.activation import swiglu_backward, swiglu_backward_torch
 from comet.kernels.arguments import TileTable
+from comet.kernels.gather_rows import gather_rows, gather_rows_torch
 from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
 
@@ -137,31 +138,36 @@ def check_group_gemm(
     assert_as_good(where, *outs, chain=chain_of(k, dtype))
 
 
+def check_gather(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: str) -> None:
+    """Compare with the twin, and with NaN in rows that nobody asks for; rows that are not valid keep what they held."""
+    received = values((rows.num_received, width), dtype, device, seed)
+    used = torch.zeros(rows.num_received, dtype=torch.bool, device=device)
+    used[rows.table.row_ids[valid_mask(rows)].long()] = True
+    received[~used] = NAN
+    outs = [torch.full((rows.num_rows, width), 77.0, dtype=dtype, device=device) for _ in range(2)]
+    gather_rows(received, outs[0], rows.table.row_ids, rows.table)
+    gather_rows_torch(received, outs[1], rows.table.row_ids, rows.table)
+    assert torch.equal(*outs), f"gather_rows {width} {dtype} seed={seed}"
+    assert (outs[0][~valid_mask(rows)] == 77).all(), "a row that is not valid was written"
+
+
 def check_wgrad(
-    rows: Rows, num_experts: int, shape: tuple[int, int], dtype: torch.dtype, gather: str, config: GemmConfig,
-    seed: int, device: str,
-) -> Tensor:  # fmt: skip
-    """Compare with the twin and with float64, NaN in all padding; returns the kernel's result."""
-    operands = []
-    for name, width in zip("ab", shape, strict=True):
-        if gather == name:
-            operand = values((rows.num_received, width), dtype, device, seed)
-            used = torch.zeros(rows.num_received, dtype=torch.bool, device=device)
-            used[rows.table.row_ids[valid_mask(rows)].long()] = True
-            operand[~used] = NAN
-        else:
-            operand = poison_padding(values((rows.num_rows, width), dtype, device, seed + 1), rows)
-        operands.append(operand)
-    outs = [torch.full((num_experts, *shape), NAN, dtype=kind, device=device) for kind in (dtype, dtype, torch.float64)]
+    rows: Rows, shape: tuple[int, int], dtype: torch.dtype, config: GemmConfig, seed: int, device: str
+) -> Tensor:
+    """Compare with the twin and with float64, NaN in all padding; every segment is an expert's. The kernel's result."""
+    operands = [
+        poison_padding(values((rows.num_rows, width), dtype, device, seed + place), rows)
+        for place, width in enumerate(shape)
+    ]
+    experts = len(rows.segment_counts)
+    outs = [torch.full((experts, *shape), NAN, dtype=kind, device=device) for kind in (dtype, dtype, torch.float64)]
     segments = (rows.segment_starts, rows.segment_counts)
-    keywords = {"row_ids": None if gather == "none" else rows.table.row_ids, "gather": gather, "config": config}
-    group_gemm_wgrad(*operands, outs[0], *segments, **keywords)
-    group_gemm_wgrad_torch(*operands, outs[1], *segments, **keywords)
-    group_gemm_wgrad_torch(*[o.double() for o in operands], outs[2], *segments, **keywords)
-    longest = int(rows.segment_counts.reshape(-1, num_experts).sum(0).max())
-    where = f"wgrad gather={gather} {shape} {dtype} seed={seed}"
-    assert_as_good(where, *outs, chain=chain_of(longest, dtype))
-    idle = rows.segment_counts.reshape(-1, num_experts).sum(0) == 0
+    group_gemm_wgrad(*operands, outs[0], *segments, config=config)
+    group_gemm_wgrad_torch(*operands, outs[1], *segments, config=config)
+    group_gemm_wgrad_torch(*[o.double() for o in operands], outs[2], *segments, config=config)
+    where = f"wgrad {shape} {dtype} seed={seed}"
+    assert_as_good(where, *outs, chain=chain_of(int(rows.segment_counts.max()), dtype))
+    idle = rows.segment_counts == 0
     assert (outs[0][idle] == 0).all(), "an expert without rows must get zeros"
     return outs[0]
 

@@ -114,20 +114,19 @@ class PlayedRanks:
         grad_rows = self.twice(
             "recv_flags", lambda r: fused.dispatch(self.inputs[r].grad_output, plans[r], pools[r], settings)
         )
-        hidden = [fused.grad_hidden(grad_rows[r], self.w2[r], plans[r]) for r in self.ranks]
+        grads = [fused.routed_rows(grad_rows[r], plans[r].routed_row_ids, plans[r]) for r in self.ranks]
+        arrived = [fused.routed_rows(rows[r], plans[r].arrival_row_ids, plans[r]) for r in self.ranks]
+        hidden = [fused.grad_hidden(grads[r], self.w2[r], plans[r]) for r in self.ranks]
         through = [fused.swiglu_backward(_there(pre[r]), hidden[r], plans[r]) for r in self.ranks]
         homes = self.twice(
             "combine_flags",
             lambda r: fused.grad_tokens(through[r][0], self.w1[r], through[r][2], plans[r], pools[r], settings),
         )
-        of_weights = [
-            fused.grad_weights(through[r][0], rows[r], through[r][1], grad_rows[r], plans[r]) for r in self.ranks
-        ]
         return {
             "grad_tokens": [grad for grad, _ in homes],
             "grad_top_k_weights": [grad for _, grad in homes],
-            "grad_w1": [grad for grad, _ in of_weights],
-            "grad_w2": [grad for _, grad in of_weights],
+            "grad_w1": [fused.grad_weight(through[r][0], arrived[r], plans[r]) for r in self.ranks],
+            "grad_w2": [fused.grad_weight(grads[r], through[r][1], plans[r]) for r in self.ranks],
         }
 
     def run(self) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from gemm_cases import (
+    check_gather,
     check_group_gemm,
     check_swiglu_backward,
     check_wgrad,
@@ -18,6 +19,7 @@ from ranks import run_ranks
 
 from comet.kernels.activation import check_backward, swiglu_backward_torch
 from comet.kernels.arguments import TileTable
+from comet.kernels.gather_rows import gather_rows, gather_rows_torch
 from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
 
@@ -62,8 +64,8 @@ def random_gemm_cases(rank: int, world_size: int, dtype: torch.dtype, seed: int)
         print(f"seed={seed} counts={counts} block_rows={block_rows} shape={shape} {config}")
         layout, gather = generator.choice(("nk", "kn")), generator.random() < 0.5
         check_group_gemm(rows, num_experts, shape, dtype, gather, layout, config, generator.randrange(2**20), "cpu")
-        operand = generator.choice(("a", "b", "none"))
-        check_wgrad(rows, num_experts, shape, dtype, operand, config, generator.randrange(2**20), "cpu")
+        check_gather(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
+        check_wgrad(rows, shape, dtype, config, generator.randrange(2**20), "cpu")
         check_swiglu_backward(rows, shape[0], dtype, generator.randrange(2**20), "cpu")
 
 
@@ -71,10 +73,16 @@ def wgrad_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
     seed = 0
     for counts in COUNTS:
         rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
-        for gather in ("a", "b", "none"):
-            for shape in ((16, 16), (48, 80)):
-                seed += 10
-                check_wgrad(rows, 3, shape, dtype, gather, SMALL, seed, "cpu")
+        for shape in ((16, 16), (48, 80)):
+            seed += 10
+            check_wgrad(rows, shape, dtype, SMALL, seed, "cpu")
+
+
+def gather_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    for seed, counts in enumerate(COUNTS):
+        rows = make_rows(counts, block_rows=16, device="cpu", seed=seed)
+        for width in (16, 48, 2064):
+            check_gather(rows, width, dtype, 10 * seed, "cpu")
 
 
 def backward_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
@@ -120,6 +128,11 @@ def test_group_gemm_matches_twin_and_float64(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wgrad_matches_twin_and_float64(dtype):
     run_ranks(wgrad_cases, 1, dtype, interpret=True, timeout=300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathered_rows_match_twin(dtype):
+    run_ranks(gather_cases, 1, dtype, interpret=True, timeout=300)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,16 +189,21 @@ def test_example_of_wgrad():
     out = torch.full((1, 16, 16), nan)
     group_gemm_wgrad_torch(
         padded([[1, 2], [3, 4], [nan, nan]], (3, 16)),
-        padded([[10], [20]], (2, 16)),
+        padded([[20], [10], [nan]], (3, 16)),
         out,
         torch.tensor([0, 16]),
         torch.tensor([2]),
-        row_ids=torch.tensor([1, 0, -1]),
-        gather="b",
         config=GemmConfig(),
     )
     assert out[0, :2, 0].tolist() == [50, 80]
     assert not out.isnan().any()
+
+
+def test_example_of_gathered_rows():
+    out = torch.zeros(3, 16)
+    row_ids = torch.tensor([1, 0, -1], dtype=torch.int32)
+    gather_rows_torch(padded([[5], [6]], (2, 16)), out, row_ids, table_of([[0, 0, 2, 0]], 1, row_ids.tolist(), 16))
+    assert out[:, 0].tolist() == [6, 5, 0]
 
 
 def test_example_of_swiglu_backward():
@@ -241,25 +259,41 @@ def test_group_gemm_names_the_wrong_argument():
 
 
 def test_wgrad_names_the_wrong_argument():
-    counts = torch.zeros(4, dtype=torch.int32)
+    counts = torch.zeros(2, dtype=torch.int32)
     a, b, out = torch.zeros(8, 32), torch.zeros(8, 48), torch.zeros(2, 32, 48)
-    ids = torch.zeros(8, dtype=torch.int32)
 
-    def run(a=a, b=b, out=out, counts=counts, row_ids=ids, gather="b"):
-        group_gemm_wgrad(a, b, out, counts, counts, row_ids=row_ids, gather=gather, config=SMALL)
+    def run(a=a, b=b, out=out, counts=counts):
+        group_gemm_wgrad(a, b, out, counts, counts, config=SMALL)
 
-    with pytest.raises(ValueError, match=r"gather='c' must be 'a', 'b' or 'none'"):
-        run(gather="c")
-    with pytest.raises(ValueError, match=r"row_ids must be given exactly when an operand is gathered, gather='b'"):
-        run(row_ids=None)
-    with pytest.raises(ValueError, match=r"row_ids must be given exactly when an operand is gathered, gather='none'"):
-        run(gather="none")
+    with pytest.raises(ValueError, match=r"a has 7 rows, b has 8: they must agree"):
+        run(a=a[:7])
     with pytest.raises(ValueError, match=r"out of shape \(2, 32, 32\) must be .* = \(2, 32, 48\)"):
         run(out=torch.zeros(2, 32, 32))
     with pytest.raises(ValueError, match=r"columns of a=24 must be a positive multiple of 16"):
         run(a=torch.zeros(8, 24), out=torch.zeros(2, 24, 48))
-    with pytest.raises(ValueError, match=r"segment_counts has 3 entries, must be phases times experts=2"):
-        run(counts=counts[:3])
+    with pytest.raises(ValueError, match=r"segment_counts has 1 entries, must be experts=2"):
+        run(counts=counts[:1])
+
+
+def test_gathering_names_the_wrong_argument():
+    table = example_table()
+    rows, out, ids = torch.zeros(4, 32), torch.zeros(8, 32), table.row_ids
+
+    def run(rows=rows, out=out):
+        gather_rows(rows, out, ids, table)
+
+    with pytest.raises(
+        ValueError, match=r"out of shape \(7, 32\) and torch.float32 must have a row for each of row_ids=8"
+    ):
+        run(out=out[:7])
+    with pytest.raises(ValueError, match=r"out of shape \(8, 32\) .* and columns=16 and dtype=torch.float32 of rows"):
+        run(rows=torch.zeros(4, 16))
+    with pytest.raises(ValueError, match=r"dtype=torch.float16 of rows"):
+        run(rows=rows.half())
+    with pytest.raises(ValueError, match=r"columns of rows=24 must be a multiple of 16"):
+        run(rows=torch.zeros(4, 24), out=torch.zeros(8, 24))
+    with pytest.raises(ValueError, match=r"rows of shape \(4, 32\) must be contiguous, has strides \(1, 4\)"):
+        run(rows=torch.zeros(32, 4).T)
 
 
 def test_swiglu_backward_names_the_wrong_argument():
@@ -287,7 +321,7 @@ def test_rows_without_capacity_launch_nothing():
     group_gemm(empty, torch.zeros(2, 48, 32), torch.zeros(0, 48), table, gather=False, layout="nk", config=SMALL)
     out = torch.ones(2, 32, 32)
     counts = torch.zeros(2, dtype=torch.int32)
-    group_gemm_wgrad(empty, empty, out, counts, counts, row_ids=None, gather="none", config=SMALL)
+    group_gemm_wgrad(empty, empty, out, counts, counts, config=SMALL)
     assert (out == 0).all()
 
 

@@ -6,8 +6,17 @@ import random
 
 import pytest
 import torch
-from gemm_cases import check_group_gemm, check_swiglu_backward, check_wgrad, make_rows, make_table, random_counts
+from gemm_cases import (
+    check_gather,
+    check_group_gemm,
+    check_swiglu_backward,
+    check_wgrad,
+    make_rows,
+    make_table,
+    random_counts,
+)
 
+from comet.kernels.gather_rows import gather_rows
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 
@@ -32,14 +41,21 @@ def test_group_gemm(dtype, gather, layout):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gather", ["a", "b", "none"])
-def test_wgrad(dtype, gather):
+def test_wgrad(dtype):
     for seed, counts in enumerate(COUNTS):
         rows = make_rows(counts, 128, "cuda", seed)
         for shape in ((16, 16), (80, 48), (336, 272), (512, 768)):
-            first = check_wgrad(rows, 3, shape, dtype, gather, GemmConfig.select(dtype), seed, "cuda")
-            again = check_wgrad(rows, 3, shape, dtype, gather, GemmConfig.select(dtype), seed, "cuda")
+            first = check_wgrad(rows, shape, dtype, GemmConfig.select(dtype), seed, "cuda")
+            again = check_wgrad(rows, shape, dtype, GemmConfig.select(dtype), seed, "cuda")
             assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathered_rows(dtype):
+    for seed, counts in enumerate(COUNTS):
+        rows = make_rows(counts, 128, "cuda", seed)
+        for width in (16, 336, 1024, 7168):
+            check_gather(rows, width, dtype, seed, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,8 +78,7 @@ def test_random_layouts(seed):
         for gather in (True, False):
             for layout in ("nk", "kn"):
                 check_group_gemm(rows, num_experts, shape, torch.bfloat16, gather, layout, config, seed, "cuda")
-        for gather in ("a", "b", "none"):
-            check_wgrad(rows, num_experts, shape, torch.bfloat16, gather, config, seed, "cuda")
+        check_wgrad(rows, shape, torch.bfloat16, config, seed, "cuda")
     check_swiglu_backward(rows, shape[0], torch.bfloat16, seed, "cuda")
 
 
@@ -89,11 +104,12 @@ def test_offsets_past_two_to_the_31():
     grad = torch.zeros(1, width, narrow, dtype=torch.bfloat16, device="cuda")
     ones = torch.ones(rows, narrow, dtype=torch.bfloat16, device="cuda")
     segments = torch.tensor([[first_row], [128]], dtype=torch.int32, device="cuda")
-    for gather in ("none", "a"):
-        ids = None if gather == "none" else row_ids
-        group_gemm_wgrad(a, ones, grad, *segments, row_ids=ids, gather=gather, config=GemmConfig())
-        assert (grad[0, 0] == 128 * 127 // 2).all()
-        assert (grad[0, 1:] == 0).all()
+    group_gemm_wgrad(a, ones, grad, *segments, config=GemmConfig())
+    assert (grad[0, 0] == 128 * 127 // 2).all()
+    assert (grad[0, 1:] == 0).all()
+    out = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
+    gather_rows(a, out, row_ids, table)
+    assert torch.equal(out[first_row:], a[first_row:].flip(0))
 
 
 def test_plan_is_read_on_the_device():

@@ -1,0 +1,106 @@
+"""Received rows in the order of the experts: a copy of a row for every routed row.
+
+For backward GEMMs, above all the weight gradients, which contract over an expert's rows: gathered inside, w1's takes
+up to twice as long, and this copy, at the rate of memory, a tenth of that (benchmarks/RESULTS.md, run 12).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .aot_case import KernelCase
+from .arguments import TileTable, as_triton_dtype, power_of_2
+from .group_gemm import INTERPRETED_BLOCKS, valid_rows
+
+ROWS = 8  # rows a block copies at once; divides every tile
+ROW_BYTES = 2048  # of each of them
+BLOCKS_PER_PROCESSOR = 8
+
+
+@triton.jit(do_not_specialize_on_alignment=["num_tiles_ptr"])
+def gather_rows_kernel(
+    rows_ptr, out_ptr, tiles_ptr, num_tiles_ptr, row_ids_ptr, N,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """See ``gather_rows``; persistent blocks over pieces of ROWS rows of a tile."""
+    per_tile: tl.constexpr = BLOCK_M // ROWS
+    for item in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * per_tile, tl.num_programs(0)):
+        tile = item // per_tile
+        in_tile = (item - tile * per_tile) * ROWS + tl.arange(0, ROWS)
+        valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
+        q = tl.load(tiles_ptr + tile * 4 + 1) + in_tile
+        row_ids = tl.load(row_ids_ptr + q, mask=valid, other=0)
+        source = rows_ptr + row_ids.to(tl.int64)[:, None] * N
+        target = out_ptr + q.to(tl.int64)[:, None] * N
+        for first in range(0, N, COLS):
+            cols = first + tl.arange(0, COLS)[None, :]
+            mask = valid[:, None] & (cols < N)
+            tl.store(target + cols, tl.load(source + cols, mask=mask), mask=mask)
+
+
+def gather_rows(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable) -> None:
+    """``out[q] = rows[row_ids[q]]`` for the routed rows q of all tiles.
+
+    Args:
+        rows: ``(R, N)`` contiguous, N a multiple of 16.
+        out: ``(Q, N)``, same dtype; rows of no tile and the padding of tiles are left alone.
+        row_ids: ``(Q,)`` int32; those of valid routed rows are in [0, R).
+        table: Tiles.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example: one tile of 2 rows, row_ids ``[1, 0, -1]``: rows ``[[5], [6]]`` (were such a width legal) make
+    ``[[6], [5], ..]``.
+    """
+    check_gather(rows, out, row_ids)
+    cols = min(ROW_BYTES // rows.element_size(), power_of_2(rows.shape[1]))
+    if triton.knobs.runtime.interpret:
+        blocks = INTERPRETED_BLOCKS
+    else:
+        blocks = BLOCKS_PER_PROCESSOR * torch.cuda.get_device_properties(rows.device).multi_processor_count
+    most = table.tiles.shape[0] * (table.block_rows // ROWS)
+    gather_rows_kernel[(max(1, min(blocks, most)),)](
+        rows, out, table.tiles, table.num_tiles, row_ids, rows.shape[1], BLOCK_M=table.block_rows, ROWS=ROWS, COLS=cols
+    )  # fmt: skip
+
+
+def gather_rows_torch(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable) -> None:
+    """Torch twin of ``gather_rows``."""
+    check_gather(rows, out, row_ids)
+    routed, _ = valid_rows(table)
+    out[routed] = rows[row_ids[routed].long()]
+
+
+def check_gather(rows: Tensor, out: Tensor, row_ids: Tensor) -> None:
+    """Raise ``ValueError`` unless the arguments of ``gather_rows`` fit together."""
+    if out.shape != (row_ids.numel(), rows.shape[1]) or out.dtype != rows.dtype:
+        raise ValueError(
+            f"out of shape {tuple(out.shape)} and {out.dtype} must have a row for each of row_ids="
+            f"{row_ids.numel()}, and columns={rows.shape[1]} and dtype={rows.dtype} of rows"
+        )
+    if rows.shape[1] % 16:
+        raise ValueError(f"columns of rows={rows.shape[1]} must be a multiple of 16")
+    for name, tensor in (("rows", rows), ("out", out)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
+
+
+def aot_cases() -> list[KernelCase]:
+    """16 and 32 bits."""
+    return [_aot_case(dtype) for dtype in (torch.bfloat16, torch.float32)]
+
+
+def _aot_case(dtype: torch.dtype) -> KernelCase:
+    element = as_triton_dtype(dtype)
+    return KernelCase(
+        name=element,
+        fn=gather_rows_kernel,
+        signature={
+            "rows_ptr": f"*{element}", "out_ptr": f"*{element}", "tiles_ptr": "*i32", "num_tiles_ptr": "*i32",
+            "row_ids_ptr": "*i32", "N": "i32",
+        },
+        constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": ROW_BYTES // dtype.itemsize},
+        expects=frozenset({"wide_loads", "wide_stores"}),
+    )  # fmt: skip
