@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,19 +13,31 @@ from held_multiprocessors import held_multiprocessors
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.errors import CommTimeoutError
-from comet.quantize import quantize_fp8 as quantize_experts
+from comet.kernels import gemm_combine
+from comet.quantize import quantize_fp8
 
 pytestmark = pytest.mark.gpu
 
 # Enough products of a rank for CUDA C++ in layer 1, in pairs of blocks and, in block FP8, one by one.
 CONFIG = MoEConfig(hidden_size=2048, ffn_size=768, num_experts=16, top_k=8)
-NUM_TOKENS = 2048
+NUM_TOKENS = 4096
 HELD = 24
-SPLITS = {
-    "CUDA C++": OverlapConfig(),
-    "block FP8": OverlapConfig(),
-    "Triton, beside": OverlapConfig(block_rows=64),
-    "Triton, split": OverlapConfig(beside=False),
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How layer 1 runs, and whether it waits for blocks that find no place."""
+
+    overlap: OverlapConfig
+    function: str | None = None  # of CUDA C++
+    waits: bool = True
+
+
+LAUNCHES = {
+    "CUDA C++": Launch(OverlapConfig(), "gemm_combine_cuda"),
+    "block FP8": Launch(OverlapConfig(), "fp8_gemm_combine_cuda"),
+    "Triton, split": Launch(OverlapConfig(beside=False)),
+    "Triton, beside": Launch(OverlapConfig(block_rows=64), waits=False),  # its GEMM waits for nobody
 }
 
 
@@ -38,28 +52,34 @@ def ends_within(seconds: float) -> bool:
 
 def in_fp8(layer: MoE, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     routing = layer.router(x)
-    w1, w2 = quantize_experts(layer.w1.flatten(1, 2)), quantize_experts(layer.w2)
+    w1, w2 = quantize_fp8(layer.w1.flatten(1, 2)), quantize_fp8(layer.w2)
     return lambda: layer.experts.fp8(x, routing.top_k_ids, routing.top_k_weights, w1, w2)
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.parametrize("spare", [HELD, 0])
 def test_a_layer_beside_a_kernel_that_does_not_end(name: str, spare: int) -> None:
     """With none to spare the wait for a panel ends at its deadline, by which the test knows that it holds enough."""
+    launch = LAUNCHES[name]
     group = make_expert_group(
         CONFIG, ParallelConfig(), max_tokens=NUM_TOKENS, dtype=torch.bfloat16, device="cuda", timeout_s=2.0,
         spare_multiprocessors=spare,
     )  # fmt: skip
-    layer = MoE(CONFIG, group, path="fused", overlap=SPLITS[name], param_dtype=torch.bfloat16)
+    layer = MoE(CONFIG, group, path="fused", overlap=launch.overlap, param_dtype=torch.bfloat16)
     x = torch.randn(NUM_TOKENS, CONFIG.hidden_size, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         call = in_fp8(layer, x) if name == "block FP8" else lambda: layer(x)[0]
         wanted = call().clone()
         group.workspace.check()
-        with held_multiprocessors(HELD):
+        function = launch.function or "gemm_combine_cuda"
+        with (
+            patch.object(gemm_combine, function, wraps=getattr(gemm_combine, function)) as spy,
+            held_multiprocessors(HELD),
+        ):
             found = call()
             assert ends_within(10)
-        if spare:
+        assert spy.call_count == (1 if launch.function else 0)
+        if spare or not launch.waits:
             group.workspace.check()
             assert torch.equal(found, wanted)
         else:
