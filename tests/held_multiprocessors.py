@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,32 +12,39 @@ from comet.kernels.nvrtc import compile_cubin, load_kernel
 
 MOST_NS = 20_000_000_000
 SOURCE = """
-extern "C" __global__ void hold(volatile int* let_go, volatile int* held) {
+extern "C" __global__ void hold(volatile int* let_go, volatile int* holds) {
     unsigned long long begin, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-    held[blockIdx.x] = 1;
+    holds[blockIdx.x] = 1;
     do {
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     } while (*let_go == 0 && now - begin < MOST_NS);
+    holds[blockIdx.x] = 0;
 }
 """
 SHARED_BYTES = 200 * 1024  # no block of a layer fits beside so much
 
 
 @contextmanager
-def held_multiprocessors(count: int) -> Iterator[None]:
-    """Hold ``count`` multiprocessors of the current GPU, for 20 seconds at most."""
-    let_go, held = (torch.zeros(size, dtype=torch.int32).pin_memory() for size in (1, count))
+def held_multiprocessors(count: int) -> Iterator[Callable[[], bool]]:
+    """Hold ``count`` multiprocessors of the current GPU, for 20 seconds at most; yields whether they are still held.
+
+    Nothing is collected meanwhile: whoever frees memory of the GPU may wait for all of its kernels.
+    """
+    let_go, holds = (torch.zeros(size, dtype=torch.int32).pin_memory() for size in (1, count))
     source = f"constexpr unsigned long long MOST_NS = {MOST_NS};\n{SOURCE}"
     kernel = load_kernel(compile_cubin(source, "hold"), "hold", num_threads=32, cluster=1, shared_bytes=SHARED_BYTES)
-    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
+    gc.collect()
+    gc.disable()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        kernel.launch(count, [let_go, held])
-    while not held.all():
+        kernel.launch(count, [let_go, holds])
+    while not holds.all():
         pass
     try:
-        yield
+        yield lambda: bool(holds.all())
     finally:
         let_go.fill_(1)
+        gc.enable()
         stream.synchronize()

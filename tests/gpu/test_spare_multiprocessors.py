@@ -70,14 +70,16 @@ def test_a_layer_beside_a_kernel_that_does_not_end(name: str, spare: int) -> Non
     with torch.no_grad():
         call = in_fp8(layer, x) if name == "block FP8" else lambda: layer(x)[0]
         wanted = call().clone()
+        call()  # with as much memory as the next one needs
         group.workspace.check()
         function = launch.function or "gemm_combine_cuda"
         with (
             patch.object(gemm_combine, function, wraps=getattr(gemm_combine, function)) as spy,
-            held_multiprocessors(HELD),
+            held_multiprocessors(HELD) as are_held,
         ):
             found = call()
             assert ends_within(10)
+            assert are_held(), "the host has waited for the kernel that holds them"
         assert spy.call_count == (1 if launch.function else 0)
         if spare or not launch.waits:
             group.workspace.check()
