@@ -1,0 +1,89 @@
+"""All launches of layer 1 and of its backward pass leave spare multiprocessors alone, whatever they are written in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from launch_arguments import make_table, make_wire
+
+from comet.kernels import fp8_gemm_combine_cuda, gemm_combine_cuda
+from comet.kernels import gemm_combine as module
+from comet.kernels.arguments import GradWire, Returns, Scaled
+from comet.kernels.gemm_combine import COMM_WAVES, GemmCombineConfig
+
+SPARE = 31
+ALL = 132
+COMM_BLOCKS = 16
+BF16 = torch.bfloat16
+
+
+class FakeKernel:
+    """Of CUDA C++: it keeps how many blocks it was launched with."""
+
+    def __init__(self, cluster: int) -> None:
+        self.cluster = cluster
+        self.blocks: list[int] = []
+
+    def launch(self, num_blocks: int, arguments: list[Any]) -> None:
+        self.blocks.append(num_blocks)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=ALL))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for each in (gemm_combine_cuda, fp8_gemm_combine_cuda):
+        monkeypatch.setattr(each, "tensor_map", lambda tensor, box: None)
+
+
+def scaled(*shape: int) -> Scaled:
+    return Scaled(elements=torch.zeros(*shape, dtype=torch.float8_e4m3fn), scales=torch.zeros(1))
+
+
+def run(config: GemmCombineConfig, *, fp8: bool = False, backward: bool = False) -> None:
+    numbers = torch.zeros(128, 2, dtype=torch.int32)
+    weights = None if backward else torch.zeros(128, 2)
+    returns = Returns(row_slots=numbers, row_weights=weights, send_rows=numbers, recv_counts=numbers)
+    a, b = (scaled(128, 128), scaled(2, 128, 128)) if fp8 else (torch.zeros(128, 128), torch.zeros(2, 128, 128))
+    y, out = torch.zeros(128, 128, dtype=BF16), torch.zeros(128, 128, dtype=BF16)
+    grads = GradWire(row_grads=out, landing=out, landing_pointers=out, out=out) if backward else None
+    module.gemm_combine(a, b, y, out, make_wire(), returns, make_table(), config, b_is_kn=backward, grads=grads)
+
+
+@pytest.mark.parametrize(("cluster", "blocks"), [(1, ALL - SPARE), (2, 92)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_in_cuda(monkeypatch: pytest.MonkeyPatch, fp8: bool, cluster: int, blocks: int) -> None:
+    kernel, cuda = FakeKernel(cluster), fp8_gemm_combine_cuda if fp8 else gemm_combine_cuda
+    monkeypatch.setattr(module, "runs_fp8_cuda" if fp8 else "runs_cuda", lambda *_: True)
+    monkeypatch.setattr(cuda, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(gemm_combine_cuda, "_selectable_kernels", lambda *_: {})
+    run(GemmCombineConfig(beside=True), fp8=fp8)
+    run(GemmCombineConfig(beside=True, spare_multiprocessors=SPARE), fp8=fp8)
+    assert kernel.blocks == [ALL, blocks]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("beside", "fp8", "launches"),
+    [
+        (False, False, [ALL - SPARE]),
+        (True, False, [ALL - SPARE, COMM_WAVES * (ALL - SPARE)]),
+        (True, True, [ALL - SPARE - COMM_BLOCKS, COMM_WAVES * (ALL - SPARE)]),
+    ],
+)
+def test_in_triton(
+    monkeypatch: pytest.MonkeyPatch, beside: bool, fp8: bool, launches: list[int], backward: bool
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(module, "launch", lambda kernel, num_blocks, *_: found.append(num_blocks))
+    run(
+        GemmCombineConfig(
+            beside=beside, comm_blocks=COMM_BLOCKS, block_n=128, block_k=128, spare_multiprocessors=SPARE
+        ),
+        fp8=fp8,
+        backward=backward,
+    )
+    assert found == launches
