@@ -114,14 +114,15 @@ def make_expert_group(
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
             shipped with Comet only.
         spare_multiprocessors: How many of the GPU's multiprocessors layer 1 leaves to kernels of other streams, such as
-            NCCL's: at least as many as these have blocks (NCCL: channels, 32 at most by default).
+            NCCL's: at least as many as these have blocks, all that run at a time together (NCCL: channels, of which
+            ``NCCL_MAX_CTAS=32`` allows 32).
 
     Returns:
         The group, with symmetric memory allocated.
 
     Raises:
         ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, the
-            device is not the current GPU, or layer 1 would have no multiprocessor left.
+            device is not the current GPU, or layer 1 would keep less than half of its multiprocessors.
         UnavailableError: If the backend cannot work here.
     """
     device = torch.device(device)

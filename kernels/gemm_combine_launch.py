@@ -137,7 +137,7 @@ def launch(
 
 
 def launched_blocks(num_multiprocessors: int, cluster: int, extent: Extent) -> int:
-    """Blocks of a launch.
+    """Blocks of a launch, of one cluster at least.
 
     The blocks of a cluster need multiprocessors of the same part of the GPU: where others hold some, each part may have
     one left over.
@@ -150,7 +150,7 @@ def launched_blocks(num_multiprocessors: int, cluster: int, extent: Extent) -> i
     Example: 132 multiprocessors in pairs: 132; with 31 spare ones, 101: 101 - 8 = 93, so 92.
     """
     left_over = GPU_PARTS * (cluster - 1) if extent.spare_multiprocessors else 0
-    return (num_multiprocessors - left_over) // cluster * cluster
+    return max((num_multiprocessors - left_over) // cluster, 1) * cluster
 
 
 def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:

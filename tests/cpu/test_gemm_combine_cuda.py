@@ -174,6 +174,7 @@ def test_blocks_of_a_launch() -> None:
     assert [launched_blocks(132, cluster, extent) for cluster in (1, 2)] == [132, 132]
     spare = dataclasses.replace(extent, spare_multiprocessors=31)
     assert [launched_blocks(101, cluster, spare) for cluster in (1, 2)] == [101, 92]
+    assert [launched_blocks(8, cluster, spare) for cluster in (1, 2)] == [8, 2], "half of a small part of a GPU"
 
 
 @pytest.mark.parametrize("cuda_kernels", [False, True])
