@@ -201,7 +201,7 @@ struct RowScales {
 // so the lanes tell that a stage is full, when they have loads for LAG more on their way.
 struct Underway {
     static constexpr int LAG = 1;
-    static_assert(LAG < STAGES);
+    static_assert(LAG + 1 < STAGES); // those that multiply keep a stage while they wait for the next one
     int stages = 0;
 
     __device__ __forceinline__ void tell(const Ring& ring, int before) const {
