@@ -43,9 +43,10 @@ __device__ __forceinline__ void compute_item(
     const WeightScales<false> scales(scales_of(region.first_half), scales_of(1));
     // Of the item before, whose stores have had time to complete.
     multiply_region(ring, sums, scales, region, lane, num_steps, [&] { if (leads) share.tell(); });
-    // What no other warp of the last stage reads: its own rows, or, once its warpgroup is done, a part of the columns.
+    group_sync(group); // a matrix instruction reads for all four warps, and each has waited for its own only
+    // What of the last stage no other warpgroup reads: own rows, or a half of the columns.
     u32 staging = ring.stages + ring.last() * STAGE_BYTES + (group * HALF_COLS + warp * 16) * LINE;
-    if (region.is_whole) staging += WEIGHT_BYTES - group * GROUP_ROWS * LINE; else group_sync(group);
+    if (region.is_whole) staging += WEIGHT_BYTES - group * GROUP_ROWS * LINE;
     u16* const target = y + u64(u32(item.first_row + region.row - lane / 4)) * work.cols;
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
