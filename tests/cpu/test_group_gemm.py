@@ -92,6 +92,24 @@ def backward_cases(rank: int, world_size: int, dtype: torch.dtype) -> None:
             check_swiglu_backward(rows, ffn, dtype, 10 * seed, "cpu")
 
 
+def far_table(first_row: int) -> TileTable:
+    """One tile of 16 rows, in which received rows are in the opposite order."""
+    row_ids = torch.full((first_row + 16,), -1, dtype=torch.int32)
+    row_ids[first_row:] = torch.arange(first_row + 15, first_row - 1, -1, dtype=torch.int32)
+    tiles = torch.tensor([[0, first_row, 16, 0]], dtype=torch.int32)
+    return make_table(tiles, torch.ones(1, dtype=torch.int32), row_ids, 16)
+
+
+def far_copies(rank: int, world_size: int) -> torch.Tensor:
+    """Rows and copies that lie behind 2^31, too."""
+    first_row = 2**31 // 65536 + 16
+    rows, out = (torch.empty(first_row + 16, 65536, dtype=torch.float16) for _ in range(2))
+    rows[first_row:] = torch.arange(16, dtype=torch.float16)[:, None]
+    table = far_table(first_row)
+    gather_rows(rows, out, table.row_ids, table)
+    return out[first_row:, ::4096].clone()
+
+
 def far_rows(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One tile whose first element lies behind 2^31 in both ``a`` and ``out`` (only the touched pages are backed)."""
     width = 65536
@@ -104,10 +122,7 @@ def far_rows(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     b = torch.zeros(1, width, 16, dtype=torch.float16)
     b[0, 0, :] = 2
     b[0, 1, :] = torch.arange(16, dtype=torch.float16)
-    row_ids = torch.full((first_row + 16,), -1, dtype=torch.int32)
-    row_ids[first_row:] = torch.arange(first_row + 15, first_row - 1, -1, dtype=torch.int32)
-    tiles = torch.tensor([[0, first_row, 16, 0]], dtype=torch.int32)
-    table = make_table(tiles, torch.ones(1, dtype=torch.int32), row_ids, 16)
+    table = far_table(first_row)
     narrow = torch.empty(first_row + 16, 16, dtype=torch.float16)
     config = GemmConfig(block_n=256, block_k=2048)
     group_gemm(a, b, narrow, table, gather=True, layout="kn", config=config)
@@ -150,6 +165,7 @@ def test_offsets_past_two_to_the_31():
     ids = torch.arange(16, dtype=torch.float16)
     assert torch.equal(gathered, 2 * ids.flip(0)[:, None] + ids[None, :])
     assert torch.equal(written, ids[:, None].expand(16, 256))
+    assert torch.equal(run_ranks(far_copies, 1, interpret=True, timeout=300)[0], ids.flip(0)[:, None].expand(16, 16))
 
 
 def table_of(tiles: list[list[int]], num_tiles: int, row_ids: list[int], block_rows: int) -> TileTable:
