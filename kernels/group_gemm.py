@@ -207,14 +207,18 @@ def num_blocks(device: torch.device, config: GemmConfig, max_items: int) -> int:
 
 
 def aot_cases() -> list[KernelCase]:
-    """Gathered and ungathered rows, both layouts, even and ragged K; float32 as the oracle runs it."""
-    shapes = [(gather, layout, True) for gather in (True, False) for layout in ("nk", "kn")]
-    shapes += [(True, "nk", False), (True, "kn", False)]
-    cases = [_aot_case(torch.bfloat16, *shape, GemmConfig()) for shape in shapes]
-    cases += [_aot_case(torch.bfloat16, gather, "nk", True, GemmConfig(flatten=True)) for gather in (True, False)]
-    cases += [_aot_case(torch.float16, True, "nk", True, GemmConfig())]
-    cases += [_aot_case(torch.float32, True, "nk", False, GemmConfig.select(torch.float32))]
-    return cases
+    """Gathered and ungathered rows, the backward pass's layout, even and ragged K; float32 as the oracle runs it."""
+    forward, backward = [(gather, "nk") for gather in (True, False)], (False, "kn")
+    cases = [_aot_case(torch.bfloat16, *shape, True, GemmConfig()) for shape in (*forward, backward)]
+    cases += [_aot_case(torch.bfloat16, True, "nk", False, GemmConfig())]
+    cases += [_aot_case(torch.bfloat16, *shape, True, GemmConfig(flatten=True)) for shape in forward]
+    cases += [_aot_case(torch.float16, *shape, True, GemmConfig()) for shape in (forward[0], backward)]
+    float32 = GemmConfig.select(torch.float32)
+    return [
+        *cases,
+        _aot_case(torch.float32, True, "nk", False, float32),
+        _aot_case(torch.float32, *backward, True, float32),
+    ]
 
 
 def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, config: GemmConfig) -> KernelCase:
