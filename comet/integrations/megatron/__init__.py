@@ -1,0 +1,14 @@
+"""Megatron-core models with Comet's MoE layer: Megatron's router and losses, Comet's dispatch, experts and combine.
+
+``moe_config`` says what shape the group of ranks has to serve, ``with_comet`` puts Comet into the spec of a model, and
+``from_sequential`` brings the weights of Megatron's own experts. Written for Megatron-core 0.16.1 and later; bf16, fp16
+or float32, SwiGLU experts without bias, EP and expert TP, with any data, sequence or pipeline parallelism around it.
+"""
+
+from comet.integrations.megatron.checkpoint import from_sequential
+from comet.integrations.megatron.experts import CometExperts
+from comet.integrations.megatron.layer import CometMoELayer
+from comet.integrations.megatron.rules import moe_config
+from comet.integrations.megatron.spec import with_comet
+
+__all__ = ["CometExperts", "CometMoELayer", "from_sequential", "moe_config", "with_comet"]

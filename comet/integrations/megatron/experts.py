@@ -1,0 +1,130 @@
+"""The routed experts of a Megatron layer: this rank's weights, as Megatron's optimizers and checkpoints want them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import OverlapConfig, Path
+from comet.group import ExpertGroup
+from comet.integrations.megatron.checkpoint import sharded_experts
+from comet.integrations.megatron.rules import moe_config
+from comet.paths import ExpertPath, make_path
+
+
+class CometExperts(nn.Module):
+    """``w1 (e, 2F/TP, h)``, gate rows first, and ``w2 (e, h, F/TP)``, computed by one of Comet's paths.
+
+    Every expert gets a gradient, also without tokens. Weights are drawn per global expert, with a seed from torch's
+    CPU generator, which Megatron seeds alike on all ranks that hold the layer: the model does not depend on EP.
+
+    Args:
+        num_local_experts: As Megatron counts them: e.
+        config: A ``TransformerConfig``.
+        submodules: Not used.
+        pg_collection: Megatron's process groups.
+        group: The ranks that share the experts.
+        path: See ``MoE``.
+        overlap: See ``MoE``.
+        max_imbalance: See ``MoEConfig``.
+        **kwargs: What newer versions give to experts, such as a name.
+
+    Raises:
+        ValueError: If the model does not fit the group, or the path cannot run on the device.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: Any = None,
+        pg_collection: Any = None,
+        *,
+        group: ExpertGroup,
+        path: Path | str = "auto",
+        overlap: OverlapConfig | None = None,
+        max_imbalance: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        moe = moe_config(config, max_imbalance=max_imbalance)
+        self.layout = group.layout(moe)
+        assert num_local_experts == self.layout.experts_local
+        self.compute: ExpertPath = make_path(path, moe, group, overlap)
+        self.expert_data_group = pg_collection.expt_dp
+        self.ffn_size = moe.ffn_size
+        device = torch.device("cpu") if config.use_cpu_initialization else group.device
+        width, made = moe.ffn_size // self.layout.tp, dict(device=device, dtype=config.params_dtype)
+        self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * width, moe.hidden_size, **made))
+        self.w2 = nn.Parameter(torch.empty(num_local_experts, moe.hidden_size, width, **made))
+        self._mark()
+        if config.perform_initialization:
+            self.reset_parameters(config.init_method, config.output_layer_init_method)
+
+    def _mark(self) -> None:
+        """What Megatron reads off a parameter: who shares its gradient, and that each rank has another part of it."""
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        for parameter, dim in ((self.w1, 1), (self.w2, 2)):
+            parameter.allreduce = self.layout.ep == 1  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+
+    @torch.no_grad()
+    def reset_parameters(self, init_w1: Callable[[Tensor], Any], init_w2: Callable[[Tensor], Any]) -> None:
+        """Draw all weights: of each expert ``(2F, h)`` and ``(h, F)`` as a whole, of which this slice is kept."""
+        layout, width = self.layout, self.w2.shape[2]
+        columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+        seed = int(torch.randint(2**48, ()))
+        for local in range(layout.experts_local):
+            with seeded(seed + layout.first_expert + local, self.w1.device):
+                w1 = self.w1.new_empty(2, self.ffn_size, self.w1.shape[2])
+                w2 = self.w2.new_empty(self.w2.shape[1], self.ffn_size)
+                init_w1(w1.view(-1, w1.shape[2]))
+                init_w2(w2)
+            self.w1[local].copy_(w1[:, columns].flatten(0, 1))
+            self.w2[local].copy_(w2[:, columns])
+
+    def forward(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of each token's experts.
+
+        Args:
+            tokens: ``(T, h)`` of this rank.
+            top_k_ids: ``(T, K)`` int32 global expert ids; -1 masks a slot.
+            top_k_weights: ``(T, K)`` float32.
+
+        Returns:
+            ``(T, h)``.
+
+        Raises:
+            ValueError: If tokens or routing do not fit the group or each other.
+        """
+        w1, w2 = (weight.to(tokens.dtype) for weight in (self.w1, self.w2))
+        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The weights for Megatron's distributed checkpoints, under the names and shapes of ``SequentialMLP``.
+
+        Args:
+            prefix: Of the names.
+            sharded_offsets: Place among the layers, where they are one tensor.
+            metadata: Megatron's; ``singleton_local_shards`` is not supported.
+
+        Raises:
+            ValueError: If the metadata asks for a tensor per expert.
+        """
+        replica = (0, 0, self.expert_data_group.rank())
+        return sharded_experts(self.w1, self.w2, self.layout, prefix, tuple(sharded_offsets), replica, metadata or {})
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from a seed for a while, on the CPU and on ``device``; what is drawn afterwards does not know of it."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

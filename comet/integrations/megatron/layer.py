@@ -1,0 +1,160 @@
+"""Megatron's MoE layer with Comet between router and output."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet.config import OverlapConfig, Path, require
+from comet.errors import UnavailableError
+from comet.group import ExpertGroup
+from comet.integrations.megatron.experts import CometExperts
+from comet.integrations.megatron.rules import check_config, check_ranks
+
+
+class CometMoELayer:
+    """Router, load-balancing losses and shared experts of Megatron's ``MoELayer``; routed experts of Comet.
+
+    ``moe_layer_class`` mixes it into ``MoELayer``, which cannot be imported everywhere. Tokens dropped by an expert
+    capacity skip the expert, and padding counts in no loss but goes through the experts, both as in Megatron.
+
+    Args:
+        config: A ``TransformerConfig``.
+        submodules: Router and shared experts; the experts in it are not built.
+        layer_number: Of the transformer layer.
+        pg_collection: Megatron's process groups; ``None`` takes those it initialised.
+        group: The ranks that share the experts, and their memory; one for all layers.
+        path: See ``MoE``.
+        overlap: See ``MoE``.
+        max_imbalance: See ``MoEConfig``.
+        process_groups: Taken where ``pg_collection`` is ``None``: Megatron-core 0.16 does not hand its own to layers it
+            does not know.
+        **kwargs: What newer versions give to ``MoELayer``.
+
+    Raises:
+        ValueError: If Comet cannot do what the configuration says, or the group has other ranks than Megatron's.
+    """
+
+    experts: CometExperts
+    route: Any
+    shared_experts_compute: Any
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        *,
+        group: ExpertGroup,
+        path: Path | str = "auto",
+        overlap: OverlapConfig | None = None,
+        max_imbalance: float | None = None,
+        process_groups: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        process_groups = pg_collection or process_groups or get_default_pg_collection()
+        check_config(config, group)
+        check_ranks(process_groups, group)
+        settings = dict(group=group, path=path, overlap=overlap, max_imbalance=max_imbalance)
+        submodules = replace(submodules, experts=ModuleSpec(module=CometExperts, params=settings))
+        super().__init__(config, submodules, layer_number, process_groups, **kwargs)  # type: ignore[call-arg]
+        # Steps of MoELayer that are not called any more fail with it, instead of computing something else.
+        self.token_dispatcher = None
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Run the layer.
+
+        Args:
+            hidden_states: ``(s, b, h)``, at most ``max_tokens`` of the group.
+            intermediate_tensors: ``None``; Megatron's own layer resumes from them after a part in a CUDA graph.
+            padding_mask: ``(b, s)``, true where a token is padding.
+
+        Returns:
+            ``(s, b, h)``, and no bias.
+
+        Raises:
+            ValueError: If the tokens do not fit the group, or in training with tensor parallelism without sequence
+                parallelism, where ranks would train experts on the same tokens twice.
+        """
+        require(intermediate_tensors is None, "intermediate_tensors must be None: the layer runs as a whole")
+        self._check_training()
+        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
+        if self.moe_layer_recompute:  # type: ignore[attr-defined]
+            from megatron.core.tensor_parallel import checkpoint
+
+            return checkpoint(self._compute, False, hidden_states, mask), None
+        return self._compute(hidden_states, mask), None
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Nothing is left to do: ``delay_wgrad_compute`` is off."""
+
+    def _check_training(self) -> None:
+        ranks, sequence = self.attn_tp_group.size(), self.config.sequence_parallel  # type: ignore[attr-defined]
+        require(
+            sequence or ranks == 1 or not self.training,  # type: ignore[attr-defined]
+            f"sequence_parallel={sequence} must be True in training with tensor_model_parallel_size={ranks}",
+        )
+
+    def _compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        shared = self.shared_experts_compute(hidden_states)
+        probs, routing_map = self.route(hidden_states, padding_mask)
+        ids, weights = top_k_of(probs, routing_map, self.experts.layout.top_k)
+        routed = self.experts(hidden_states.flatten(0, 1), ids, weights).view_as(hidden_states)
+        return routed if shared is None else routed + shared
+
+
+def top_k_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Megatron's routing as Comet takes it: ids and weights, largest first, differentiable in ``probs``.
+
+    Example: probs ``[[0, 0.3, 0.7], [0, 0, 0.6]]``, true in the map where positive, K=2: ids ``[[2, 1], [2, -1]]``,
+    weights ``[[0.7, 0.3], [0.6, 0]]``; the second token was dropped by one of its experts.
+
+    Args:
+        probs: ``(T, E)``.
+        routing_map: ``(T, E)`` bool, at most K true per token.
+        top_k: K.
+
+    Returns:
+        ``(T, K)`` int32, -1 for slots without an expert, and ``(T, K)`` float32.
+
+    Raises:
+        ValueError: If the map is no map of every token and expert.
+    """
+    require(
+        routing_map.dtype == torch.bool and routing_map.shape == probs.shape,
+        f"routing_map of {routing_map.dtype} and shape={tuple(routing_map.shape)} must be bool {tuple(probs.shape)}",
+    )
+    ids = probs.detach().masked_fill(~routing_map, -torch.inf).topk(top_k, dim=1).indices
+    dropped = ~routing_map.gather(1, ids)
+    weights = probs.gather(1, ids).masked_fill(dropped, 0.0)
+    return ids.masked_fill(dropped, -1).int(), weights.float()
+
+
+def moe_layer_class() -> type:
+    """``CometMoELayer`` as a subclass of Megatron's ``MoELayer``.
+
+    Raises:
+        UnavailableError: If Megatron-core is not importable.
+    """
+    stock = stock_layer_class()
+    return type(CometMoELayer.__name__, (CometMoELayer, stock), {"__doc__": CometMoELayer.__doc__})
+
+
+def stock_layer_class() -> type:
+    """Megatron's ``MoELayer``; raises ``UnavailableError`` where Megatron-core is not importable."""
+    try:
+        return importlib.import_module("megatron.core.transformer.moe.moe_layer").MoELayer
+    except ImportError as error:
+        raise UnavailableError(
+            "comet.integrations.megatron needs Megatron-core 0.16.1 or later: pip install 'comet-moe[megatron]'"
+        ) from error

@@ -1,0 +1,107 @@
+"""What Comet can take of a ``TransformerConfig`` and of Megatron's process groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import silu
+
+from comet.config import MoEConfig, require
+from comet.group import ExpertGroup
+
+DISPATCHERS = ("allgather", "alltoall")
+# Fields that have to be off, and why; those that a version of Megatron-core does not have count as off.
+OFF = {
+    "add_bias_linear": "experts have no bias",
+    "glu_linear_offset": "experts are SwiGLU without an offset",
+    "activation_func_clamp_value": "experts are SwiGLU without a clamp",
+    "fp8": "experts train in the type of the tokens",
+    "fp4": "experts train in the type of the tokens",
+    "moe_latent_size": "tokens travel in the model's hidden size",
+    "moe_apply_probs_on_input": "routing weights go on outputs",
+    "moe_shared_expert_overlap": "the shared expert runs before the routed ones",
+    "moe_pad_expert_input_to_capacity": "experts are not padded",
+    "moe_router_padding_for_quantization": "experts are not padded",
+    "moe_router_padding_for_fp8": "experts are not padded",
+    "overlap_moe_expert_parallel_comm": "Comet overlaps inside the layer",
+    "overlap_dispatch_backward_with_experts_wgrad": "Comet overlaps inside the layer",
+    "delay_wgrad_compute": "the backward pass makes all gradients at once",
+    "init_model_with_meta_device": "weights are made where they stay",
+}
+
+
+def moe_config(config: Any, *, max_imbalance: float | None = None) -> MoEConfig:
+    """The shape of a Megatron model's MoE layers, for ``make_expert_group``; Megatron does the routing.
+
+    Args:
+        config: A ``TransformerConfig``.
+        max_imbalance: See ``MoEConfig``.
+
+    Raises:
+        ValueError: If the model has no experts, or sizes that Comet cannot take.
+    """
+    experts = config.num_moe_experts
+    require(bool(experts), f"num_moe_experts={experts} must be at least 1: the model has no MoE layers")
+    return MoEConfig(
+        hidden_size=config.hidden_size,
+        ffn_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        num_experts=experts,
+        top_k=config.moe_router_topk,
+        balance="none",
+        max_imbalance=max_imbalance,
+    )
+
+
+def check_config(config: Any, group: ExpertGroup) -> None:
+    """Raise ``ValueError``, naming field, value and rule, for what Comet's experts would compute otherwise."""
+    for name, reason in OFF.items():
+        value = getattr(config, name, None)
+        require(not value, f"{name}={value} must be off: {reason}")
+    gated, activation = config.gated_linear_unit, config.activation_func
+    require(gated, f"gated_linear_unit={gated} must be True: experts are SwiGLU")
+    require(activation is silu, f"activation_func={activation} must be torch.nn.functional.silu: experts are SwiGLU")
+    dispatcher = config.moe_token_dispatcher_type
+    require(
+        dispatcher in DISPATCHERS,
+        f"moe_token_dispatcher_type={dispatcher!r} must be one of {DISPATCHERS}; whichever, Comet dispatches instead",
+    )
+    graphs = config.cuda_graph_impl
+    require(graphs == "none", f"cuda_graph_impl={graphs!r} must be 'none': Megatron's graphs cut the layer in pieces")
+    dtype, wanted = token_dtype(config), group.workspace.shape.dtype
+    require(dtype == wanted, f"dtype={dtype} of the model's tokens must be the group's {wanted}")
+
+
+def token_dtype(config: Any) -> torch.dtype:
+    """The type of hidden states: ``bf16`` and ``fp16`` of the configuration come before ``params_dtype``."""
+    if config.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.fp16 else config.params_dtype
+
+
+def check_ranks(process_groups: Any, group: ExpertGroup) -> None:
+    """Raise ``ValueError`` unless Megatron gives experts to the same ranks, in the same order, as Comet's group.
+
+    Example: EP=2 and TP=2 over the ranks 4..7: rank 6 has the EP ranks [4, 6] and the expert TP ranks [6, 7].
+
+    Args:
+        process_groups: A ``ProcessGroupCollection`` with ``ep``, ``expt_tp`` and ``expt_dp``.
+        group: Comet's.
+    """
+    ep, tp = group.parallel.ep, group.parallel.tp
+    first, shard, column = group.world_rank - group.rank, *divmod(group.rank, tp)
+    wanted = {
+        "ep": ("expert_model_parallel_size", [first + tp * other + column for other in range(ep)]),
+        "expt_tp": ("expert_tensor_parallel_size", [first + tp * shard + other for other in range(tp)]),
+    }
+    for name in (*wanted, "expt_dp"):
+        given = getattr(process_groups, name, None)
+        require(given is not None, f"{name} of the process groups must be given: experts live in it")
+    for name, (size, ranks) in wanted.items():
+        found = dist.get_process_group_ranks(getattr(process_groups, name))
+        require(
+            len(found) == len(ranks),
+            f"{size}={len(found)} must be {len(ranks)}, as in Comet's group of ep={ep} and tp={tp}",
+        )
+        require(found == ranks, f"ranks={found} of Megatron's {name} group must be {ranks}, those of Comet's group")

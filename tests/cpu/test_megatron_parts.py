@@ -1,0 +1,141 @@
+"""What the integration with Megatron-core decides without it: routing, configurations, names of weights."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.errors import UnavailableError
+from comet.group import ExpertGroup, make_expert_group
+from comet.integrations.megatron import from_sequential, moe_config, with_comet
+from comet.integrations.megatron.layer import top_k_of
+from comet.integrations.megatron.rules import OFF, check_config
+
+FIELDS: dict[str, Any] = dict(
+    hidden_size=32,
+    ffn_hidden_size=64,
+    moe_ffn_hidden_size=48,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    gated_linear_unit=True,
+    activation_func=silu,
+    moe_token_dispatcher_type="alltoall",
+    cuda_graph_impl="none",
+    bf16=False,
+    fp16=False,
+    params_dtype=torch.float32,
+)
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**FIELDS, **changes})
+
+
+@pytest.fixture
+def group() -> ExpertGroup:
+    return make_expert_group(moe_config(config()), ParallelConfig(), max_tokens=8, dtype=torch.float32, device="cpu")
+
+
+def test_routing_as_documented() -> None:
+    probs = torch.tensor([[0.0, 0.3, 0.7], [0.0, 0.0, 0.6]], requires_grad=True)
+    ids, weights = top_k_of(probs, probs > 0, 2)
+    assert ids.dtype == torch.int32
+    assert ids[0].tolist() == [2, 1]
+    assert ids[1].tolist() == [2, -1]
+    assert torch.equal(weights, torch.tensor([[0.7, 0.3], [0.6, 0.0]]))
+    weights.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert probs.grad is not None
+    assert probs.grad.tolist() == [[0.0, 2.0, 1.0], [0.0, 0.0, 3.0]], "a dropped slot has no gradient"
+
+
+def test_an_expert_of_weight_zero_stays_chosen() -> None:
+    ids, weights = top_k_of(torch.tensor([[0.9, 0.0, 0.1]]).double(), torch.tensor([[True, True, False]]), 2)
+    assert ids.tolist() == [[0, 1]]
+    assert weights.dtype == torch.float32
+
+
+def test_ids_instead_of_a_map_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"routing_map of torch.int64 and shape=\(1, 2\) must be bool \(1, 3\)"):
+        top_k_of(torch.ones(1, 3), torch.tensor([[0, 1]]), 2)
+
+
+def test_the_shape_of_the_layers() -> None:
+    assert moe_config(config(), max_imbalance=1.5) == MoEConfig(
+        hidden_size=32, ffn_size=48, num_experts=4, top_k=2, balance="none", max_imbalance=1.5
+    )
+    assert moe_config(config(moe_ffn_hidden_size=None)).ffn_size == 64
+    for field in (dict(num_moe_experts=None), dict(num_moe_experts=0)):
+        with pytest.raises(ValueError, match=r"num_moe_experts=(None|0) must be at least 1"):
+            moe_config(config(**field))
+    with pytest.raises(ValueError, match="ffn_size=40 must be a positive multiple of 16"):
+        moe_config(config(moe_ffn_hidden_size=40))
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_what_has_to_be_off(name: str, group: ExpertGroup) -> None:
+    for value in (None, False, 0.0):
+        check_config(config(**{name: value}), group)
+    with pytest.raises(ValueError, match=f"{name}=1.5 must be off: "):
+        check_config(config(**{name: 1.5}), group)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(gated_linear_unit=False), "gated_linear_unit=False must be True: experts are SwiGLU"),
+        (dict(activation_func=gelu), "must be torch.nn.functional.silu: experts are SwiGLU"),
+        (dict(moe_token_dispatcher_type="flex"), "moe_token_dispatcher_type='flex' must be one of"),
+        (dict(cuda_graph_impl="local"), "cuda_graph_impl='local' must be 'none'"),
+        (dict(params_dtype=torch.float16), "dtype=torch.float16 of the model's tokens must be the group's"),
+        (dict(fp16=True), "dtype=torch.float16 of the model's tokens must be the group's torch.float32"),
+        (dict(bf16=True), "dtype=torch.bfloat16 of the model's tokens must be the group's torch.float32"),
+    ],
+)
+def test_configurations_comet_cannot_take(changes: dict[str, Any], message: str, group: ExpertGroup) -> None:
+    check_config(config(), group)
+    with pytest.raises(ValueError, match=message):
+        check_config(config(**changes), group)
+
+
+def sequential(num_experts: int, prefix: str) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for expert in reversed(range(num_experts)):
+        name = f"{prefix}local_experts.{expert}."
+        state[f"{name}linear_fc1.weight"] = torch.full((6, 2), 10.0 + expert)
+        state[f"{name}linear_fc1._extra_state"] = None
+        state[f"{name}linear_fc2.weight"] = torch.full((2, 3), 20.0 + expert)
+    return state
+
+
+def test_weights_of_sequential_experts() -> None:
+    rest = {"mlp.router.weight": torch.ones(12, 2), "mlp.shared_experts.linear_fc1._extra_state": None}
+    found = from_sequential({**rest, **sequential(12, "mlp.experts."), **sequential(2, "")})
+    assert found.keys() == {*rest, "mlp.experts.w1", "mlp.experts.w2", "w1", "w2"}
+    assert found["mlp.experts.w1"].shape == (12, 6, 2)
+    assert found["mlp.experts.w1"][:, 0, 0].tolist() == [10.0 + expert for expert in range(12)]
+    assert found["mlp.experts.w2"][:, 0, 0].tolist() == [20.0 + expert for expert in range(12)]
+    assert from_sequential(found) == found
+
+
+def test_experts_that_are_not_comets_or_missing() -> None:
+    state = sequential(3, "experts.")
+    with pytest.raises(ValueError, match=r"local_experts.0.linear_fc1.bias must be one of linear_fc1.weight, "):
+        from_sequential({**state, "experts.local_experts.0.linear_fc1.bias": torch.ones(6)})
+    del state["experts.local_experts.1.linear_fc2.weight"]
+    with pytest.raises(ValueError, match=r"experts.w2 lacks the local experts \[1\]"):
+        from_sequential(state)
+
+
+def test_without_megatron(monkeypatch: pytest.MonkeyPatch, group: ExpertGroup) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    spec = SimpleNamespace(submodules=SimpleNamespace(mlp=None))
+    with pytest.raises(UnavailableError, match=r"pip install 'comet-moe\[megatron\]'"):
+        with_comet(spec, group)

@@ -1,0 +1,164 @@
+"""Small Megatron models on CPU ranks, which Megatron-core is not made for, and one with Comet beside each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from comet.config import ParallelConfig
+from comet.group import ExpertGroup, make_expert_group
+from comet.integrations.megatron import from_sequential, moe_config, with_comet
+
+SEQUENCE, BATCH, VOCABULARY = 6, 3, 64
+FIELDS: dict[str, Any] = dict(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=64,
+    moe_ffn_hidden_size=48,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_aux_loss_coeff=0.5,
+    moe_z_loss_coeff=0.1,
+    moe_shared_expert_intermediate_size=32,
+    gated_linear_unit=True,
+    activation_func=silu,
+    add_bias_linear=False,
+    init_method_std=0.3,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    use_cpu_initialization=True,
+    gradient_accumulation_fusion=False,
+    bias_activation_fusion=False,
+    bias_dropout_fusion=False,
+    masked_softmax_fusion=False,
+    normalization="RMSNorm",
+)
+
+
+class NoRandomStates:
+    """In place of Megatron's tracker of CUDA random states."""
+
+    def fork(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        """Leave the state as it is."""
+        return contextlib.nullcontext()
+
+    def is_initialized(self) -> bool:
+        """There is nothing to do."""
+        return True
+
+
+class NoStream:
+    """In place of ``torch.cuda.Stream`` and what it records: every method does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+
+def use_cpu() -> None:
+    """Let this process run Megatron-core without a GPU, Transformer Engine and Apex."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.Stream = torch.cuda.current_stream = NoStream  # type: ignore[misc,assignment]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.stream = contextlib.nullcontext  # type: ignore[misc,assignment]
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **kwargs: (  # on CPUs it forgets about numpy
+        tensor.numpy() if torch.is_tensor(tensor) and tensor.dim() else tensor
+    )
+    random._CUDA_RNG_STATE_TRACKER = NoRandomStates()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
+    moe_utils.te_general_gemm = None  # which 0.16.1 forgets to say
+
+
+def start(ep: int, expert_tp: int = 1) -> None:
+    """Megatron's process groups, in fresh ones after an earlier start."""
+    from megatron.core import parallel_state
+
+    use_cpu()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp, create_gloo_process_groups=False
+    )
+
+
+def make_config(**changes: Any) -> Any:
+    """A ``TransformerConfig`` for the groups that were started."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = dict(
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    return TransformerConfig(**{**FIELDS, **sizes, **changes})
+
+
+def make_group(config: Any, **changes: Any) -> ExpertGroup:
+    """Comet's group for Megatron's ranks."""
+    parallel = ParallelConfig(ep=config.expert_model_parallel_size, tp=config.expert_tensor_parallel_size)
+    settings: dict[str, Any] = dict(max_tokens=SEQUENCE * BATCH, dtype=torch.float32, device="cpu")
+    return make_expert_group(moe_config(config), parallel, **{**settings, **changes})
+
+
+def stock_spec(config: Any) -> Any:
+    """The spec of a transformer layer whose experts are Megatron's ``SequentialMLP``."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization=config.normalization
+    )
+
+
+def make_layer(config: Any, spec: Any) -> Any:
+    """The MoE layer of a transformer layer's spec."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    torch.manual_seed(5)
+    mlp = spec.submodules.mlp
+    layer = mlp(config=config) if isinstance(mlp, functools.partial) else build_module(mlp, config=config)
+    layer.set_layer_number(1)
+    return layer
+
+
+def make_gpt(config: Any, spec: Any) -> Any:
+    """A model of two such transformer layers."""
+    from megatron.core.models.gpt import GPTModel
+
+    torch.manual_seed(6)
+    return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
+
+
+@torch.no_grad()
+def draw_experts(model: nn.Module, seed: int) -> None:
+    """Other weights for each local expert of every rank, of which Megatron makes copies on CPUs."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    for name, parameter in model.named_parameters():
+        if ".local_experts." in name or name.startswith("local_experts."):
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def twins(make: Any, config: Any, group: ExpertGroup, seed: int, **settings: Any) -> tuple[Any, Any]:
+    """What ``make`` makes of Megatron's spec, and of the one with Comet, with the same weights."""
+    spec = stock_spec(config)
+    stock, ours = make(config, spec), make(config, with_comet(spec, group, **settings))
+    draw_experts(stock, seed)
+    ours.load_state_dict(from_sequential(stock.state_dict()))
+    return stock, ours
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by parameter name; every parameter must have one."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(grad is not None for grad in found.values()), [name for name, grad in found.items() if grad is None]
+    return found  # type: ignore[return-value]
