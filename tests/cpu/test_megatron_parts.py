@@ -15,7 +15,7 @@ from comet.errors import UnavailableError
 from comet.group import ExpertGroup, make_expert_group
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
 from comet.integrations.megatron.layer import top_k_of
-from comet.integrations.megatron.rules import OFF, check_config
+from comet.integrations.megatron.rules import OFF, check_config, check_ranks
 
 FIELDS: dict[str, Any] = dict(
     hidden_size=32,
@@ -101,6 +101,30 @@ def test_configurations_comet_cannot_take(changes: dict[str, Any], message: str,
     check_config(config(), group)
     with pytest.raises(ValueError, match=message):
         check_config(config(**changes), group)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        (dict(ep=[4, 5]), r"ranks=\[4, 5\] of Megatron's ep group must be \[4, 6\], those of Comet's group"),
+        (dict(expt_tp=[4, 5]), r"ranks=\[4, 5\] of Megatron's expt_tp group must be \[6, 7\]"),
+        (dict(ep=[6]), r"expert_model_parallel_size=1 must be 2, as in Comet's group of ep=2 and tp=2"),
+        (dict(expt_tp=[4, 5, 6, 7]), r"expert_tensor_parallel_size=4 must be 2"),
+        (dict(expt_dp=None), "expt_dp of the process groups must be given"),
+    ],
+)
+def test_ranks_of_both_have_to_be_the_same(
+    changes: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", list)
+    mine: Any = SimpleNamespace(world_rank=6, rank=2, parallel=ParallelConfig(ep=2, tp=2))
+    groups = SimpleNamespace(**{**dict(ep=[4, 6], expt_tp=[6, 7], expt_dp=[2, 6]), **changes})
+    if message is None:
+        check_ranks(groups, mine)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_ranks(groups, mine)
 
 
 def sequential(num_experts: int, prefix: str) -> dict[str, Any]:
