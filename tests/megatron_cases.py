@@ -80,7 +80,7 @@ def use_cpu() -> None:
     moe_utils.te_general_gemm = None  # which 0.16.1 forgets to say
 
 
-def start(ep: int, expert_tp: int = 1) -> None:
+def start(ep: int, expert_tp: int = 1, tp: int = 1) -> None:
     """Megatron's process groups, in fresh ones after an earlier start."""
     from megatron.core import parallel_state
 
@@ -88,7 +88,10 @@ def start(ep: int, expert_tp: int = 1) -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp, create_gloo_process_groups=False
+        tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=expert_tp,
+        create_gloo_process_groups=False,
     )
 
 
@@ -97,7 +100,10 @@ def make_config(**changes: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
+    tp = parallel_state.get_tensor_model_parallel_world_size()
     sizes = dict(
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )

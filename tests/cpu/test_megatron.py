@@ -67,9 +67,9 @@ def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
     assert error <= 5e-6 * largest, f"{what}: error {error} of values up to {largest}"
 
 
-def check_layer(rank: int, world_size: int, ep: int, expert_tp: int) -> None:
+def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int) -> None:
     """Each case of one layout: output, gradient of the input, and of all parameters."""
-    start(ep, expert_tp)
+    start(ep, expert_tp, tp)
     group = make_group(make_config(moe_router_topk=4))
     for name, (fields, settings) in CASES.items():
         stock, ours = twins(make_layer, make_config(**fields), group, rank, **settings)
@@ -101,9 +101,10 @@ def check_layer(rank: int, world_size: int, ep: int, expert_tp: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ep", "expert_tp"), [(1, 1), (2, 1), (1, 2)])
-def test_layer(ep: int, expert_tp: int) -> None:
-    run_ranks(check_layer, ep * expert_tp, ep, expert_tp, timeout=300)
+@pytest.mark.parametrize(("ep", "expert_tp", "tp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+def test_layer(ep: int, expert_tp: int, tp: int) -> None:
+    """Under ``tp`` the rest of the model is tensor-parallel, too, and ranks have parts of the sequence."""
+    run_ranks(check_layer, ep * expert_tp, ep, expert_tp, tp, timeout=300)
 
 
 def losses(config: Any, model: Any, rank: int) -> list[float]:
