@@ -35,7 +35,7 @@ from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
 from .fp8_gemm_combine_cuda import fp8_gemm_combine_cuda
 from .fp8_gemm_combine_cuda import runs_cuda as runs_fp8_cuda
 from .gemm_combine_cuda import gemm_combine_cuda, runs_cuda
-from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel, multiprocessors
+from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
 from .recorder import KIND_CONVERT, now, record, recording
 
 # Registers of a thread beside each other: 256 x 184 + 128 x 144 = 65536.
@@ -181,7 +181,10 @@ def gemm_combine(
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
-    num_blocks = 2 if interpret else multiprocessors(a.device, config.spare_multiprocessors)
+    num_blocks = 2
+    if not interpret:
+        all_of_them = torch.cuda.get_device_properties(a.device).multi_processor_count
+        num_blocks = all_of_them - config.spare_multiprocessors
     arguments = combine_arguments(out, wire, returns, table, config, grads) | dict(
         a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),

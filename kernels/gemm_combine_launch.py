@@ -10,7 +10,7 @@ from torch import Tensor
 from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
 from .combine import MULTIPROCESSORS, column_parts
 from .cuda_text import PASS_COLS, WARPS
-from .gemm_panels import PANEL_COUNTERS, multiprocessors
+from .gemm_panels import PANEL_COUNTERS
 from .nvrtc import CudaKernel
 from .primitives import PLACE_LAYER1, PLACE_PANEL
 from .recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
@@ -132,25 +132,26 @@ def launch(
         parts=cuda_parts(wire.max_tokens, wire.world_size, cols, extent.num_panels),
         event_capacity=0 if recorder is None else recorder.capacity,
     )
-    num_blocks = launched_blocks(multiprocessors(y.device, extent.spare_multiprocessors), kernel.cluster, extent)
+    num_multiprocessors = torch.cuda.get_device_properties(y.device).multi_processor_count
+    num_blocks = launched_blocks(num_multiprocessors, extent.spare_multiprocessors, kernel.cluster)
     kernel.launch(num_blocks, [*maps, counts, starts, extent.experts, extent.depth, scales, arguments])
 
 
-def launched_blocks(num_multiprocessors: int, cluster: int, extent: Extent) -> int:
+def launched_blocks(num_multiprocessors: int, spare: int, cluster: int) -> int:
     """Blocks of a launch, of one cluster at least.
 
     The blocks of a cluster need multiprocessors of the same part of the GPU: where others hold some, each part may have
     one left over.
 
     Args:
-        num_multiprocessors: Those that the launch may use.
+        num_multiprocessors: Of the GPU.
+        spare: Those that the launch may not use.
         cluster: Blocks of a cluster, 1 or 2.
-        extent: See ``launch``.
 
-    Example: 132 multiprocessors in pairs: 132; with 31 spare ones, 101: 101 - 8 = 93, so 92.
+    Example: 132 multiprocessors in pairs: 132; with 31 spare ones 132 - 31 - 8 = 93, so 92.
     """
-    left_over = GPU_PARTS * (cluster - 1) if extent.spare_multiprocessors else 0
-    return max((num_multiprocessors - left_over) // cluster, 1) * cluster
+    left_over = GPU_PARTS * (cluster - 1) if spare else 0
+    return max((num_multiprocessors - spare - left_over) // cluster, 1) * cluster
 
 
 def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:

@@ -1,6 +1,5 @@
 """The GEMM of layer 1: column panel by column panel over all experts, each published when it is complete."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -10,11 +9,6 @@ from .recorder import KIND_LAYER1_TILE, now, record
 from .tiles import decode_columns
 
 PANEL_COUNTERS = 16  # where the panels' counters begin among a launch's counters
-
-
-def multiprocessors(device: torch.device, spare: int) -> int:
-    """How many a launch of layer 1 may use, whose panels wait for all of its blocks: not the ``spare`` ones."""
-    return torch.cuda.get_device_properties(device).multi_processor_count - spare
 
 
 @triton.jit

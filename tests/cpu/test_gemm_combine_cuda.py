@@ -25,7 +25,7 @@ from comet.kernels.combine import column_parts
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.kernels.gemm_combine_cuda import CudaConfig
-from comet.kernels.gemm_combine_launch import Arguments, Extent, combiner_bytes, cuda_parts, launched_blocks
+from comet.kernels.gemm_combine_launch import Arguments, combiner_bytes, cuda_parts, launched_blocks
 from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
@@ -170,11 +170,9 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_of_a_launch() -> None:
     """Pairs of blocks may find a multiprocessor left over in each part of the GPU, where others hold some."""
-    extent = Extent(experts=1, depth=64, num_panels=1, spare_multiprocessors=0)
-    assert [launched_blocks(132, cluster, extent) for cluster in (1, 2)] == [132, 132]
-    spare = dataclasses.replace(extent, spare_multiprocessors=31)
-    assert [launched_blocks(101, cluster, spare) for cluster in (1, 2)] == [101, 92]
-    assert [launched_blocks(8, cluster, spare) for cluster in (1, 2)] == [8, 2], "half of a small part of a GPU"
+    assert [launched_blocks(132, 0, cluster) for cluster in (1, 2)] == [132, 132]
+    assert [launched_blocks(132, 31, cluster) for cluster in (1, 2)] == [101, 92]
+    assert [launched_blocks(16, 8, cluster) for cluster in (1, 2)] == [8, 2], "half of a small part of a GPU"
 
 
 @pytest.mark.parametrize("cuda_kernels", [False, True])
