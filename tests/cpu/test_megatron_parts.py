@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from megatron_cases import FIELDS
+from torch.nn.functional import gelu
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import UnavailableError
@@ -17,14 +18,7 @@ from comet.integrations.megatron import from_sequential, moe_config, with_comet
 from comet.integrations.megatron.layer import top_k_of
 from comet.integrations.megatron.rules import OFF, check_config, check_ranks
 
-FIELDS: dict[str, Any] = dict(
-    hidden_size=32,
-    ffn_hidden_size=64,
-    moe_ffn_hidden_size=48,
-    num_moe_experts=4,
-    moe_router_topk=2,
-    gated_linear_unit=True,
-    activation_func=silu,
+DEFAULTS: dict[str, Any] = dict(  # of a TransformerConfig
     moe_token_dispatcher_type="alltoall",
     cuda_graph_impl="none",
     bf16=False,
@@ -34,7 +28,7 @@ FIELDS: dict[str, Any] = dict(
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**FIELDS, **changes})
+    return SimpleNamespace(**{**DEFAULTS, **FIELDS, **changes})
 
 
 @pytest.fixture
