@@ -12,7 +12,8 @@ from torch.nn.functional import silu
 
 from .aot_case import KernelCase
 from .arguments import TileTable, as_triton_dtype, power_of_2
-from .group_gemm import INTERPRETED_BLOCKS, valid_rows
+from .group_gemm import num_blocks, valid_rows
+from .tiles import rows_of_piece
 
 ROWS = 8  # rows a block works on at once; divides every tile
 COLS = 256
@@ -40,13 +41,9 @@ def swiglu_backward_kernel(
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """See ``swiglu_backward``; persistent blocks over pieces of ROWS rows of a tile, K slots per received row."""
-    per_tile: tl.constexpr = BLOCK_M // ROWS
-    num_items = tl.load(num_tiles_ptr) * per_tile
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
-        tile = item // per_tile
-        in_tile = (item - tile * per_tile) * ROWS + tl.arange(0, ROWS)
-        valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
-        q = tl.load(tiles_ptr + tile * 4 + 1) + in_tile
+    num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
+    for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)
         row_ids = tl.load(row_ids_ptr + q, mask=valid, other=0).to(tl.int64)
         slots = tl.load(slots_ptr + q, mask=valid, other=0)
         weight = tl.load(weights_ptr + row_ids * K + slots, mask=valid, other=0.0)[:, None]
@@ -105,11 +102,8 @@ def swiglu_backward(
     ffn = check_backward(pre, grad_act, slots, row_weights, table, grad_pre, weighted_hidden, grad_weights)
     if pre.shape[0] == 0 or row_weights.shape[0] == 0:
         return
-    if triton.knobs.runtime.interpret:
-        blocks = INTERPRETED_BLOCKS
-    else:
-        blocks = torch.cuda.get_device_properties(pre.device).multi_processor_count * BLOCKS_PER_PROCESSOR
-    swiglu_backward_kernel[(blocks,)](
+    max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
+    swiglu_backward_kernel[(num_blocks(pre.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
         pre, grad_act, table.row_ids, slots, row_weights, table.tiles, table.num_tiles,
         grad_pre, weighted_hidden, grad_weights, ffn, row_weights.shape[1],
         BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), num_warps=4,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .aot_case import KernelCase
 from .arguments import TileTable, as_triton_dtype, power_of_2
-from .group_gemm import INTERPRETED_BLOCKS, valid_rows
+from .group_gemm import num_blocks, valid_rows
+from .tiles import rows_of_piece
 
 ROWS = 8  # rows a block copies at once; divides every tile
 ROW_BYTES = 2048  # of each of them
@@ -24,12 +25,9 @@ def gather_rows_kernel(
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """See ``gather_rows``; persistent blocks over pieces of ROWS rows of a tile."""
-    per_tile: tl.constexpr = BLOCK_M // ROWS
-    for item in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * per_tile, tl.num_programs(0)):
-        tile = item // per_tile
-        in_tile = (item - tile * per_tile) * ROWS + tl.arange(0, ROWS)
-        valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
-        q = tl.load(tiles_ptr + tile * 4 + 1) + in_tile
+    num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
+    for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)
         row_ids = tl.load(row_ids_ptr + q, mask=valid, other=0)
         source = rows_ptr + row_ids.to(tl.int64)[:, None] * N
         target = out_ptr + q.to(tl.int64)[:, None] * N
@@ -56,12 +54,8 @@ def gather_rows(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable) ->
     """
     check_gather(rows, out, row_ids)
     cols = min(ROW_BYTES // rows.element_size(), power_of_2(rows.shape[1]))
-    if triton.knobs.runtime.interpret:
-        blocks = INTERPRETED_BLOCKS
-    else:
-        blocks = BLOCKS_PER_PROCESSOR * torch.cuda.get_device_properties(rows.device).multi_processor_count
-    most = table.tiles.shape[0] * (table.block_rows // ROWS)
-    gather_rows_kernel[(max(1, min(blocks, most)),)](
+    max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
+    gather_rows_kernel[(num_blocks(rows.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
         rows, out, table.tiles, table.num_tiles, row_ids, rows.shape[1], BLOCK_M=table.block_rows, ROWS=ROWS, COLS=cols
     )  # fmt: skip
 

@@ -128,7 +128,7 @@ def group_gemm(
     block_k = min(config.block_k, power_of_2(depth))
     b_block = [1, block_n, block_k] if layout == "nk" else [1, block_k, block_n]
     max_items = table.tiles.shape[0] * -(-num_cols // block_n)
-    group_gemm_kernel[(num_blocks(a.device, config, max_items),)](
+    group_gemm_kernel[(num_blocks(a.device, max_items, most=config.max_blocks),)](
         a if gather else TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         TensorDescriptor.from_tensor(b, b_block),
         out, table.tiles, table.num_tiles, table.row_ids, num_cols, depth,
@@ -195,14 +195,14 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def num_blocks(device: torch.device, config: GemmConfig, max_items: int) -> int:
-    """Persistent blocks: one per multiprocessor, but no more than there can be work items and at least one."""
+def num_blocks(device: torch.device, max_items: int, *, most: int | None = None, per_processor: int = 1) -> int:
+    """Persistent blocks: so many per multiprocessor, but no more than there can be work items and at least one."""
     if triton.knobs.runtime.interpret:
         blocks = INTERPRETED_BLOCKS
     else:
-        blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    if config.max_blocks is not None:
-        blocks = min(blocks, config.max_blocks)
+        blocks = per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+    if most is not None:
+        blocks = min(blocks, most)
     return max(1, min(blocks, max_items))
 
 

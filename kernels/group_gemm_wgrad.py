@@ -72,7 +72,7 @@ def group_gemm_wgrad(
     block_m = min(config.block_m, power_of_2(width_m))
     block_n = min(config.block_n, power_of_2(width_n))
     max_items = num_experts * -(-width_m // block_m) * -(-width_n // block_n)
-    group_gemm_wgrad_kernel[(num_blocks(a.device, config, max_items),)](
+    group_gemm_wgrad_kernel[(num_blocks(a.device, max_items, most=config.max_blocks),)](
         create_ragged_descriptor(a, [config.block_k, block_m]), create_ragged_descriptor(b, [config.block_k, block_n]),
         out, segment_starts, segment_counts, width_m, width_n, num_experts,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP_TILES=config.group_tiles,

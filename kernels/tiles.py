@@ -71,6 +71,16 @@ def decode_tokens(item, num_tiles, num_cols, GROUP_TILES: tl.constexpr):
 
 
 @triton.jit
+def rows_of_piece(piece, tiles_ptr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
+    """Routed rows of a piece, ROWS rows of a tile, and which of them are valid; the pieces of a tile are neighbours."""
+    per_tile: tl.constexpr = BLOCK_M // ROWS
+    tile = piece // per_tile
+    in_tile = (piece - tile * per_tile) * ROWS + tl.arange(0, ROWS)
+    valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
+    return tl.load(tiles_ptr + tile * 4 + 1) + in_tile, valid
+
+
+@triton.jit
 def decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES: tl.constexpr):
     """Tile, column block and panel of a work item when all tiles finish a column panel before the next one."""
     panel = panel_of(item // num_tiles, num_cols, num_panels)

@@ -343,7 +343,7 @@ def test_rows_without_capacity_launch_nothing():
 
 def in_interpreter(rank: int, world_size: int) -> list[int]:
     device = torch.device("cpu")
-    return [num_blocks(device, GemmConfig(max_blocks=limit), items) for limit, items in ((None, 9), (2, 9), (2, 0))]
+    return [num_blocks(device, items, most=limit) for limit, items in ((None, 9), (2, 9), (2, 0))]
 
 
 def test_number_of_persistent_blocks():
