@@ -80,23 +80,6 @@ class TileTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Returns:
-    """How routed rows become token rows again (``comet.plan``).
-
-    Args:
-        row_slots: ``(R, K)`` int32 routed row of each (received row, slot), or -1.
-        row_weights: ``(R, K)`` float32 routing weights, or ``None`` to add rows up unweighted.
-        send_rows: ``(M, W)`` int32 the row of each token at each rank, or -1.
-        recv_counts: ``(W,)`` int32.
-    """
-
-    row_slots: Tensor
-    row_weights: Tensor | None
-    send_rows: Tensor
-    recv_counts: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GradWire:
     """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go.
 
@@ -111,6 +94,25 @@ class GradWire:
     landing: Tensor
     landing_pointers: Tensor
     out: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returns:
+    """How routed rows become token rows again (``comet.plan``).
+
+    Args:
+        row_slots: ``(R, K)`` int32 routed row of each (received row, slot), or -1.
+        row_weights: ``(R, K)`` float32 routing weights, or ``None`` to add rows up unweighted.
+        send_rows: ``(M, W)`` int32 the row of each token at each rank, or -1.
+        recv_counts: ``(W,)`` int32.
+        grads: Gradients of the routing weights to send along, or ``None``.
+    """
+
+    row_slots: Tensor
+    row_weights: Tensor | None
+    send_rows: Tensor
+    recv_counts: Tensor
+    grads: GradWire | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

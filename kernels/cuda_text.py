@@ -38,17 +38,19 @@ def cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequenc
     """One text to compile.
 
     Args:
-        constants: Numbers by name, beside ``COMMON``.
+        constants: Numbers by name, beside ``COMMON``. With ``IS_GRADIENT`` the columns of a weight, and not its
+            contraction, are neighbours in memory.
         dtype: Of the elements, bfloat16 or float16.
         sources: Files of ``cuda/`` without their ending, in the order of their use.
         most_rows: Routed rows that a block multiplies at a time, at most; a multiple of ``STEP``.
     """
+    element = "bf16" if dtype == torch.bfloat16 else "f16"
     heights = range(STEP, most_rows + 1, STEP)
     products = [
         f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in heights)}",
         f"using Sums = float[{most_rows // 2}];",
         "template <int ROWS>\n__device__ void multiply(Sums& sums, unsigned long long a, unsigned long long b);",
-        *(_product(height, "bf16" if dtype == torch.bfloat16 else "f16") for height in heights),
+        *(_product(height, element, constants["IS_GRADIENT"]) for height in heights),
     ]
     return _text({"MOST_ROWS": most_rows} | dict(constants), dtype, products, sources)
 
@@ -111,10 +113,11 @@ def _memory_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, item_by
     return 1024 + num_stages * (stage_bytes + 16) + staging_bytes + ITEM_SLOTS * (item_bytes + DRAW_BYTES)
 
 
-def _product(rows: int, element: str) -> str:
+def _product(rows: int, element: str, transposed: int) -> str:
     """``multiply`` for pieces of ``rows`` rows: the instruction names each of its registers."""
     parts = "".join(
-        _instruction(first, min(rows - first, MOST_AT_ONCE), element) for first in range(0, rows, MOST_AT_ONCE)
+        _instruction(first, min(rows - first, MOST_AT_ONCE), element, transposed)
+        for first in range(0, rows, MOST_AT_ONCE)
     )
     return (
         f"template <>\n__device__ __forceinline__ void multiply<{rows}>(Sums& sums, unsigned long long a, "
@@ -122,7 +125,7 @@ def _product(rows: int, element: str) -> str:
     )
 
 
-def _instruction(first_row: int, rows: int, element: str) -> str:
+def _instruction(first_row: int, rows: int, element: str, transposed: int) -> str:
     """The product of ``rows`` rows from ``first_row`` on, a multiple of 8."""
     first_sum, num_sums = first_row // 2, rows // 2
     sums = ", ".join(f"%{index}" for index in range(num_sums))
@@ -131,7 +134,7 @@ def _instruction(first_row: int, rows: int, element: str) -> str:
     rows_from = f"b + {first_row * LINE // 16}" if first_row else "b"  # in units of 16 bytes
     return (
         '    asm volatile("{\\n.reg .pred adds;\\nsetp.ne.b32 adds, 1, 0;\\n'
-        f'{instruction} {{{sums}}}, %{num_sums}, %{num_sums + 1}, adds, 1, 1, 0, 0;\\n}}"\n'
+        f'{instruction} {{{sums}}}, %{num_sums}, %{num_sums + 1}, adds, 1, 1, {transposed}, 0;\\n}}"\n'
         f'        : {operands} : "l"(a), "l"({rows_from}));\n'
     )
 

@@ -253,6 +253,7 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
         STAGED_ROWS=config.staged_rows,
         PUSH_BATCH=16,
         SAVES_PRE=int(saves_pre),
+        IS_GRADIENT=0,
         MULTIPLYING_REGISTERS=176 if records else 184,  # recording takes registers of the warps that load
     )
     return cuda_text(constants, dtype, SOURCES, config.most_rows)

@@ -85,6 +85,7 @@ def can_run(y: Tensor, b: Scaled, wire: Wire, returns: Returns, table: TileTable
         and entries <= MOST_ENTRIES
         and shared_bytes(len(b.elements), entries) <= SHARED_LIMIT
         and returns.row_weights is not None
+        and returns.grads is None
         and table.segments is not None
         and is_available(y.device)
     )
@@ -141,7 +142,7 @@ def _kernel(dtype: torch.dtype, experts: int, top_k: int, world_size: int, recor
 
 def source(dtype: torch.dtype, top_k: int, world_size: int, records: bool) -> str:
     """The CUDA text of one configuration."""
-    constants = launch_constants(top_k, world_size, records) | dict(
+    constants = launch_constants(top_k, world_size, records, False) | dict(
         CLUSTER=1, STAGES=NUM_STAGES, BOX_ROWS=BOX_ROWS, AHEAD_BESIDE=AHEAD, AHEAD_AFTER=AHEAD_AFTER,
         MULTIPLYING_REGISTERS=216,
     )  # fmt: skip

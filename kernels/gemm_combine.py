@@ -17,8 +17,8 @@ registers. The second is a programmatic dependent of the first: it starts when e
 comm block takes the place of a compute block it waits for. Where there is no room beside (float32, other chips), it
 starts as compute blocks end: slower, not wrong.
 
-On Hopper the forward pass of larger layers is one launch in CUDA C++ instead of these two
-(``gemm_combine_cuda``, ``fp8_gemm_combine_cuda``).
+On Hopper larger layers, and their gradients, are one launch in CUDA C++ instead of these two (``gemm_combine_cuda``,
+``fp8_gemm_combine_cuda``).
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, GradWire, Returns, Scaled, TileTable, Wire, parts
+from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, Scaled, TileTable, Wire, parts
 from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
 from .fp8_gemm_combine_cuda import fp8_gemm_combine_cuda
 from .fp8_gemm_combine_cuda import runs_cuda as runs_fp8_cuda
@@ -153,7 +153,6 @@ def gemm_combine(
     config: GemmCombineConfig,
     *,
     b_is_kn: bool = False,
-    grads: GradWire | None = None,
 ) -> None:
     """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
 
@@ -167,14 +166,13 @@ def gemm_combine(
         table: Tiles.
         config: Tile shape, panels and placement.
         b_is_kn: The contraction is b's middle axis.
-        grads: Routing-weight gradients to send along, or ``None``.
     """
     may_be_cuda = config.beside and config.cuda_kernels
     if isinstance(a, Scaled) and isinstance(b, Scaled) and may_be_cuda and runs_fp8_cuda(y, b, wire, returns, table):
         fp8_gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
         return
     (a, a_scales), (b, b_scales) = parts(a), parts(b)
-    if may_be_cuda and grads is None and not b_is_kn and runs_cuda(a, b, wire, returns, table):
+    if may_be_cuda and b_is_kn == (returns.grads is not None) and runs_cuda(a, b, wire, returns, table):
         gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
         return
     block_n, block_k = config.block_n, config.block_k
@@ -185,7 +183,7 @@ def gemm_combine(
     if not interpret:
         all_of_them = torch.cuda.get_device_properties(a.device).multi_processor_count
         num_blocks = all_of_them - config.spare_multiprocessors
-    arguments = combine_arguments(out, wire, returns, table, config, grads) | dict(
+    arguments = combine_arguments(out, wire, returns, table, config) | dict(
         a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),
         a_scales=a_scales,
@@ -219,10 +217,10 @@ def gemm_combine(
 
 
 def combine_arguments(
-    out: Tensor, wire: Wire, returns: Returns, table: TileTable, config: GemmCombineConfig, grads: GradWire | None
+    out: Tensor, wire: Wire, returns: Returns, table: TileTable, config: GemmCombineConfig
 ) -> dict[str, Any]:
     """What the comm blocks read, by the names of the kernels' parameters."""
-    top_k = returns.row_slots.shape[1]
+    top_k, grads = returns.row_slots.shape[1], returns.grads
     unused = returns.row_slots
     return dict(
         out_ptr=out,

@@ -1,4 +1,4 @@
-"""Layer 1's forward pass in CUDA C++ (``cuda/``): what ``gemm_combine`` does, bit for bit, in one launch.
+"""Layer 1, and layer 0's gradients, in CUDA C++ (``cuda/``): what ``gemm_combine`` does, bit for bit, in one launch.
 
 What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast,
 pieces of rows of equal height in the place of tiles of 128, and combining warps with a dozen loads on their way each.
@@ -119,12 +119,12 @@ def takes(
         M=4096, K=8, D=2048 and F=768 are 5.2e10 products: taken, if in 16 bits; M=2048 not.
     """
     fits = _fits(max(top_k, world_size), experts, itemsize, block_rows)
-    return fits and _is_large(max_tokens, top_k, cols, depth)
+    return fits and _is_large(max_tokens, top_k, cols, depth, False)
 
 
-def _is_large(max_tokens: int, top_k: int, cols: int, depth: int) -> bool:
-    """Nor of too long a contraction."""
-    return max_tokens * top_k * cols * depth >= LEAST_PRODUCTS and depth <= MOST_DEPTH
+def _is_large(max_tokens: int, top_k: int, cols: int, depth: int, is_gradient: bool) -> bool:
+    """Nor of too long a contraction, in the forward pass."""
+    return max_tokens * top_k * cols * depth >= LEAST_PRODUCTS and (is_gradient or depth <= MOST_DEPTH)
 
 
 @functools.cache
@@ -138,16 +138,17 @@ def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
 
 
 def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable) -> bool:
-    """Whether a forward launch is the one in CUDA C++; equal on all ranks, for the flags of the two are not the same.
+    """Whether a launch is the one in CUDA C++; equal on all ranks, for the flags of the two are not the same.
 
     Args:
         a: Routed rows.
-        b: ``(e, D, C)`` weights.
+        b: ``(e, D, C)`` weights, or ``(e, C, D)`` of gradients.
         wire: See ``gemm_combine``.
         returns: See ``gemm_combine``.
         table: See ``gemm_combine``.
     """
-    is_large = _is_large(wire.max_tokens, returns.row_slots.shape[1], *b.shape[1:])
+    is_gradient = returns.grads is not None
+    is_large = _is_large(wire.max_tokens, returns.row_slots.shape[1], *b.shape[1:], is_gradient)
     return is_large and can_run(a, b, wire, returns, table)
 
 
@@ -156,7 +157,7 @@ def can_run(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable
     entries = max(returns.row_slots.shape[1], wire.world_size)
     return (
         _fits(entries, len(b), a.element_size(), table.block_rows)
-        and returns.row_weights is not None
+        and (returns.row_weights is None) == (returns.grads is not None)
         and table.segments is not None
         and is_available(a.device)
     )
@@ -178,42 +179,51 @@ def gemm_combine_cuda(
 
     Args:
         a: ``(Q, C)`` routed rows, bfloat16 or float16.
-        b: ``(e, D, C)``, same dtype.
+        b: ``(e, D, C)``, same dtype; of gradients ``(e, C, D)``.
         y: ``(Q, D)`` scratch for the expert outputs.
         out: ``(T, D)`` result.
         wire: Combine rows and flags.
-        returns: Which rows to add up for whom, with weights.
+        returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Segments, counters and the number of tiles.
         num_panels: Column panels.
         spare_multiprocessors: See ``GemmCombineConfig``.
         config: Shape of the blocks.
     """
     config = config or CudaConfig.select(table.even_rows)
-    shape = a.dtype, len(b), returns.row_slots.shape[1], wire.world_size, wire.recorder is not None
-    device = torch.cuda.current_device()
+    is_gradient, device = returns.grads is not None, torch.cuda.current_device()
+    shape = a.dtype, len(b), returns.row_slots.shape[1], wire.world_size, wire.recorder is not None, is_gradient
     kernel = _selectable_kernels(*shape, device).get(config) or _kernel(config, *shape, device)
-    maps = tensor_map(a, (config.box_rows, DEPTH)), tensor_map(b, (1, COLS, DEPTH))
+    box = (1, DEPTH, LINE // b.itemsize) if is_gradient else (1, COLS, DEPTH)
+    maps = tensor_map(a, (config.box_rows, DEPTH)), tensor_map(b, box)
     extent = Extent(
-        experts=len(b), depth=b.shape[2], num_panels=num_panels, spare_multiprocessors=spare_multiprocessors
+        experts=len(b), depth=a.shape[1], num_panels=num_panels, spare_multiprocessors=spare_multiprocessors
     )
     launch(kernel, maps, Scales(), y, out, wire, returns, table, extent)
 
 
 @functools.cache
 def _selectable_kernels(
-    dtype: torch.dtype, experts: int, top_k: int, world_size: int, records: bool, device: int
+    dtype: torch.dtype, experts: int, top_k: int, world_size: int, records: bool, is_gradient: bool, device: int
 ) -> dict[CudaConfig, CudaKernel]:
     """Loaded together: which one runs depends on a call's tokens, and who compiles keeps other ranks waiting."""
-    return {config: _kernel(config, dtype, experts, top_k, world_size, records, device) for config in SELECTABLE}
+    shape = dtype, experts, top_k, world_size, records, is_gradient, device
+    return {config: _kernel(config, *shape) for config in SELECTABLE}
 
 
 @functools.cache
 def _kernel(
-    config: CudaConfig, dtype: torch.dtype, experts: int, top_k: int, world_size: int, records: bool, device: int
+    config: CudaConfig,
+    dtype: torch.dtype,
+    experts: int,
+    top_k: int,
+    world_size: int,
+    records: bool,
+    is_gradient: bool,
+    device: int,
 ) -> CudaKernel:
     """Loaded once per device: a module belongs to its context."""
     return load_kernel(
-        compile_cubin(source(config, dtype, top_k, world_size, records), NAME),
+        compile_cubin(source(config, dtype, top_k, world_size, records, is_gradient), NAME),
         NAME,
         num_threads=NUM_THREADS,
         cluster=config.cluster,
@@ -221,9 +231,11 @@ def _kernel(
     )
 
 
-def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, records: bool) -> str:
+def source(
+    config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, records: bool, is_gradient: bool
+) -> str:
     """The CUDA text of one configuration."""
-    constants = launch_constants(top_k, world_size, records) | dict(
+    constants = launch_constants(top_k, world_size, records, is_gradient) | dict(
         CLUSTER=config.cluster, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows, BOX_ROWS=config.box_rows,
         AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, MULTIPLYING_REGISTERS=176, FENCED_BY_MULTIPLIERS=0,
     )  # fmt: skip
@@ -231,17 +243,18 @@ def source(config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, 
 
 
 def aot_cases() -> list[CudaCase]:
-    """Those of ``AOT_SHAPES``, in all blocks that a layer takes."""
+    """Those of ``AOT_SHAPES``, in all blocks that a layer takes, and gradients."""
     ranks, experts = 4, 64
     return [
         CudaCase(
             name=f"{str(dtype).removeprefix('torch.')}, top-{top_k}, {ranks} ranks, pieces of {config.most_rows}"
-            f"{', recording' if records else ''}",
+            f"{', gradients' if is_gradient else ''}{', recording' if records else ''}",
             kernel=f"{NAME}_cuda",
-            source=source(config, dtype, top_k, ranks, records),
+            source=source(config, dtype, top_k, ranks, records, is_gradient),
             shared_bytes=config.shared_bytes(experts, max(top_k, ranks)),
             registers=LAUNCH_REGISTERS,
         )
         for dtype, top_k, records in AOT_SHAPES
+        for is_gradient in (False, True)
         for config in SELECTABLE
     ]

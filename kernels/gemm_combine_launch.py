@@ -61,8 +61,9 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in (
-            "y", "landing", "out", "row_slots", "row_weights", "send_rows", "recv_counts", "landing_addresses", "flags",
-            "flag_addresses", "tickets", "panel_counters", "num_tiles", "epoch", "fault", "timeout_ns", "events",
+            "y", "landing", "out", "row_slots", "row_weights", "send_rows", "recv_counts", "landing_addresses",
+            "weights_landing", "weights_landing_addresses", "weights_out", "flags", "flag_addresses", "tickets",
+            "panel_counters", "num_tiles", "epoch", "fault", "timeout_ns", "events",
         )),
         *((name, ctypes.c_int32) for name in (
             "rank", "num_tokens", "max_tokens", "cols", "panels", "parts", "event_capacity",
@@ -114,10 +115,10 @@ def launch(
     assert table.segments is not None
     recorder, cols, (starts, counts) = wire.recorder, out.shape[1], table.segments
     tensors = dict(
-        y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, row_weights=returns.row_weights,
-        send_rows=returns.send_rows, recv_counts=returns.recv_counts, landing_addresses=wire.row_pointers,
-        flags=wire.flags, flag_addresses=wire.flag_pointers, tickets=table.counters,
-        panel_counters=table.counters[PANEL_COUNTERS:], num_tiles=table.num_tiles, epoch=wire.epoch, fault=wire.fault,
+        y=y, landing=wire.rows, out=out, row_slots=returns.row_slots, send_rows=returns.send_rows,
+        recv_counts=returns.recv_counts, landing_addresses=wire.row_pointers, flags=wire.flags,
+        flag_addresses=wire.flag_pointers, tickets=table.counters, panel_counters=table.counters[PANEL_COUNTERS:],
+        num_tiles=table.num_tiles, epoch=wire.epoch, fault=wire.fault, **_weights(returns),
     )  # fmt: skip
     if recorder is not None:
         tensors["events"] = recorder.events
@@ -135,6 +136,20 @@ def launch(
     num_multiprocessors = torch.cuda.get_device_properties(y.device).multi_processor_count
     num_blocks = launched_blocks(num_multiprocessors, extent.spare_multiprocessors, kernel.cluster)
     kernel.launch(num_blocks, [*maps, counts, starts, extent.experts, extent.depth, scales, arguments])
+
+
+def _weights(returns: Returns) -> dict[str, Tensor]:
+    """Routing weights, or their gradients and where these go, by the names of ``Arguments``."""
+    grads = returns.grads
+    if grads is None:
+        assert returns.row_weights is not None
+        return dict(row_weights=returns.row_weights)
+    return dict(
+        row_weights=grads.row_grads,
+        weights_landing=grads.landing,
+        weights_landing_addresses=grads.landing_pointers,
+        weights_out=grads.out,
+    )
 
 
 def launched_blocks(num_multiprocessors: int, spare: int, cluster: int) -> int:
@@ -170,17 +185,18 @@ def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> 
     return column_parts(max_tokens, world_size, COMBINERS * MULTIPROCESSORS, widest_panel, num_panels)
 
 
-def launch_constants(top_k: int, world_size: int, records: bool) -> dict[str, int]:
+def launch_constants(top_k: int, world_size: int, records: bool, is_gradient: bool) -> dict[str, int]:
     """Constants of the launch, whatever its elements and blocks.
 
     Args:
         top_k: K.
         world_size: W.
         records: Whether warps record what they do.
+        is_gradient: Of layer 0's tokens, instead of layer 1's outputs.
     """
     return dict(
-        TOP_K=top_k, WORLD=world_size, RECORDS=int(records), BLOCK_COLS=BLOCK_COLS, COMBINERS=COMBINERS,
-        CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value,
+        TOP_K=top_k, WORLD=world_size, RECORDS=int(records), IS_GRADIENT=int(is_gradient), BLOCK_COLS=BLOCK_COLS,
+        COMBINERS=COMBINERS, CHUNK=COMBINE_CHUNK_ROWS, MAX_PANELS=MAX_PANELS, PLACE_PANEL=PLACE_PANEL.value,
         PLACE_LAYER1=PLACE_LAYER1.value, KIND_LAYER1_TILE=KIND_LAYER1_TILE.value, KIND_REDUCE=KIND_REDUCE.value,
         KIND_FINAL_SUM=KIND_FINAL_SUM.value,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-// Weighted top-k reduce of the expert outputs, their way to the rank of each token, and the final sums there.
+// Weighted top-k reduce of the expert outputs, their way to the rank of each token, and the final sums there. Gradients
+// of layer 0's tokens (IS_GRADIENT) are not weighted; with them travel those of the routing weights.
 //
 // Tickets, their order and why it ends: kernels/combine.py. Here a ticket is the work of one warp. It lists the rows to
 // add up, and then streams them with AHEAD loads on their way, across the ends of sums and of column blocks: beside a
@@ -28,10 +29,13 @@ struct Returns {
     const u16* landing; // partial sums of this rank's tokens
     u16* out;
     const int* row_slots;
-    const float* row_weights;
+    const float* row_weights; // of each received row and slot; their gradients, if IS_GRADIENT
     const int* send_rows;
     const int* recv_counts;
     const u64* landing_addresses;
+    const float* weights_landing; // gradients of this rank's routing weights, from every rank
+    const u64* weights_landing_addresses;
+    float* weights_out;
     const int* flags;
     const u64* flag_addresses;
     int* tickets;
@@ -246,7 +250,7 @@ struct Combiner {
 #pragma unroll
         for (int k = 0; k < TOP_K; ++k) {
             rows[k] = present ? __ldg(returns.row_slots + place + k) : -1;
-            weights[k] = present ? __ldg(returns.row_weights + place + k) : 0;
+            weights[k] = !present ? 0 : IS_GRADIENT ? 1 : __ldg(returns.row_weights + place + k);
         }
         const int num_entries = list_rows(list, rows, weights, present, lane);
         if (ticket.panel >= open_panels) {
@@ -264,9 +268,31 @@ struct Combiner {
         const u64 ready = recorder.now();
         u16* const target = reinterpret_cast<u16*>(__ldg(returns.landing_addresses + source));
         add(ticket, num_entries, returns.y, target + u64(rank * M + first_row) * returns.cols);
+        if constexpr (IS_GRADIENT) {
+            if (ticket.flag == 0 && present) send_weights(source, rank * M + first_row + lane, place);
+        }
         int* const flags = reinterpret_cast<int*>(__ldg(returns.flag_addresses + source));
         pending.flag = flags + chunk_flag(rank, first_row, ticket.flag);
         if (lane == 0) recorder.record(KIND_REDUCE, source, first_row / CHUNK, ticket.panel, begin, ready);
+    }
+
+    // Gradients of a received row's routing weights, beside the first part of the first panel.
+    __device__ __forceinline__ void send_weights(int source, int row, u64 place) const {
+        float* const target = reinterpret_cast<float*>(__ldg(returns.weights_landing_addresses + source));
+#pragma unroll
+        for (int k = 0; k < TOP_K; ++k) target[u64(row) * TOP_K + k] = __ldg(returns.row_weights + place + k);
+    }
+
+    __device__ __forceinline__ void sum_weights(int token, const int (&rows)[WORLD]) const {
+#pragma unroll
+        for (int k = 0; k < TOP_K; ++k) {
+            float sum = 0;
+#pragma unroll
+            for (int peer = 0; peer < WORLD; ++peer) {
+                if (rows[peer] >= 0) sum += __ldcg(returns.weights_landing + u64(rows[peer]) * TOP_K + k);
+            }
+            returns.weights_out[u64(token) * TOP_K + k] = sum;
+        }
     }
 
     __device__ __forceinline__ void sum(const Ticket& ticket) {
@@ -289,6 +315,9 @@ struct Combiner {
         }
         const int num_entries = list_rows(list, rows, weights, present, lane);
         const u64 ready = recorder.now();
+        if constexpr (IS_GRADIENT) {
+            if (ticket.flag == 0 && present) sum_weights(token, rows);
+        }
         add(ticket, num_entries, returns.landing, returns.out + u64(ticket.item) * CHUNK * returns.cols);
         if (lane == 0) recorder.record(KIND_FINAL_SUM, ticket.item * CHUNK, CHUNK, ticket.panel, begin, ready);
     }

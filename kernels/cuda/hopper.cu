@@ -81,6 +81,13 @@ __device__ __forceinline__ void load_weights(
         ::"r"(target), "l"(&map), "r"(barrier), "r"(k), "r"(col), "r"(expert) : "memory");
 }
 
+// Weights whose columns are neighbours in memory: DEPTH lines of as many columns as a line has, twice.
+__device__ __forceinline__ void load_columns(
+    u32 target, const TensorMap& map, u32 barrier, int k, int col, int expert) {
+    load_weights(target, map, barrier, col, k, expert);
+    load_weights(target + DEPTH * LINE, map, barrier, col + LINE / 2, k, expert);
+}
+
 // Eights of gate rows and of up rows in turn.
 __device__ __forceinline__ void load_gate_up(
     u32 target, const TensorMap& map, u32 barrier, int k, int eight, int expert) {

@@ -1,4 +1,5 @@
-// The work items of layer 1's GEMM, y[q] = w[expert of q] @ a[q] for all routed rows, column panel by column panel.
+// The work items of layer 1's GEMM, y[q] = w[expert of q] @ a[q] for all routed rows, column panel by column panel; as
+// the gradients of layer 0's tokens (IS_GRADIENT) of y[q] = a[q] @ w[expert of q].
 //
 // One warp loads. CLUSTER blocks have neighbouring columns of the same rows: each fetches its own weights and a part of
 // the rows, which the copies hand to all of them.
@@ -99,7 +100,11 @@ __device__ __forceinline__ void load_items(
             const u32 weights = ring.stages + ring.stage * STAGE_BYTES, rows = weights + WEIGHT_BYTES;
             const u32 ready = ring.full + 8 * ring.stage;
             barrier_expect(ready, WEIGHT_BYTES + boxes * BOX_ROWS * LINE + (IS_FP8 ? 4 * item.rows : 0));
-            load_weights(weights, weights_map, ready, step * DEPTH, item.col, item.expert);
+            if constexpr (IS_GRADIENT) {
+                load_columns(weights, weights_map, ready, step * DEPTH, item.col, item.expert);
+            } else {
+                load_weights(weights, weights_map, ready, step * DEPTH, item.col, item.expert);
+            }
             for (int box = work.rank; box < boxes; box += CLUSTER) {
                 load_rows(
                     rows + box * BOX_ROWS * LINE, rows_map, ready, step * DEPTH, item.first_row + box * BOX_ROWS);

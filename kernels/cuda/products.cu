@@ -6,6 +6,9 @@
 // for weights are then loaded once and not twice. Two warpgroups multiply, each COLS / 2 columns.
 
 constexpr int MEANWHILE_STEP = 2;
+// From one instruction's weights to the next one's, in units of 16 bytes: along a line, or, where lines lie along the
+// columns, 16 lines on.
+constexpr int NEXT_WEIGHTS = IS_GRADIENT ? LINE : 2;
 
 // Adds up an item of ROWS rows. `meanwhile` is called while products run, and once more at the end, for items of few
 // steps.
@@ -22,7 +25,7 @@ __device__ __forceinline__ void multiply_rows(
         products_begin();
 #pragma unroll
         for (int k = 0; k < DEPTH / 16; ++k) {
-            multiply<ROWS>(sums, a + 2 * k, b + 2 * k);
+            multiply<ROWS>(sums, a + NEXT_WEIGHTS * k, b + 2 * k);
         }
         products_commit();
         if (step == MEANWHILE_STEP) meanwhile();

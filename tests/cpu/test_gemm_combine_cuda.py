@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from comet.fused_arguments import table_of
 from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda, gemm_combine, nvrtc
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.aot_case import CudaCase
-from comet.kernels.arguments import Returns
+from comet.kernels.arguments import GradWire, Returns
 from comet.kernels.combine import column_parts
 from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.gemm_combine import GemmCombineConfig
@@ -73,8 +73,8 @@ def test_parts_of_the_launch_have_flags_and_column_blocks(max_tokens: int, cols:
 
 def test_rows_of_an_expert_if_all_have_equally_many() -> None:
     layout = ExpertLayout(num_experts=256, top_k=8, ep=4, tp=1, rank=0)
-    fields = {field.name: torch.zeros(64, dtype=torch.int32) for field in dataclasses.fields(Plan)}
-    plan = Plan(**fields | {"layout": layout, "num_tokens": 2048})
+    values = {field.name: torch.zeros(64, dtype=torch.int32) for field in fields(Plan)}
+    plan = Plan(**values | {"layout": layout, "num_tokens": 2048})
     assert table_of(plan, launch=1).even_rows == 8192 * 8 / 256 == 256
 
 
@@ -165,7 +165,13 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     unweighted = Returns(
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
     )  # fmt: skip
-    assert not module.runs_cuda(**make_call(returns=unweighted))  # a backward pass
+    assert not module.runs_cuda(**make_call(returns=unweighted))  # sums alone
+    grads = GradWire(row_grads=wide, landing=wide, landing_pointers=wide, out=wide)
+    gradients = replace(unweighted, grads=grads)
+    assert module.runs_cuda(**make_call(returns=gradients))
+    assert module.runs_cuda(**make_call(returns=gradients, b=deep.transpose(1, 2)))
+    assert not module.runs_cuda(**make_call(returns=gradients, b=small))
+    assert not module.runs_cuda(**make_call(returns=replace(gradients, row_weights=wide)))  # of weighted sums
 
 
 def test_blocks_of_a_launch() -> None:

@@ -46,11 +46,11 @@ def scaled(*shape: int) -> Scaled:
 def run(config: GemmCombineConfig, *, fp8: bool = False, backward: bool = False) -> None:
     numbers = torch.zeros(128, 2, dtype=torch.int32)
     weights = None if backward else torch.zeros(128, 2)
-    returns = Returns(row_slots=numbers, row_weights=weights, send_rows=numbers, recv_counts=numbers)
     a, b = (scaled(128, 128), scaled(2, 128, 128)) if fp8 else (torch.zeros(128, 128), torch.zeros(2, 128, 128))
     y, out = torch.zeros(128, 128, dtype=BF16), torch.zeros(128, 128, dtype=BF16)
     grads = GradWire(row_grads=out, landing=out, landing_pointers=out, out=out) if backward else None
-    module.gemm_combine(a, b, y, out, make_wire(), returns, make_table(), config, b_is_kn=backward, grads=grads)
+    returns = Returns(row_slots=numbers, row_weights=weights, send_rows=numbers, recv_counts=numbers, grads=grads)
+    module.gemm_combine(a, b, y, out, make_wire(), returns, make_table(), config, b_is_kn=backward)
 
 
 @pytest.mark.parametrize(("cluster", "blocks"), [(1, ALL - SPARE), (2, 92)])
