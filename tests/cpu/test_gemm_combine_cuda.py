@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from cuda_sources import SOURCES, fields_of
+from gradient_launches import exact_gradients, run_gradients
 from launch_arguments import make_table, make_wire
 from layer1_launches import exact_layer1, run_layer1, sent_after_a_fault
 from played_ranks import PlayedCase
@@ -213,8 +214,23 @@ def play(rank: int, world_size: int) -> None:
             assert bool(((out.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
 
 
-def test_ranks_played_in_one_process() -> None:
-    run_ranks(play, 1, interpret=True, timeout=120)
+def play_gradients(rank: int, world_size: int) -> None:
+    """So are gradients."""
+    for num_tokens in ((70,), (0, 30), (17, 33, 1)):
+        ranks = len(num_tokens)
+        case = PlayedCase(
+            "played", ranks, 1, num_tokens, 2 * ranks, 2, 64, 32, "masked", torch.float32, num_panels=1, device="cpu"
+        )
+        for (exact, size, weights), (grad, of_weights) in zip(
+            exact_gradients(case), run_gradients(case, "triton"), strict=True
+        ):
+            assert bool(((grad.double() - exact).abs() <= 1e-5 * size + 1e-6).all()), case
+            assert torch.allclose(of_weights.double(), weights, rtol=1e-5, atol=1e-6), case
+
+
+@pytest.mark.parametrize("played", [play, play_gradients])
+def test_ranks_played_in_one_process(played: Callable[[int, int], None]) -> None:
+    run_ranks(played, 1, interpret=True, timeout=120)
 
 
 def fail(rank: int, world_size: int) -> list[tuple[int, int]]:
