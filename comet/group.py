@@ -100,8 +100,7 @@ def make_expert_group(
 ) -> ExpertGroup:
     """Join the MoE group of this rank (collective over the world).
 
-    Collectives of other streams have to be ordered against the group's layers, alike on all ranks, or find spare
-    multiprocessors: the blocks of a layer's launch wait for other ranks, and need the GPU for that (see ``MoE``).
+    Collectives of other streams may run beside the group's layers; see ``MoE``.
 
     Args:
         moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
@@ -113,9 +112,9 @@ def make_expert_group(
         timeout_s: Deadline of every wait for another rank, in seconds.
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
             shipped with Comet only.
-        spare_multiprocessors: How many of the GPU's multiprocessors layer 1 leaves to kernels of other streams, such as
-            NCCL's: at least as many as these have blocks, all that run at a time together (NCCL: channels, of which
-            ``NCCL_MAX_CTAS=32`` allows 32).
+        spare_multiprocessors: How many of the GPU's multiprocessors layer 1 leaves to kernels of other streams, so that
+            these run beside it and not behind it: as many as they have blocks, all that run at a time together (NCCL:
+            channels, of which ``NCCL_MAX_CTAS=32`` allows 32).
 
     Returns:
         The group, with symmetric memory allocated.

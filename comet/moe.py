@@ -28,10 +28,11 @@ class MoE(nn.Module):
     projection. After a backward pass their gradients are complete for all tokens of the MoE group; the gradients of the
     router and of the shared expert cover this rank's tokens only.
 
-    Collectives of other streams, such as NCCL's, have to be ordered against the layer, by events and alike on all
-    ranks: the blocks of a launch wait for other ranks, and need the GPU's multiprocessors for that. A collective that
-    took some of them on one rank, and waits for another on which the layer came first, never ends, nor does the layer.
-    Both end where the group has as many ``spare_multiprocessors`` as the collective has blocks.
+    Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
+    whatever multiprocessors it finds, for its blocks draw their work. Not so layer 1 in Triton with comm blocks on
+    multiprocessors of their own (float32, ``overlap.beside=False``), all of whose blocks have to be on the GPU: the
+    group needs as many ``spare_multiprocessors`` as the collective has blocks, or an order by events, alike on all
+    ranks.
 
     Args:
         config: Shape and routing.

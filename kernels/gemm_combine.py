@@ -66,8 +66,8 @@ class GemmCombineConfig:
         num_warps: Warps per block.
         beside: Give comm blocks a part of every multiprocessor instead of multiprocessors of their own.
         cuda_kernels: Whether all ranks have the launches in CUDA C++, whose flags are not those of Triton's.
-        spare_multiprocessors: How many are left to kernels of other streams, which may hold them and wait for other
-            ranks, too: the launch ends only if all of its blocks that compute find a place.
+        spare_multiprocessors: How many are left to kernels of other streams. Where these hold some and wait for other
+            ranks, a split launch ends only if all of its blocks that compute find a place.
     """
 
     comm_blocks: int = 16

@@ -3,9 +3,8 @@
 What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast,
 pieces of rows of equal height in the place of tiles of 128, and combining warps with a dozen loads on their way each.
 
-Blocks draw the items of the GEMM, all but their first two, and none ends before the last panel has been combined: the
-launch ends if its blocks get onto the GPU together. A kernel of another stream only delays it, unless that waits for
-another rank as well.
+Blocks draw the items of the GEMM and the tickets of the combine: the launch ends with whatever blocks find a place on
+the GPU, also beside a kernel of another stream that holds some and waits for another rank.
 """
 
 import functools

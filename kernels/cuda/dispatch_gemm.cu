@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
 
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (warp == PUSHER && lane == 0) memory.init(1 + 32 * LOADERS, WARPS);
+    Draws draws(sends.tickets + ITEM_TICKETS, memory.draws, warp == WARPS && lane == 0);
     const int epoch = __ldg(sends.epoch);
     const Parts parts{first_piece, first_piece + 2 * experts + 1};
     const Work work{counts, starts, parts, experts, depth, ffn};
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
         const Arrivals arrivals{
             reinterpret_cast<const char*>(sends.x), received, row_ids, flags, fault, epoch, sends.rank,
             sends.max_tokens, 2 * sends.cols};
-        load_items(work, arrivals, weights_map, memory, sends.tickets + ITEM_TICKETS, warp - WARPS, lane);
+        load_items(work, arrivals, weights_map, memory, draws, warp - WARPS, lane);
     } else {
         push_rows(sends, Recorder(sends.events, sends.event_capacity, epoch, 1), lane);
     }

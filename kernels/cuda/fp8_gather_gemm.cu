@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply_items(
     Maxima maxima{reinterpret_cast<float*>(memory.begin + (memory.staging - memory.stages))};
     Ring ring = memory.ring();
     int slot = 0;
-    if (Draws::first() >= work.num_items()) return;
+    if (told_of(memory.draws, 0) >= work.num_items()) return;
     while (true) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const Item& item = memory.items[slot];

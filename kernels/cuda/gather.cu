@@ -253,16 +253,14 @@ __device__ __forceinline__ void load_rows(
 }
 
 __device__ __forceinline__ void load_items(
-    const Work& work, const Arrivals& arrivals, const TensorMap& weights_map, const Memory<Item>& memory, int* tickets,
+    const Work& work, const Arrivals& arrivals, const TensorMap& weights_map, const Memory<Item>& memory, Draws& draws,
     int loader, int lane) {
-    const int num_items = work.num_items(), num_steps = work.num_steps();
-    if (Draws::first() >= num_items) return;
+    const int num_items = work.num_items(), num_steps = work.num_steps(), first = draws.first();
+    if (first >= num_items) return;
     Ring ring = memory.ring();
-    const bool leads = loader == 0 && lane == 0;
-    Draws draws(tickets, memory.draws, leads);
     // Rows of 128 bytes are swizzled in groups of eight; a load has four rows.
     const u32 even = lane / 8 * LINE + ((lane % 8 ^ lane / 8) << 4), odd = even ^ (4 << 4);
-    Item next = item_at(work, Draws::first());
+    Item next = item_at(work, first);
     Rows rows;
     rows.fetch(next, arrivals.row_ids, loader, lane);
     Underway underway;
@@ -278,7 +276,7 @@ __device__ __forceinline__ void load_items(
         }
         __syncwarp(); // a row is loaded by lanes beside the one that has seen its flag
         if constexpr (RECORDS) item.ready = now_ns();
-        if (leads) memory.items[draws.slot()] = item; // seen by whoever has waited for the item's first stage
+        if (draws.leads) memory.items[draws.slot()] = item; // seen by whoever has waited for the item's first stage
         const char* from[MOST_LOADS];
 #pragma unroll
         for (int load = 0; load < MOST_LOADS; ++load) {
@@ -308,7 +306,7 @@ __device__ __forceinline__ void load_items(
                 }
                 barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
                 const u32 weights = ring.stages + ring.stage * STAGE_BYTES, ready = ring.full + 8 * ring.stage;
-                if (leads) {
+                if (draws.leads) {
                     barrier_expect(ready, WEIGHT_BYTES);
                     load_gate_up(weights, weights_map, ready, step * DEPTH, item.col / 8, item.expert);
                 }

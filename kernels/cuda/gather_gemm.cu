@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_items(
     const int group = warp / 4;
     Ring ring = memory.ring();
     int slot = 0;
-    if (Draws::first() >= work.num_items()) return;
+    if (told_of(memory.draws, 0) >= work.num_items()) return;
     while (true) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const Item& item = memory.items[slot];

@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
     int* const first_piece = reinterpret_cast<int*>(combiners + COMBINERS * COMBINER_BYTES);
 
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    Draws draws(returns.tickets + ITEM_TICKETS, memory.draws, warp == LOADER && lane == 0 && cluster_rank() == 0);
     if (warp == LOADER && lane == 0) memory.init(1, WARPS * CLUSTER);
     if (warp == 0) list_pieces(first_piece, counts, experts, lane);
     __syncthreads();
@@ -38,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
     } else {
         give_registers<other_registers(MULTIPLYING_REGISTERS)>();
         if (warp == LOADER) {
-            if (lane == 0) load_items(work, rows_map, weights_map, memory, returns.tickets + ITEM_TICKETS);
+            if (lane == 0) load_items(work, rows_map, weights_map, memory, draws);
         } else {
             const int combiner = warp - WARPS;
             Combiner<AHEAD_BESIDE>(returns, combiners + combiner * COMBINER_BYTES, 1 + combiner, lane).run();

@@ -19,39 +19,62 @@ struct Place {
     }
 };
 
+// What a block reads in a slot once it has been told of its item of this number.
+__device__ __forceinline__ int told_of(u32 slots, int number) {
+    const u32 slot = slots + number % ITEM_SLOTS * DRAW_BYTES;
+    u64 told;
+    do {
+        asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(told) : "r"(slot) : "memory");
+    } while (int(told >> 32) != number + 1);
+    return int(told);
+}
+
 // Draws of a thread that loads. One thread of a cluster leads: it draws, and tells all others through slots in the
 // shared memory of their blocks. It cannot be as many items ahead of them as there are slots: an item has a stage or
-// more, and stages are fewer.
+// more, and stages are fewer. All items are drawn, so whatever blocks of a launch are on the GPU finish it.
 struct Draws {
     int* tickets;
     u32 slots;
     bool leads;
-    int turn = 0;
-    int ticket = 0; // of the thread that leads, on its way
+    int number = 0; // of the block's item
+    int drawn[2];   // of the thread that leads: what it tells next
 
+    // Where a block begins: tickets are on their way while it finds its bearings.
     __device__ __forceinline__ Draws(int* tickets, u32 slots, bool leads)
         : tickets(tickets), slots(slots), leads(leads) {
-        if (leads) ticket = draw_ticket(tickets);
+        if (leads) {
+            drawn[0] = draw_ticket(tickets);
+            drawn[1] = draw_ticket(tickets);
+        }
     }
 
-    static __device__ __forceinline__ int clusters() { return gridDim.x / CLUSTER; }
-    static __device__ __forceinline__ int first() { return blockIdx.x / CLUSTER; }
-
-    // The item after this one, which must have been told of. A block's first two items are its own.
-    __device__ __forceinline__ int next() {
-        if (turn++ == 0) return first() + clusters();
-        u64 told;
-        do {
-            asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(told) : "r"(told_at(turn)) : "memory");
-        } while (int(told >> 32) != turn);
-        return 2 * clusters() + int(told);
+    // The block's first item, once all blocks of the cluster have their slots.
+    __device__ __forceinline__ int first() {
+        if (leads) {
+            tell_of(0, drawn[0]);
+            tell_of(1, drawn[1]);
+            drawn[0] = draw_ticket(tickets);
+        }
+        return told_of(slots, 0);
     }
+
+    // The item after this one.
+    __device__ __forceinline__ int next() { return told_of(slots, ++number); }
 
     // Of the item after the next one. Its ticket was drawn an item ago, as one is here: that takes a microsecond.
     __device__ __forceinline__ void tell() {
         if (!leads) return;
-        const u64 told = u64(turn + 1) << 32 | u32(ticket);
-        const u32 own = told_at(turn + 1);
+        tell_of(number + 1, drawn[0]);
+        drawn[0] = draw_ticket(tickets);
+    }
+
+    // Where it lies for those that multiply.
+    __device__ __forceinline__ int slot() const { return (number - 1) % ITEM_SLOTS; }
+
+private:
+    __device__ __forceinline__ void tell_of(int number, int ticket) const {
+        const u64 told = u64(number + 1) << 32 | u32(ticket);
+        const u32 own = slots + number % ITEM_SLOTS * DRAW_BYTES;
         if constexpr (CLUSTER == 1) {
             asm volatile("st.relaxed.cta.shared::cta.u64 [%0], %1;" ::"r"(own), "l"(told) : "memory");
         } else {
@@ -62,12 +85,5 @@ struct Draws {
                 asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" ::"r"(theirs), "l"(told) : "memory");
             }
         }
-        ticket = draw_ticket(tickets);
     }
-
-    // Of this item.
-    __device__ __forceinline__ int slot() const { return slot_of(turn); }
-
-    static __device__ __forceinline__ int slot_of(int turn) { return (turn - 1) % ITEM_SLOTS; }
-    __device__ __forceinline__ u32 told_at(int turn) const { return slots + slot_of(turn) * DRAW_BYTES; }
 };

@@ -84,11 +84,10 @@ __device__ __forceinline__ Item item_at(const Work& work, int index) {
 
 __device__ __forceinline__ void load_items(
     const Work& work, const TensorMap& rows_map, const TensorMap& weights_map, const Memory<Item>& memory,
-    int* tickets) {
+    Draws& draws) {
     Ring ring = memory.ring();
-    Draws draws(tickets, memory.draws, work.rank == 0);
     const int num_items = work.num_items();
-    for (int index = Draws::first(), following; index < num_items; index = following) {
+    for (int index = draws.first(), following; index < num_items; index = following) {
         Item item = item_at(work, index);
         following = draws.next();
         item.is_last = following >= num_items;
@@ -141,7 +140,7 @@ __device__ __forceinline__ void compute_items(
     Ring ring = memory.ring();
     Share share{panel_counters, 0, 0};
     int slot = 0;
-    if (Draws::first() >= work.num_items()) return;
+    if (told_of(memory.draws, 0) >= work.num_items()) return;
     while (true) {
         barrier_wait(ring.full + 8 * ring.stage, ring.parity);
         const u64 begin = recorder.now();

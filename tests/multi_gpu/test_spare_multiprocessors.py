@@ -1,4 +1,4 @@
-"""A collective of NCCL on another stream, in another order on either rank: both end, as the layer spares its blocks."""
+"""A collective of NCCL on another stream, in another order on either rank: both end, for the layer draws its work."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NUM_TOKENS = 2048
 CALLS = 5
 
 
-def on_gpu(rank: int, world_size: int) -> None:
+def on_gpu(rank: int, world_size: int, spare: int) -> None:
     torch.cuda.set_device(rank)
     device, bf16 = f"cuda:{rank}", torch.bfloat16
     group = make_expert_group(
         CONFIG, ParallelConfig(ep=world_size), max_tokens=NUM_TOKENS, dtype=bf16, device=device, timeout_s=20.0,
-        spare_multiprocessors=32,
+        spare_multiprocessors=spare,
     )  # fmt: skip
     layer = MoE(CONFIG, group, path="fused", param_dtype=bf16)
     x = torch.randn(NUM_TOKENS, CONFIG.hidden_size, device=device, dtype=bf16)
@@ -50,5 +50,6 @@ def reduce_on(side: torch.cuda.Stream, gradients: torch.Tensor) -> None:
 
 
 @pytest.mark.multi_gpu(n=2)
-def test_a_collective_that_came_first_on_one_rank() -> None:
-    run_ranks(on_gpu, 2, backend="cpu:gloo,cuda:nccl", timeout=120)
+@pytest.mark.parametrize("spare", [0, 32])
+def test_a_collective_that_came_first_on_one_rank(spare: int) -> None:
+    run_ranks(on_gpu, 2, spare, backend="cpu:gloo,cuda:nccl", timeout=120)
