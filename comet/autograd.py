@@ -107,10 +107,10 @@ class _RoutedExperts(torch.autograd.Function):
         grad_rows = ops.dispatch(grad_y.contiguous(), plan, workspace, settings)
         grads = ops.routed_rows(grad_rows, plan.routed_row_ids, plan)
         grad_pre, weighted_hidden, row_grads = ops.swiglu_backward(pre, ops.grad_hidden(grads, w2, plan), plan)
-        grad_w2 = ops.grad_weight(grads, weighted_hidden, plan)
+        grad_w2 = ops.grad_weight(grads, weighted_hidden, plan, launch=2)
         del grads, weighted_hidden  # before as much is needed again
         grad_x, grad_top_k = ops.grad_tokens(grad_pre, w1, row_grads, plan, workspace, settings)
-        grad_w1 = ops.grad_weight(grad_pre, ops.routed_rows(rows, plan.arrival_row_ids, plan), plan)
+        grad_w1 = ops.grad_weight(grad_pre, ops.routed_rows(rows, plan.arrival_row_ids, plan), plan, launch=3)
         return grad_x, grad_w1, grad_w2, grad_top_k, None, None
 
 

@@ -1,6 +1,7 @@
 """The pieces of the layer on kernels; the same functions as ``comet.twin``.
 
-Triton kernels, compiled or interpreted, but for the forward pass of larger layers: see ``comet.kernels.nvrtc``.
+Triton kernels, compiled or interpreted, but for the forward pass and the weight gradients of larger layers:
+see ``comet.kernels.nvrtc``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from comet.kernels.gather_rows import gather_rows
 from comet.kernels.gemm_combine import gemm_combine
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
+from comet.kernels.group_gemm_wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
 from comet.kernels.primitives import barrier_kernel
 from comet.packed import packed_columns
 from comet.plan import Plan
@@ -157,11 +159,14 @@ def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tens
     return grad_pre, weighted_hidden, row_grads
 
 
-def grad_weight(left: Tensor, right: Tensor, plan: Plan) -> Tensor:
+def grad_weight(left: Tensor, right: Tensor, plan: Plan, *, launch: int) -> Tensor:
     """A GEMM contracted over rows; see ``comet.twin.grad_weight``."""
     out = left.new_empty(plan.layout.experts_local, left.shape[1], right.shape[1])
-    config = GemmConfig.select(left.dtype)
-    group_gemm_wgrad(left, right, out, plan.segment_starts, plan.segment_counts, config=config)
+    segments = plan.segment_starts, plan.segment_counts
+    if runs_cuda(left, right, out):
+        group_gemm_wgrad_cuda(left, right, out, *segments, table_of(plan, launch=launch).counters[TICKETS:])
+    else:
+        group_gemm_wgrad(left, right, out, *segments, config=GemmConfig.select(left.dtype))
     return out
 
 

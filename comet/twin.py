@@ -182,8 +182,11 @@ def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tens
     return grad_pre, weighted_hidden, grad_weights
 
 
-def grad_weight(left: Tensor, right: Tensor, plan: Plan) -> Tensor:
-    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up."""
+def grad_weight(left: Tensor, right: Tensor, plan: Plan, *, launch: int) -> Tensor:
+    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up.
+
+    ``launch`` says with which of the plan's launches a kernel shares counters, and is unused here.
+    """
     out = left.new_zeros(plan.layout.experts_local, left.shape[1], right.shape[1])
     for segment, expert in _nonempty(plan):
         out[expert].addmm_(left[segment].T, right[segment])

@@ -177,7 +177,7 @@ def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
         shared_bytes=shared_bytes,
         wgmma=count(HGMMA, code),
         wide_loads=count(r"\b(?:UTMALDG|LDGSTS\.E\S*\.128|LDG\.E\S*\.128)", code),
-        wide_stores=count(r"\bSTG\.E\S*\.128", code),
+        wide_stores=count(r"\b(?:UTMASTG|STG\.E\S*\.128)", code),
         narrow_loads=count(r"\bLDG\.E\S*\.[US](?:8|16)\b", code),
         narrow_stores=count(r"\bSTG\.E\S*\.[US](?:8|16)\b", code),
         serialized=waited_alone(code),

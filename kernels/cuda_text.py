@@ -26,6 +26,7 @@ COMMON = dict(
     DRAW_BYTES=DRAW_BYTES, PASS_COLS=PASS_COLS, EVENT_WORDS=EVENT_WORDS.value, IS_FP8=0, DEPTH=DEPTH, COLS=COLS,
     MOST_AT_ONCE=MOST_AT_ONCE, STEP=STEP, SCALE_STEPS=1,
 )  # fmt: skip
+LAYER = {"TILE_ROWS", "PASS_COLS", "EVENT_WORDS"}  # those of ``COMMON`` that a GEMM alone has no use for
 
 # In block FP8 (cuda/fp8_products.cu) the contraction of a stage shares its scales; the instructions take STEP rows.
 FP8_COLS = 256  # COLS
@@ -44,15 +45,14 @@ def cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequenc
         sources: Files of ``cuda/`` without their ending, in the order of their use.
         most_rows: Routed rows that a block multiplies at a time, at most; a multiple of ``STEP``.
     """
-    element = "bf16" if dtype == torch.bfloat16 else "f16"
     heights = range(STEP, most_rows + 1, STEP)
     products = [
         f"#define FOR_EACH_HEIGHT(CASE) {' '.join(f'CASE({height})' for height in heights)}",
         f"using Sums = float[{most_rows // 2}];",
         "template <int ROWS>\n__device__ void multiply(Sums& sums, unsigned long long a, unsigned long long b);",
-        *(_product(height, element, constants["IS_GRADIENT"]) for height in heights),
+        *(_product(height, _element(dtype), constants["IS_GRADIENT"]) for height in heights),
     ]
-    return _text({"MOST_ROWS": most_rows} | dict(constants), dtype, products, sources)
+    return _text(COMMON | {"MOST_ROWS": most_rows} | dict(constants), dtype, products, sources)
 
 
 def fp8_cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequence[str]) -> str:
@@ -63,11 +63,23 @@ def fp8_cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Seq
         dtype: Of the results, bfloat16 or float16.
         sources: See ``cuda_text``.
     """
-    return _text(FP8 | dict(constants), dtype, [_fp8_product()], sources)
+    return _text(COMMON | FP8 | dict(constants), dtype, [_fp8_product()], sources)
 
 
-def _text(constants: Mapping[str, int], dtype: torch.dtype, products: Sequence[str], sources: Sequence[str]) -> str:
-    numbers = COMMON | {"ELEMENT_IS_BF16": int(dtype == torch.bfloat16)} | dict(constants)
+def transposed_cuda_text(constants: Mapping[str, int], dtype: torch.dtype, sources: Sequence[str]) -> str:
+    """The same of products whose operands have the contraction as rows, not as columns.
+
+    Args:
+        constants: Numbers by name, beside those of ``COMMON`` that shape no layer.
+        dtype: Of the elements, bfloat16 or float16.
+        sources: See ``cuda_text``.
+    """
+    common = {name: value for name, value in COMMON.items() if name not in LAYER}
+    return _text(common | dict(constants), dtype, [_transposed_product(_element(dtype))], sources)
+
+
+def _text(numbers: Mapping[str, int], dtype: torch.dtype, products: Sequence[str], sources: Sequence[str]) -> str:
+    numbers = dict(numbers) | {"ELEMENT_IS_BF16": int(dtype == torch.bfloat16)}
     folder = Path(__file__).parent / "cuda"
     return "\n".join(
         [
@@ -109,8 +121,26 @@ def fp8_memory_bytes(num_stages: int, scale_steps: int, staging_bytes: int, item
     return _memory_bytes(num_stages, stage_bytes, staging_bytes, item_bytes)
 
 
-def _memory_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, item_bytes: int) -> int:
-    return 1024 + num_stages * (stage_bytes + 16) + staging_bytes + ITEM_SLOTS * (item_bytes + DRAW_BYTES)
+def tile_memory_bytes(num_stages: int, lines: int, staging_bytes: int, item_bytes: int, item_slots: int) -> int:
+    """The same with stages of so many lines and so many items.
+
+    Args:
+        num_stages: See ``memory_bytes``.
+        lines: Of both operands.
+        staging_bytes: See ``memory_bytes``.
+        item_bytes: See ``memory_bytes``.
+        item_slots: ``ITEM_SLOTS`` there.
+
+    Example:
+        8 stages of 192 lines, staging 32768, 16 items of 32: 1024 + 8 * (24576 + 16) + 32768 + 16 * 40 = 231168.
+    """
+    return _memory_bytes(num_stages, lines * LINE, staging_bytes, item_bytes, item_slots)
+
+
+def _memory_bytes(
+    num_stages: int, stage_bytes: int, staging_bytes: int, item_bytes: int, item_slots: int = ITEM_SLOTS
+) -> int:
+    return 1024 + num_stages * (stage_bytes + 16) + staging_bytes + item_slots * (item_bytes + DRAW_BYTES)
 
 
 def _product(rows: int, element: str, transposed: int) -> str:
@@ -137,6 +167,26 @@ def _instruction(first_row: int, rows: int, element: str, transposed: int) -> st
         f'{instruction} {{{sums}}}, %{num_sums}, %{num_sums + 1}, adds, 1, 1, {transposed}, 0;\\n}}"\n'
         f'        : {operands} : "l"(a), "l"({rows_from}));\n'
     )
+
+
+def _transposed_product(element: str) -> str:
+    """``multiply`` of 64 columns and ``MOST_AT_ONCE``: adds 16 rows to a thread's ``Sums``, or begins them anew."""
+    count = MOST_AT_ONCE // 2
+    registers = ", ".join(f"%{index}" for index in range(count))
+    operands = ", ".join(f'"+f"(sums[{index}])' for index in range(count))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{MOST_AT_ONCE}k16.f32.{element}.{element}"
+    return (
+        f"using Sums = float[{count}];\n"
+        "__device__ __forceinline__ void multiply(\n"
+        "    Sums& sums, unsigned long long a, unsigned long long b, bool adds) {\n"
+        f'    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n'
+        f'{instruction} {{{registers}}}, %{count}, %{count + 1}, adds, 1, 1, 1, 1;\\n}}"\n'
+        f'        : {operands} : "l"(a), "l"(b), "r"(int(adds)));\n}}\n'
+    )
+
+
+def _element(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "f16"
 
 
 def _fp8_product() -> str:

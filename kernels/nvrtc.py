@@ -19,6 +19,8 @@ from triton.runtime.cache import get_cache_manager
 
 ARCHITECTURE = "sm_90a"
 OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-default-device")
+SEGMENT_ROWS = 2**30  # of the axis that ends with a segment: more than a tensor has
+MANY_ROWS = 2**31 - 2**16  # of an axis that ends nothing
 TENSOR_MAPS = 256  # to keep: those of the buffers of a few layers
 
 logger = logging.getLogger(__name__)
@@ -130,6 +132,28 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
         An argument for ``CudaKernel.launch``.
     """
     return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, box)
+
+
+def segment_map(rows: Tensor, box: tuple[int, int]) -> Any:
+    """Descriptor of rows for bulk copies that end where a segment of the rows ends, swizzled as ``tensor_map``'s.
+
+    Rows behind the segment, and columns outside of the tensor, are read as 0. The axis of the rows is 2^30 long, and a
+    copy addresses it from its end, where the hardware stops. A second axis of rows says where the segment ends, and a
+    third one takes the 2^30 rows back: addresses wrap around at 2^64 bytes. Triton's ``create_ragged_descriptor`` is
+    the same.
+
+    Args:
+        rows: ``(Q, C)`` 16-byte aligned, contiguous, bfloat16 or float16; C a multiple of 8.
+        box: Rows and columns of one copy; 128 bytes of columns.
+
+    Returns:
+        An argument for ``CudaKernel.launch``. Row r of the ``count`` rows from ``start`` on is at ``(2^30, start +
+        count, 2^30 - count + r)``.
+    """
+    stride = rows.stride(0)
+    shape = (MANY_ROWS, MANY_ROWS, SEGMENT_ROWS, rows.shape[1])
+    strides = (2**64 // SEGMENT_ROWS - stride, stride, stride, 1)
+    return _tensor_map(rows.data_ptr(), shape, strides, rows.dtype, (1, 1, *box))
 
 
 @functools.lru_cache(maxsize=TENSOR_MAPS)

@@ -125,8 +125,8 @@ class PlayedRanks:
         return {
             "grad_tokens": [grad for grad, _ in homes],
             "grad_top_k_weights": [grad for _, grad in homes],
-            "grad_w1": [fused.grad_weight(through[r][0], arrived[r], plans[r]) for r in self.ranks],
-            "grad_w2": [fused.grad_weight(grads[r], through[r][1], plans[r]) for r in self.ranks],
+            "grad_w1": [fused.grad_weight(through[r][0], arrived[r], plans[r], launch=3) for r in self.ranks],
+            "grad_w2": [fused.grad_weight(grads[r], through[r][1], plans[r], launch=2) for r in self.ranks],
         }
 
     def run(self) -> None:

@@ -2,10 +2,12 @@
 // than that a box of weights is one expert's.
 //
 // The host puts constants in front of this text (kernels/cuda_text.py and its callers say what they mean), and
-// multiply, which hands the tensor cores 32 bytes of each line:
+// multiply, which hands the tensor cores 32 bytes of each line, or, transposed, 16 lines:
 //
 // - in 16 bits, for each number of rows N, multiply<N>(sums, descriptor of weights, descriptor of rows), which adds a
 //   product of 64 columns and N rows to the first N / 2 of a thread's Sums;
+// - in 16 bits, with rows as the contraction, multiply(sums, descriptor of a, descriptor of b, adds), which adds one of
+//   64 columns of a, MOST_AT_ONCE of b and 16 rows to a thread's Sums, or begins them anew;
 // - in block FP8 multiply(products, descriptor of rows, descriptor of weights, adds), which adds one of 64 rows and 128
 //   columns to a thread's Products, or begins them anew.
 
@@ -116,6 +118,19 @@ __device__ __forceinline__ void load_rows(u32 target, const TensorMap& map, u32 
 __device__ __forceinline__ void store_matrices(u32 target, const u32 (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
+
+// A box of shared memory to a matrix of an expert, by one thread; another may then wait until no more than PENDING of
+// its boxes are still being read.
+__device__ __forceinline__ void store_box(const TensorMap& map, u32 source, int col, int row, int expert) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+                 ::"l"(&map), "r"(source), "r"(col), "r"(row), "r"(expert) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void boxes_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- tensor cores

@@ -19,6 +19,14 @@ struct Place {
     }
 };
 
+// The next number of a counter. Whoever draws it ahead of its use does not wait for it: an atomicAdd would, for the
+// assembler makes one of it for the whole warp, and hands out its result at once.
+__device__ __forceinline__ int draw_ticket(int* counter) {
+    int ticket;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(ticket) : "l"(counter) : "memory");
+    return ticket;
+}
+
 // What a block reads in a slot once it has been told of its item of this number.
 __device__ __forceinline__ int told_of(u32 slots, int number) {
     const u32 slot = slots + number % ITEM_SLOTS * DRAW_BYTES;

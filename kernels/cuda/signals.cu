@@ -54,11 +54,3 @@ __device__ __forceinline__ void signal(int* flag, int value, int lane) {
     __syncwarp();
     if (lane == 0) raise_flag(flag, value);
 }
-
-// The next number of a counter. Whoever draws it ahead of its use does not wait for it: an atomicAdd would, for the
-// assembler makes one of it for the whole warp, and hands out its result at once.
-__device__ __forceinline__ int draw_ticket(int* counter) {
-    int ticket;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(ticket) : "l"(counter) : "memory");
-    return ticket;
-}

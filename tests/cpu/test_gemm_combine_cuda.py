@@ -18,7 +18,14 @@ from played_ranks import PlayedCase
 from ranks import run_ranks
 
 from comet.fused_arguments import table_of
-from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm_cuda, fp8_gemm_combine_cuda, gemm_combine, nvrtc
+from comet.kernels import (
+    dispatch_gemm_cuda,
+    fp8_dispatch_gemm_cuda,
+    fp8_gemm_combine_cuda,
+    gemm_combine,
+    group_gemm_wgrad_cuda,
+    nvrtc,
+)
 from comet.kernels import gemm_combine_cuda as module
 from comet.kernels.aot_case import CudaCase
 from comet.kernels.arguments import GradWire, Returns
@@ -31,7 +38,7 @@ from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
 
-MODULES = module, dispatch_gemm_cuda, fp8_gemm_combine_cuda, fp8_dispatch_gemm_cuda
+MODULES = module, dispatch_gemm_cuda, fp8_gemm_combine_cuda, fp8_dispatch_gemm_cuda, group_gemm_wgrad_cuda
 
 
 def test_worked_example_of_the_memory() -> None:

@@ -1,0 +1,121 @@
+"""Weight gradients in CUDA C++, as far as it goes without a GPU: what host and source must agree on, when it runs."""
+
+from __future__ import annotations
+
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cuda_sources import item_bytes_of
+from torch import Tensor
+
+from comet import fused
+from comet.kernels import group_gemm_wgrad_cuda as module
+from comet.kernels import nvrtc
+from comet.kernels.cuda_text import SHARED_LIMIT, tile_memory_bytes
+from comet.kernels.group_gemm_wgrad_cuda import CudaConfig, num_tiles
+from comet.kernels.nvrtc import SEGMENT_ROWS, compile_cubin, segment_map, what_is_missing
+
+needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
+
+
+def test_worked_examples() -> None:
+    assert tile_memory_bytes(8, 192, 32768, 32, 16) == 1024 + 8 * (24576 + 16) + 32768 + 16 * 40 == 231168
+    assert CudaConfig().shared_bytes() == 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 8) == 231232
+    assert CudaConfig().shared_bytes() <= SHARED_LIMIT
+    assert num_tiles(2, 1024, 2048) == 2 * 8 * 8 == 128
+    assert num_tiles(3, 130, 256) == 3 * 2 * 1
+    assert num_tiles(3, 16, 272) == 3 * 1 * 2
+
+
+def test_an_item_is_as_large_as_the_source_says() -> None:
+    assert item_bytes_of("weight_gradient.cu") == module.ITEM_BYTES
+
+
+def test_a_source_says_what_its_blocks_are() -> None:
+    text = module.source(CudaConfig(depth=64, num_stages=4, lead=1), torch.float16)
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16" in text
+    assert re.search(r"adds, 1, 1, 1, 1;", text), "both operands are transposed"
+    for number in ("DEPTH = 64", "COLS = 128", "MOST_ROWS = 256", "STAGES = 4", f"SEGMENT_ROWS = {SEGMENT_ROWS}"):
+        assert f"constexpr int {number};" in text
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        (CudaConfig(num_stages=3, lead=3), "LEAD < STAGES"),
+        (CudaConfig(num_stages=15, staged_boxes=1, depth=16), "ITEM_SLOTS > STAGES + 1"),
+    ],
+)
+def test_blocks_that_would_wait_for_ever_do_not_compile(config: CudaConfig, rule: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(rule)):
+        compile_cubin(module.source(config, torch.bfloat16), module.NAME)
+
+
+def bytes_of_copy(segment: tuple[int, int], row: int, col: int, map_of_rows: tuple) -> int | None:
+    """Where the hardware reads an element of a copy of a segment; ``None`` where it fills in a 0."""
+    address, shape, strides, dtype, _ = map_of_rows
+    start, count = segment
+    place = (SEGMENT_ROWS, start + count, SEGMENT_ROWS - count + row, col)
+    assert all(0 <= index < 2**31 for index in place)
+    if any(index >= size for index, size in zip(place, shape, strict=True)):
+        return None
+    return (address + dtype.itemsize * sum(i * stride for i, stride in zip(place, strides, strict=True))) % 2**64
+
+
+@pytest.mark.parametrize("cols", [16, 272, 7168])
+def test_a_copy_ends_with_its_segment(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_tensor_map", lambda *arguments: arguments)
+    rows = torch.empty(1_500_000_000 // cols, cols, dtype=torch.bfloat16, device="meta")
+    found = segment_map(rows, (32, 64))
+    assert found[-1] == (1, 1, 32, 64)
+    assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in found[2][:-1]), "the driver's limits"
+    assert all(size <= 2**32 for size in found[1])
+    draw = random.Random(cols)
+    for _ in range(300):
+        count = draw.choice([0, 1, 15, 64, 1000, len(rows)])
+        start = draw.randint(0, len(rows) - count)
+        for row in {0, 31, count - 1, count, count + 31, draw.randrange(count + 64)} - {-1}:
+            for col in (0, cols - 1, cols, cols + 63):
+                inside = row < count and col < cols
+                wanted = rows.data_ptr() + 2 * ((start + row) * cols + col) if inside else None
+                assert bytes_of_copy((start, count), row, col, found) == wanted, (start, count, row, col)
+
+
+def operands(**changes: Tensor) -> dict[str, Tensor]:
+    """Of a launch with a tile for each multiprocessor, and more."""
+    empty = {"a": (256, 1536), "b": (256, 2048), "out": (32, 1536, 2048)}
+    made = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in empty.items()}
+    return made | changes
+
+
+def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_available", lambda device: True)
+    call = operands()
+    assert module.runs_cuda(**call)
+    assert not module.runs_cuda(**operands(out=call["out"][:1])), "few tiles"
+    assert module.can_run(**operands(out=call["out"][:1]))
+    assert not module.runs_cuda(**{name: tensor.float() for name, tensor in call.items()})
+    assert not module.runs_cuda(**operands(b=call["b"].half())), "Triton says what is wrong"
+    assert not module.runs_cuda(**operands(a=torch.empty(256 * 1536 + 1, device="meta", dtype=torch.bfloat16)[1:]))
+    monkeypatch.setattr(module, "is_available", lambda device: False)
+    assert not module.runs_cuda(**call)
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_the_layer_takes_what_is_chosen(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[object] = []
+    monkeypatch.setattr(fused, "runs_cuda", lambda a, b, out: cuda)
+    monkeypatch.setattr(fused, "table_of", lambda plan, launch: SimpleNamespace(counters=[launch, 1, 2, 3]))
+    monkeypatch.setattr(fused, "group_gemm_wgrad_cuda", lambda *_: launched.append(_[-1]))
+    monkeypatch.setattr(fused, "group_gemm_wgrad", lambda *_, config: launched.append("triton"))
+    segments = torch.zeros(1, dtype=torch.int32)
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(experts_local=3), segment_starts=segments, segment_counts=segments
+    )  # fmt: skip
+    out = fused.grad_weight(torch.empty(8, 16), torch.empty(8, 32), plan, launch=2)  # type: ignore[arg-type]
+    assert out.shape == (3, 16, 32)
+    assert launched == [[2, 3] if cuda else "triton"], "the tickets behind those of communication and of items"

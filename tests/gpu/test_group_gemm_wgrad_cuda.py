@@ -1,0 +1,116 @@
+"""Weight gradients in CUDA C++: bit for bit what the Triton kernel computes, with NaN behind every segment."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gemm_cases import Rows, assert_as_good, chain_of, make_rows, poison_padding, values
+from torch import Tensor
+
+from comet.kernels.group_gemm import GemmConfig
+from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.group_gemm_wgrad_cuda import CudaConfig, group_gemm_wgrad_cuda
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16)
+COUNTS = [0, 1, 15, 16, 17, 63, 64, 65, 200, 1024, 0]
+CONFIGS = (
+    CudaConfig(),
+    CudaConfig(lead=0),
+    CudaConfig(lead=7),
+    CudaConfig(depth=64, num_stages=4, lead=2),
+    CudaConfig(num_stages=2, lead=1, staged_boxes=1),
+    CudaConfig(depth=16, lead=4, staged_boxes=4),
+)
+
+
+def ticket() -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device="cuda")
+
+
+def operands(rows: Rows, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    return [
+        poison_padding(values((rows.num_rows, width), dtype, "cuda", seed + place), rows)
+        for place, width in enumerate(shape)
+    ]
+
+
+def check(
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, config: CudaConfig, max_blocks: int | None = None
+) -> None:
+    """Equal to Triton's twice, near the twin in torch, and nothing written before or behind."""
+    rows = make_rows([counts], 128, "cuda", len(counts))
+    a_and_b = operands(rows, shape, dtype, 3)
+    segments = rows.segment_starts, rows.segment_counts
+    outs = [torch.full((len(counts) + 2, *shape), 77.0, dtype=kind, device="cuda") for kind in [dtype] * 4]
+    for out in outs[:2]:
+        group_gemm_wgrad_cuda(*a_and_b, out[1:-1], *segments, ticket(), config=config, max_blocks=max_blocks)
+    group_gemm_wgrad(*a_and_b, outs[2][1:-1], *segments, config=GemmConfig.select(dtype))
+    group_gemm_wgrad_torch(*a_and_b, outs[3][1:-1], *segments, config=GemmConfig.select(dtype))
+    where = f"{counts} {shape} {dtype} {config}"
+    assert torch.equal(outs[0], outs[1]), f"not the same again: {where}"
+    assert torch.equal(outs[0], outs[2]), f"not Triton's: {where}"
+    exact = torch.full((len(counts), *shape), 0.0, dtype=torch.float64, device="cuda")
+    group_gemm_wgrad_torch(*[x.double() for x in a_and_b], exact, *segments, config=GemmConfig())
+    assert_as_good(where, outs[0][1:-1], outs[3][1:-1], exact, chain=chain_of(max(counts), dtype))
+    assert (outs[0][1:-1][rows.segment_counts == 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(16, 16), (128, 256), (80, 48), (336, 272), (1536, 2048)])
+def test_equals_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check(COUNTS, shape, dtype, CudaConfig())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_whatever_the_blocks(config: CudaConfig) -> None:
+    check(COUNTS, (336, 784), torch.bfloat16, config)
+    check(COUNTS[::-1], (784, 336), torch.bfloat16, config, max_blocks=3)
+    check([0, 0, 0], (272, 512), torch.bfloat16, config, max_blocks=1)
+
+
+def test_random_segments() -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(12):
+        most = draw.choice([16, 100, 700])
+        counts = [draw.choice([0, 1, draw.randint(0, most)]) for _ in range(draw.randint(1, 40))]
+        shape = (16 * draw.randint(1, 60), 16 * draw.randint(1, 60))
+        check(counts, shape, draw.choice(DTYPES), CudaConfig(), draw.choice([None, 1, 7]))
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    """The segment starts behind element 2^31 of a, and its result lies behind element 2^31 of out."""
+    width, first_row = 4096, 2**31 // 4096 + 128
+    a = torch.zeros(first_row + 128, width, dtype=torch.bfloat16, device="cuda")
+    a[first_row:, 0] = torch.arange(128, device="cuda")
+    ones = torch.ones(len(a), width, dtype=torch.bfloat16, device="cuda")
+    experts = 2**31 // width**2 + 2
+    starts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+    counts = torch.zeros_like(starts)
+    starts[-1], counts[-1] = first_row, 128
+    out = torch.full((experts, width, width), 77.0, dtype=torch.bfloat16, device="cuda")
+    group_gemm_wgrad_cuda(a, ones, out, starts, counts, ticket())
+    assert (out[-1, 0] == 128 * 127 // 2).all()
+    assert not out[-1, 1:].any()
+    assert not out[:-1].any()
+
+
+def test_a_graph_draws_anew_each_time() -> None:
+    rows = make_rows([[100, 0, 65]], 128, "cuda", 0)
+    a_and_b = operands(rows, (512, 1024), torch.bfloat16, 5)
+    segments = rows.segment_starts, rows.segment_counts
+    out, wanted = (torch.zeros(3, 512, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    group_gemm_wgrad(*a_and_b, wanted, *segments, config=GemmConfig())
+    group_gemm_wgrad_cuda(*a_and_b, out, *segments, ticket(), max_blocks=5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        group_gemm_wgrad_cuda(*a_and_b, out, *segments, ticket(), max_blocks=5)
+    for _ in range(3):
+        out.fill_(77)
+        graph.replay()
+        assert torch.equal(out, wanted)
