@@ -8,7 +8,9 @@ with the gradient that reaches it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -24,11 +26,16 @@ from comet.workspace import Workspace
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What ``routed_experts`` runs on: a module of pieces (``comet.fused`` or ``comet.twin``), pool and settings."""
+    """What ``routed_experts`` runs on: a module of pieces (``comet.fused`` or ``comet.twin``), pool and settings.
+
+    ``later``, where it is not ``None``, gets what makes the gradients of w1 and of w2, which then are not made in the
+    backward pass (``comet.paths.SymmetricPath.weight_gradients_later``).
+    """
 
     ops: ModuleType
     workspace: Workspace
     settings: LayerSettings
+    later: list[Callable[[], Tensor]] | None = None
 
 
 def routed_experts(x: Tensor, w1: Tensor, w2: Tensor, top_k_weights: Tensor, plan: Plan, pieces: Pieces) -> Tensor:
@@ -107,11 +114,20 @@ class _RoutedExperts(torch.autograd.Function):
         grad_rows = ops.dispatch(grad_y.contiguous(), plan, workspace, settings)
         grads = ops.routed_rows(grad_rows, plan.routed_row_ids, plan)
         grad_pre, weighted_hidden, row_grads = ops.swiglu_backward(pre, ops.grad_hidden(grads, w2, plan), plan)
+        make_w1 = partial(_grad_w1, ops, grad_pre, rows, plan)
+        if pieces.later is not None:
+            pieces.later[:] = [make_w1, partial(ops.grad_weight, grads, weighted_hidden, plan, launch=2)]
+            grad_x, grad_top_k = ops.grad_tokens(grad_pre, w1, row_grads, plan, workspace, settings)
+            return grad_x, None, None, grad_top_k, None, None
         grad_w2 = ops.grad_weight(grads, weighted_hidden, plan, launch=2)
         del grads, weighted_hidden  # before as much is needed again
         grad_x, grad_top_k = ops.grad_tokens(grad_pre, w1, row_grads, plan, workspace, settings)
-        grad_w1 = ops.grad_weight(grad_pre, ops.routed_rows(rows, plan.arrival_row_ids, plan), plan, launch=3)
-        return grad_x, grad_w1, grad_w2, grad_top_k, None, None
+        return grad_x, make_w1(), grad_w2, grad_top_k, None, None
+
+
+def _grad_w1(ops: ModuleType, grad_pre: Tensor, rows: Tensor, plan: Plan) -> Tensor:
+    grad: Tensor = ops.grad_weight(grad_pre, ops.routed_rows(rows, plan.arrival_row_ids, plan), plan, launch=3)
+    return grad
 
 
 def keep_rows(x: Tensor, plan: Plan, workspace: Workspace) -> Tensor:

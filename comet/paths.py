@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, get_args
 
@@ -80,6 +82,7 @@ class SymmetricPath:
             self.layout, self.workspace.max_tokens, self.overlap.block_rows, config.max_imbalance
         )
         self.plan_stream = group.plan_stream if config.shared_ffn_size else SideStream(None)
+        self.later: list[Callable[[], Tensor]] | None = None
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """Plan, then layer 0 and layer 1; see ``ExpertPath``.
@@ -88,10 +91,26 @@ class SymmetricPath:
             ValueError: If tokens or routing do not fit the pool or each other.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
-        w1, w2 = pad_width(w1, w2)
-        pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
+        padded_w1, padded_w2 = pad_width(w1, w2)
+        later = self.later if padded_w1 is w1 else None
+        pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]), later)
         plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
-        return routed_experts(tokens, w1, w2, top_k_weights, plan, pieces)
+        return routed_experts(tokens, padded_w1, padded_w2, top_k_weights, plan, pieces)
+
+    @contextmanager
+    def weight_gradients_later(self) -> Iterator[list[Callable[[], Tensor]]]:
+        """Backward passes of calls made inside leave the gradients of the weights to their caller.
+
+        Yields:
+            A list: each such backward pass puts two functions there, which make the gradients of ``w1 (e, 2F/TP, D)``
+            and of ``w2 (e, D, F/TP)`` in new memory; call them before the layer runs again. It stays empty, and the
+            gradients go their usual way, where F/TP is no multiple of 16.
+        """
+        self.later = []
+        try:
+            yield self.later
+        finally:
+            self.later = None
 
     def fp8(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: FP8, w2: FP8) -> Tensor:
         """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
