@@ -65,7 +65,8 @@ class Recorder(TorchDispatchMode):
     def replay(self) -> None:
         """Repeat the operations, into the memory their results had."""
         for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
+            with torch.autocast("cpu", enabled=False):  # what it casts was recorded
+                again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)

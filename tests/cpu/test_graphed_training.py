@@ -1,0 +1,304 @@
+"""Training steps with the layer replayed from graphs; on a CPU recorded operations stand in for CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from generate_cases import Captures, all_experts
+from graphed_cases import Steps, gradients, pass_through
+from layer_cases import LayerCase, full_weights, rank_inputs, shard
+from recorded_layers import LaterExperts, assert_equal, draw, leaf, make_layer, record_on_cpu
+from torch import Tensor, nn
+
+from comet import GraphedMoE, make_expert_group
+from comet.config import OverlapConfig
+from comet.paths import SymmetricPath
+from comet.router_losses import RouterStats
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return record_on_cpu(monkeypatch)
+
+
+def make_steps(path: str = "dense", **settings: Any) -> Steps:
+    return Steps(GraphedMoE(make_layer(path, **settings)), make_layer(path, **settings), assert_equal)
+
+
+@pytest.mark.parametrize("path", ["dense", "later"])
+def test_steps_with_changing_weights_routing_and_numbers_of_tokens(captures: Captures, path: str) -> None:
+    steps = make_steps(path)
+    for seed, num_tokens in enumerate((5, 7, 5, 5, 7, 0, 5, 0, 0, 7)):
+        steps.step([draw(num_tokens, seed)], f"step {seed}")
+    assert (captures.count, captures.replays, steps.graphed.why_eager) == (6, 14, "")
+
+
+@pytest.mark.parametrize("path", ["dense", "later"])
+def test_parts_of_the_loss_may_change_from_step_to_step(captures: Captures, path: str) -> None:
+    steps = make_steps(path)
+    for seed, losses in enumerate(("output", "both", "output", "output", "both")):
+        steps.step([draw(9, seed)], f"step {seed}", losses=losses)
+    assert captures.replays == 8
+
+
+def test_the_backward_pass_of_the_statistics_has_run_before_it_is_captured(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphed, ran = GraphedMoE(make_layer()), []
+
+    class Noted(torch.autograd.Function):  # a kernel in the statistics' backward pass, which notes when it is launched
+        @staticmethod
+        def forward(ctx: Any, loss: Tensor) -> Tensor:
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            ran.append(captures.count)
+            return grad
+
+    plain = graphed.layer.router.measure
+
+    def measure(*inputs: Tensor, **options: Any) -> RouterStats:
+        stats = plain(*inputs, **options)
+        return stats._replace(z_loss=Noted.apply(stats.z_loss))
+
+    monkeypatch.setattr(graphed.layer.router, "measure", measure)
+    for seed in range(2):
+        pass_through(graphed, draw(6, seed), losses="output")
+    assert ran == [0, 2], "once before the captures, then in that of the backward pass"
+
+
+def test_statistics_alone_are_differentiated_only_as_the_layer_stands(captures: Captures) -> None:
+    steps = make_steps()
+    for seed in range(3):  # the output was never differentiated, so the kernels of that are not known yet
+        steps.step([draw(9, seed)], f"step {seed}", losses="stats")
+    assert captures.count == 0
+    steps.step([draw(9, 3)], "step 3")
+    with pytest.raises(RuntimeError, match=r"must start from its output, not only from the router's statistics"):
+        pass_through(steps.graphed, draw(9, 4), losses="stats")
+    steps.layer.zero_grad()
+    steps.step([draw(9, 5)], "step 5")
+
+
+@pytest.mark.parametrize("path", ["dense", "later"])
+def test_gradients_accumulate_over_micro_batches(captures: Captures, path: str) -> None:
+    steps = make_steps(path)
+    for seed in range(4):
+        steps.step([draw(6, 10 * seed + part) for part in range(3)], f"step {seed}")
+    assert captures.replays == 2 * (4 * 3 - 1)
+
+
+@pytest.mark.parametrize("path", ["dense", "later"])
+def test_nothing_that_was_handed_out_is_overwritten(captures: Captures, path: str) -> None:
+    layer = make_layer(path)
+    graphed, kept = GraphedMoE(layer), []
+    for seed in range(5):
+        layer.zero_grad()
+        found = pass_through(graphed, draw(6, seed)) | gradients(layer)
+        x, names = leaf(6, seed + 50), ["tokens", *dict(layer.named_parameters())]
+        output = graphed(x)[0].square().sum()
+        found |= dict(zip(names, torch.autograd.grad(output, [x, *layer.parameters()]), strict=True))
+        kept.append((found, {name: value.clone() for name, value in found.items()}))
+    for call, (found, wanted) in enumerate(kept):
+        assert_equal(found, wanted, f"call {call}")
+
+
+def test_gradients_have_the_type_of_the_parameters(captures: Captures) -> None:
+    steps = make_steps("later", param_dtype=torch.float64)
+    for layer in (steps.layer, steps.eager):
+        assert layer.shared is not None
+        layer.shared.float()
+    for seed in range(4):
+        steps.step([draw(6, seed)], f"step {seed}")
+    assert captures.replays == 6
+    assert steps.layer.w1.dtype == torch.float64
+
+
+def test_a_call_before_the_backward_pass_of_the_one_before(
+    captures: Captures, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer, eager = make_layer(), make_layer()
+    graphed = GraphedMoE(layer)
+    with caplog.at_level(logging.WARNING):
+        for seed in range(5):
+            for run, each in ((graphed, layer), (eager, eager)):
+                each.zero_grad()
+                first, _ = run(leaf(6, seed))
+                second, stats = run(first)  # the same layer twice
+                (second.square().sum() + first.sum() + stats.loss).backward()
+            assert_equal(gradients(layer), gradients(eager), f"step {seed}")
+    assert captures.replays == 2 * 4
+    assert [record.message for record in caplog.records] == [
+        "a call with 6 tokens is launched kernel by kernel: the backward pass of the one before is still to come"
+    ]
+
+
+def test_a_call_without_backward_pass_is_forgotten_with_its_output(captures: Captures) -> None:
+    graphed = GraphedMoE(make_layer())
+    for seed in range(2):
+        pass_through(graphed, draw(6, seed))
+    kept = graphed(leaf(6, 2))
+    before = captures.replays
+    graphed(leaf(6, 3))
+    assert captures.replays == before
+    del kept
+    pass_through(graphed, draw(6, 4))
+    assert captures.replays == before + 2
+
+
+def test_other_numbers_of_tokens_and_calls_without_gradients_may_come_in_between(captures: Captures) -> None:
+    layer, eager = make_layer("later"), make_layer("later")
+    graphed = GraphedMoE(layer)
+    for seed in range(5):
+        found = []
+        for run, each in ((graphed, layer), (eager, eager)):
+            each.zero_grad()
+            one, two = run(draw(6, seed))[0], run(draw(4, seed))[0]
+            with torch.no_grad():
+                three = run(draw(6, seed + 1))[0]
+            one.square().sum().backward()
+            two.square().sum().backward()
+            found.append({"one": one, "two": two, "three": three} | gradients(each))
+        assert_equal(found[0], found[1], f"step {seed}")
+    assert captures.count == 2 + 2 + 1
+
+
+def test_a_second_backward_pass_is_refused(captures: Captures) -> None:
+    graphed = GraphedMoE(make_layer())
+    pass_through(graphed, draw(6, 0))
+    output, _ = graphed(leaf(6, 1))
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"has one backward pass; where a second one is needed"):
+        output.sum().backward()
+    later, _ = graphed(leaf(6, 2))
+    with pytest.raises(RuntimeError, match=r"has one backward pass"):
+        output.sum().backward()
+    later.sum().backward()
+
+
+def test_a_weight_that_changed_before_the_backward_pass_is_refused(captures: Captures) -> None:
+    layer = make_layer()
+    graphed = GraphedMoE(layer)
+    pass_through(graphed, draw(6, 0))
+    output, _ = graphed(leaf(6, 1))
+    with torch.no_grad():
+        layer.w2.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_gradients_that_nobody_wants_are_not_made(captures: Captures) -> None:
+    layer, eager = make_layer("later"), make_layer("later")
+    graphed = GraphedMoE(layer)
+    for frozen in (["w1"], ["w1", "router.weight"], []):
+        for seed in range(3):
+            for run, each in ((graphed, layer), (eager, eager)):
+                each.zero_grad()
+                for name, parameter in each.named_parameters():
+                    parameter.requires_grad_(name not in frozen)
+                run(draw(6, seed))[0].square().sum().backward()
+            assert gradients(layer).keys() == {name for name, _ in layer.named_parameters()} - set(frozen)
+            assert_equal(gradients(layer), gradients(eager), f"{frozen}, call {seed}")
+    assert captures.count == 6
+    assert isinstance(layer.experts, LaterExperts)
+    assert layer.experts.made == ["w2"] * 4 + ["w1", "w2"] * 2
+    layer.requires_grad_(False)
+    assert not graphed(draw(6, 0))[0].requires_grad
+
+
+def test_hooks_of_parameters_run(captures: Captures) -> None:
+    layer, seen = make_layer("later"), []
+    graphed = GraphedMoE(layer)
+    layer.w1.register_post_accumulate_grad_hook(lambda weight: seen.append(weight is layer.w1))
+    layer.router.weight.register_hook(lambda grad: seen.append(grad.shape == layer.router.weight.shape))
+    for seed in range(3):
+        pass_through(graphed, draw(6, seed))
+        assert seen == [True] * 2 * (seed + 1)
+    assert captures.replays == 4
+
+
+def test_replaced_parameters_end_the_replays(captures: Captures, caplog: pytest.LogCaptureFixture) -> None:
+    steps = make_steps()
+    for seed in range(2):
+        steps.step([draw(6, seed)], f"step {seed}")
+    for layer in (steps.layer, steps.eager):
+        layer.w1 = nn.Parameter(layer.w1.detach() * 2)
+    with caplog.at_level(logging.WARNING):
+        for seed in range(3):
+            steps.step([draw(6, seed)], f"later step {seed}")
+    assert captures.replays == 2
+    assert "replaced" in steps.graphed.why_eager
+    assert len(caplog.records) == 1
+
+
+def test_graphs_with_and_without_gradients_count_apart(captures: Captures) -> None:
+    graphed = GraphedMoE(make_layer(), max_graphs=1)
+    for seed in range(2):
+        pass_through(graphed, draw(6, seed))
+        pass_through(graphed, draw(5, seed))
+        with torch.no_grad():
+            graphed(draw(6, seed))
+            graphed(draw(5, seed))
+    assert captures.count == 2 + 1
+
+
+def test_nothing_is_replayed_after_the_group_was_closed(captures: Captures) -> None:
+    layer = make_layer()
+    graphed = GraphedMoE(layer)
+    pass_through(graphed, draw(6, 0))
+    output, _ = graphed(leaf(6, 1))
+    layer.group.close()
+    with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
+        output.sum().backward()
+
+
+def test_a_layer_that_asks_the_device_in_its_backward_pass(
+    captures: Captures, caplog: pytest.LogCaptureFixture
+) -> None:
+    def asks(grad: Tensor) -> Tensor:
+        return grad * (2 if float(grad.sum()) > 1e9 else 1)
+
+    def experts(*inputs: Tensor) -> Tensor:
+        output = all_experts(None, *inputs)
+        output.register_hook(asks)
+        return output
+
+    steps = make_steps()
+    steps.layer.experts = experts  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        for seed in range(4):
+            steps.step([draw(6, seed)], f"step {seed}")
+    assert "not permitted" in steps.graphed.why_eager
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, padded: bool
+) -> None:
+    """By the twin's pieces; weights that had to be padded leave nothing for later."""
+    if padded:
+        monkeypatch.setattr("comet.paths.pad_width", lambda w1, w2: (w1 * 1, w2 * 1))
+    case = LayerCase("one rank", 1, 1, (60,), num_phases=1, hidden_size=64, ffn_size=48)
+    group = make_expert_group(case.config, case.parallel, max_tokens=64, dtype=torch.float32, device="cpu")
+    path = SymmetricPath(case.config, group, OverlapConfig(num_panels=1), use_kernels=False)
+    inputs, (w1, w2) = rank_inputs(case, 0), (each.requires_grad_() for each in shard(case, 0, *full_weights(case)))
+
+    def grads() -> tuple[Tensor | None, ...]:
+        output = path(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1.flatten(1, 2), w2)
+        return torch.autograd.grad(output.square().sum(), (w1, w2), allow_unused=True)
+
+    wanted = grads()
+    with path.weight_gradients_later() as later:
+        found = grads()
+    made = [make() for make in later]
+    assert len(made) == (0 if padded else 2)
+    assert all((one is not None) == padded for one in found)
+    for actual in (found if padded else made, grads()):  # the last: it ends with the context
+        for one, other in zip(actual, wanted, strict=True):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one.view_as(other), other)

@@ -1,0 +1,122 @@
+"""Training steps with the layer replayed from CUDA graphs, against the layer as it stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from graphed_cases import Steps, assert_bits, gradients, make_steps, pass_through
+from stream_cases import CONFIG, NUM_TOKENS, make_tokens
+
+pytestmark = pytest.mark.gpu
+
+ALONE = replace(CONFIG, shared_ffn_size=0)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every replay of a graph."""
+    counted: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def count(graph: torch.cuda.CUDAGraph) -> None:
+        counted.append(1)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", count)
+    return counted
+
+
+def finish(steps: Steps) -> None:
+    torch.cuda.synchronize()
+    assert steps.graphed.why_eager == ""
+    steps.layer.group.workspace.check()
+
+
+@pytest.mark.parametrize("config", [ALONE, CONFIG], ids=["routed", "shared"])
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)],
+)
+def test_steps_with_changing_weights_routing_and_numbers_of_tokens(
+    config: Any, dtype: torch.dtype, param_dtype: torch.dtype, replays: list[int]
+) -> None:
+    if config.shared_ffn_size and dtype != param_dtype:
+        pytest.skip("a shared expert has the type of the tokens")
+    steps = make_steps("cuda", config, dtype, param_dtype=param_dtype)
+    for seed, num_tokens in enumerate((NUM_TOKENS, 90, NUM_TOKENS, NUM_TOKENS, 90, 0, 90, NUM_TOKENS, 0, 0)):
+        steps.step([make_tokens(steps.layer, seed)[:num_tokens]], f"step {seed}")
+    finish(steps)
+    assert len(replays) == 2 * (3 + 2 + 2)
+
+
+def test_gradients_accumulate_over_micro_batches(replays: list[int]) -> None:
+    steps = make_steps("cuda", CONFIG, torch.bfloat16)
+    for seed in range(4):
+        steps.step([make_tokens(steps.layer, 10 * seed + part) for part in range(2)], f"step {seed}")
+    finish(steps)
+    assert len(replays) == 2 * 7
+
+
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_nothing_that_was_handed_out_is_overwritten(transport: str, replays: list[int]) -> None:
+    steps = make_steps("cuda", CONFIG, torch.bfloat16, transport=transport)
+    kept = []
+    for seed in range(6):
+        steps.layer.zero_grad()
+        found = pass_through(steps.graphed, make_tokens(steps.layer, seed)) | gradients(steps.layer)
+        steps.eager.zero_grad()
+        kept.append((found, pass_through(steps.eager, make_tokens(steps.layer, seed)) | gradients(steps.eager)))
+    finish(steps)
+    for call, (found, wanted) in enumerate(kept):
+        assert_bits(found, wanted, f"call {call}")
+    assert len(replays) == 2 * 5
+
+
+def test_a_call_before_the_backward_pass_of_the_one_before(replays: list[int]) -> None:
+    steps = make_steps("cuda", ALONE, torch.bfloat16)
+    for seed in range(5):
+        found = []
+        for run, layer in ((steps.graphed, steps.layer), (steps.eager, steps.eager)):
+            layer.zero_grad()
+            x = make_tokens(steps.layer, seed).requires_grad_()
+            first, _ = run(x)
+            with torch.no_grad():
+                between, _ = run(x)
+            second, stats = run(first)
+            (second.float().square().mean() + first.float().mean() + stats.loss).backward()
+            found.append({"between": between, "output": second.detach()} | gradients(layer))
+        assert_bits(found[0], found[1], f"step {seed}")
+    finish(steps)
+    assert len(replays) == (2 + 1) * 4
+
+
+def test_a_second_backward_pass_is_refused(replays: list[int]) -> None:
+    steps = make_steps("cuda", ALONE, torch.bfloat16)
+    for seed in range(2):
+        output, _ = steps.graphed(make_tokens(steps.layer, seed).requires_grad_())
+        output.float().sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"has one backward pass; where a second one is needed"):
+        output.float().sum().backward()
+    finish(steps)
+    assert len(replays) == 2
+
+
+def test_the_plain_path_says_why_it_is_launched(caplog: pytest.LogCaptureFixture) -> None:
+    steps = make_steps("cuda", ALONE, torch.bfloat16, path="plain")
+    for seed in range(4):
+        steps.step([make_tokens(steps.layer, seed)], f"step {seed}")
+    assert "cannot be captured" in steps.graphed.why_eager
+    assert len([record for record in caplog.records if record.name == "comet.graphed_moe"]) == 1
+
+
+def test_memory_does_not_grow_with_the_steps() -> None:
+    steps = make_steps("cuda", CONFIG, torch.bfloat16)
+    used = []
+    for seed in range(8):
+        steps.step([make_tokens(steps.layer, seed)], f"step {seed}")
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated())
+    assert used[-1] <= used[3]

@@ -1,0 +1,36 @@
+"""Training steps with the layer replayed from CUDA graphs, on ranks with different numbers of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphed_cases import make_steps
+from ranks import run_ranks
+from stream_cases import CONFIG, NUM_TOKENS, make_tokens
+
+# Of each rank in turn: some calls are a rank's first or second of a number, while the other replays its graphs.
+NUMBERS = (
+    (NUM_TOKENS, 40, NUM_TOKENS, 40, 40, 0, NUM_TOKENS, 0, 0, NUM_TOKENS),
+    (3, 3, 3, 200, 200, 3, 0, 3, 200, 0),
+)
+
+
+def on_gpu(rank: int, world_size: int, transport: str) -> None:
+    torch.cuda.set_device(rank)
+    steps = make_steps(f"cuda:{rank}", CONFIG, torch.bfloat16, ep=world_size, transport=transport)
+    for step in range(0, len(NUMBERS[rank]), 2):
+        parts = range(step, step + 2)
+        batches = [make_tokens(steps.layer, 10 * call + rank)[: NUMBERS[rank][call]] for call in parts]
+        steps.step(batches, f"rank {rank}, step {step // 2}")
+    both = [make_tokens(steps.layer, 1000 + call)[:200] for call in range(6)]
+    for call, tokens in enumerate(both):
+        steps.step([tokens], f"rank {rank}, alike, step {call}")
+    assert steps.graphed.why_eager == ""
+    steps.layer.group.workspace.check()
+    steps.layer.group.close()
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize("transport", ["push", "copy"])
+def test_ranks_with_different_numbers_of_tokens(transport: str) -> None:
+    run_ranks(on_gpu, 2, transport, backend="cpu:gloo,cuda:nccl", timeout=240)
