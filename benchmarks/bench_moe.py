@@ -66,7 +66,7 @@ from comet.launch.distributed import current_context, open_store, process_group,
 from comet.paths import SymmetricPath
 from comet.tuner.timing import Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 
-# Replayed as a CUDA graph, without what its launches cost the host.
+# Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``graphs.GraphedExperts``.
 GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")
 # Largest deviation from the plain path, relative to its root mean square, that rounding can explain.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
@@ -145,7 +145,7 @@ def checked_variants(
         graph, failure = graphs.get(name), ""
         if graph is None:
             failure = check(name, partial(variant, 0))
-            if not failure and name in GRAPHS and ranks.device.type == "cuda":
+            if not failure and name in GRAPHS and ranks.device.type == "cuda" and not settings.backward:
                 graph, failure = attempt(partial(record, variant, ROTATE), ranks)
         if graph is not None:
             graphs[name], failure = graph, check(name, graph.first)

@@ -1,12 +1,15 @@
-"""A variant of the MoE benchmark as CUDA graphs whose output can still be compared."""
+"""CUDA graphs of the MoE benchmark: variants whose output can be compared, and a layer as a user trains with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from comet.moe import MoE
+from comet.training_graphs import TrainingGraphs
 from comet.tuner.timing import Variant, capture
 
 LayerVariant = Callable[[int], tuple[Tensor, ...]]
@@ -45,3 +48,38 @@ def record(variant: LayerVariant, rotate: int) -> Graph:
 
     replay = capture(run, rotate=rotate)
     return Graph(variant, replay, kept[0])
+
+
+class GraphedExperts:
+    """The layer for a given routing, replayed forward and backward as ``comet.GraphedMoE`` replays a whole layer.
+
+    Each call copies what it is given to where the graphs read it, and what they made away from there, as a user's does.
+
+    Args:
+        moe: The layer.
+    """
+
+    def __init__(self, moe: MoE) -> None:
+        self.moe = moe
+        self.module = _Routed(moe)
+        self.stream = torch.cuda.Stream() if moe.group.device.type == "cuda" else None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.replay: TrainingGraphs | None = None
+
+    def __call__(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """``(T, D)``, as ``MoE.routed_experts``; all calls have the same number of tokens."""
+        inputs = (tokens, ids, weights)
+        if self.replay is None:
+            output = self.moe.routed_experts(*inputs)  # compiles the kernels
+            torch.autograd.grad(output, (tokens, weights, *self.moe.expert_parameters()), torch.zeros_like(output))
+            self.replay = TrainingGraphs(self.module, self.moe, inputs, self.stream, self.graphs)
+        return self.replay(*inputs)[0]
+
+
+class _Routed(nn.Module):
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor]:
+        return (self.moe.routed_experts(tokens, ids, weights),)

@@ -20,7 +20,7 @@ from baselines import all_gather_experts, pipelined_experts
 from comm_only import exchange_alone
 from fp8 import FP8Layer, fits, quantize_layer
 from gemms import gemm_variants, split_evenly
-from graphs import Graph, LayerVariant
+from graphs import Graph, GraphedExperts, LayerVariant
 from report import FP8_VARIANTS, VARIANTS
 from routing import make_routing
 from torch import Tensor
@@ -210,10 +210,12 @@ def layer_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Rank
         if name in settings.variants and not (settings.backward and name in FORWARD_ONLY)
     }
     if layer.moe is not None:
-        comet = _variant(layer.moe.routed_experts, layer.moe.expert_parameters(), inputs, settings.backward)
-        variants["comet"] = comet
+        of_comet = partial(
+            _variant, parameters=layer.moe.expert_parameters(), inputs=inputs, backward=settings.backward
+        )
+        variants["comet"] = comet = of_comet(layer.moe.routed_experts)
         if "comet_graph" in settings.variants and ranks.device.type == "cuda":
-            variants["comet_graph"] = comet
+            variants["comet_graph"] = of_comet(GraphedExperts(layer.moe)) if settings.backward else comet
         if "comm_comet" in settings.variants and isinstance(layer.moe.experts, SymmetricPath) and not settings.backward:
             variants["comm_comet"] = exchange_alone(
                 layer.moe.experts, inputs.tokens, inputs.ids, inputs.weights, layer.w2

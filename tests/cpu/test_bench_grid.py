@@ -17,13 +17,14 @@ import torch
 from bench_moe import checked_variants, parse, progress
 from graphs import Graph, record
 from points import Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer
+from recorded_layers import LaterExperts, record_on_cpu
 from report import append_csv, as_json, draw, format_summary, format_table, set_aside, summary
 from shapes import model
 from torch import Tensor
 
-from comet.config import MoEConfig, ParallelConfig
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALONE = Ranks(0, CPU, None)
 TINY = model("tiny")
 ROUTINGS = ("uniform", "zipf", "hot")
@@ -82,7 +83,7 @@ def test_graphs_are_recorded_once_and_compared_at_every_routing(monkeypatch: pyt
     monkeypatch.setattr(bench_moe, "record", replayed(recorded, stale=stale))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     settings, shared = settings_of("comet", "comet_graph", "plain", "comm_comet"), Shared()
-    gpu = PretendedGPU(0, torch.device("cuda"), None)
+    gpu = PretendedGPU(0, CUDA, None)
     with open_layer(TINY, settings, ALONE) as layer:
         for number, routing in enumerate(ROUTINGS):
             routed, failures = replace(settings, routing=routing), dict[str, str]()
@@ -98,6 +99,23 @@ def test_graphs_are_recorded_once_and_compared_at_every_routing(monkeypatch: pyt
                 assert usable["comet_graph"] is shared.graphs["comet_graph"].replay
                 assert errors["comet_graph"] < 1e-4
     assert len(recorded) == 2
+
+
+def test_with_a_backward_pass_the_graphs_are_those_a_user_trains_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = record_on_cpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    settings = replace(settings_of("comet", "comet_graph", "plain"), backward=True)
+    with open_layer(TINY, settings, ALONE) as layer:
+        assert layer.moe is not None
+        layer.moe.experts = LaterExperts(TINY, layer.moe.group, OverlapConfig(), use_kernels=False)
+        inputs, failures = Shared().draw(TINY, 48, settings, ALONE), dict[str, str]()
+        usable, errors = checked_variants(layer, inputs, settings, PretendedGPU(0, CUDA, None), failures)
+        assert (failures, captures.count, captures.replays) == ({}, 2, 2)
+        assert errors["comet_graph"] < 1e-4
+        found, wanted = usable["comet_graph"](1), usable["comet"](1)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        assert captures.replays == 4
 
 
 def test_a_record_keeps_the_output_of_the_first_set(monkeypatch: pytest.MonkeyPatch) -> None:
