@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,23 @@ from comet.group import ExpertGroup
 from comet.integrations.megatron.checkpoint import sharded_experts
 from comet.integrations.megatron.rules import moe_config
 from comet.paths import ExpertPath, make_path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """What ``with_comet`` was told of the routed experts of all layers.
+
+    Args:
+        group: The ranks that share the experts, and their memory; one for all layers.
+        path: See ``MoE``.
+        overlap: See ``MoE``.
+        max_imbalance: See ``MoEConfig``.
+    """
+
+    group: ExpertGroup
+    path: Path | str
+    overlap: OverlapConfig | None
+    max_imbalance: float | None
 
 
 class CometExperts(nn.Module):
@@ -27,10 +45,7 @@ class CometExperts(nn.Module):
         config: A ``TransformerConfig``.
         submodules: Not used.
         pg_collection: Megatron's process groups.
-        group: The ranks that share the experts.
-        path: See ``MoE``.
-        overlap: See ``MoE``.
-        max_imbalance: See ``MoEConfig``.
+        choices: How to compute them, and with which ranks.
         **kwargs: What newer versions give to experts, such as a name.
 
     Raises:
@@ -44,17 +59,14 @@ class CometExperts(nn.Module):
         submodules: Any = None,
         pg_collection: Any = None,
         *,
-        group: ExpertGroup,
-        path: Path | str = "auto",
-        overlap: OverlapConfig | None = None,
-        max_imbalance: float | None = None,
+        choices: Choices,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        moe = moe_config(config, max_imbalance=max_imbalance)
+        moe, group = moe_config(config, max_imbalance=choices.max_imbalance), choices.group
         self.layout = group.layout(moe)
         assert num_local_experts == self.layout.experts_local
-        self.compute: ExpertPath = make_path(path, moe, group, overlap)
+        self.compute: ExpertPath = make_path(choices.path, moe, group, choices.overlap)
         self.expert_data_group = pg_collection.expt_dp
         self.ffn_size = moe.ffn_size
         device = torch.device("cpu") if config.use_cpu_initialization else group.device

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet.config import OverlapConfig, Path, require
+from comet.config import require
 from comet.errors import UnavailableError
-from comet.group import ExpertGroup
-from comet.integrations.megatron.experts import CometExperts
+from comet.integrations.megatron.experts import Choices, CometExperts
 from comet.integrations.megatron.rules import check_config, check_ranks
 
 
@@ -27,10 +26,7 @@ class CometMoELayer:
         submodules: Router and shared experts; the experts in it are not built.
         layer_number: Of the transformer layer.
         pg_collection: Megatron's process groups; ``None`` takes those it initialised.
-        group: The ranks that share the experts, and their memory; one for all layers.
-        path: See ``MoE``.
-        overlap: See ``MoE``.
-        max_imbalance: See ``MoEConfig``.
+        choices: How to compute the routed experts, and with which ranks.
         process_groups: Taken where ``pg_collection`` is ``None``: Megatron-core 0.16 does not hand its own to layers it
             does not know.
         **kwargs: What newer versions give to ``MoELayer``.
@@ -50,10 +46,7 @@ class CometMoELayer:
         layer_number: int | None = None,
         pg_collection: Any = None,
         *,
-        group: ExpertGroup,
-        path: Path | str = "auto",
-        overlap: OverlapConfig | None = None,
-        max_imbalance: float | None = None,
+        choices: Choices,
         process_groups: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -61,10 +54,9 @@ class CometMoELayer:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         process_groups = pg_collection or process_groups or get_default_pg_collection()
-        check_config(config, group)
-        check_ranks(process_groups, group)
-        settings = dict(group=group, path=path, overlap=overlap, max_imbalance=max_imbalance)
-        submodules = replace(submodules, experts=ModuleSpec(module=CometExperts, params=settings))
+        check_config(config, choices.group)
+        check_ranks(process_groups, choices.group)
+        submodules = replace(submodules, experts=ModuleSpec(module=CometExperts, params={"choices": choices}))
         super().__init__(config, submodules, layer_number, process_groups, **kwargs)  # type: ignore[call-arg]
         # Steps of MoELayer that are not called any more fail with it, instead of computing something else.
         self.token_dispatcher = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from comet.config import OverlapConfig, Path, require
 from comet.group import ExpertGroup
+from comet.integrations.megatron.experts import Choices
 from comet.integrations.megatron.layer import moe_layer_class, stock_layer_class
 
 
@@ -39,7 +40,8 @@ def with_comet(
         ValueError: If no layer of the spec is a plain ``MoELayer``.
         UnavailableError: If Megatron-core is not importable.
     """
-    settings = dict(group=group, path=path, overlap=overlap, max_imbalance=max_imbalance, process_groups=process_groups)
+    choices = Choices(group=group, path=path, overlap=overlap, max_imbalance=max_imbalance)
+    settings = dict(choices=choices, process_groups=process_groups)
     layers = getattr(spec, "layer_specs", None)
     made = [_layer_with_comet(layer, settings) for layer in ([spec] if layers is None else layers)]
     require(
