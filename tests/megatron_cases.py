@@ -1,4 +1,4 @@
-"""Small Megatron models on CPU ranks, which Megatron-core is not made for, and one with Comet beside each."""
+"""Small Megatron models, also on CPU ranks, which Megatron-core is not made for, and one with Comet beside each."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class NoStream:
 
 
 def use_cpu() -> None:
-    """Let this process run Megatron-core without a GPU, Transformer Engine and Apex."""
+    """Let this process run Megatron-core without a GPU."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.Stream = torch.cuda.current_stream = NoStream  # type: ignore[misc,assignment]
@@ -77,14 +77,19 @@ def use_cpu() -> None:
     random._CUDA_RNG_STATE_TRACKER = NoRandomStates()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
-    moe_utils.te_general_gemm = None  # which 0.16.1 forgets to say
 
 
-def start(ep: int, expert_tp: int = 1, tp: int = 1) -> None:
-    """Megatron's process groups, in fresh ones after an earlier start."""
+def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None:
+    """Megatron's process groups and seeds, in fresh ones after an earlier start."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
 
-    use_cpu()
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None  # which 0.16.1 forgets to say
+    torch.compiler.set_stance("force_eager")  # compiling a few lines of the router takes longer than a test
+    if device == "cpu":
+        use_cpu()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -93,6 +98,8 @@ def start(ep: int, expert_tp: int = 1, tp: int = 1) -> None:
         expert_tensor_parallel_size=expert_tp,
         create_gloo_process_groups=False,
     )
+    if device != "cpu":
+        model_parallel_cuda_manual_seed(7, force_reset_rng=True)
 
 
 def make_config(**changes: Any) -> Any:
@@ -137,28 +144,28 @@ def make_layer(config: Any, spec: Any) -> Any:
     return layer
 
 
-def make_gpt(config: Any, spec: Any) -> Any:
-    """A model of two such transformer layers."""
+def make_gpt(config: Any, spec: Any, vocabulary: int = VOCABULARY, sequence: int = SEQUENCE) -> Any:
+    """A model of such transformer layers."""
     from megatron.core.models.gpt import GPTModel
 
     torch.manual_seed(6)
-    return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
+    return GPTModel(config, spec, vocab_size=vocabulary, max_sequence_length=sequence)
 
 
 @torch.no_grad()
-def draw_experts(model: nn.Module, seed: int) -> None:
+def draw_experts(model: nn.Module, seed: int, std: float) -> None:
     """Other weights for each local expert of every rank, of which Megatron makes copies on CPUs."""
     generator = torch.Generator().manual_seed(100 + seed)
     for name, parameter in model.named_parameters():
         if ".local_experts." in name or name.startswith("local_experts."):
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
 
 
 def twins(make: Any, config: Any, group: ExpertGroup, seed: int, **settings: Any) -> tuple[Any, Any]:
     """What ``make`` makes of Megatron's spec, and of the one with Comet, with the same weights."""
     spec = stock_spec(config)
     stock, ours = make(config, spec), make(config, with_comet(spec, group, **settings))
-    draw_experts(stock, seed)
+    draw_experts(stock, seed, config.init_method_std)
     ours.load_state_dict(from_sequential(stock.state_dict()))
     return stock, ours
 

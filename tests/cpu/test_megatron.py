@@ -1,7 +1,6 @@
 """Comet inside Megatron-core on CPU ranks, against Megatron's own experts and dispatch.
 
-CI does not install it and skips these; ``test_megatron_parts`` checks what does not need it. Passed with Megatron-core
-0.16.1 and 0.19.2.
+Skipped without it; ``test_megatron_parts`` checks what does not need it. Passed with Megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from megatron_cases import (
     stock_spec,
     twins,
 )
+from megatron_checkpoints import save_and_load
 from ranks import run_ranks
 from torch import Tensor
 
@@ -148,58 +148,9 @@ def test_training_has_the_same_losses() -> None:
         assert stock[-1] < stock[0] - 0.1, "the model does not learn, so that losses tell nothing"
 
 
-def save_and_load(rank: int, world_size: int, folder: Path) -> None:
-    """Checkpoints of each model read by the other, then by Comet on one EP shard per rank less."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
-    start(world_size)
-    config = make_config()
-    group = make_group(config)
-    stock, ours = twins(make_gpt, config, group, rank)
-    expected = {name: value.clone() for name, value in ours.state_dict().items() if torch.is_tensor(value)}
-    for name, model in (("stock", stock), ("ours", ours)):
-        if rank == 0:
-            (folder / name).mkdir()
-        dist.barrier()
-        dist_checkpointing.save(model.sharded_state_dict(), str(folder / name))
-
-    def read(model: Any, name: str) -> dict[str, Tensor]:
-        for parameter in model.parameters():
-            torch.nn.init.zeros_(parameter)
-        missing = model is stock and name == "ours"  # the extra states of its experts, which are all empty
-        strict = StrictHandling.LOG_UNEXPECTED if missing else StrictHandling.RAISE_UNEXPECTED
-        wanted = model.sharded_state_dict()
-        model.load_state_dict(dist_checkpointing.load(wanted, str(folder / name), strict=strict), strict=not missing)
-        return from_sequential(model.state_dict())
-
-    for name in ("stock", "ours"):
-        for model in (stock, ours):
-            found = read(model, name)
-            for key, value in expected.items():
-                assert torch.equal(found[key], value), f"{key} of {name} read by {type(model).__name__}"
-    group.close()
-    check_wider(folder, read, expected)
-
-
-def check_wider(folder: Path, read: Any, expected: dict[str, Tensor]) -> None:
-    """The checkpoint of two EP shards in a model that holds all experts."""
-    start(1)
-    config = make_config()
-    group = make_group(config)
-    model = make_gpt(config, with_comet(stock_spec(config), group))
-    found = read(model, "ours")
-    for key, value in expected.items():
-        gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, value)
-        whole = torch.cat(gathered) if ".experts.w" in key else value
-        assert torch.equal(found[key], whole), key
-    group.close()
-
-
 @pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
-    run_ranks(save_and_load, 2, tmp_path, timeout=300)
+    run_ranks(save_and_load, 2, tmp_path, "cpu", timeout=300)
 
 
 def initial_weights(rank: int, world_size: int, layouts: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
@@ -213,7 +164,7 @@ def initial_weights(rank: int, world_size: int, layouts: list[tuple[int, int]]) 
         whole = {}
         for name, parameter in model.named_parameters():
             is_expert = ".experts.w" in name
-            assert getattr(parameter, "allreduce", True) is not (is_expert and ep > 1), name
+            assert getattr(parameter, "allreduce", True) is not (is_expert and ep * expert_tp > 1), name
             assert not is_expert or parameter.tensor_model_parallel, name
             parts = [torch.empty_like(parameter) for _ in range(world_size)]
             dist.all_gather(parts, parameter.detach())

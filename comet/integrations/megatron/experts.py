@@ -73,16 +73,21 @@ class CometExperts(nn.Module):
         width, made = moe.ffn_size // self.layout.tp, dict(device=device, dtype=config.params_dtype)
         self.w1 = nn.Parameter(torch.empty(num_local_experts, 2 * width, moe.hidden_size, **made))
         self.w2 = nn.Parameter(torch.empty(num_local_experts, moe.hidden_size, width, **made))
-        self._mark()
+        self._mark(config.tensor_model_parallel_size)
         if config.perform_initialization:
             self.reset_parameters(config.init_method, config.output_layer_init_method)
 
-    def _mark(self) -> None:
-        """What Megatron reads off a parameter: who shares its gradient, and that each rank has another part of it."""
+    def _mark(self, tensor_parallel: int) -> None:
+        """What Megatron reads off a parameter: who shares its gradient, and that each rank has another part of it.
+
+        With ``allreduce`` gradients are added up over all data-parallel ranks, without over those of ``expt_dp``. The
+        former would mix parts of an expert where its TP is not the model's, as Megatron-core 0.16's own experts do.
+        """
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
+        alike = self.layout.ep == 1 and self.layout.tp == tensor_parallel
         for parameter, dim in ((self.w1, 1), (self.w2, 2)):
-            parameter.allreduce = self.layout.ep == 1  # type: ignore[attr-defined]
+            parameter.allreduce = alike  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
     @torch.no_grad()

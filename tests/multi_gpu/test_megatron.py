@@ -1,0 +1,56 @@
+"""Comet inside Megatron-core on two GPUs, against Megatron's own experts and dispatch; skipped without Megatron-core.
+
+Whole models have no TP: without Transformer Engine and Apex, Megatron-core has no norm for parts of a sequence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
+
+from megatron_checkpoints import save_and_load
+from megatron_training import Size, layers_beside_megatron, train_beside_megatron
+from ranks import run_ranks
+
+SIZE = Size(hidden=1024, vocabulary=8192, sequence=512, batch=2)
+STEPS = 12
+
+
+def train(rank: int, world_size: int) -> None:
+    """NCCL reduces gradients beside the layer's kernels, later on one rank than on the other."""
+    torch.cuda.set_device(rank)
+    train_beside_megatron(rank, world_size, SIZE, [(2, 1, 1), (1, 2, 1)], STEPS, f"cuda:{rank}")
+
+
+def layers(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank)
+    layers_beside_megatron(rank, world_size, SIZE, [(2, 1, 2), (1, 2, 2)], f"cuda:{rank}")
+
+
+def checkpoints(rank: int, world_size: int, folder: Path) -> None:
+    torch.cuda.set_device(rank)
+    save_and_load(rank, world_size, folder, f"cuda:{rank}")
+
+
+def on_gpus(function: Any, *args: Any) -> None:
+    run_ranks(function, 2, *args, backend="cpu:gloo,cuda:nccl", timeout=100)
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_training() -> None:
+    on_gpus(train)
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_layers_with_parts_of_the_sequence() -> None:
+    on_gpus(layers)
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_checkpoints(tmp_path: Path) -> None:
+    on_gpus(checkpoints, tmp_path)
