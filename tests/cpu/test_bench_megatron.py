@@ -1,0 +1,86 @@
+"""The benchmark inside Megatron-core: its stand-in for grouped_gemm, its command line, and a run on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench_megatron import checked, parse
+from bench_megatron import run as run_benchmark
+from megatron_layers import torch_grouped_gemm, train
+from points import Ranks
+from ranks import run_ranks
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+def test_grouped_gemm_by_torch() -> None:
+    draw = torch.Generator().manual_seed(3)
+    rows, weights = (torch.randn(shape, generator=draw).bfloat16() for shape in ((7, 16), (3, 16, 32)))
+    found = torch_grouped_gemm(rows, weights, torch.tensor([2, 0, 5]))
+    expected = torch.cat([rows[:2] @ weights[0], rows[2:] @ weights[2]])
+    torch.testing.assert_close(found, expected)
+    turned = weights.transpose(1, 2).contiguous()
+    torch.testing.assert_close(torch_grouped_gemm(rows, turned, torch.tensor([2, 0, 5]), trans_b=True), expected)
+
+
+def test_command_line() -> None:
+    arguments = parse(["--models", "tiny,qwen3_30b_a3b", "--tokens", "8,16", "--ep", "2"])
+    assert (arguments.models, arguments.tokens, arguments.ep) == (("tiny", "qwen3_30b_a3b"), [8, 16], 2)
+    for words, message in (
+        (["--models", "odd"], "models='odd' must be one of"),
+        (["--ep", "3"], "num_experts=128 must be divisible by ep=3"),
+        (["--tokens", "0"], r"tokens=\[0\] must each be at least 1"),
+        (["--rounds", "0"], "rounds=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(words)
+
+
+class Scaled(nn.Module):
+    """As a layer of Megatron, which returns no bias."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.router, self.scale = nn.Linear(4, 4, bias=False), scale
+        nn.init.eye_(self.router.weight)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.scale == 0:
+            raise RuntimeError("no such experts")
+        return self.scale * self.router(x), None
+
+
+def test_what_fails_or_differs_is_not_timed() -> None:
+    x = torch.randn(3, 1, 4, generator=torch.Generator().manual_seed(1))
+    assert train(Scaled(1.0), x)["router"].shape == (4, 4)
+    layers = {"sequential": Scaled(1.0), "grouped": Scaled(0), "comet": Scaled(2.0), "near": Scaled(1.01)}
+    variants, failures = checked(layers, [x], Ranks(0, CPU, None))
+    assert list(variants) == ["sequential", "near"]
+    assert failures["grouped"] == "RuntimeError: no such experts"
+    assert failures["comet"].startswith("differs from sequential by ")
+
+
+def on_cpu(rank: int, world_size: int, out: Path) -> None:
+    from megatron_cases import use_cpu
+
+    use_cpu()
+    torch.compiler.set_stance("force_eager")
+    words = ["--ep", "2", "--models", "tiny", "--tokens", "64,40", "--rounds", "2", "--out", str(out)]
+    run_benchmark(parse(words), Ranks(rank, CPU, dist.group.WORLD))
+
+
+@pytest.mark.slow
+def test_run(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
+    run_ranks(on_cpu, 2, tmp_path, timeout=300)
+    found = json.loads((tmp_path / "bench_megatron.json").read_text())
+    assert found["task"] == "bench_megatron"
+    assert [row["tokens"] for row in found["rows"]] == [64, 40]
+    for row in found["rows"]:
+        assert row["failures"] == ""
+        assert min(row["sequential_ms"], row["grouped_ms"], row["comet_ms"], row["x_grouped"]) > 0
