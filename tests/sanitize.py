@@ -26,6 +26,8 @@ from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
+from gemm_cases import make_rows, poison_padding, values
+from gradient_launches import exact_gradients, run_gradients
 from layer0_launches import exact_layer0, run_layer0
 from layer1_launches import exact_layer1, run_layer1
 from played_layer import DEADLINE_S, PlayedRanks
@@ -36,6 +38,9 @@ from stress_cases import StressCase
 from comet import fused
 from comet.comm import emulated_group
 from comet.decode import DecodeWeights, RankDecode, rank_slots
+from comet.kernels.group_gemm import GemmConfig
+from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
+from comet.kernels.group_gemm_wgrad_cuda import group_gemm_wgrad_cuda
 from comet.layout import ExpertLayout
 from comet.quantize import quantize_fp8
 
@@ -101,6 +106,24 @@ def run_cuda_layer1(dtype: torch.dtype) -> None:
     ):
         for (exact, size), out in zip(exact_layer1(case), run_layer1(case, "cuda"), strict=True):
             assert bool(((out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()), case.name
+
+
+def run_cuda_backward(device: torch.device, dtype: torch.dtype) -> None:
+    """Gradients in CUDA C++, which no interpreter runs: of tokens on two ranks, and of weights, padding being NaN."""
+    case = PlayedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype)
+    for (exact, size, of_weights), (grad, found) in zip(
+        exact_gradients(case), run_gradients(case, "cuda"), strict=True
+    ):
+        assert bool(((grad.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size + 1e-6).all()), case.name
+        assert torch.allclose(found.double(), of_weights, rtol=1e-5, atol=1e-5), case.name
+    counts = [0, 1, 70, 33, 0, 16]
+    rows = make_rows([counts], 128, device.type, 1)
+    a, b = (poison_padding(values((rows.num_rows, width), dtype, device.type, width), rows) for width in (144, 272))
+    segments, shape = (rows.segment_starts, rows.segment_counts), (len(counts), 144, 272)
+    out, twin = torch.full(shape, 77.0, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+    group_gemm_wgrad_cuda(a, b, out, *segments, torch.zeros(1, dtype=torch.int32, device=device), max_blocks=5)
+    group_gemm_wgrad(a, b, twin, *segments, config=GemmConfig.select(dtype))
+    assert torch.equal(out, twin)
 
 
 def run_decode(device: torch.device, dtype: torch.dtype) -> None:
@@ -184,6 +207,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "fp8_cuda": (partial(run_fp8, kind="cuda"), True),
     "layer0_cuda": (lambda device, dtype: run_cuda_layer0(dtype), True),
     "layer1_cuda": (lambda device, dtype: run_cuda_layer1(dtype), True),
+    "backward_cuda": (run_cuda_backward, True),
     "decode": (run_decode, False),
     "router": (lambda device, dtype: run_router(device), False),
     "rank_decode": (run_rank_decodes, False),
