@@ -1,8 +1,10 @@
-"""Gradients of layer 0's tokens of several ranks on one device (``played_ranks``), by either implementation."""
+"""The backward pass of several ranks on one device (``played_ranks``), by either implementation."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from layer1_launches import layer1_in, make_buffers
@@ -10,11 +12,18 @@ from played_ranks import Kind, PlayedCase, fault_of, fresh, max_tokens, plans_of
 from torch import Tensor
 
 from comet.fused_arguments import returns_of, table_of
+from comet.kernels import group_gemm_wgrad_cuda
 from comet.kernels.arguments import GradWire, Returns, Wire, power_of_2
 from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.plan import Plan
 
 Gradients = tuple[Tensor, Tensor]
+
+
+def weights_in(kind: Kind) -> AbstractContextManager[object]:
+    """Weight gradients of any size in CUDA C++ or in Triton, or as the layer chooses."""
+    least = {"auto": group_gemm_wgrad_cuda.LEAST_TILES, "cuda": 0, "triton": 1 << 62}[kind]
+    return patch.object(group_gemm_wgrad_cuda, "LEAST_TILES", least)
 
 
 def inputs_of(case: PlayedCase, rank: int, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

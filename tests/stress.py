@@ -48,7 +48,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             f"--layer{layer}",
             default="auto",
             choices=("auto", "cuda", "triton"),
-            help=f"layer {layer} of any size in CUDA C++ or in Triton, on GPUs (default: as the layer chooses)",
+            help=f"layer {layer} of any size in CUDA C++ or in Triton, on GPUs (default: as the layer chooses)"
+            + (", and the backward pass" if layer else ""),
         )
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
     parser.add_argument(
