@@ -34,9 +34,11 @@ SOURCES = (
     "hopper", "recorder", "signals", "ring", "items", "products", "panels", "panel_gemm", "combine", "gemm_combine",
 )  # fmt: skip
 
-# With fewer products of a rank, or a longer contraction, Triton is as fast or faster (benchmarks/RESULTS.md, run 5).
+# With fewer products of a rank, for gradients twice as many, or a longer contraction, Triton is as fast or faster
+# (benchmarks/RESULTS.md, run 5; of gradients run 13).
 LEAST_PRODUCTS = 50_000_000_000
 MOST_DEPTH = 2048
+MOST_GRADIENT_DEPTH = 4096
 TALL_FROM, TALL_TO = 232.0, 280.0  # rows of an expert for which taller pieces pay
 
 
@@ -122,8 +124,9 @@ def takes(
 
 
 def _is_large(max_tokens: int, top_k: int, cols: int, depth: int, is_gradient: bool) -> bool:
-    """Nor of too long a contraction, in the forward pass."""
-    return max_tokens * top_k * cols * depth >= LEAST_PRODUCTS and (is_gradient or depth <= MOST_DEPTH)
+    """Nor of too long a contraction."""
+    least, most = (2 * LEAST_PRODUCTS, MOST_GRADIENT_DEPTH) if is_gradient else (LEAST_PRODUCTS, MOST_DEPTH)
+    return max_tokens * top_k * cols * depth >= least and depth <= most
 
 
 @functools.cache
@@ -147,7 +150,8 @@ def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTab
         table: See ``gemm_combine``.
     """
     is_gradient = returns.grads is not None
-    is_large = _is_large(wire.max_tokens, returns.row_slots.shape[1], *b.shape[1:], is_gradient)
+    cols, depth = b.shape[:0:-1] if is_gradient else b.shape[1:]
+    is_large = _is_large(wire.max_tokens, returns.row_slots.shape[1], cols, depth, is_gradient)
     return is_large and can_run(a, b, wire, returns, table)
 
 

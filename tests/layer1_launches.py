@@ -33,7 +33,8 @@ from comet.plan import Plan
 @contextmanager
 def layer1_in(kind: Kind) -> Iterator[Counted]:
     """Layer 1 of any size in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with launched_in(kind, gemm_combine_module, cuda_module, MOST_DEPTH=1 << 62) as spy:
+    most = dict(MOST_DEPTH=1 << 62, MOST_GRADIENT_DEPTH=1 << 62)
+    with launched_in(kind, gemm_combine_module, cuda_module, **most) as spy:
         yield spy
 
 

@@ -176,9 +176,12 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module.runs_cuda(**make_call(returns=unweighted))  # sums alone
     grads = GradWire(row_grads=wide, landing=wide, landing_pointers=wide, out=wide)
     gradients = replace(unweighted, grads=grads)
-    assert module.runs_cuda(**make_call(returns=gradients))
-    assert module.runs_cuda(**make_call(returns=gradients, b=deep.transpose(1, 2)))
+    assert module.runs_cuda(**make_call(returns=gradients, b=torch.empty(32, 1536, 2048, device="meta")))
+    assert module.runs_cuda(**make_call(returns=gradients, b=torch.empty(32, 4096, 7168, device="meta")))
+    assert not module.runs_cuda(**make_call(returns=gradients, b=torch.empty(32, 6400, 2048, device="meta")))
     assert not module.runs_cuda(**make_call(returns=gradients, b=small))
+    few = make_call(returns=gradients, b=torch.empty(32, 1536, 2048, device="meta"), wire=make_wire(2, 2048))
+    assert not module.runs_cuda(**few), "5.2e10 products"
     assert not module.runs_cuda(**make_call(returns=replace(gradients, row_weights=wide)))  # of weighted sums
 
 
