@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comet.kernels.activation import swiglu_backward, swiglu_backward_torch
 from comet.kernels.arguments import TileTable
-from comet.kernels.gather_rows import gather_rows, gather_rows_torch
+from comet.kernels.gather_rows import OwnRows, gather_rows, gather_rows_torch
 from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
 
@@ -139,15 +139,25 @@ def check_group_gemm(
 
 
 def check_gather(rows: Rows, width: int, dtype: torch.dtype, seed: int, device: str) -> None:
-    """Compare with the twin, and with NaN in rows that nobody asks for; rows that are not valid keep what they held."""
+    """Compare with the twin, also with rows that lie elsewhere; rows that are not valid keep what they held.
+
+    Rows that nobody asks for, and those in the place of which others are read, are NaN.
+    """
     received = values((rows.num_received, width), dtype, device, seed)
     used = torch.zeros(rows.num_received, dtype=torch.bool, device=device)
     used[rows.table.row_ids[valid_mask(rows)].long()] = True
     received[~used] = NAN
-    outs = [torch.full((rows.num_rows, width), 77.0, dtype=dtype, device=device) for _ in range(2)]
+    first, last = rows.num_received // 3, rows.num_received // 2
+    own = OwnRows(rows=received[first:last].clone(), first=first)
+    apart = received.clone()
+    apart[first:last] = NAN
+    outs = [torch.full((rows.num_rows, width), 77.0, dtype=dtype, device=device) for _ in range(4)]
     gather_rows(received, outs[0], rows.table.row_ids, rows.table)
     gather_rows_torch(received, outs[1], rows.table.row_ids, rows.table)
-    assert torch.equal(*outs), f"gather_rows {width} {dtype} seed={seed}"
+    gather_rows(apart, outs[2], rows.table.row_ids, rows.table, own)
+    gather_rows_torch(apart, outs[3], rows.table.row_ids, rows.table, own)
+    for other in outs[1:]:
+        assert torch.equal(outs[0], other), f"gather_rows {width} {dtype} seed={seed}"
     assert (outs[0][~valid_mask(rows)] == 77).all(), "a row that is not valid was written"
 
 

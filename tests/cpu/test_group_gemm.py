@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 from comet.kernels.activation import check_backward, swiglu_backward_torch
 from comet.kernels.arguments import TileTable
-from comet.kernels.gather_rows import gather_rows, gather_rows_torch
+from comet.kernels.gather_rows import gather_rows
 from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
 
@@ -215,13 +215,6 @@ def test_example_of_wgrad():
     assert not out.isnan().any()
 
 
-def test_example_of_gathered_rows():
-    out = torch.zeros(3, 16)
-    row_ids = torch.tensor([1, 0, -1], dtype=torch.int32)
-    gather_rows_torch(padded([[5], [6]], (2, 16)), out, row_ids, table_of([[0, 0, 2, 0]], 1, row_ids.tolist(), 16))
-    assert out[:, 0].tolist() == [6, 5, 0]
-
-
 def test_example_of_swiglu_backward():
     table = table_of([[0, 0, 1, 0]], 1, [0], 8)
     pre = torch.zeros(1, 32)
@@ -289,27 +282,6 @@ def test_wgrad_names_the_wrong_argument():
         run(a=torch.zeros(8, 24), out=torch.zeros(2, 24, 48))
     with pytest.raises(ValueError, match=r"segment_counts has 1 entries, must be experts=2"):
         run(counts=counts[:1])
-
-
-def test_gathering_names_the_wrong_argument():
-    table = example_table()
-    rows, out, ids = torch.zeros(4, 32), torch.zeros(8, 32), table.row_ids
-
-    def run(rows=rows, out=out):
-        gather_rows(rows, out, ids, table)
-
-    with pytest.raises(
-        ValueError, match=r"out of shape \(7, 32\) and torch.float32 must have a row for each of row_ids=8"
-    ):
-        run(out=out[:7])
-    with pytest.raises(ValueError, match=r"out of shape \(8, 32\) .* and columns=16 and dtype=torch.float32 of rows"):
-        run(rows=torch.zeros(4, 16))
-    with pytest.raises(ValueError, match=r"dtype=torch.float16 of rows"):
-        run(rows=rows.half())
-    with pytest.raises(ValueError, match=r"columns of rows=24 must be a multiple of 16"):
-        run(rows=torch.zeros(4, 24), out=torch.zeros(8, 24))
-    with pytest.raises(ValueError, match=r"rows of shape \(4, 32\) must be contiguous, has strides \(1, 4\)"):
-        run(rows=torch.zeros(32, 4).T)
 
 
 def test_swiglu_backward_names_the_wrong_argument():
