@@ -111,9 +111,9 @@ class _RoutedExperts(torch.autograd.Function):
         rows, w1, w2, pre = ctx.saved_tensors
         ops.barrier(workspace)
         plan.counters.zero_()
-        grad_rows = ops.dispatch(grad_y.contiguous(), plan, workspace, settings)
-        grads = ops.routed_rows(grad_rows, plan.routed_row_ids, plan)
-        grad_pre, weighted_hidden, row_grads = ops.swiglu_backward(pre, ops.grad_hidden(grads, w2, plan), plan)
+        grads, grad_hidden = ops.grad_hidden(grad_y.contiguous(), w2, plan, workspace, settings)
+        grad_pre, weighted_hidden, row_grads = ops.swiglu_backward(pre, grad_hidden, plan)
+        del grad_hidden
         make_w1 = partial(_grad_w1, ops, grad_pre, rows, plan)
         if pieces.later is not None:
             pieces.later[:] = [make_w1, partial(ops.grad_weight, grads, weighted_hidden, plan, launch=2)]

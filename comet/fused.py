@@ -1,7 +1,6 @@
 """The pieces of the layer on kernels; the same functions as ``comet.twin``.
 
-Triton kernels, compiled or interpreted, but for the forward pass and the weight gradients of larger layers:
-see ``comet.kernels.nvrtc``.
+Triton kernels, compiled or interpreted, but for larger layers: see ``comet.kernels.nvrtc``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ from comet.kernels.fp8 import pack_rows
 from comet.kernels.fp8_dispatch_gemm import fp8_dispatch_gemm
 from comet.kernels.gather_rows import gather_rows
 from comet.kernels.gemm_combine import gemm_combine
-from comet.kernels.group_gemm import GemmConfig, group_gemm
+from comet.kernels.grad_hidden import GradHiddenConfig
+from comet.kernels.grad_hidden import grad_hidden as launch_grad_hidden
+from comet.kernels.group_gemm import GemmConfig
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.group_gemm_wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
 from comet.kernels.primitives import barrier_kernel
@@ -142,12 +143,21 @@ def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
     return out
 
 
-def grad_hidden(grads: Tensor, w2: Tensor, plan: Plan) -> Tensor:
-    """Grouped GEMM; see ``comet.twin.grad_hidden``."""
-    out = grads.new_empty(grads.shape[0], w2.shape[2])
-    config = GemmConfig.select(out.dtype)
-    group_gemm(grads, w2, out, table_of(plan, launch=2), gather=False, layout="kn", config=config)
-    return out
+def grad_hidden(
+    grad_y: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
+) -> tuple[Tensor, Tensor]:
+    """Dispatch || grouped GEMM, in one launch where layers are large; see ``comet.twin.grad_hidden``."""
+    grad_y = aligned(grad_y)
+    num_rows = plan.routed_row_ids.numel()
+    grads, out = grad_y.new_empty(num_rows, w2.shape[1]), grad_y.new_empty(num_rows, w2.shape[2])
+    config = GradHiddenConfig(
+        beside=settings.beside,
+        dispatch=DispatchConfig(push_cols=move_cols(grad_y, 1024)),
+        gemm=GemmConfig.select(out.dtype),
+    )
+    table = table_of(plan, launch=2)
+    launch_grad_hidden(grad_y, w2, grads, out, recv_wire(workspace), sends_of(plan), table, plan.tiles, config)
+    return grads, out
 
 
 def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

@@ -125,7 +125,8 @@ def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSett
     push_rows(rows, plan, workspace, landing)
     for source, count in enumerate(plan.recv_counts.tolist()):
         if source != plan.layout.rank:
-            _wait_source(plan, workspace, source, count)
+            first = source * (plan.max_tokens // CHUNK_ROWS)
+            _wait_chunks(plan, workspace, range(first, first + -(-count // CHUNK_ROWS)))
     return landing.local
 
 
@@ -147,9 +148,12 @@ def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
     return rows[row_ids.clamp(min=0)]
 
 
-def grad_hidden(grads: Tensor, w2: Tensor, plan: Plan) -> Tensor:
-    """``(Q, F)`` gradient of hidden before routing weights: routed gradients ``(Q, D)`` times w2 ``(e, D, F)``."""
-    return _grouped_mm(grads, w2, plan)
+def grad_hidden(
+    grad_y: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
+) -> tuple[Tensor, Tensor]:
+    """Dispatch || grouped GEMM: routed rows of grad_y ``(Q, D)``, and hidden's gradient before routing weights."""
+    grads = routed_rows(dispatch(grad_y, plan, workspace, settings), plan.routed_row_ids, plan)
+    return grads, _grouped_mm(grads, w2, plan)
 
 
 def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,12 +322,6 @@ def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool)
         if grads is not None:
             grads.index_add_(0, hit, workspace.combine_grads.local[slots, : grads.shape[1]])
     return total.to(y.dtype), grads
-
-
-def _wait_source(plan: Plan, workspace: Workspace, source: int, count: int) -> None:
-    """Wait for all chunks of ``count`` rows from one rank."""
-    first = source * (plan.max_tokens // CHUNK_ROWS)
-    _wait_chunks(plan, workspace, range(first, first + -(-count // CHUNK_ROWS)))
 
 
 def _wait_chunks(plan: Plan, workspace: Workspace, chunks: Iterable[int]) -> None:

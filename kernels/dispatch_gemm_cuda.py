@@ -26,8 +26,8 @@ from .recorder import KIND_DISPATCH, KIND_LAYER0_TILE
 
 NAME = "dispatch_gemm"
 SOURCES = (
-    "hopper", "recorder", "signals", "ring", "items", "products", "gather", "swiglu", "gather_gemm", "push",
-    "dispatch_gemm",
+    "hopper", "recorder", "signals", "ring", "items", "products", "gather", "swiglu", "gather_gemm",
+    "multiply_items", "push", "dispatch_gemm",
 )  # fmt: skip
 LOADERS = 3  # warps that load; one more pushes
 NUM_THREADS = 32 * (WARPS + LOADERS + 1)
@@ -253,13 +253,14 @@ def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: b
         STAGED_ROWS=config.staged_rows,
         PUSH_BATCH=16,
         SAVES_PRE=int(saves_pre),
-        IS_GRADIENT=0,
         MULTIPLYING_REGISTERS=176 if records else 184,  # recording takes registers of the warps that load
     )
     return cuda_text(constants, dtype, SOURCES, config.most_rows)
 
 
-def launch_constants(world_size: int, push_rows: int, num_stages: int, records: bool) -> dict[str, int]:
+def launch_constants(
+    world_size: int, push_rows: int, num_stages: int, records: bool, *, is_gradient: bool = False
+) -> dict[str, int]:
     """Constants of the launch, whatever its elements.
 
     Args:
@@ -267,11 +268,12 @@ def launch_constants(world_size: int, push_rows: int, num_stages: int, records: 
         push_rows: See ``CudaConfig``.
         num_stages: See ``CudaConfig``.
         records: Whether warps record what they do.
+        is_gradient: Whether hidden's gradient is computed, and not hidden.
     """
     return dict(
         CLUSTER=1, STAGES=num_stages, PUSH_ROWS=push_rows, WORLD=world_size, RECORDS=int(records),
         LOADERS=LOADERS, CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
-        KIND_DISPATCH=KIND_DISPATCH.value,
+        KIND_DISPATCH=KIND_DISPATCH.value, IS_GRADIENT=int(is_gradient),
     )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ from .gemm_combine_launch import (
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
 
 SOURCES = (
-    "hopper", "recorder", "signals", "ring", "items", "products", "panels", "panel_gemm", "combine", "gemm_combine",
+    "hopper", "recorder", "signals", "ring", "items", "products", "panels", "store_rows", "panel_gemm",
+    "combine", "gemm_combine",
 )  # fmt: skip
 
 # With fewer products of a rank, for gradients twice as many, or a longer contraction, Triton is as fast or faster

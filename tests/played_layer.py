@@ -111,13 +111,12 @@ class PlayedRanks:
         """All gradients, from the received rows and gate | up of the forward pass."""
         plans, pools, settings = self.plans, self.pools, self.settings
         self.barrier()
-        grad_rows = self.twice(
-            "recv_flags", lambda r: fused.dispatch(self.inputs[r].grad_output, plans[r], pools[r], settings)
+        sent = self.twice(
+            "recv_flags",
+            lambda r: fused.grad_hidden(self.inputs[r].grad_output, self.w2[r], plans[r], pools[r], settings),
         )
-        grads = [fused.routed_rows(grad_rows[r], plans[r].routed_row_ids, plans[r]) for r in self.ranks]
         arrived = [fused.routed_rows(rows[r], plans[r].arrival_row_ids, plans[r]) for r in self.ranks]
-        hidden = [fused.grad_hidden(grads[r], self.w2[r], plans[r]) for r in self.ranks]
-        through = [fused.swiglu_backward(_there(pre[r]), hidden[r], plans[r]) for r in self.ranks]
+        through = [fused.swiglu_backward(_there(pre[r]), sent[r][1], plans[r]) for r in self.ranks]
         homes = self.twice(
             "combine_flags",
             lambda r: fused.grad_tokens(through[r][0], self.w1[r], through[r][2], plans[r], pools[r], settings),
@@ -126,7 +125,7 @@ class PlayedRanks:
             "grad_tokens": [grad for grad, _ in homes],
             "grad_top_k_weights": [grad for _, grad in homes],
             "grad_w1": [fused.grad_weight(through[r][0], arrived[r], plans[r], launch=3) for r in self.ranks],
-            "grad_w2": [fused.grad_weight(grads[r], through[r][1], plans[r], launch=2) for r in self.ranks],
+            "grad_w2": [fused.grad_weight(sent[r][0], through[r][1], plans[r], launch=2) for r in self.ranks],
         }
 
     def run(self) -> None:

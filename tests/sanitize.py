@@ -27,6 +27,7 @@ from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from gemm_cases import make_rows, poison_padding, values
+from grad_hidden_launches import check, run_grad_hidden
 from gradient_launches import exact_gradients, run_gradients
 from layer0_launches import exact_layer0, run_layer0
 from layer1_launches import exact_layer1, run_layer1
@@ -109,8 +110,12 @@ def run_cuda_layer1(dtype: torch.dtype) -> None:
 
 
 def run_cuda_backward(device: torch.device, dtype: torch.dtype) -> None:
-    """Gradients in CUDA C++, which no interpreter runs: of tokens on two ranks, and of weights, padding being NaN."""
+    """Gradients in CUDA C++, which no interpreter runs: of hidden and of tokens on two ranks, and of weights.
+
+    Padding is NaN.
+    """
     case = PlayedCase("few", 2, 1, (70, 5), 4, 2, 288, 80, dtype=dtype)
+    check(case, run_grad_hidden(case, "cuda"), "hidden")
     for (exact, size, of_weights), (grad, found) in zip(
         exact_gradients(case), run_gradients(case, "cuda"), strict=True
     ):

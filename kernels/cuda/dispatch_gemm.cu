@@ -1,5 +1,5 @@
 // Layer 0 in one launch: rows go to other ranks (push.cu) beside the GEMM over those that came: gather.cu, and
-// gather_gemm.cu or, in block FP8, fp8_gather_gemm.cu.
+// gather_gemm.cu or, in block FP8, fp8_gather_gemm.cu; for layer 1's backward (IS_GRADIENT) grad_hidden.cu.
 //
 // A block has twelve warps: eight multiply, three load for them, one pushes rows until none are left.
 
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
             reinterpret_cast<const char*>(sends.x), received, row_ids, flags, fault, epoch, sends.rank,
             sends.max_tokens, 2 * sends.cols};
         load_items(work, arrivals, weights_map, memory, draws, warp - WARPS, lane);
-    } else {
+    } else if (!IS_GRADIENT || !__any_sync(0xFFFFFFFF, has_failed(fault))) { // the plan may be older than what failed
         push_rows(sends, Recorder(sends.events, sends.event_capacity, epoch, 1), lane);
     }
 }

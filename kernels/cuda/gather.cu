@@ -1,11 +1,12 @@
 // The work items of layer 0's GEMM, hidden[q] = swiglu(w[expert of q] @ row[q]) for all routed rows, whose tokens lie
-// anywhere in x (own rows) or among the received rows.
+// anywhere in x (own rows) or among the received rows; as hidden's gradient (IS_GRADIENT) of hidden[q] = row[q] @
+// w[expert of q], where rows are gradients of layer 1's output.
 //
 // Three warps load: rows in pieces of 16 bytes per lane, for a bulk copy of a single row of 128 bytes takes 66 cycles;
 // weights by bulk copies, in eights of gate rows and up rows in turn, so that gate and up of a column of hidden meet in
 // one thread.
 
-constexpr int HIDDEN_COLS = COLS / 2; // of an item
+constexpr int HIDDEN_COLS = IS_GRADIENT ? COLS : COLS / 2; // of an item
 constexpr int ELEMENT_BYTES = LINE / DEPTH;
 constexpr int LOADED_ROWS = 16; // a group: what a loading warp has one after the other
 constexpr int ROWS_PER_LOAD = 32 * 16 / LINE; // of a warp
@@ -308,7 +309,11 @@ __device__ __forceinline__ void load_items(
                 const u32 weights = ring.stages + ring.stage * STAGE_BYTES, ready = ring.full + 8 * ring.stage;
                 if (draws.leads) {
                     barrier_expect(ready, WEIGHT_BYTES);
-                    load_gate_up(weights, weights_map, ready, step * DEPTH, item.col / 8, item.expert);
+                    if constexpr (IS_GRADIENT) {
+                        load_columns(weights, weights_map, ready, step * DEPTH, item.col, item.expert);
+                    } else {
+                        load_gate_up(weights, weights_map, ready, step * DEPTH, item.col / 8, item.expert);
+                    }
                 }
                 const u32 target = weights + WEIGHT_BYTES + loader * LOADED_ROWS * LINE;
                 if ((step + 1) * DEPTH <= work.depth) {

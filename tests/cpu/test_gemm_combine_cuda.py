@@ -23,6 +23,7 @@ from comet.kernels import (
     fp8_dispatch_gemm_cuda,
     fp8_gemm_combine_cuda,
     gemm_combine,
+    grad_hidden_cuda,
     group_gemm_wgrad_cuda,
     nvrtc,
 )
@@ -38,7 +39,14 @@ from comet.kernels.nvrtc import compile_cubin, is_available
 from comet.layout import ExpertLayout
 from comet.plan import Plan
 
-MODULES = module, dispatch_gemm_cuda, fp8_gemm_combine_cuda, fp8_dispatch_gemm_cuda, group_gemm_wgrad_cuda
+MODULES = (
+    module,
+    dispatch_gemm_cuda,
+    grad_hidden_cuda,
+    fp8_gemm_combine_cuda,
+    fp8_dispatch_gemm_cuda,
+    group_gemm_wgrad_cuda,
+)
 
 
 def test_worked_example_of_the_memory() -> None:

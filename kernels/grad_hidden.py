@@ -1,0 +1,65 @@
+"""Layer 1's backward up to hidden: dispatch || grouped GEMM.
+
+Large launches are one kernel in CUDA C++, as layer 0 is, and the copy of rows that w2's gradient needs comes after it.
+All others are dispatch, copy, and a GEMM over the copy, one after the other.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from .arguments import TileTable, Wire
+from .dispatch import DispatchConfig, Sends, dispatch
+from .gather_rows import OwnRows, gather_rows
+from .grad_hidden_cuda import grad_hidden_cuda, runs_cuda
+from .group_gemm import GemmConfig, group_gemm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradHiddenConfig:
+    """How rows move and are multiplied.
+
+    Args:
+        dispatch: Of the dispatch alone.
+        gemm: Of the GEMM alone.
+        beside: Let warps beside those that compute push rows, on every multiprocessor, where that kernel runs.
+    """
+
+    dispatch: DispatchConfig
+    gemm: GemmConfig
+    beside: bool = False
+
+
+def grad_hidden(
+    grad_y: Tensor,
+    w2: Tensor,
+    grads: Tensor,
+    out: Tensor,
+    wire: Wire,
+    sends: Sends,
+    table: TileTable,
+    phase_tiles: Tensor,
+    config: GradHiddenConfig,
+) -> None:
+    """Send this rank's gradients, receive the others', and multiply those of all routed rows by their expert's w2.
+
+    Args:
+        grad_y: ``(T, D)`` gradients of this rank's outputs.
+        w2: ``(e, D, F)``, same dtype.
+        grads: ``(Q, D)`` receives the gradient of each routed row.
+        out: ``(Q, F)`` receives it times w2, rounded once; rows of no tile are undefined in both results.
+        wire: Receive rows and flags.
+        sends: Send lists.
+        table: Tiles by expert, and the received row of each routed row.
+        phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
+        config: How.
+    """
+    by_phase = replace(table, tiles=phase_tiles)
+    if config.beside and runs_cuda(grad_y, w2, wire, sends, by_phase):
+        grad_hidden_cuda(grad_y, w2, out, wire, sends, by_phase)
+        own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
+        gather_rows(wire.rows, grads, table.row_ids, table, own)
+        return
+    dispatch(grad_y, wire, sends, table.counters, config.dispatch)
+    gather_rows(wire.rows, grads, table.row_ids, table)
+    group_gemm(grads, w2, out, table, gather=False, layout="kn", config=config.gemm)

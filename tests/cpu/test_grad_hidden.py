@@ -1,0 +1,124 @@
+"""Gradients of hidden: the launches in Triton of ranks played in one process, and what the one in CUDA C++ takes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from cuda_sources import fields_of, worked_example_of
+from grad_hidden_launches import Gradients, alone, check, grad_hidden_in, run_grad_hidden, sent_after_a_fault
+from launch_arguments import make_table, make_wire
+from played_ranks import EPOCH, PlayedCase
+from ranks import run_ranks
+from torch import Tensor
+
+from comet.kernels import grad_hidden as grad_hidden_module
+from comet.kernels import grad_hidden_cuda as module
+from comet.kernels.arguments import TileTable, Wire
+from comet.kernels.cuda_text import SHARED_LIMIT
+from comet.kernels.dispatch import DispatchConfig, Sends, dispatch
+from comet.kernels.gather_rows import OwnRows, gather_rows
+from comet.kernels.group_gemm import GemmConfig, group_gemm
+
+TWO = PlayedCase("two", 2, 1, (300, 5), 4, 2, 64, 32, "masked", torch.float32, block_rows=16, device="cpu")
+CASES = [
+    replace(TWO, name="one rank", ep=1, num_tokens=(70,)),
+    TWO,
+    replace(TWO, name="none on rank 0", num_tokens=(0, 30), dtype=torch.float16),
+    replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
+    replace(TWO, name="one expert", num_tokens=(20, 40), routing="one", block_rows=128),
+    replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=80),
+    replace(TWO, name="copied in the forward pass", num_tokens=(20, 140), transport="copy"),
+]
+
+
+def play(rank: int, world_size: int) -> None:
+    for case in CASES:
+        check(case, run_grad_hidden(case, "triton"), "Triton")
+    found = run_grad_hidden(TWO, "triton")
+    off = [Gradients(each.rows, each.hidden * (1 + 2**-12)) for each in found]
+    with pytest.raises(AssertionError, match="off: gradient of hidden, rank 0"):
+        check(TWO, off, "off")
+    off = [Gradients(each.rows.roll(1, 0), each.hidden) for each in found]
+    with pytest.raises(AssertionError, match="off: gradients of outputs, rank 0"):
+        check(TWO, off, "off")
+
+
+def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, table: TileTable) -> None:
+    """In the place of the launch in CUDA C++, which leaves this rank's own rows where they are."""
+    phases = table.tiles[: int(table.num_tiles), 3]
+    assert bool((phases.diff() >= 0).all()), "tiles go by phase"
+    dispatch(grad_y, wire, sends, table.counters, DispatchConfig(push_cols=64))
+    wire.rows[wire.rank * wire.max_tokens :][: wire.max_tokens] = torch.nan
+    wire.flags[wire.rank] = EPOCH - 1
+    grads = grad_y.new_zeros(len(out), w2.shape[1])
+    own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
+    gather_rows(wire.rows, grads, table.row_ids, table, own)
+    group_gemm(grads, w2, out, table, gather=False, layout="kn", config=GemmConfig.select(out.dtype))
+
+
+def play_beside(rank: int, world_size: int) -> None:
+    for case in CASES:
+        if case.transport == "push":
+            with (
+                patch.object(grad_hidden_module, "runs_cuda", lambda *arguments: True),
+                patch.object(module, "grad_hidden_cuda", stand_in),
+            ):
+                found = run_grad_hidden(case, "cuda")
+            check(case, found, "beside")
+
+
+@pytest.mark.parametrize("played", [play, play_beside])
+def test_ranks_played_in_one_process(played: Callable[[int, int], None]) -> None:
+    run_ranks(played, 1, interpret=True, timeout=240)
+
+
+def fail(rank: int, world_size: int) -> tuple[list[int], list[tuple[int, int]]]:
+    with grad_hidden_in("triton"):
+        return alone(TWO, deadline_ns=2_000_000), sent_after_a_fault(TWO)
+
+
+def test_a_rank_that_never_comes_is_named_and_nothing_is_sent_after_that() -> None:
+    (aborted, place, peer, _, expected, seen, *_), sent = run_ranks(fail, 1, interpret=True, timeout=120)[0]
+    assert (aborted, place, peer, expected, seen) == (1, 2, 1, EPOCH, EPOCH - 1)
+    assert sent == [(0, 0)]
+
+
+def test_memory_of_a_block() -> None:
+    computed, said = worked_example_of(module.shared_bytes)
+    assert computed == said == module.shared_bytes(32)
+    assert module.shared_bytes(33) - module.shared_bytes(32) == 3 * 4
+    assert module.shared_bytes(256) <= SHARED_LIMIT
+
+
+def test_the_structure_is_that_of_the_source() -> None:
+    assert fields_of("grad_hidden.cu", "Results") == [name for name, _ in module.Results._fields_]
+    assert ctypes.sizeof(module.Results) == 8
+
+
+def make_call(**changes: object) -> dict[str, object]:
+    """Arguments of a launch large enough, on the CPU."""
+    numbers = torch.zeros(4, 16, dtype=torch.int32)
+    sends = Sends(token_ids=numbers, counts=numbers, recv_counts=numbers, pushed=numbers)
+    grad_y, w2 = torch.empty(1, 2048, dtype=torch.bfloat16, device="meta"), torch.empty(32, 2048, 768, device="meta")
+    return dict(grad_y=grad_y, w2=w2, wire=make_wire(4, 1024), sends=sends, table=make_table()) | changes
+
+
+def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_available", lambda device: True)
+    call = make_call()
+    assert module.runs_cuda(**call)
+    assert not module.runs_cuda(**make_call(wire=make_wire(4, 512)))  # little work
+    for shape in ((32, 2048, 764), (32, 2044, 768)):  # rows that do not start at 16 bytes
+        assert not module.runs_cuda(**make_call(w2=torch.empty(*shape, device="meta")))
+    assert not module.runs_cuda(**make_call(w2=torch.empty(4096, 2048, 768, device="meta")))  # a table too large
+    assert not module.runs_cuda(**make_call(grad_y=torch.empty(1, 2048, device="meta")))  # float32
+    assert not module.runs_cuda(**make_call(table=make_table(block_rows=64)))
+    assert not module.runs_cuda(**make_call(table=replace(call["table"], segments=None)))
+    assert not module.runs_cuda(**make_call(sends=replace(call["sends"], pushed=None)))  # copy engines move the rows
+    monkeypatch.setattr(module, "is_available", lambda device: False)
+    assert not module.runs_cuda(**call)
