@@ -59,7 +59,7 @@ HALVES = "    multiply<16>(sums, a, b);\n    multiply<16>(reinterpret_cast<Sums&
 
 def products(of_32_rows: str) -> CudaCase:
     """The products of ``cuda/``, those of 32 rows replaced; PRODUCT stands there for what they were."""
-    constants = dict(CLUSTER=1, FENCED_BY_MULTIPLIERS=0, STAGES=4)
+    constants = dict(CLUSTER=1, FENCED_BY_MULTIPLIERS=0, IS_GRADIENT=0, STAGES=4)
     text = cuda_text(constants, torch.bfloat16, ("hopper", "ring", "products"), 48)
     head, name, rest = text.partition("void multiply<32>")
     signature, _, rest = rest.partition("{\n")
