@@ -146,7 +146,7 @@ def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
 def grad_hidden(
     grad_y: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
 ) -> tuple[Tensor, Tensor]:
-    """Dispatch || grouped GEMM, in one launch where layers are large; see ``comet.twin.grad_hidden``."""
+    """Dispatch, then grouped GEMM, or both in one launch; see ``comet.twin.grad_hidden``."""
     grad_y = aligned(grad_y)
     num_rows = plan.routed_row_ids.numel()
     grads, out = grad_y.new_empty(num_rows, w2.shape[1]), grad_y.new_empty(num_rows, w2.shape[2])

@@ -25,8 +25,9 @@ MOST_ROWS = 288  # of a piece that has all rows of its expert, as in layer 0
 NUM_STAGES = 4
 STAGED_ROWS = 32  # that are stored at once
 PUSH_ROWS = 8
-# Of the tokens of a rank with one expert, as in layer 0.
-LEAST_PRODUCTS = 1_000_000_000
+# Of the tokens of a rank with one expert; layer 0 has 1e9. No layer yet: this kernel has compiled, but not run on a GPU
+# (benchmarks/RESULTS.md, run 13).
+LEAST_PRODUCTS = 1 << 62
 
 
 class Results(ctypes.Structure):
@@ -61,7 +62,7 @@ def runs_cuda(grad_y: Tensor, w2: Tensor, wire: Wire, sends: Sends, table: TileT
         table: See ``grad_hidden_cuda``.
 
     Example:
-        M=1024, D=2048 and F=768 are 1.6e9 products: taken, if in 16 bits; M=512 not.
+        With a limit of 1e9, M=1024, D=2048 and F=768, 1.6e9 products, are taken, if in 16 bits; M=512 not.
     """
     return wire.max_tokens * w2[0].numel() >= LEAST_PRODUCTS and can_run(grad_y, w2, sends, table)
 
