@@ -4,6 +4,7 @@ Letters as in ``comet.plan``: W ranks, M tokens at most per rank, R = W*M receiv
 C = M / 128 chunks of rows, P phases.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +127,12 @@ class Scaled:
 def parts(matrix: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
     """Elements and scales of a matrix; ``None`` where it has none."""
     return (matrix.elements, matrix.scales) if isinstance(matrix, Scaled) else (matrix, None)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; kept, for torch takes ten microseconds to tell, and each launch asks."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def power_of_2(value: int) -> int:

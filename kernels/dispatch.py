@@ -12,12 +12,11 @@ after the other (the interpreter). A rank that died is met by the deadline of th
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import CHUNK_ROWS, Wire
+from .arguments import CHUNK_ROWS, Wire, multiprocessors
 from .primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
 from .recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
 
@@ -160,7 +159,7 @@ def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: Disp
         config: How rows are moved.
     """
     interpret = triton.knobs.runtime.interpret
-    num_blocks = 1 if interpret else torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_blocks = 1 if interpret else multiprocessors(x.device)
     dispatch_kernel[(num_blocks,)](
         x, wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts, sends.recv_counts,
         counters, wire.epoch, wire.fault, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens, x.shape[1],

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import swiglu
-from .arguments import CHUNK_ROWS, TileTable, Wire
+from .arguments import CHUNK_ROWS, TileTable, Wire, multiprocessors
 from .dispatch import Sends, push_rows
 from .dispatch_gemm_cuda import dispatch_gemm_cuda, runs_cuda
 from .primitives import PLACE_LAYER0, zero_after_arrival
@@ -197,7 +197,7 @@ def dispatch_gemm(
     experts, double_f, hidden_size = w1.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret
-    num_blocks = 4 if interpret else torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_blocks = 4 if interpret else multiprocessors(x.device)
     dispatch_gemm_kernel[(num_blocks,)](
         x, (wire.rows.data_ptr() - x.data_ptr()) // x.element_size(),
         TensorDescriptor.from_tensor(w1.view(experts, 2, ffn, hidden_size), [1, 2, config.block_f, config.block_k]),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .aot_case import CudaCase
-from .arguments import CHUNK_ROWS, TileTable, Wire
+from .arguments import CHUNK_ROWS, TileTable, Wire, multiprocessors
 from .cuda_text import COLS, LAUNCH_REGISTERS, LINE, SHARED_LIMIT, TILE_ROWS, WARPS, cuda_text, memory_bytes
 from .dispatch import Sends
 from .nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
@@ -227,7 +227,7 @@ def launch(
     )
     tables = wire.rows, counts, starts, table.tiles, table.num_tiles, table.row_ids, wire.flags
     fault = _Fault(record=wire.fault.data_ptr(), timeout_ns=wire.timeout_ns)
-    num_blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_blocks = multiprocessors(x.device)
     kernel.launch(num_blocks, [weights_map, *tables, *sizes, results, fault, arguments])
 
 

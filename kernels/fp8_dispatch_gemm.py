@@ -8,13 +8,12 @@ Blocks draw tickets for all work items: a tile takes long enough to hide what a 
 of two needs fewer registers, of which a tile takes all.
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import swiglu
-from .arguments import CHUNK_ROWS, Scaled, TileTable, Wire
+from .arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
 from .dispatch import Sends, push_rows
 from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
 from .fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
@@ -129,7 +128,7 @@ def fp8_dispatch_gemm(
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2
     interpret = triton.knobs.runtime.interpret
-    num_blocks = 4 if interpret else torch.cuda.get_device_properties(wire.rows.device).multi_processor_count
+    num_blocks = 4 if interpret else multiprocessors(wire.rows.device)
     halves = w1.elements.view(experts, 2, ffn, hidden_size)
     fp8_dispatch_gemm_kernel[(num_blocks,)](
         wire.rows, TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]), w1.scales,

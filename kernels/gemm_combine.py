@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, Scaled, TileTable, Wire, parts
+from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, Scaled, TileTable, Wire, multiprocessors, parts
 from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
 from .fp8_gemm_combine_cuda import fp8_gemm_combine_cuda
 from .fp8_gemm_combine_cuda import runs_cuda as runs_fp8_cuda
@@ -181,7 +181,7 @@ def gemm_combine(
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
     num_blocks = 2
     if not interpret:
-        all_of_them = torch.cuda.get_device_properties(a.device).multi_processor_count
+        all_of_them = multiprocessors(a.device)
         num_blocks = all_of_them - config.spare_multiprocessors
     arguments = combine_arguments(out, wire, returns, table, config) | dict(
         a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),

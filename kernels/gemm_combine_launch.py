@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire
+from .arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Returns, TileTable, Wire, multiprocessors
 from .combine import MULTIPROCESSORS, column_parts
 from .cuda_text import PASS_COLS, WARPS
 from .gemm_panels import PANEL_COUNTERS
@@ -133,7 +133,7 @@ def launch(
         parts=cuda_parts(wire.max_tokens, wire.world_size, cols, extent.num_panels),
         event_capacity=0 if recorder is None else recorder.capacity,
     )
-    num_multiprocessors = torch.cuda.get_device_properties(y.device).multi_processor_count
+    num_multiprocessors = multiprocessors(y.device)
     num_blocks = launched_blocks(num_multiprocessors, extent.spare_multiprocessors, kernel.cluster)
     kernel.launch(num_blocks, [*maps, counts, starts, extent.experts, extent.depth, scales, arguments])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .aot_case import KernelCase
-from .arguments import TileTable, as_triton_dtype, power_of_2
+from .arguments import TileTable, as_triton_dtype, multiprocessors, power_of_2
 from .tiles import decode_tokens
 
 Layout = Literal["nk", "kn"]
@@ -200,7 +200,7 @@ def num_blocks(device: torch.device, max_items: int, *, most: int | None = None,
     if triton.knobs.runtime.interpret:
         blocks = INTERPRETED_BLOCKS
     else:
-        blocks = per_processor * torch.cuda.get_device_properties(device).multi_processor_count
+        blocks = per_processor * multiprocessors(device)
     if most is not None:
         blocks = min(blocks, most)
     return max(1, min(blocks, max_items))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .aot_case import CudaCase
+from .arguments import multiprocessors
 from .cuda_text import (
     LAUNCH_REGISTERS,
     LINE,
@@ -141,7 +142,7 @@ def group_gemm_wgrad_cuda(
     kernel = _kernel(config, a.dtype, torch.cuda.current_device())
     box = config.depth, LINE_COLS
     maps = segment_map(a, box), segment_map(b, box), tensor_map(out, (1, BOX_ROWS, LINE_COLS))
-    num_blocks = min(torch.cuda.get_device_properties(a.device).multi_processor_count, num_tiles(*out.shape))
+    num_blocks = min(multiprocessors(a.device), num_tiles(*out.shape))
     num_blocks = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
     kernel.launch(num_blocks, [*maps, segment_starts, segment_counts, *out.shape, ticket])
 

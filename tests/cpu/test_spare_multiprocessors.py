@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from launch_arguments import make_table, make_wire
 
 from comet.kernels import fp8_gemm_combine_cuda, gemm_combine_cuda
 from comet.kernels import gemm_combine as module
-from comet.kernels.arguments import GradWire, Returns, Scaled
+from comet.kernels.arguments import GradWire, Returns, Scaled, multiprocessors
 from comet.kernels.gemm_combine import COMM_WAVES, GemmCombineConfig
 
 SPARE = 31
@@ -32,11 +33,13 @@ class FakeKernel:
 
 
 @pytest.fixture(autouse=True)
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=ALL))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for each in (gemm_combine_cuda, fp8_gemm_combine_cuda):
         monkeypatch.setattr(each, "tensor_map", lambda tensor, box: None)
+    yield
+    multiprocessors.cache_clear()
 
 
 def scaled(*shape: int) -> Scaled:
