@@ -21,7 +21,7 @@ ARCHITECTURE = "sm_90a"
 OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-default-device")
 SEGMENT_ROWS = 2**30  # of the axis that ends with a segment: more than a tensor has
 MANY_ROWS = 2**31 - 2**16  # of an axis that ends nothing
-TENSOR_MAPS = 256  # to keep: those of the buffers of a few layers
+TENSOR_MAPS = 4096  # to keep: a training step needs a dozen of each layer, and finds none of them if they are too many
 
 logger = logging.getLogger(__name__)
 
