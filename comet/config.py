@@ -169,7 +169,7 @@ class OverlapConfig:
         block_rows: Rows of a GEMM tile.
         beside: Communication has a part of every multiprocessor: in layer 1 a comm block beside the compute block, in
             layers that run in CUDA C++ (larger ones; of block FP8, layer 0 always) a warp or more of every block.
-            Otherwise all kernels are Triton's, and comm blocks have multiprocessors of their own.
+            Otherwise comm blocks have multiprocessors of their own, and all kernels that communicate are Triton's.
         transport: How layer 0 moves rows: comm blocks ``push`` to each rank the rows it needs, or copy engines ``copy``
             all rows to every rank, beside compute blocks on every multiprocessor (``comet.copy_engine``).
     """

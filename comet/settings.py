@@ -61,7 +61,8 @@ class LayerSettings:
         layer0: Order of dispatch || GEMM.
         layer1: Order of GEMM || combine.
         layer0_backward: Order of GEMM || combine of the gradient of the tokens.
-        cuda_kernels: Whether all ranks have layer 1's kernels in CUDA C++; layer 0's may differ between them.
+        cuda_kernels: Whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may
+            differ between them.
         spare_multiprocessors: How many layer 1 leaves to other kernels.
         copy_stream: Where copy engines get their work (``comet.copy_engine``).
     """

@@ -63,7 +63,8 @@ class TileTable:
         tiles: ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase.
         num_tiles: ``(1,)`` int32.
         row_ids: ``(Q,)`` int32 received row of each routed row.
-        counters: ``(32,)`` int32 zeros: tickets and panel counters, used up by one launch.
+        counters: ``(32,)`` int32 zeros: tickets and panel counters, used up by one launch; one of them is the ticket of
+            the weight gradients that follow.
         block_rows: Rows of a tile.
         segments: ``(e + 1,)`` int32 first routed row and ``(e,)`` int32 routed rows of each local expert, for kernels
             that cut an expert's rows their own way; ``None`` where they are not known.

@@ -2,8 +2,8 @@
 
 ``push_rows`` draws (destination, chunk of 128 rows) tickets, copies the rows of a chunk into the peer's receive rows
 and publishes the epoch in the peer's flag of (this rank, chunk). Layer 0 calls it from its communication blocks;
-``dispatch_kernel`` is the same without compute, for modular layers and the backward pass of smaller ones: push, then
-wait for the rows of every rank.
+``dispatch_kernel`` is the same without compute, for the backward pass and modular layers: push, then wait for the rows
+of every rank.
 
 Why it terminates: ``push_rows`` waits for nobody, and a block of ``dispatch_kernel`` waits only after all pushes of
 its rank have been drawn. This holds on every rank, so each flag that is waited for is raised, also when blocks run one
