@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from layer0_launches import check_flags, make_buffers
 from layer_cases import rank_inputs
-from played_ranks import EPOCH, Counted, Kind, PlayedCase, fault_of, fresh, launched_in, max_tokens, plans_of, play
+from played_ranks import Counted, Kind, PlayedCase, fault_of, fresh, launched_in, max_tokens, plans_of, play, sent_after
 from torch import Tensor
 
 from comet.fused_arguments import move_cols, sends_of, table_of
@@ -119,10 +119,4 @@ def alone(case: PlayedCase, deadline_ns: int) -> list[int]:
 
 def sent_after_a_fault(case: PlayedCase) -> list[tuple[int, int]]:
     """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
-    buffers, fault = make_buffers(case), torch.zeros(8, dtype=torch.int64, device=case.device)
-    fault[0] = 1
-    launch(case, plans_of(case), 0, buffers.wire(0, fault, deadline_ns=1_000_000))
-    return [
-        (int(rows.isfinite().sum()), int((flags == EPOCH).sum()))
-        for rows, flags in zip(buffers.rows[1:], buffers.flags[1:], strict=True)
-    ]
+    return sent_after(case, make_buffers(case), partial(launch, case, plans_of(case)))

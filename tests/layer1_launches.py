@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from played_ranks import (
-    EPOCH,
     Buffers,
     Counted,
     Kind,
@@ -19,6 +18,7 @@ from played_ranks import (
     max_tokens,
     plans_of,
     play,
+    sent_after,
 )
 from torch import Tensor
 
@@ -80,13 +80,7 @@ def layer1_alone(case: PlayedCase, deadline_ns: int) -> list[int]:
 
 def sent_after_a_fault(case: PlayedCase) -> list[tuple[int, int]]:
     """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
-    buffers, fault = make_buffers(case), torch.zeros(8, dtype=torch.int64, device=case.device)
-    fault[0] = 1
-    launch(case, plans_of(case), 0, buffers.wire(0, fault, deadline_ns=1_000_000))
-    return [
-        (int(rows.isfinite().sum()), int((flags == EPOCH).sum()))
-        for rows, flags in zip(buffers.rows[1:], buffers.flags[1:], strict=True)
-    ]
+    return sent_after(case, make_buffers(case), partial(launch, case, plans_of(case)))
 
 
 def exact_layer1(case: PlayedCase) -> list[tuple[Tensor, Tensor]]:

@@ -181,3 +181,14 @@ def fault_of(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], o
     launch(0, buffers.wire(0, fault, deadline_ns))
     synchronize(case)
     return fault.tolist()
+
+
+def sent_after(case: PlayedCase, buffers: Buffers, launch: Callable[[int, Wire], object]) -> list[tuple[int, int]]:
+    """Values that rank 0 stored for each other rank, and flags that it raised there, if a wait had failed before."""
+    fault = torch.zeros(8, dtype=torch.int64, device=case.device)
+    fault[0] = 1
+    launch(0, buffers.wire(0, fault, deadline_ns=1_000_000))
+    return [
+        (int(rows.isfinite().sum()), int((flags == EPOCH).sum()))
+        for rows, flags in zip(buffers.rows[1:], buffers.flags[1:], strict=True)
+    ]

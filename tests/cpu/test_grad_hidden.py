@@ -12,7 +12,8 @@ import torch
 from cuda_sources import fields_of, worked_example_of
 from grad_hidden_launches import Gradients, alone, check, grad_hidden_in, run_grad_hidden, sent_after_a_fault
 from launch_arguments import make_table, make_wire
-from played_ranks import EPOCH, PlayedCase
+from played_cases import SMALL_LAYER0, TWO
+from played_ranks import EPOCH
 from ranks import run_ranks
 from torch import Tensor
 
@@ -24,20 +25,9 @@ from comet.kernels.dispatch import DispatchConfig, Sends, dispatch
 from comet.kernels.gather_rows import OwnRows, gather_rows
 from comet.kernels.group_gemm import GemmConfig, group_gemm
 
-TWO = PlayedCase("two", 2, 1, (300, 5), 4, 2, 64, 32, "masked", torch.float32, block_rows=16, device="cpu")
-CASES = [
-    replace(TWO, name="one rank", ep=1, num_tokens=(70,)),
-    TWO,
-    replace(TWO, name="none on rank 0", num_tokens=(0, 30), dtype=torch.float16),
-    replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
-    replace(TWO, name="one expert", num_tokens=(20, 40), routing="one", block_rows=128),
-    replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=80),
-    replace(TWO, name="copied in the forward pass", num_tokens=(20, 140), transport="copy"),
-]
-
 
 def play(rank: int, world_size: int) -> None:
-    for case in CASES:
+    for case in SMALL_LAYER0:
         check(case, run_grad_hidden(case, "triton"), "Triton")
     found = run_grad_hidden(TWO, "triton")
     off = [Gradients(each.rows, each.hidden * (1 + 2**-12)) for each in found]
@@ -62,7 +52,7 @@ def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, 
 
 
 def play_beside(rank: int, world_size: int) -> None:
-    for case in CASES:
+    for case in SMALL_LAYER0:
         if case.transport == "push":
             with (
                 patch.object(grad_hidden_module, "runs_cuda", lambda *arguments: True),

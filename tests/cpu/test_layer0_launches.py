@@ -7,23 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from layer0_launches import Exact, Hidden, exact_layer0, layer0_alone, layer0_in, run_layer0
-from played_ranks import EPOCH, PlayedCase
+from played_cases import SMALL_LAYER0, TWO
+from played_ranks import EPOCH
 from ranks import run_ranks
-
-TWO = PlayedCase("two", 2, 1, (300, 5), 4, 2, 64, 32, "masked", torch.float32, block_rows=16, device="cpu")
-CASES = [
-    replace(TWO, name="one rank", ep=1, num_tokens=(70,)),
-    TWO,
-    replace(TWO, name="none on rank 0", num_tokens=(0, 30), dtype=torch.float16),
-    replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
-    replace(TWO, name="one expert", num_tokens=(20, 40), routing="one", block_rows=128),
-    replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=80),
-    replace(TWO, name="copied", num_tokens=(20, 140), transport="copy"),
-]
 
 
 def play(rank: int, world_size: int) -> None:
-    for case in CASES:
+    for case in SMALL_LAYER0:
         for save_pre in (False, True):
             found = run_layer0(case, "triton", save_pre=save_pre)
             for played, (exact, result) in enumerate(zip(exact_layer0(case), found, strict=True)):

@@ -17,34 +17,13 @@ from grad_hidden_launches import (
     sent_after_a_fault,
 )
 from layer0_launches import make_buffers
+from played_cases import LAYER0, draw_layer0
 from played_events import check_layer0_events, recorded
 from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 
 from comet.kernels.recorder import Recorder
 
 pytestmark = pytest.mark.gpu
-
-CASES = [
-    PlayedCase("one rank", 1, 1, (700,), 8, 2, 512, 512),
-    PlayedCase("two ranks", 2, 1, (700, 700), 8, 2, 512, 512),
-    PlayedCase("unequal", 2, 1, (900, 5), 8, 4, 768, 128),
-    PlayedCase("none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128),
-    PlayedCase("nobody has tokens", 2, 1, (0, 0), 8, 4, 256, 128),
-    PlayedCase("one expert takes all", 2, 1, (600, 500), 8, 2, 512, 128, routing="one"),
-    PlayedCase("half of the experts idle", 2, 1, (500, 200), 16, 2, 256, 128, routing="first_half"),
-    PlayedCase("masked, odd widths", 2, 1, (300, 450), 64, 8, 336, 208, routing="masked"),
-    PlayedCase("half a block of columns outside", 2, 1, (300, 450), 8, 2, 256, 192),
-    PlayedCase("four ranks", 4, 1, (500, 90, 0, 710), 16, 4, 2048, 256),
-    PlayedCase("four phases", 4, 1, (150, 900, 260, 1), 16, 4, 512, 192, num_phases=4),
-    PlayedCase("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192),
-    PlayedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
-    PlayedCase("256 +- 15 rows of an expert", 2, 1, (1024, 1024), 16, 2, 384, 272),
-    PlayedCase("less than a stage", 2, 1, (300, 80), 4, 1, 16, 256),
-    PlayedCase("narrow", 1, 1, (300,), 4, 2, 80, 16),
-    PlayedCase("more items than blocks", 2, 1, (2500, 1800), 8, 4, 128, 1040),
-    PlayedCase("float16", 2, 1, (400, 300), 16, 4, 512, 256, dtype=torch.float16),
-    PlayedCase("copied in the forward pass", 2, 1, (400, 300), 16, 4, 512, 256, transport="copy"),
-]
 
 
 def compare(case: PlayedCase) -> None:
@@ -55,7 +34,7 @@ def compare(case: PlayedCase) -> None:
         assert torch.equal(mine.hidden, other.hidden), f"gradient of hidden, rank {rank} of {case}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LAYER0, ids=lambda case: case.name)
 def test_equal_their_twin(case: PlayedCase) -> None:
     compare(case)
 
@@ -71,22 +50,7 @@ def test_random_cases() -> None:
     print(f"seed {seed}")
     draw = random.Random(seed)
     for number in range(12):
-        # Few numbers of ranks, for each is a compilation.
-        world_size = draw.choice([1, 4])
-        case = PlayedCase(
-            f"{number} of seed {seed}",
-            world_size,
-            1,
-            tuple(draw.choice([0, 1, 17, draw.randrange(1, 1500)]) for _ in range(world_size)),
-            num_experts=world_size * draw.choice([8, 24, 40]),
-            top_k=draw.randrange(1, 9),
-            hidden_size=16 * draw.randrange(4, 100),
-            ffn_size=16 * draw.randrange(1, 60),
-            num_phases=draw.randrange(2, 5),
-            routing=draw.choice(["uniform", "one", "masked", "first_half"]),
-            seed=seed + number,
-        )
-        compare(case)
+        compare(draw_layer0(draw, seed + number))
 
 
 def test_events() -> None:
