@@ -10,9 +10,10 @@ Megatron's router; they are launched eagerly and interleaved by the protocol of 
                   (the fact ``grouped_gemm`` says which); Transformer Engine's experts are not measured
     comet         ``with_comet``: Comet's dispatch, experts and combine
 
-A variant that fails, or whose output or gradients differ from ``sequential``'s by more than rounding explains, is not
-timed and stands under ``failures``. Needs GPUs and Megatron-core 0.16.1 (0.17 and later have another ``GroupedMLP``).
-Rank 0 writes ``bench_megatron.json`` to ``--out``, prints a table in milliseconds and, as the last line, the run.
+A variant that fails, or whose output or gradients differ from those of the first one that runs by more than rounding
+explains, is not timed and stands under ``failures``. Needs GPUs and Megatron-core 0.16.1 (0.17 and later have another
+``GroupedMLP``). Rank 0 writes ``bench_megatron.json`` to ``--out``, prints a table in milliseconds and, as the last
+line, the run.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ COLUMNS = ("model", "tokens", "ep", "sequential_ms", "grouped_ms", "comet_ms", "
 
 
 def checked(layers: dict[str, nn.Module], xs: list[Tensor], ranks: Ranks) -> tuple[dict[str, Variant], dict[str, str]]:
-    """What agrees with the first layer, as variants, and why the others are not there; collective."""
+    """What agrees with the first layer that runs, as variants, and why the others are not there; collective."""
     variants: dict[str, Variant] = {}
     failures: dict[str, str] = {}
-    wanted: dict[str, Tensor] | None = None
+    first, wanted = "", dict[str, Tensor]()
     for name, layer in layers.items():
         found, failure = attempt(partial(train, layer, xs[0]), ranks)
-        if found is not None and wanted is not None:
+        if found is not None and not first:
+            first, wanted = name, found
+        elif found is not None:
             error = ranks.worst(relative_error(tuple(found.values()), tuple(wanted[key] for key in found)))
-            failure = "" if error <= TOLERANCE else f"differs from sequential by {error:.3g} root mean squares"
-        wanted = wanted or found
+            failure = "" if error <= TOLERANCE else f"differs from {first} by {error:.3g} root mean squares"
         if failure:
             failures[name] = failure
         else:

@@ -63,6 +63,9 @@ def test_what_fails_or_differs_is_not_timed() -> None:
     assert list(variants) == ["sequential", "near"]
     assert failures["grouped"] == "RuntimeError: no such experts"
     assert failures["comet"].startswith("differs from sequential by ")
+    variants, failures = checked({**layers, "sequential": Scaled(0)}, [x], Ranks(0, CPU, None))
+    assert list(variants) == ["comet"], "the first that runs"
+    assert failures["near"].startswith("differs from comet by ")
 
 
 def on_cpu(rank: int, world_size: int, out: Path) -> None:
