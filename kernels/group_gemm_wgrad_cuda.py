@@ -110,9 +110,15 @@ def can_run(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return (
         a.element_size() == 2
         and a.dtype == b.dtype == out.dtype
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out))
+        and all(map(_has_map, (a, b, out)))
+        and (a.shape[1], b.shape[1]) == out.shape[1:]
         and is_available(a.device)
     )
+
+
+def _has_map(tensor: Tensor) -> bool:
+    """Whether bulk copies can address it."""
+    return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % STEP == 0 and tensor.is_contiguous()
 
 
 def group_gemm_wgrad_cuda(

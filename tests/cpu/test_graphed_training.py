@@ -295,6 +295,8 @@ def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
     with path.weight_gradients_later() as later:
         found = grads()
     made = [make() for make in later]
+    with pytest.raises(RuntimeError, match="a capture that failed"), path.weight_gradients_later():
+        raise RuntimeError("a capture that failed")
     assert len(made) == (0 if padded else 2)
     assert all((one is not None) == padded for one in found)
     for actual in (found if padded else made, grads()):  # the last: it ends with the context

@@ -100,7 +100,12 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.can_run(**operands(out=call["out"][:1]))
     assert not module.runs_cuda(**{name: tensor.float() for name, tensor in call.items()})
     assert not module.runs_cuda(**operands(b=call["b"].half())), "Triton says what is wrong"
-    assert not module.runs_cuda(**operands(a=torch.empty(256 * 1536 + 1, device="meta", dtype=torch.bfloat16)[1:]))
+    assert not module.runs_cuda(**operands(a=call["a"].T.contiguous().T)), "rows are no neighbours"
+    assert not module.runs_cuda(**operands(b=call["b"][:, :1024])), "of other columns"
+    narrow = {name: tensor[..., :-8].contiguous() for name, tensor in call.items() if name != "a"}
+    assert not module.runs_cuda(**operands(**narrow)), "columns in eights"
+    memory = torch.empty(256 * 1536 + 1, device="meta", dtype=torch.bfloat16)
+    assert not module.runs_cuda(**operands(a=memory[1:].view(256, 1536))), "does not start at 16 bytes"
     monkeypatch.setattr(module, "is_available", lambda device: False)
     assert not module.runs_cuda(**call)
 
