@@ -91,6 +91,7 @@ class SymmetricPath:
             ValueError: If tokens or routing do not fit the pool or each other.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
+        w1, w2 = w1.contiguous(), w2.contiguous()  # kernels find their rows by address
         padded_w1, padded_w2 = pad_width(w1, w2)
         later = self.later if padded_w1 is w1 else None
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]), later)

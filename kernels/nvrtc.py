@@ -131,6 +131,8 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
     Returns:
         An argument for ``CudaKernel.launch``.
     """
+    assert tensor.stride(-1) == 1, f"elements of a row are {tensor.stride(-1)} apart, not neighbours"
+    assert tensor.data_ptr() % 16 == 0, f"a tensor at address {tensor.data_ptr()} does not start at 16 bytes"
     return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, box)
 
 

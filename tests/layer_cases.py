@@ -23,7 +23,7 @@ class LayerCase:
 
     Args:
         num_tokens: One entry per rank.
-        strided: What the layer is passed is not contiguous.
+        strided: What the layer is passed is not contiguous, nor are its weights.
         relabel: Seed of a random relabelling of the experts, by which they move to other ranks; 0: none.
     """
 

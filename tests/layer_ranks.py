@@ -60,6 +60,9 @@ def run_case(
     """Forward and backward of every call against the oracle; returns the outputs."""
     torch.use_deterministic_algorithms(device == "cpu")
     moe = build_layer(case, rank, path, device)
+    if case.strided:
+        for parameter in moe.expert_parameters():
+            parameter.data = as_strided(parameter.data)
     sleeper, outputs = random.Random(rank + case.seed), []
     for call in range(case.calls):
         inputs = rank_inputs(case, rank, call)

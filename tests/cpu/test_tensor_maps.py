@@ -67,6 +67,14 @@ def test_memory_that_is_used_again_gets_a_map_of_its_own(made: list[tuple[Any, .
     assert made == [(kind, rows.data_ptr(), *numbers) for kind, *numbers in wanted.values()]
 
 
+def test_what_no_map_can_say(made: list[tuple[Any, ...]]) -> None:
+    rows = torch.empty(8, 128, dtype=torch.bfloat16)
+    for tensor, message in ((rows.T, "are 128 apart"), (rows[:, 1:], "does not start at 16 bytes")):
+        with pytest.raises(AssertionError, match=message):
+            tensor_map(tensor, (8, 64))
+    assert not made
+
+
 def test_maps_of_segments_know_how_far_apart_rows_are(made: list[tuple[Any, ...]]) -> None:
     rows = torch.empty(8, 128, dtype=torch.bfloat16)
     for _ in range(2):
