@@ -1,0 +1,212 @@
+"""The training benchmark: its model and variants, what tells wrong steps from right ones, and runs on CPU ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bench_train
+import pytest
+import torch
+import torch.distributed as dist
+import train_models
+from bench_train import deviations, figures, format_table, parse, summary
+from generate_cases import all_experts
+from points import Ranks
+from ranks import run_ranks
+from recorded_layers import record_on_cpu
+from torch import Tensor
+from train_models import HEADS, SwitchedModel, model_config, row_norms
+
+from comet.config import ParallelConfig
+from comet.group import make_expert_group
+from comet.paths import SymmetricPath
+from comet.plain import plain_experts
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+ALONE = Ranks(0, CPU, None)
+TINY = ["--device", "cpu", "--models", "tiny", "--context", "32", "--ep", "2", "--rounds", "2"]
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> SwitchedModel:
+    config = model_config("tiny", 2, 32)
+    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=64, dtype=dtype, device=CPU)
+    return SwitchedModel(config, group, batch_size=2)
+
+
+def test_heads_are_those_of_the_shipped_configurations() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf")
+    for name, heads in HEADS.items():
+        shipped = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text())
+        assert heads == {key: shipped[key] for key in ("num_heads", "num_kv_heads", "head_dim") if key in shipped}
+    assert model_config("deepseek_v3/4", 2, 2048).moe.num_experts == 64
+
+
+def test_examples_of_the_docstrings() -> None:
+    times = {"comet": 5.0, "comet_graph": 4.0, "plain": 8.0, "rest": 3.0}
+    assert figures(times, 1000) == dict(tokens_s=250_000, plain_tokens_s=125_000, x_plain=2, rest_share=0.75)
+    assert set(figures({}, 1000).values()) == {None}
+    assert row_norms(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).tolist() == [5, 1]
+    found = torch.tensor([4.0, 2.0]), (torch.tensor([3.0, 4.0]),)
+    wanted = torch.tensor([4.0, 4.0]), (torch.tensor([3.0, 5.0]),)
+    assert deviations(found, wanted) == pytest.approx({"loss": 0.5, "gradient": 34**-0.5})
+    assert deviations((found[0] * math.nan, ()), (wanted[0], ())) == {"loss": math.inf, "gradient": 0}
+    rows = [{"x_plain": 2.0}, {"x_plain": 8.0}, {"failures": "point: out of memory"}]
+    assert summary(rows) == {"geometric_mean": {"x_plain": pytest.approx(4)}, "least_x_plain": 2}
+    assert format_table(rows).splitlines()[-1].split()[:3] == ["geometric", "mean", "4"]
+
+
+def test_command_line() -> None:
+    arguments = parse(["--models", "tiny,deepseek_v3/2", "--tokens", "4096,2048", "--ep", "2"])
+    assert (arguments.models, arguments.tokens, arguments.layers) == (("tiny", "deepseek_v3/2"), [4096, 2048], 2)
+    for words, message in (
+        (["--models", "odd"], "models='odd' must be one of"),
+        (["--ep", "3"], "num_experts=128 must be divisible by ep=3"),
+        (["--tokens", "3000"], "tokens=3000 must be a positive multiple of context=2048"),
+        (["--variants", "comet,fast"], "variants='fast' must be one of comet, comet_graph, plain, rest"),
+        (["--layers", "0"], "layers=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(words)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_variant_starts_from_the_same_weights(dtype: torch.dtype) -> None:
+    model = make_model(dtype)
+    assert {parameter.dtype for parameter in model.gpt.parameters()} == {dtype}
+    first = model.first_steps("comet")
+    usable, failures, errors = bench_train.checked(model, ("comet", "comet_graph", "plain", "rest"), ALONE)
+    assert (usable, list(failures)) == (["plain", "comet", "rest"], ["comet_graph"])
+    assert failures["comet_graph"].startswith("RuntimeError: there are no graphs: ")
+    assert 0 <= errors["loss_error"] <= bench_train.LOSS_TOLERANCE[dtype]
+    assert 0 < errors["gradient_error"] <= bench_train.GRADIENT_TOLERANCE[dtype] / 2
+    again = model.first_steps("comet")
+    assert torch.equal(again[0], first[0])
+    assert all(map(torch.equal, again[1], first[1]))
+    assert len(set(first[0].tolist())) == train_models.CHECKED_STEPS  # other batches, other weights
+
+
+def test_a_variant_runs_its_own_path_only() -> None:
+    model, calls = make_model(), []
+
+    def noted(name: str, run: Any) -> Any:
+        return lambda *inputs: calls.append(name) or run(*inputs)
+
+    model.own_paths = [noted("own", path) for path in model.own_paths]
+    model.other_paths = {name: noted(name, path) for name, path in model.other_paths.items()}
+    for variant, ran in (("plain", "plain"), ("comet", "own"), ("rest", "rest"), ("comet", "own")):
+        calls.clear()
+        model.step(variant, 0)
+        assert calls == [ran, ran], variant
+    model.start_anew()
+    drawn = model.layers[1].w1.detach().clone()
+    model.step("rest", 0)  # experts get zeros for gradients: weight decay alone
+    torch.testing.assert_close(model.layers[1].w1, drawn * (1 - 0.1 * train_models.LEARNING_RATE), rtol=1e-6, atol=0)
+
+
+def test_layers_are_replayed_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = record_on_cpu(monkeypatch)
+    model = make_model()
+    model.own_paths = [partial(all_experts, None)] * 2
+    wanted = model.first_steps("comet")
+    assert captures.count == 0
+    found = model.first_steps("comet_graph")
+    assert (captures.count, captures.replays) == (4, 8)  # of two layers both passes; in the second and third step
+    assert torch.equal(found[0], wanted[0])
+    assert all(map(torch.equal, found[1], wanted[1]))
+    model.step("plain", 0)
+    assert captures.replays == 8
+
+
+def weights_exchanged(tokens: Tensor, ids: Tensor, factors: Tensor, w1: Tensor, w2: Tensor, *of: Any) -> Tensor:
+    return plain_experts(tokens, ids, factors, w1, w2.roll(1, 0), *of)
+
+
+def slot_dropped(tokens: Tensor, ids: Tensor, factors: Tensor, w1: Tensor, w2: Tensor, *of: Any) -> Tensor:
+    masked = torch.cat([ids[:, :-1], torch.full_like(ids[:, -1:], -1)], dim=1)
+    return plain_experts(tokens, masked, factors, w1, w2, *of)
+
+
+def no_gradient_of_tokens(tokens: Tensor, *rest: Any) -> Tensor:
+    return plain_experts(tokens.detach(), *rest)
+
+
+def no_gradient_of_w1(tokens: Tensor, ids: Tensor, factors: Tensor, w1: Tensor, *rest: Any) -> Tensor:
+    return plain_experts(tokens, ids, factors, w1.detach() + 0 * w1, *rest)
+
+
+@pytest.mark.parametrize("wrong", [weights_exchanged, slot_dropped, no_gradient_of_tokens, no_gradient_of_w1])
+def test_wrong_steps_are_not_timed(wrong: Any) -> None:
+    model = make_model(torch.bfloat16)
+    model.own_paths = [
+        lambda *inputs, layer=layer: wrong(*inputs, layer.layout, None)  # type: ignore[misc]
+        for layer in model.layers
+    ]
+    usable, failures, errors = bench_train.checked(model, ("comet", "plain"), ALONE)
+    assert (usable, list(failures), errors) == (["plain"], ["comet"], {})
+    assert "differ from those of the plain path by " in failures["comet"]
+
+
+def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
+    bench_train.run(parse(words), Ranks(rank, CPU, dist.group.WORLD))
+
+
+def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
+    """The plain path fails with 64 tokens; rank 1 meets a deadline in the timed rounds with 32 of them."""
+    call, calls = SymmetricPath.__call__, []
+
+    def plain(tokens: Tensor, *rest: Any) -> Tensor:
+        if len(tokens) == 64:
+            raise RuntimeError("out of memory")
+        return plain_experts(tokens, *rest)
+
+    def meets_deadline(path: SymmetricPath, tokens: Tensor, *rest: Any) -> Tensor:
+        calls.append(len(tokens))
+        if rank == 1 and calls.count(32) == 2 * train_models.CHECKED_STEPS + 1:
+            path.workspace.fault[:6] = torch.tensor([1, 2, 0, 17, 41, 40])
+        return call(path, tokens, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("comet.paths.plain_experts", plain)
+        patch.setattr(SymmetricPath, "__call__", meets_deadline)
+        run_on_rank(rank, world_size, words)
+
+
+def test_what_fails_is_a_row(tmp_path: Path) -> None:
+    words = [*TINY, "--out", str(tmp_path), "--tokens", "64,32,96"]
+    run_ranks(run_with_failures, 2, words)
+    found = json.loads((tmp_path / "bench_train.json").read_text())
+    first, second, third = found["rows"]
+    assert first["failures"] == "plain: RuntimeError: out of memory"
+    assert (first["x_plain"], first.get("loss_error")) == (None, None)
+    assert min(first["comet_ms"], first["rest_ms"]) > 0
+    assert second["failures"].startswith("point: ")
+    assert not [name for name in second if name.endswith("_ms")]
+    assert third["failures"] == ""
+    assert found["geometric_mean"]["x_plain"] == pytest.approx(third["x_plain"])
+
+
+@pytest.mark.slow
+def test_run_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks" / "bench_train.py"), *TINY, "--tokens", "64,32", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["task"], [row["tokens"] for row in report["rows"]]) == ("bench_train", [64, 32])
+    for row in report["rows"]:
+        assert row["failures"] == ""
+        assert min(row[f"{name}_ms"] for name in ("comet", "plain", "rest")) > 0
+        assert row["tokens_s"] == pytest.approx(2 * row["tokens"] / row["comet_ms"] * 1e3)
+        assert row["x_plain"] == pytest.approx(row["plain_ms"] / row["comet_ms"])
+        assert row["gradient_error"] < 1e-4
+    with (tmp_path / "bench_train.csv").open() as file:
+        assert [row["tokens"] for row in csv.DictReader(file)] == ["64", "32"]
+    assert done.stdout.splitlines()[-2].split()[:2] == ["geometric", "mean"]
