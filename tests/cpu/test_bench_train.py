@@ -91,6 +91,7 @@ def test_every_variant_starts_from_the_same_weights(dtype: torch.dtype) -> None:
     assert torch.equal(again[0], first[0])
     assert all(map(torch.equal, again[1], first[1]))
     assert len(set(first[0].tolist())) == train_models.CHECKED_STEPS  # other batches, other weights
+    assert model.first_steps("rest")[0][0] != first[0][0]  # even the first loss depends on the layers
 
 
 def test_a_variant_runs_its_own_path_only() -> None:
