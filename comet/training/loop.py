@@ -84,7 +84,8 @@ class Trainer:
             seed=self.config.seed,
             step=step,
             rank=self.group.world_rank,
-        ).to(self.group.device)
+        )
+        batch = send(batch, self.group.device)
         output = self.model(batch[:, :-1])
         loss = next_token_loss(output.logits, batch[:, 1:])
         (loss + output.router_loss).backward()
@@ -93,6 +94,11 @@ class Trainer:
         if self.group.world_size > 1:
             dist.all_reduce(sums)
         return sums[0] / self.group.world_size, sums[1], sums[2:].view_as(output.expert_load)
+
+
+def send(batch: Tensor, device: torch.device) -> Tensor:
+    """A batch on the device; the host does not wait for a GPU, as it would to copy memory that is not pinned."""
+    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
 
 
 def count_dropped_rows(expert_load: Tensor, capacity: int | None, group: ExpertGroup) -> Tensor:
