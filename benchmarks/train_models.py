@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from generate_models import draws_on
 from shapes import model
 from torch import Tensor, nn
 
-from comet.graphed_moe import GraphedMoE
 from comet.group import ExpertGroup
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
@@ -68,22 +69,17 @@ class SwitchedModel:
         self.optimizer = make_optimizer(self.gpt, settings)
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(NUM_BYTE_VALUES, (TEXT_BYTES,), generator=generator, dtype=torch.uint8)
-        self.trainer = Trainer(self.gpt, self.optimizer, group, text, settings)
+        make = partial(Trainer, self.gpt, self.optimizer, group, text)
+        self.trainer, self.replaying = make(settings), make(replace(settings, graphs=True))
         self.layers = self.gpt.moe_layers()
         self.own_paths: list[ExpertPath] = [layer.experts for layer in self.layers]
         self.other_paths: dict[str, ExpertPath] = {"plain": make_path("plain", config.moe, group), "rest": no_experts}
-        self.graphed = [GraphedMoE(layer) for layer in self.layers]
 
     def step(self, variant: str, index: int) -> StepMetrics:
         """One optimizer step on batch ``index`` of each rank (collective)."""
-        self.use(variant)
-        return self.trainer.step(index)
-
-    def use(self, variant: str) -> None:
-        """Let ``variant`` run the MoE layers from now on."""
         for layer, own in zip(self.layers, self.own_paths, strict=True):
             layer.experts = self.other_paths.get(variant, own)
-        self.gpt.run_moe_layers_by(self.graphed if variant == "comet_graph" else None)
+        return (self.replaying if variant == "comet_graph" else self.trainer).step(index)
 
     @torch.no_grad()
     def start_anew(self) -> None:
@@ -112,9 +108,8 @@ class SwitchedModel:
         self.start_anew()
         with noted_gradients(self.optimizer) as norms:
             losses = [self.step(variant, index).loss for index in range(CHECKED_STEPS)]
-        obstacle = next((each.why_eager for each in self.graphed if each.why_eager), "")
-        if variant == "comet_graph" and obstacle:
-            raise RuntimeError(f"there are no graphs: {obstacle}")
+        if variant == "comet_graph" and self.replaying.why_eager:
+            raise RuntimeError(f"there are no graphs: {self.replaying.why_eager}")
         return torch.stack(losses), tuple(norms)
 
 

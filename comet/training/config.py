@@ -55,6 +55,9 @@ class TrainConfig:
         checkpoint_every: Steps between checkpoints; 0 saves at the end only.
         dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
+        graphs: Replay each MoE layer of a step from CUDA graphs (``comet.GraphedMoE``): faster with few tokens, for the
+            memory of the graphs. Where that cannot be, as on a CPU, the layers are launched as ever and the job says
+            why.
     """
 
     steps: int
@@ -70,6 +73,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     dtype: TrainDtype = "auto"
     sample_bytes: int = 200
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_batches"):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
+from comet.graphed_moe import GraphedMoE
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT, next_token_loss
 from comet.paths import expert_capacity
@@ -45,7 +46,7 @@ class Trainer:
         optimizer: From ``make_optimizer``.
         group: The ranks.
         text: ``(N,)`` uint8, the training part.
-        config: Batches, learning rate and clipping.
+        config: Batches, learning rate, clipping, and whether steps replay the MoE layers from graphs.
     """
 
     def __init__(self, model: GPT, optimizer: AdamW, group: ExpertGroup, text: Tensor, config: TrainConfig) -> None:
@@ -55,11 +56,17 @@ class Trainer:
         self.text = text
         self.config = config
         self.capacity = expert_capacity(model.config.moe, group)
+        self.graphed = [GraphedMoE(layer) for layer in model.moe_layers()] if config.graphs else []
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks."""
         return self.group.world_size * self.config.batch_size * self.model.config.context
+
+    @property
+    def why_eager(self) -> str:
+        """Why layers are launched although graphs were asked for; empty while that is not so."""
+        return next((each.why_eager for each in self.graphed if each.why_eager), "")
 
     def step(self, step: int) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0 (collective)."""
@@ -86,7 +93,9 @@ class Trainer:
             rank=self.group.world_rank,
         )
         batch = send(batch, self.group.device)
+        self.model.run_moe_layers_by(self.graphed or None)
         output = self.model(batch[:, :-1])
+        self.model.run_moe_layers_by(None)  # other calls have other numbers of tokens
         loss = next_token_loss(output.logits, batch[:, 1:])
         (loss + output.router_loss).backward()
         dropped_rows = count_dropped_rows(output.expert_load, self.capacity, self.group)

@@ -1,0 +1,70 @@
+"""``train.graphs``: the same training with replayed layers; on a CPU recorded operations stand in for CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from generate_cases import all_experts
+from recorded_layers import record_on_cpu
+from torch import Tensor
+from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model
+
+from comet.launch.config import compose
+from comet.training.evaluate import heldout_loss
+from comet.training.history import History
+from comet.training.loop import Trainer
+from comet.training.optimizer import make_optimizer
+from comet.training.run import train
+
+TEXT = torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).byte()
+
+
+def train_and_judge(graphs: bool) -> tuple[Tensor, list[Tensor], float]:
+    """Losses and gradient norms of six steps, the weights they lead to, and the held-out loss."""
+    model, group = make_model(replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.25)))
+    for layer in model.moe_layers():
+        layer.experts = partial(all_experts, None)
+    config = replace(TRAIN, graphs=graphs)
+    trainer = Trainer(model, make_optimizer(model, config), group, TEXT, config)
+    metrics = [trainer.step(step) for step in range(6)]
+    judged = heldout_loss(model, group, TEXT, num_batches=3, batch_size=4)
+    assert trainer.why_eager == ""
+    return torch.tensor([(each.loss, each.grad_norm) for each in metrics]), list(model.state_dict().values()), judged
+
+
+def test_replayed_layers_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = train_and_judge(graphs=False)
+    captures = record_on_cpu(monkeypatch)
+    assert train_and_judge(graphs=False)[2] == wanted[2]
+    assert captures.count == 0
+    found = train_and_judge(graphs=True)
+    assert (captures.count, captures.replays) == (4, 20)  # two layers, both passes, from the second step on; no judging
+    assert torch.equal(found[0], wanted[0])
+    assert all(map(torch.equal, found[1], wanted[1]))
+    assert found[2] == wanted[2]
+
+
+def test_a_job_on_a_cpu_trains_as_ever_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def losses(name: str, graphs: bool) -> tuple[list[float], str]:
+        result = train(make_job(tmp_path, output_dir=str(tmp_path / name), graphs=graphs, steps=4), Rank())
+        assert result["graphs"] is False
+        history = History(None)
+        history.start(tmp_path / name, 4)
+        return [loss for window in history.windows for loss in window.losses], capsys.readouterr().err
+
+    (found, said), (wanted, silent) = losses("graphs", True), losses("eager", False)
+    assert found == wanted
+    assert len(found) == 4
+    assert said.count("train.graphs=True has no effect: the model is on the device 'cpu'") == 1
+    assert "train.graphs" not in silent
+
+
+def test_the_setting_is_true_or_false() -> None:
+    assert compose(["train.graphs=true"])["train"]["graphs"] is True
+    assert compose([])["train"]["graphs"] is False
+    with pytest.raises(ValueError, match=r"train\.graphs=sometimes.*'sometimes'.*bool"):
+        compose(["train.graphs=sometimes"])
