@@ -21,6 +21,7 @@ from generate_cases import all_experts
 from points import Ranks
 from ranks import run_ranks
 from recorded_layers import record_on_cpu
+from shapes import MODELS
 from torch import Tensor
 from train_models import HEADS, SwitchedModel, model_config, row_norms
 
@@ -43,6 +44,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> SwitchedModel:
 
 def test_heads_are_those_of_the_shipped_configurations() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf")
+    assert HEADS.keys() == MODELS.keys()
     for name, heads in HEADS.items():
         shipped = yaml.safe_load((ROOT / "configs" / "model" / f"{name}.yaml").read_text())
         assert heads == {key: shipped[key] for key in ("num_heads", "num_kv_heads", "head_dim") if key in shipped}
