@@ -94,6 +94,6 @@ class FusedExperts(ExpertsBase):
         assert isinstance(w2, Tensor)
         path, plan = rows.path, rows.plan
         settings = path.settings_for(plan.num_tokens)
-        hidden, _ = path.ops.layer0(rows.tokens, w1, plan, path.workspace, settings, save_pre=False)
-        outputs: Tensor = path.ops.layer1(hidden, w2, plan, path.workspace, settings)
+        hidden, _ = path.ops.layer0(rows.tokens, w1.contiguous(), plan, path.workspace, settings, save_pre=False)
+        outputs: Tensor = path.ops.layer1(hidden, w2.contiguous(), plan, path.workspace, settings)
         return outputs

@@ -1,4 +1,4 @@
-"""How modular layers launch their plan: whole, unless something is to be run while ids travel."""
+"""How modular layers launch their plan: whole, unless something runs while ids travel; what weights a layer takes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import LayerCase
-from modular_cases import check_layer, make_group
+from layer_cases import LayerCase, as_strided, rank_inputs
+from modular_cases import check_layer, make_group, rank_weights
 from plan_cases import noted_launches
 from ranks import run_ranks
 
 from comet.modular import (
     DequantizingContiguous,
+    FusedExperts,
+    FusedPrepareFinalize,
     GroupedBatched,
     GroupedContiguous,
     ModularMoE,
@@ -81,3 +83,18 @@ def test_a_plan_is_whole_unless_something_runs_while_ids_travel(
     parts: str, stream: bool, alone: list[str], with_shared: list[str]
 ) -> None:
     assert run_ranks(launches, 2, parts, stream, interpret=True) == [(alone, with_shared)] * 2
+
+
+def run_strided(rank: int, world_size: int) -> None:
+    group, inputs = make_group(CASE), rank_inputs(CASE, rank)
+    layer = ModularMoE(FusedPrepareFinalize(CASE.config, group, use_kernels=True), FusedExperts(CASE.config, group))
+    weights = rank_weights(CASE, rank, torch.Tensor)
+    given = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
+    wanted = layer(*given, *weights)
+    assert torch.equal(layer(*given, *map(as_strided, weights)), wanted)
+    group.workspace.check()
+    group.close()
+
+
+def test_weights_of_the_fused_layer_need_not_be_contiguous() -> None:
+    run_ranks(run_strided, 2, interpret=True)
