@@ -60,7 +60,7 @@ struct alignas(16) Item {
     u64 begin, ready; // nanoseconds
 };
 
-static_assert(sizeof(Item) == 48 && ITEM_SLOTS > STAGES + 1);
+static_assert(sizeof(Item) == 48 && ITEM_SLOTS > STAGES + 2);
 
 __device__ __forceinline__ Item item_at(const Work& work, int index) {
     Item item = {};

@@ -38,8 +38,9 @@ __device__ __forceinline__ int told_of(u32 slots, int number) {
 }
 
 // Draws of a thread that loads. One thread of a cluster leads: it draws, and tells all others through slots in the
-// shared memory of their blocks. It cannot be as many items ahead of them as there are slots: an item has a stage or
-// more, and stages are fewer. All items are drawn, so whatever blocks of a launch are on the GPU finish it.
+// shared memory of their blocks. It tells of the item after the next one, in a slot that all have read: an item has a
+// stage or more, and slots are at least three more than stages. All items are drawn, so whatever blocks
+// of a launch are on the GPU finish it.
 struct Draws {
     int* tickets;
     u32 slots;

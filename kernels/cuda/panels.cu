@@ -52,7 +52,7 @@ struct alignas(16) Item {
     int first_row, rows, col, panel, tiles, expert, is_last;
 };
 
-static_assert(sizeof(Item) == 32 && ITEM_SLOTS > STAGES + 1);
+static_assert(sizeof(Item) == 32 && ITEM_SLOTS > STAGES + 2);
 
 // Panels from left to right, in each all pieces of rows. `rows` is a multiple of STEP; `tiles` says for how many of the
 // plan's tiles the item counts.

@@ -20,7 +20,7 @@ constexpr int STAGING_BYTES = STAGED_BOXES * BOX_BYTES; // of each warp
 constexpr int THREADS = 32 * WARPS + 128;
 static_assert(A_BLOCKS == GROUPS && B_BLOCKS * BLOCK_COLS == MOST_AT_ONCE && DEPTH % STEP == 0);
 static_assert(LEAD < STAGES); // a stage is free once the second warpgroup has gone a step further
-static_assert(ITEM_SLOTS > STAGES + 1);
+static_assert(ITEM_SLOTS > STAGES + 2);
 
 // ---- segments
 

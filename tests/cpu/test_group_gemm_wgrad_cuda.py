@@ -47,7 +47,7 @@ def test_a_source_says_what_its_blocks_are() -> None:
     ("config", "rule"),
     [
         (CudaConfig(num_stages=3, lead=3), "LEAD < STAGES"),
-        (CudaConfig(num_stages=15, staged_boxes=1, depth=16), "ITEM_SLOTS > STAGES + 1"),
+        (CudaConfig(num_stages=14, staged_boxes=1, depth=16), "ITEM_SLOTS > STAGES + 2"),
     ],
 )
 def test_blocks_that_would_wait_for_ever_do_not_compile(config: CudaConfig, rule: str) -> None:
