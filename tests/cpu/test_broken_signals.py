@@ -253,8 +253,9 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
     moe = build_layer(case, rank, "fused")
     assert isinstance(moe.experts, SymmetricPath)
     module = comet.autograd if place == "keep_rows" else moe.experts.ops
+    slept: list[str] = []
     if rank == 1:
-        setattr(module, place, partial(after_sleep, getattr(module, place)))
+        setattr(module, place, partial(after_sleep, slept, getattr(module, place)))
     inputs = rank_inputs(case, rank)
     x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
     y = moe.routed_experts(x, inputs.top_k_ids, weights)
@@ -262,6 +263,7 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
         layer_ranks.poison(moe.group)
     y.backward(inputs.grad_output)
     moe.group.workspace.check()
+    assert len(slept) == rank, "rank 1 was late"
     exact, same = (oracle(case, rank, dtype) for dtype in (torch.float64, case.dtype))
     for what, leaf in (("tokens", x), ("top_k", weights), ("w1", moe.w1), ("w2", moe.w2)):
         assert leaf.grad is not None
@@ -270,12 +272,13 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
     dist.barrier()
 
 
-def after_sleep(step: Callable[..., Any], *args: Any) -> Any:
+def after_sleep(slept: list[str], step: Callable[..., Any], *args: Any) -> Any:
+    slept.append(step.__name__)
     time.sleep(LATE_S)
     return step(*args)
 
 
-@pytest.mark.parametrize("place", ["keep_rows", "dispatch", "grad_tokens"])
+@pytest.mark.parametrize("place", ["keep_rows", "grad_hidden", "grad_tokens"])
 def test_a_late_rank_is_waited_for_in_the_backward_pass(place: str) -> None:
     run_ranks(late_in_backward, 2, "nothing", place, interpret=True)
 
@@ -284,7 +287,7 @@ def test_a_late_rank_is_waited_for_in_the_backward_pass(place: str) -> None:
     ("broken", "place"),
     [
         ("device barrier does not wait", "keep_rows"),
-        ("backward dispatch does not wait", "dispatch"),
+        ("backward dispatch does not wait", "grad_hidden"),
         ("final sum does not wait", "grad_tokens"),
         ("gradients' flag first", "grad_tokens"),
     ],

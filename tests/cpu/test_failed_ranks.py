@@ -31,7 +31,7 @@ STEPS: dict[str, tuple[int, str, int, str, list[int]]] = {
     "layer0": (FORWARD, "layer 0 dispatch", FORWARD, "layer 1 combine", [1, 1, 0, 0]),
     "layer1": (FORWARD, "layer 1 combine", BACKWARD, "barrier", [1, 1, 1, 0]),
     "barrier": (BACKWARD, "barrier", BACKWARD, "layer 0 dispatch", [1, 1, 1, 2]),
-    "dispatch": (BACKWARD, "layer 0 dispatch", BACKWARD, "layer 1 combine", [1, 2, 1, 2]),
+    "grad_hidden": (BACKWARD, "layer 0 dispatch", BACKWARD, "layer 1 combine", [1, 2, 1, 2]),
     "grad_tokens": (BACKWARD, "layer 1 combine", NEXT_FORWARD, "exchange of top-k ids", [1, 2, 2, 2]),
 }
 CASES: list[tuple[str, Transport]] = [
