@@ -41,6 +41,7 @@ from layer_points import Point, open_point, try_launch
 from layer_report import KEYS, TABLE_KEYS, append_csv, format_table, make_rows, summary
 from overlap import parse_overlap
 from points import Ranks, Settings, attempt, open_layer
+from protocol import time_by_protocol
 from report import Row, cell, table_of
 from routing import ROUTINGS
 from shapes import model
@@ -51,7 +52,6 @@ from comet.group import make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
 from comet.tuner.recovery import recover
-from comet.tuner.timing import host_ahead, max_over_ranks, time_interleaved
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
 GRID: dict[str, tuple[Any, ...]] = {
@@ -87,14 +87,7 @@ def measure_point(
     compared = compared_launches(point, ranks, compare_failures) if compare else {}
     variants, opening = timed_variants(launches | compared, point, ranks, failures)
     compare_failures |= {name: failures.pop(name) for name in compared if name in failures}
-    timings = time_interleaved(
-        variants,
-        rounds=rounds,
-        barrier=host_ahead(opening, ranks.device),
-        rotate=1,
-        device=ranks.device,
-        slowest=max_over_ranks(ranks.device, ranks.process_group),
-    )
+    timings = time_by_protocol(variants, ranks, rounds=rounds, rotate=1, opening=opening)
     point.workspace.check()
     rows = compared_rows(point, timings, compare_failures) if compare else []
     clocks: list[Row] = []

@@ -30,6 +30,7 @@ import torch
 from facts import gather_facts
 from megatron_layers import ROTATE, grouped_gemm, make_layers, start_megatron, train
 from points import Ranks, attempt, relative_error
+from protocol import time_by_protocol
 from report import Row, cell, table_of
 from shapes import model
 from start import run_and_leave, start_ranks, whole_numbers
@@ -39,7 +40,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.distributed import started_by_torchrun
-from comet.tuner.timing import Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Variant
 
 TOLERANCE = 0.15  # of the root mean square, the largest deviation that rounding can explain; as in ``bench_moe.py``
 COLUMNS = ("model", "tokens", "ep", "sequential_ms", "grouped_ms", "comet_ms", "x_sequential", "x_grouped", "failures")
@@ -71,14 +72,7 @@ def measure_point(config: MoEConfig, group: ExpertGroup, num_tokens: int, rounds
     shape = (num_tokens, 1, config.hidden_size)
     xs = [torch.randn(shape, generator=draw).to(ranks.device, torch.bfloat16) for _ in range(ROTATE)]
     variants, failures = checked(layers, xs, ranks)
-    timings = time_interleaved(
-        variants,
-        rounds=rounds,
-        barrier=host_ahead(rank_barrier(ranks.device, ranks.process_group), ranks.device),
-        rotate=ROTATE,
-        device=ranks.device,
-        slowest=max_over_ranks(ranks.device, ranks.process_group),
-    )
+    timings = time_by_protocol(variants, ranks, rounds=rounds, rotate=ROTATE)
     group.workspace.check()
     found: Row = {f"{name}_ms": timing.median_ms for name, timing in timings.items()}
     for name in ("sequential", "grouped"):

@@ -43,6 +43,7 @@ from points import (
     open_layer,
     relative_error,
 )
+from protocol import time_by_protocol
 from report import (
     FP8_VARIANTS,
     VARIANTS,
@@ -64,7 +65,7 @@ from comet.config import ParallelConfig, require
 from comet.launch.cli import Parser
 from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
 from comet.paths import SymmetricPath
-from comet.tuner.timing import Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Timing, Variant
 
 # Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``graphs.GraphedExperts``.
 GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")
@@ -90,14 +91,7 @@ def measure_point(
     if failure:
         failures["gemm"] = failure
     start = time.perf_counter()
-    timings = time_interleaved(
-        variants,
-        rounds=rounds,
-        barrier=host_ahead(rank_barrier(ranks.device, ranks.process_group), ranks.device),
-        rotate=ROTATE,
-        device=ranks.device,
-        slowest=max_over_ranks(ranks.device, ranks.process_group),
-    )
+    timings = time_by_protocol(variants, ranks, rounds=rounds, rotate=ROTATE)
     timed_seconds = time.perf_counter() - start
     times_ms = {name: timing.median_ms for name, timing in timings.items()}
     if settings.backward:

@@ -38,6 +38,7 @@ from accounting import geometric_mean
 from facts import gather_facts
 from layer_report import append_csv
 from points import Ranks, attempt
+from protocol import time_by_protocol
 from report import Row, cell, set_aside, table_of
 from shapes import model
 from start import run_and_leave, start_ranks, whole_numbers
@@ -47,7 +48,6 @@ from comet.config import ParallelConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.launch.cli import Parser
 from comet.models.config import ModelConfig
-from comet.tuner.timing import host_ahead, max_over_ranks, rank_barrier, time_interleaved
 
 ROTATE = 4  # batches
 # Largest deviations from the plain path that rounding can explain (bf16 on CPUs: 1e-4, and 0.06 where tokens whose
@@ -107,13 +107,8 @@ def measure_point(
     names = [name for name in arguments.variants if name != "comet_graph" or ranks.device.type == "cuda"]
     usable, failures, errors = checked(model, names, ranks)
     model.start_anew()
-    timings = time_interleaved(
-        {name: partial(model.step, name) for name in usable},
-        rounds=arguments.rounds,
-        barrier=host_ahead(rank_barrier(ranks.device, ranks.process_group), ranks.device),
-        rotate=ROTATE,
-        device=ranks.device,
-        slowest=max_over_ranks(ranks.device, ranks.process_group),
+    timings = time_by_protocol(
+        {name: partial(model.step, name) for name in usable}, ranks, rounds=arguments.rounds, rotate=ROTATE
     )
     group.workspace.check()
     times_ms = {name: timing.median_ms for name, timing in timings.items()}

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import triton
 from overlap import parse_overlap
 from points import Inputs, Ranks, Settings, make_inputs, open_layer
+from protocol import time_by_protocol
 from routing import ROUTINGS
 from shapes import model
 from start import run_and_leave
@@ -35,7 +36,7 @@ from comet.launch.cli import Parser
 from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
 from comet.moe import MoE
 from comet.trace import Timeline, record, recording_to
-from comet.tuner.timing import capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import capture, rank_barrier
 
 
 def forward(moe: MoE, inputs: Inputs, index: int = 0) -> Tensor:
@@ -70,13 +71,12 @@ def measure_overhead(moe: MoE, inputs: Inputs, capacity: int, rounds: int, ranks
         recorder.clear()
         wait_for_ranks()
 
-    timings = time_interleaved(
+    timings = time_by_protocol(
         {"off": capture(partial(forward, moe, inputs), rotate=1), "on": capture(recorded, rotate=1)},
+        ranks,
         rounds=rounds,
-        barrier=host_ahead(opening, ranks.device),
         rotate=1,
-        device=ranks.device,
-        slowest=max_over_ranks(ranks.device, ranks.process_group),
+        opening=opening,
     )
     off, on = timings["off"].median_ms, timings["on"].median_ms
     return {"off_ms": off, "on_ms": on, "overhead": on / off - 1}
