@@ -172,17 +172,25 @@ def _instruction(first_row: int, rows: int, element: str, transposed: int) -> st
 def _transposed_product(element: str) -> str:
     """``multiply`` of 64 columns and ``MOST_AT_ONCE``: adds 16 rows to a thread's ``Sums``, or begins them anew."""
     count = MOST_AT_ONCE // 2
-    registers = ", ".join(f"%{index}" for index in range(count))
-    operands = ", ".join(f'"+f"(sums[{index}])' for index in range(count))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{MOST_AT_ONCE}k16.f32.{element}.{element}"
+    return f"using Sums = float[{count}];\n" + _adding("Sums", count, instruction, "1, 1, 1, 1")
+
+
+def _adding(name: str, count: int, instruction: str, modifiers: str) -> str:
+    """``multiply``, which adds to ``count`` registers of a thread, called ``name``, or begins them anew."""
+    variable = name.lower()
+    registers = ", ".join(f"%{index}" for index in range(count))
     return (
-        f"using Sums = float[{count}];\n"
         "__device__ __forceinline__ void multiply(\n"
-        "    Sums& sums, unsigned long long a, unsigned long long b, bool adds) {\n"
+        f"    {name}& {variable}, unsigned long long a, unsigned long long b, bool adds) {{\n"
         f'    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n'
-        f'{instruction} {{{registers}}}, %{count}, %{count + 1}, adds, 1, 1, 1, 1;\\n}}"\n'
-        f'        : {operands} : "l"(a), "l"(b), "r"(int(adds)));\n}}\n'
+        f'{instruction} {{{registers}}}, %{count}, %{count + 1}, adds, {modifiers};\\n}}"\n'
+        f'        : {_operands(variable, count)} : "l"(a), "l"(b), "r"(int(adds)));\n}}\n'
     )
+
+
+def _operands(variable: str, count: int) -> str:
+    return ", ".join(f'"+f"({variable}[{index}])' for index in range(count))
 
 
 def _element(dtype: torch.dtype) -> str:
@@ -192,17 +200,11 @@ def _element(dtype: torch.dtype) -> str:
 def _fp8_product() -> str:
     """``Products`` of 64 rows and 128 columns, ``multiply``, which adds to them or begins anew, and a wait for them."""
     count = FP8_COLS // 4
-    registers = ", ".join(f"%{index}" for index in range(count))
-    operands = ", ".join(f'"+f"(products[{index}])' for index in range(count))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{FP8_COLS // 2}k32.f32.e4m3.e4m3"
     return (
         f"using Products = float[{count}];\n"
         f"using Sums = float[{FP8_ROWS // FP8_STEP}][{count}];\n"
-        "__device__ __forceinline__ void multiply(\n"
-        "    Products& products, unsigned long long a, unsigned long long b, bool adds) {\n"
-        f'    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n'
-        f'{instruction} {{{registers}}}, %{count}, %{count + 1}, adds, 1, 1;\\n}}"\n'
-        f'        : {operands} : "l"(a), "l"(b), "r"(int(adds)));\n}}\n'
-        "__device__ __forceinline__ void products_wait_for(Products& products) {\n"
-        f'    asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} :: "memory");\n}}\n'
+        + _adding("Products", count, instruction, "1, 1")
+        + "__device__ __forceinline__ void products_wait_for(Products& products) {\n"
+        f'    asm volatile("wgmma.wait_group.sync.aligned 0;" : {_operands("products", count)} :: "memory");\n}}\n'
     )
