@@ -194,7 +194,7 @@ def grad_tokens(
     )
     config = combine_config(settings, settings.layer0_backward.num_panels, out)
     table = table_of(plan, launch=3)
-    wire, returns = combine_wire(workspace), replace(returns_of(plan, weighted=False), grads=grads)
+    wire, returns = combine_wire(workspace), returns_of(plan, weighted=False, grads=grads)
     gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, b_is_kn=True)
     return out, grads.out
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import SymmTensor
-from comet.kernels.arguments import Returns, TileTable, Wire, power_of_2
+from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, power_of_2
 from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.gemm_combine import GemmCombineConfig
@@ -92,13 +92,14 @@ def sends_of(plan: Plan) -> Sends:
     )
 
 
-def returns_of(plan: Plan, *, weighted: bool) -> Returns:
+def returns_of(plan: Plan, *, weighted: bool, grads: GradWire | None = None) -> Returns:
     """How routed rows become token rows."""
     return Returns(
         row_slots=plan.row_slots,
         row_weights=plan.row_weights if weighted else None,
         send_rows=plan.send_rows,
         recv_counts=plan.recv_counts,
+        grads=grads,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comet.fused_arguments import returns_of, table_of
 from comet.kernels import group_gemm_wgrad_cuda
-from comet.kernels.arguments import GradWire, Returns, Wire, power_of_2
+from comet.kernels.arguments import GradWire, Wire, power_of_2
 from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.plan import Plan
 
@@ -56,10 +56,7 @@ def launch(case: PlayedCase, plans: list[Plan], landings: list[Tensor], rank: in
     config = GemmCombineConfig(
         num_panels=case.num_panels, beside=True, num_stages=3, move_cols=256, block_k=min(64, power_of_2(case.ffn_size))
     )
-    sums = returns_of(plan, weighted=False)
-    returns = Returns(
-        row_slots=sums.row_slots, row_weights=None, send_rows=sums.send_rows, recv_counts=sums.recv_counts, grads=grads
-    )
+    returns = returns_of(plan, weighted=False, grads=grads)
     gemm_combine(rows, w1, y, out, wire, returns, table_of(plan, launch=3), config, b_is_kn=True)
     return out, grads.out
 
