@@ -179,10 +179,7 @@ def gemm_combine(
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret
     # The interpreter runs block after block: the first must finish the GEMM before any waits for it.
-    num_blocks = 2
-    if not interpret:
-        all_of_them = multiprocessors(a.device)
-        num_blocks = all_of_them - config.spare_multiprocessors
+    num_blocks = 2 if interpret else multiprocessors(a.device) - config.spare_multiprocessors
     arguments = combine_arguments(out, wire, returns, table, config) | dict(
         a_desc=TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
         b_desc=TensorDescriptor.from_tensor(b, [1, block_k, block_n] if b_is_kn else [1, b_rows, block_k]),

@@ -54,9 +54,8 @@ def grad_hidden(
         phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
         config: How.
     """
-    by_phase = replace(table, tiles=phase_tiles)
-    if config.beside and runs_cuda(grad_y, w2, wire, sends, by_phase):
-        grad_hidden_cuda(grad_y, w2, out, wire, sends, by_phase)
+    if config.beside and runs_cuda(grad_y, w2, wire, sends, table):
+        grad_hidden_cuda(grad_y, w2, out, wire, sends, replace(table, tiles=phase_tiles))
         own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
         gather_rows(wire.rows, grads, table.row_ids, table, own)
         return

@@ -59,7 +59,7 @@ def runs_cuda(grad_y: Tensor, w2: Tensor, wire: Wire, sends: Sends, table: TileT
         w2: ``(e, D, F)`` weights.
         wire: See ``grad_hidden``.
         sends: See ``grad_hidden``.
-        table: See ``grad_hidden_cuda``.
+        table: See ``grad_hidden``.
 
     Example:
         With a limit of 1e9, M=1024, D=2048 and F=768, 1.6e9 products, are taken, if in 16 bits; M=512 not.
