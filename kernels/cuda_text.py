@@ -19,7 +19,7 @@ TILE_ROWS = 128  # rows of the plan's tiles
 WARPS = 8  # that multiply
 LAUNCH_REGISTERS = 168  # of each of 384 threads, before some give theirs to others
 ITEM_SLOTS = 8  # items that the loading warps can be ahead, and more
-DRAW_BYTES = 8  # of a slot through which they learn which item is next
+DRAW_BYTES = 16  # of a slot through which they learn which item is next: a barrier and its ticket
 PASS_COLS = 256  # columns that a communicating warp has at a time: 16 bytes per lane
 COMMON = dict(
     LINE=LINE, TILE_ROWS=TILE_ROWS, WARPS=WARPS, LAUNCH_REGISTERS=LAUNCH_REGISTERS, ITEM_SLOTS=ITEM_SLOTS,
@@ -100,7 +100,7 @@ def memory_bytes(num_stages: int, most_rows: int, staging_bytes: int, item_bytes
         item_bytes: Of one item.
 
     Example:
-        4 stages of 256 rows, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 320 = 206208.
+        4 stages of 256 rows, 8192 bytes of staging, items of 32: 1024 + 4 * 49152 + 8192 + 64 + 384 = 206272.
     """
     return _memory_bytes(num_stages, (COLS + most_rows) * LINE, staging_bytes, item_bytes)
 
@@ -115,7 +115,7 @@ def fp8_memory_bytes(num_stages: int, scale_steps: int, staging_bytes: int, item
         item_bytes: See ``memory_bytes``.
 
     Example:
-        4 stages, scales of 4 steps, staging 1024, items of 48: 1024 + 4 * (49152 + 2048) + 1024 + 64 + 448 = 207360.
+        4 stages, scales of 4 steps, staging 1024, items of 48: 1024 + 4 * (49152 + 2048) + 1024 + 64 + 512 = 207424.
     """
     stage_bytes = (FP8_COLS + FP8_ROWS) * LINE + 4 * FP8_ROWS * scale_steps
     return _memory_bytes(num_stages, stage_bytes, staging_bytes, item_bytes)
@@ -132,7 +132,7 @@ def tile_memory_bytes(num_stages: int, lines: int, staging_bytes: int, item_byte
         item_slots: ``ITEM_SLOTS`` there.
 
     Example:
-        8 stages of 192 lines, staging 32768, 16 items of 32: 1024 + 8 * (24576 + 16) + 32768 + 16 * 40 = 231168.
+        8 stages of 192 lines, staging 32768, 16 items of 32: 1024 + 8 * (24576 + 16) + 32768 + 16 * 48 = 231296.
     """
     return _memory_bytes(num_stages, lines * LINE, staging_bytes, item_bytes, item_slots)
 

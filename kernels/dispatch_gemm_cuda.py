@@ -62,7 +62,7 @@ class CudaConfig:
             Bytes: alignment, stages, staging, barriers, items, draws, the table of pieces.
 
         Example:
-            32 experts: 1024 + 4 * 53248 + 2 * 2048 + 64 + 448 + 4 * 97 = 219012.
+            32 experts: 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97 = 219076.
         """
         memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * COLS // 2, ITEM_BYTES)
         return memory + 4 * (3 * num_experts + 1)

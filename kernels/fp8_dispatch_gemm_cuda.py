@@ -55,7 +55,7 @@ def shared_bytes(num_experts: int) -> int:
         Bytes: alignment, stages, their scales, the largest of rows, barriers, items, draws, the table of pieces.
 
     Example:
-        32 experts: 1024 + 4 * 49152 + 4 * 2048 + 1024 + 64 + 448 + 4 * 97 = 207748.
+        32 experts: 1024 + 4 * 49152 + 4 * 2048 + 1024 + 64 + 512 + 4 * 97 = 207812.
     """
     return fp8_memory_bytes(NUM_STAGES, SCALE_STEPS, MAXIMA_BYTES, ITEM_BYTES) + 4 * (3 * num_experts + 1)
 

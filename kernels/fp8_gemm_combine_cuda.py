@@ -54,7 +54,7 @@ def shared_bytes(num_experts: int, entries: int) -> int:
         Bytes: alignment, stages, their scales, barriers, items, draws, combiners, the table of pieces.
 
     Example:
-        32 experts, 8 entries: 1024 + 4 * 49152 + 4 * 512 + 64 + 320 + 3 * (2048 + 6144) + 4 * 33 = 224772.
+        32 experts, 8 entries: 1024 + 4 * 49152 + 4 * 512 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 = 224836.
     """
     memory = fp8_memory_bytes(NUM_STAGES, 1, 0, ITEM_BYTES)
     return memory + combiner_bytes(entries, AHEAD) + 4 * (num_experts + 1)

@@ -91,7 +91,7 @@ class CudaConfig:
             Bytes: alignment, stages, staging, barriers, items, draws, combiners, the table of pieces.
 
         Example:
-            32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 320 + 3 * (2048 + 6144) + 4 * 33 = 230916.
+            32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 = 230980.
         """
         memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * LINE, ITEM_BYTES)
         return memory + combiner_bytes(entries, self.ahead) + 4 * (num_experts + 1)

@@ -46,7 +46,7 @@ def shared_bytes(num_experts: int) -> int:
         Bytes: alignment, stages, staging, barriers, items, draws, the table of pieces.
 
     Example:
-        32 experts: 1024 + 4 * 53248 + 2 * 4096 + 64 + 448 + 4 * 97 = 223108.
+        32 experts: 1024 + 4 * 53248 + 2 * 4096 + 64 + 512 + 4 * 97 = 223172.
     """
     return memory_bytes(NUM_STAGES, MOST_ROWS, 2 * STAGED_ROWS * LINE, ITEM_BYTES) + 4 * (3 * num_experts + 1)
 

@@ -64,7 +64,7 @@ class CudaConfig:
             Bytes: alignment, stages with three barriers each, staging, items, draws.
 
         Example:
-            The default: 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 8) = 231232.
+            The default: 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 16) = 231360.
         """
         lines = self.depth * (A_COLS + B_COLS) // LINE_COLS
         staging = WARPS * self.staged_boxes * BOX_ROWS * LINE

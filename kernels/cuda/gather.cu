@@ -292,7 +292,7 @@ __device__ __forceinline__ void load_items(
             next = item_at(work, following);
             rows.fetch(next, arrivals.row_ids, loader, lane);
         }
-        draws.tell();
+        draws.tell(is_last);
         for (int begin = 0; begin < num_steps; begin += UNROLLED) {
 #pragma unroll
             for (int unrolled = 0; unrolled < UNROLLED; ++unrolled) {

@@ -60,6 +60,23 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
         ::"r"(barrier), "r"(rank) : "memory");
 }
 
+// Store a number in the memory of block `rank` of the cluster, for whoever there has waited for the barrier, which one
+// arrival completes.
+__device__ __forceinline__ void store_and_arrive(u32 target, int number, u32 barrier, u32 rank) {
+    if constexpr (CLUSTER == 1) {
+        asm volatile("st.shared.s32 [%0], %1;" ::"r"(target), "r"(number) : "memory");
+        barrier_arrive_here(barrier);
+    } else { // the store completes the barrier itself: an arrival that releases it costs a microsecond
+        asm volatile(
+            "{\n.reg .b32 there, remote;\n"
+            "mapa.shared::cluster.u32 there, %0, %3;\n"
+            "mapa.shared::cluster.u32 remote, %2, %3;\n"
+            "mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [remote], 4;\n"
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [there], %1, [remote];\n}"
+            ::"r"(target), "r"(number), "r"(barrier), "r"(rank) : "memory");
+    }
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\n"

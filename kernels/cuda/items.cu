@@ -27,25 +27,24 @@ __device__ __forceinline__ int draw_ticket(int* counter) {
     return ticket;
 }
 
-// What a block reads in a slot once it has been told of its item of this number.
-__device__ __forceinline__ int told_of(u32 slots, int number) {
+// What a block reads in a slot once it has been told of its item of this number. A slot is a barrier and a ticket.
+__device__ __forceinline__ int told_of(u32 slots, u32 number) {
     const u32 slot = slots + number % ITEM_SLOTS * DRAW_BYTES;
-    u64 told;
-    do {
-        asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(told) : "r"(slot) : "memory");
-    } while (int(told >> 32) != number + 1);
-    return int(told);
+    barrier_wait(slot, number / ITEM_SLOTS & 1);
+    int ticket;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(ticket) : "r"(slot + 8) : "memory");
+    return ticket;
 }
 
 // Draws of a thread that loads. One thread of a cluster leads: it draws, and tells all others through slots in the
 // shared memory of their blocks. It tells of the item after the next one, in a slot that all have read: an item has a
-// stage or more, and slots are at least three more than stages. All items are drawn, so whatever blocks
-// of a launch are on the GPU finish it.
+// stage or more, and slots are at least three more than stages. All items are drawn, so whatever blocks of a launch
+// are on the GPU finish it.
 struct Draws {
     int* tickets;
     u32 slots;
     bool leads;
-    int number = 0; // of the block's item
+    u32 number = 0; // of the block's item
     int drawn[2];   // of the thread that leads: what it tells next
 
     // Where a block begins: tickets are on their way while it finds its bearings.
@@ -64,15 +63,17 @@ struct Draws {
             tell_of(1, drawn[1]);
             drawn[0] = draw_ticket(tickets);
         }
+        told_of(slots, 1); // a block that ends at once has no more stores on their way to it
         return told_of(slots, 0);
     }
 
     // The item after this one.
     __device__ __forceinline__ int next() { return told_of(slots, ++number); }
 
-    // Of the item after the next one. Its ticket was drawn an item ago, as one is here: that takes a microsecond.
-    __device__ __forceinline__ void tell() {
-        if (!leads) return;
+    // Of the item after the next one. Its ticket was drawn an item ago, as one is here: that takes a microsecond. Who
+    // has no next item waits for nothing more, so nothing is told.
+    __device__ __forceinline__ void tell(bool is_last) {
+        if (!leads || is_last) return;
         tell_of(number + 1, drawn[0]);
         drawn[0] = draw_ticket(tickets);
     }
@@ -81,18 +82,11 @@ struct Draws {
     __device__ __forceinline__ int slot() const { return (number - 1) % ITEM_SLOTS; }
 
 private:
-    __device__ __forceinline__ void tell_of(int number, int ticket) const {
-        const u64 told = u64(number + 1) << 32 | u32(ticket);
-        const u32 own = slots + number % ITEM_SLOTS * DRAW_BYTES;
-        if constexpr (CLUSTER == 1) {
-            asm volatile("st.relaxed.cta.shared::cta.u64 [%0], %1;" ::"r"(own), "l"(told) : "memory");
-        } else {
+    __device__ __forceinline__ void tell_of(u32 number, int ticket) const {
+        const u32 slot = slots + number % ITEM_SLOTS * DRAW_BYTES;
 #pragma unroll
-            for (int block = 0; block < CLUSTER; ++block) {
-                u32 theirs;
-                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own), "r"(block));
-                asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" ::"r"(theirs), "l"(told) : "memory");
-            }
+        for (int block = 0; block < CLUSTER; ++block) {
+            store_and_arrive(slot + 8, ticket, slot, block);
         }
     }
 };

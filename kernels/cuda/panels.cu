@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_items(
         following = draws.next();
         item.is_last = following >= num_items;
         memory.items[draws.slot()] = item; // seen by whoever has waited for the item's first stage
-        draws.tell();
+        draws.tell(item.is_last);
         const int boxes = ceil_div(item.rows, BOX_ROWS);
         for (int step = 0; step < work.num_steps(); ++step) {
             barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);

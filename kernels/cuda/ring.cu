@@ -62,9 +62,7 @@ struct Memory {
             barrier_init(full + 8 * stage, filling);
             barrier_init(empty + 8 * stage, freeing);
         }
-        for (int slot = 0; slot < ITEM_SLOTS; ++slot) {
-            asm volatile("st.shared.u64 [%0], %1;" ::"r"(draws + slot * DRAW_BYTES), "l"(u64(0)) : "memory");
-        }
+        for (int slot = 0; slot < ITEM_SLOTS; ++slot) barrier_init(draws + slot * DRAW_BYTES, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 };

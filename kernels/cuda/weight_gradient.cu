@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_items(
         Item item = next;
         const int following = draws.next();
         item.is_last = is_last = following >= num_items;
-        draws.tell();
+        draws.tell(is_last);
         if (!is_last) next = item_at(work, following); // its segment is found while this one is loaded
         for (int step = 0; step < item.num_steps(); ++step) {
             barrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);

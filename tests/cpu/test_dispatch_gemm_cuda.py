@@ -18,8 +18,8 @@ from comet.plan_rules import num_counters
 
 def test_worked_examples() -> None:
     assert num_counters(4, 2048) == 128 + 4 * 16 == 192
-    assert CudaConfig().shared_bytes(32) == 1024 + 4 * 53248 + 2 * 2048 + 64 + 448 + 4 * 97
-    assert CudaConfig().shared_bytes(32) == 219012
+    assert CudaConfig().shared_bytes(32) == 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97
+    assert CudaConfig().shared_bytes(32) == 219076
 
 
 @pytest.mark.parametrize(("dtype", "cols"), [(torch.bfloat16, 128), (torch.float8_e4m3fn, 256)])

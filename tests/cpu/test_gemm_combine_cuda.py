@@ -50,13 +50,13 @@ MODULES = (
 
 
 def test_worked_example_of_the_memory() -> None:
-    assert memory_bytes(4, 256, 8192, 32) == 1024 + 4 * 49152 + 8192 + 64 + 320
-    assert memory_bytes(4, 256, 8192, 32) == 206208
+    assert memory_bytes(4, 256, 8192, 32) == 1024 + 4 * 49152 + 8192 + 64 + 384
+    assert memory_bytes(4, 256, 8192, 32) == 206272
 
 
 def test_worked_examples() -> None:
-    assert CudaConfig().shared_bytes(32, 8) == 1024 + 4 * 49152 + 2 * 4096 + 64 + 320 + 3 * (2048 + 6144) + 4 * 33
-    assert CudaConfig().shared_bytes(32, 8) == 230916
+    assert CudaConfig().shared_bytes(32, 8) == 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33
+    assert CudaConfig().shared_bytes(32, 8) == 230980
     assert CudaConfig.select(256).most_rows == 272
     assert CudaConfig.select(512) == CudaConfig.select(64) == CudaConfig(most_rows=256)
     assert combiner_bytes(8, 12) == 3 * (32 * 8 * 8 + 12 * 512) == 24576

@@ -22,8 +22,8 @@ needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_miss
 
 
 def test_worked_examples() -> None:
-    assert tile_memory_bytes(8, 192, 32768, 32, 16) == 1024 + 8 * (24576 + 16) + 32768 + 16 * 40 == 231168
-    assert CudaConfig().shared_bytes() == 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 8) == 231232
+    assert tile_memory_bytes(8, 192, 32768, 32, 16) == 1024 + 8 * (24576 + 16) + 32768 + 16 * 48 == 231296
+    assert CudaConfig().shared_bytes() == 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 16) == 231360
     assert CudaConfig().shared_bytes() <= SHARED_LIMIT
     assert num_tiles(2, 1024, 2048) == 2 * 8 * 8 == 128
     assert num_tiles(3, 130, 256) == 3 * 2 * 1
