@@ -25,9 +25,10 @@ MOST_ROWS = 288  # of a piece that has all rows of its expert, as in layer 0
 NUM_STAGES = 4
 STAGED_ROWS = 32  # that are stored at once
 PUSH_ROWS = 8
-# Of the tokens of a rank with one expert; layer 0 has 1e9. No layer yet: this kernel has compiled, but not run on a GPU
-# (benchmarks/RESULTS.md, run 13).
-LEAST_PRODUCTS = 1 << 62
+LEAST_PRODUCTS = 1_000_000_000  # of the tokens of a rank with one expert, as in layer 0
+# A rank alone hides no more than a copy of its rows, and its GEMM is 2 to 4 % slower than Triton's over rows in order:
+# both together win from few products to many (benchmarks/RESULTS.md, run 14).
+MOST_PRODUCTS_ALONE = 100_000_000_000
 
 
 class Results(ctypes.Structure):
@@ -62,9 +63,11 @@ def runs_cuda(grad_y: Tensor, w2: Tensor, wire: Wire, sends: Sends, table: TileT
         table: See ``grad_hidden``.
 
     Example:
-        With a limit of 1e9, M=1024, D=2048 and F=768, 1.6e9 products, are taken, if in 16 bits; M=512 not.
+        M=1024, D=2048 and F=768, 1.6e9 products, are taken, if in 16 bits; M=512 not; M=65536 of several ranks only.
     """
-    return wire.max_tokens * w2[0].numel() >= LEAST_PRODUCTS and can_run(grad_y, w2, sends, table)
+    products = wire.max_tokens * w2[0].numel()
+    is_fit = products >= LEAST_PRODUCTS and (wire.world_size > 1 or products < MOST_PRODUCTS_ALONE)
+    return is_fit and can_run(grad_y, w2, sends, table)
 
 
 def can_run(grad_y: Tensor, w2: Tensor, sends: Sends, table: TileTable) -> bool:

@@ -101,10 +101,11 @@ def make_call(**changes: object) -> dict[str, object]:
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_available", lambda device: True)
     call = make_call()
-    assert not module.runs_cuda(**call), "it has not run on a GPU"
-    monkeypatch.setattr(module, "LEAST_PRODUCTS", 1_000_000_000)
     assert module.runs_cuda(**call)
     assert not module.runs_cuda(**make_call(wire=make_wire(4, 512)))  # little work
+    assert module.runs_cuda(**make_call(wire=make_wire(1, 1024)))
+    assert module.runs_cuda(**make_call(wire=make_wire(4, 65536)))
+    assert not module.runs_cuda(**make_call(wire=make_wire(1, 65536)))  # a copy hides no slower GEMM of that size
     for shape in ((32, 2048, 764), (32, 2044, 768)):  # rows that do not start at 16 bytes
         assert not module.runs_cuda(**make_call(w2=torch.empty(*shape, device="meta")))
     assert not module.runs_cuda(**make_call(w2=torch.empty(4096, 2048, 768, device="meta")))  # a table too large
