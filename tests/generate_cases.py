@@ -65,11 +65,12 @@ class Recorder(TorchDispatchMode):
     def replay(self) -> None:
         """Repeat the operations, into the memory their results had."""
         for func, args, kwargs, result in self.calls:
-            with torch.autocast("cpu", enabled=False):  # what it casts was recorded
+            # What autocast and autograd do was recorded.
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+                    old.detach().copy_(new)
 
 
 def _shared(left: Tensor, right: Tensor) -> bool:

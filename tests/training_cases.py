@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
+from generate_cases import Captures, graphs_on_cpu
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
@@ -29,6 +31,14 @@ class Rank:
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
+
+
+def steps_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    """Let steps be captured on a CPU; returns what counts."""
+    captures = graphs_on_cpu(monkeypatch)
+    monkeypatch.setattr("comet.training.passes.capture", captures)
+    monkeypatch.setattr("comet.training.passes.device_obstacle", lambda device: "")
+    return captures
 
 
 def make_text(folder: Path) -> Path:

@@ -29,8 +29,6 @@ EMBEDDING_STD = 0.5
 
 # Query (B, heads, S, width), key and value (B, kv_heads, S, width) -> what the queries gather, shaped like them.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# Tokens (T, D) -> the same shape, and the router's statistics: a MoE layer, or what runs one.
-RunMoE = Callable[[Tensor], tuple[Tensor, RouterStats]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +157,6 @@ class GPT(nn.Module):
         """The MoE layers, first block first."""
         return [block.ffn for block in self._blocks() if isinstance(block.ffn, MoE)]
 
-    def run_moe_layers_by(self, runs: Sequence[RunMoE] | None) -> None:
-        """Let something else run the MoE layers from now on, such as ``comet.GraphedMoE`` of each.
-
-        Args:
-            runs: What is called in place of each layer, first block first; ``None``: the layers themselves again.
-        """
-        blocks = [block for block in self._blocks() if isinstance(block.ffn, MoE)]
-        for block, run in zip(blocks, [None] * len(blocks) if runs is None else runs, strict=True):
-            block.run_moe = run
-
     def expert_parameters(self) -> list[nn.Parameter]:
         """Parameters sharded over the MoE group."""
         return [parameter for layer in self.moe_layers() for parameter in layer.expert_parameters()]
@@ -227,14 +215,13 @@ class Block(nn.Module):
         self.attention = Attention(config, device=device)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, device=device)
         self.ffn = ffn
-        self.run_moe: RunMoE | None = None
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> tuple[Tensor, RouterStats | None]:
         """``(B, S, D)`` float32 -> the same, and the router's statistics unless the block is dense."""
         x = x + self.attention(self.attention_norm(x), rotary, attend)
         tokens = self.ffn_norm(x).to(self.dtype).flatten(0, 1)
         if isinstance(self.ffn, MoE):
-            output, stats = (self.run_moe or self.ffn)(tokens)
+            output, stats = self.ffn(tokens)
         else:
             output, stats = self.ffn(tokens), None
         return x + output.view_as(x), stats

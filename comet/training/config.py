@@ -55,9 +55,9 @@ class TrainConfig:
         checkpoint_every: Steps between checkpoints; 0 saves at the end only.
         dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
-        graphs: Replay each MoE layer of a step from CUDA graphs (``comet.GraphedMoE``): faster with few tokens, for the
-            memory of the graphs. Where that cannot be, as on a CPU, the layers are launched as ever and the job says
-            why.
+        graphs: Replay the forward and backward pass of a step from one CUDA graph: faster with few tokens, for the
+            memory of the gradients during the forward pass. Where that cannot be, as on a CPU, steps are launched
+            kernel by kernel, and the job says why.
     """
 
     steps: int

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import AdamW
 
-from comet.graphed_moe import GraphedMoE
 from comet.group import ExpertGroup
-from comet.models.gpt import GPT, next_token_loss
+from comet.models.gpt import GPT
 from comet.paths import expert_capacity
 from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
-from comet.training.optimizer import clip_gradients, learning_rate, synchronize_gradients
+from comet.training.optimizer import ScaledAdamW, global_norm, learning_rate, sum_gradients
+from comet.training.passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +45,19 @@ class Trainer:
         optimizer: From ``make_optimizer``.
         group: The ranks.
         text: ``(N,)`` uint8, the training part.
-        config: Batches, learning rate, clipping, and whether steps replay the MoE layers from graphs.
+        config: Batches, learning rate, clipping, and whether steps are replayed from a graph.
     """
 
-    def __init__(self, model: GPT, optimizer: AdamW, group: ExpertGroup, text: Tensor, config: TrainConfig) -> None:
+    def __init__(
+        self, model: GPT, optimizer: ScaledAdamW, group: ExpertGroup, text: Tensor, config: TrainConfig
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.group = group
         self.text = text
         self.config = config
         self.capacity = expert_capacity(model.config.moe, group)
-        self.graphed = [GraphedMoE(layer) for layer in model.moe_layers()] if config.graphs else []
+        self.passes = Passes(model, graphs=config.graphs)
 
     @property
     def tokens_per_step(self) -> int:
@@ -65,14 +66,15 @@ class Trainer:
 
     @property
     def why_eager(self) -> str:
-        """Why layers are launched although graphs were asked for; empty while that is not so."""
-        return next((each.why_eager for each in self.graphed if each.why_eager), "")
+        """Why steps are launched kernel by kernel although graphs were asked for; empty while that is not so."""
+        return self.passes.why_eager
 
     def step(self, step: int) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0 (collective)."""
         loss, dropped_rows, expert_load = self._backward(step)
-        synchronize_gradients(self.model, self.group)
-        grad_norm = clip_gradients(self.model, self.group, self.config.grad_clip)
+        sum_gradients(self.model, self.group)
+        grad_norm = global_norm(self.model, self.group)
+        self.optimizer.clip(grad_norm, self.config.grad_clip, num_summed=self.group.world_size)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate(step, self.config)
         self.optimizer.step()
@@ -92,17 +94,12 @@ class Trainer:
             step=step,
             rank=self.group.world_rank,
         )
-        batch = send(batch, self.group.device)
-        self.model.run_moe_layers_by(self.graphed or None)
-        output = self.model(batch[:, :-1])
-        self.model.run_moe_layers_by(None)  # other calls have other numbers of tokens
-        loss = next_token_loss(output.logits, batch[:, 1:])
-        (loss + output.router_loss).backward()
-        dropped_rows = count_dropped_rows(output.expert_load, self.capacity, self.group)
-        sums = torch.cat([loss.detach().view(1), dropped_rows.view(1), output.expert_load.flatten()])
+        loss, expert_load = self.passes(send(batch, self.group.device))
+        dropped_rows = count_dropped_rows(expert_load, self.capacity, self.group)
+        sums = torch.cat([loss.view(1), dropped_rows.view(1), expert_load.flatten()])
         if self.group.world_size > 1:
             dist.all_reduce(sums)
-        return sums[0] / self.group.world_size, sums[1], sums[2:].view_as(output.expert_load)
+        return sums[0] / self.group.world_size, sums[1], sums[2:].view_as(expert_load)
 
 
 def send(batch: Tensor, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 The objective is the mean over all ranks of each rank's mean loss. A backward pass leaves dense gradients of this
 rank's tokens, but expert gradients already summed over the tokens of the MoE group (see ``comet.moe.MoE``). Hence
 dense gradients are summed over the world, expert gradients over the ranks that hold the same shard, and both are
-divided by the world size.
+divided by the world size, by the optimizer as it reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,26 @@ EPSILON = 1e-8
 BUCKET_ELEMENTS = 2**24
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> AdamW:
+class ScaledAdamW(AdamW):
+    """AdamW that divides gradients as it reads them, and in their memory, which costs no pass over them of its own."""
+
+    grad_scale: Tensor | None = None  # what torch's fused kernels divide by
+    found_inf: Tensor | None = None
+
+    def clip(self, norm: Tensor, max_norm: float, *, num_summed: int) -> None:
+        """Let the next step take the mean of so many summed gradients, shortened where it is longer than allowed.
+
+        Example: norm 4, at most 1, of 2 ranks: the sums are divided by ``2 * (4 + 1e-6) / 1``; at most 8: by 2.
+
+        Args:
+            norm: ``()`` float32, of the mean.
+            max_norm: Largest norm to keep.
+            num_summed: Ranks.
+        """
+        self.grad_scale = num_summed * ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+
+def make_optimizer(model: GPT, config: TrainConfig) -> ScaledAdamW:
     """AdamW whose weight decay applies to matrices only; the learning rate is set before every step.
 
     The moments exist from the start, as zeros, so that a checkpoint can be loaded into them.
@@ -36,7 +55,7 @@ def make_optimizer(model: GPT, config: TrainConfig) -> AdamW:
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = AdamW(groups, lr=config.lr, betas=BETAS, eps=EPSILON, fused=True)
+    optimizer = ScaledAdamW(groups, lr=config.lr, betas=BETAS, eps=EPSILON, fused=True)
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
@@ -65,30 +84,31 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def synchronize_gradients(model: GPT, group: ExpertGroup) -> None:
-    """Turn the gradients of a backward pass into those of the global objective, in place (collective)."""
+def sum_gradients(model: GPT, group: ExpertGroup) -> None:
+    """Sum the gradients of a backward pass over the ranks, in place (collective).
+
+    Divided by the world size they are those of the global objective, see ``ScaledAdamW``.
+    """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     if group.world_size > 1:
         _all_reduce(dense, None)
         if group.data_parallel > 1:
             _all_reduce(experts, group.expert_data_group)
-    torch._foreach_mul_([*dense, *experts], 1.0 / group.world_size)
 
 
 @torch.no_grad()
-def clip_gradients(model: GPT, group: ExpertGroup, max_norm: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm`` (collective).
+def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
+    """The norm of the gradient of the global objective (collective).
 
     Dense parameters count once, expert parameters once per shard: their squares are summed over the world and divided
     by the number of MoE groups. Every rank gets the same bits, so replicated parameters stay equal.
 
     Args:
-        model: Its gradients are synchronised.
+        model: Its gradients are summed.
         group: The ranks.
-        max_norm: Largest norm to keep.
 
     Returns:
-        ``()`` float32, the norm before scaling; no synchronisation with the device.
+        ``()`` float32; no synchronisation with the device.
     """
     dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
     device = group.device
@@ -96,9 +116,7 @@ def clip_gradients(model: GPT, group: ExpertGroup, max_norm: float) -> Tensor:
     if group.world_size > 1:
         dist.all_reduce(expert_square)
         expert_square = expert_square / group.data_parallel
-    norm = (_square_sum(dense, device) + expert_square).sqrt()
-    torch._foreach_mul_([*dense, *experts], (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return (_square_sum(dense, device) + expert_square).sqrt() / group.world_size
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -114,7 +132,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def _square_sum(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
 
 
 def _all_reduce(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:

@@ -156,21 +156,3 @@ def test_every_layout_is_the_same_model(ep, tp):
         assert num_parameters == model.num_parameters()
         expected = model(random_ids() + rank).logits
         torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_something_else_may_run_the_moe_layers():
-    """As ``GraphedMoE`` does; on a CPU that is the layer itself, so the stand-in also notes that it was called."""
-    model = wake(make_model(replace(MODEL, num_layers=3, dense_layers=1))[0])
-    expected, names, called = model(random_ids()).logits, list(model.state_dict()), []
-    runs = [lambda tokens, layer=layer: called.append(layer) or layer(tokens) for layer in model.moe_layers()]
-    model.run_moe_layers_by(runs)
-    assert torch.equal(model(random_ids()).logits, expected)
-    assert called == model.moe_layers()
-    assert list(model.state_dict()) == names
-    model.run_moe_layers_by([lambda tokens: (tokens, model.moe_layers()[0](tokens)[1])] * 2)
-    assert not torch.equal(model(random_ids()).logits, expected)
-    model.run_moe_layers_by(None)
-    assert torch.equal(model(random_ids()).logits, expected)
-    assert len(called) == 2
-    with pytest.raises(ValueError, match="shorter"):
-        model.run_moe_layers_by(runs[:1])

@@ -19,7 +19,7 @@ from comet.training.data import sample_batch
 from comet.training.evaluate import generate, heldout_loss
 from comet.training.history import History, Window
 from comet.training.loop import Trainer
-from comet.training.optimizer import clip_gradients, learning_rate, make_optimizer, synchronize_gradients
+from comet.training.optimizer import global_norm, learning_rate, make_optimizer, sum_gradients
 from comet.training.report import printable
 from comet.training.run import train
 
@@ -50,7 +50,7 @@ def test_only_matrices_decay():
 
 
 def local_norm(rank, world_size, ep, tp, max_norm, num_batches):
-    """The norm before clipping, and the dense and expert gradients afterwards; one rank takes all batches."""
+    """The norm before clipping, and the dense and expert gradients of the step; one rank takes all batches."""
     model, group = make_model(LINEAR, ep=ep, tp=tp, max_tokens=512)
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
@@ -58,12 +58,15 @@ def local_norm(rank, world_size, ep, tp, max_norm, num_batches):
     batch = batches[rank] if world_size > 1 else torch.cat(batches)
     output = model(batch[:, :-1])
     (next_token_loss(output.logits, batch[:, 1:]) + output.router_loss).backward()
-    synchronize_gradients(model, group)
-    norm = clip_gradients(model, group, max_norm).item()
+    sum_gradients(model, group)
+    norm = global_norm(model, group)
+    optimizer = make_optimizer(model, TRAIN)
+    optimizer.clip(norm, max_norm, num_summed=world_size)
+    optimizer.step()  # which leaves the gradients as it took them
     dense = [parameter.grad.tolist() for parameter in model.dense_parameters()]
     experts = [parameter.grad.tolist() for parameter in model.expert_parameters()]
     group.close()
-    return norm, dense, experts
+    return norm.item(), dense, experts
 
 
 @pytest.mark.parametrize(("ep", "tp"), [*LAYOUTS, (2, 2)])
@@ -87,12 +90,34 @@ def test_small_gradients_are_not_scaled_and_silent_parameters_get_zeros():
     model, group = make_model(replace(MODEL, moe=replace(MOE, num_experts=4, top_k=1)))
     batch = TEXT[None, :2].long()  # one token per expert at most: most experts see none
     next_token_loss(model(batch[:, :1]).logits, batch[:, 1:]).backward()
-    synchronize_gradients(model, group)
+    sum_gradients(model, group)
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    norm = clip_gradients(model, group, 1e6)
+    norm, optimizer = global_norm(model, group), make_optimizer(model, TRAIN)
+    optimizer.clip(norm, 1e6, num_summed=1)
+    optimizer.step()
     total = torch.stack([gradient.double().square().sum() for gradient in before]).sum().sqrt()
     assert norm.item() == pytest.approx(total.item(), rel=1e-5)
     assert all(torch.equal(a, b.grad) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_norm_of_bfloat16_gradients_is_that_of_float32():
+    model, group = make_model()
+    model = model.to(torch.bfloat16)
+    for seed, parameter in enumerate(model.parameters()):
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = drawn.to(torch.bfloat16)
+    exact = sum(parameter.grad.double().square().sum() for parameter in model.parameters()) ** 0.5
+    norm = global_norm(model, group)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_what_the_sums_are_divided_by():
+    model, _ = make_model()
+    optimizer = make_optimizer(model, TRAIN)
+    for max_norm, divisor in ((1.0, 2 * (4 + 1e-6) / 1), (8.0, 2)):
+        optimizer.clip(torch.tensor(4.0), max_norm, num_summed=2)
+        assert optimizer.grad_scale.item() == pytest.approx(divisor, rel=1e-7)
 
 
 def loss_curve(rank, world_size, ep, tp, steps, config):

@@ -1,17 +1,17 @@
-"""``train.graphs``: the same training with replayed layers; on a CPU recorded operations stand in for CUDA graphs."""
+"""``train.graphs``: the same training with replayed steps; on a CPU recorded operations stand in for CUDA graphs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from generate_cases import all_experts
-from recorded_layers import record_on_cpu
 from torch import Tensor
-from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model
+from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model, steps_on_cpu
 
 from comet.launch.config import compose
 from comet.training.evaluate import heldout_loss
@@ -23,29 +23,53 @@ from comet.training.run import train
 TEXT = torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).byte()
 
 
-def train_and_judge(graphs: bool) -> tuple[Tensor, list[Tensor], float]:
-    """Losses and gradient norms of six steps, the weights they lead to, and the held-out loss."""
+def make_trainer(graphs: bool, **settings: Any) -> Trainer:
     model, group = make_model(replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.25)))
     for layer in model.moe_layers():
         layer.experts = partial(all_experts, None)
-    config = replace(TRAIN, graphs=graphs)
-    trainer = Trainer(model, make_optimizer(model, config), group, TEXT, config)
+    config = replace(TRAIN, graphs=graphs, **settings)
+    return Trainer(model, make_optimizer(model, config), group, TEXT, config)
+
+
+def train_and_judge(graphs: bool) -> tuple[Tensor, list[Tensor], list[Tensor], float]:
+    """Losses and gradient norms of six steps, expert loads, the weights they lead to, and the held-out loss."""
+    trainer = make_trainer(graphs)
     metrics = [trainer.step(step) for step in range(6)]
-    judged = heldout_loss(model, group, TEXT, num_batches=3, batch_size=4)
+    judged = heldout_loss(trainer.model, trainer.group, TEXT, num_batches=3, batch_size=4)
     assert trainer.why_eager == ""
-    return torch.tensor([(each.loss, each.grad_norm) for each in metrics]), list(model.state_dict().values()), judged
+    losses = torch.tensor([(each.loss, each.grad_norm) for each in metrics])
+    return losses, [each.expert_load for each in metrics], list(trainer.model.state_dict().values()), judged
 
 
-def test_replayed_layers_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_steps_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = train_and_judge(graphs=False)
-    captures = record_on_cpu(monkeypatch)
-    assert train_and_judge(graphs=False)[2] == wanted[2]
+    captures = steps_on_cpu(monkeypatch)
+    assert train_and_judge(graphs=False)[3] == wanted[3]
     assert captures.count == 0
     found = train_and_judge(graphs=True)
-    assert (captures.count, captures.replays) == (4, 20)  # two layers, both passes, from the second step on; no judging
+    assert (captures.count, captures.replays) == (1, 5)  # from the second step on, the metrics of each kept; no judging
     assert torch.equal(found[0], wanted[0])
     assert all(map(torch.equal, found[1], wanted[1]))
-    assert found[2] == wanted[2]
+    assert all(map(torch.equal, found[2], wanted[2]))
+    assert found[3] == wanted[3]
+
+
+def test_what_cannot_be_captured_runs_as_it_stands(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted, _, weights, _ = train_and_judge(graphs=False)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with this or that")
+
+    monkeypatch.setattr("comet.training.passes.capture", refuse)
+    monkeypatch.setattr("comet.training.passes.device_obstacle", lambda device: "")
+    trainer = make_trainer(graphs=True)
+    found = torch.tensor([(each.loss, each.grad_norm) for each in map(trainer.step, range(6))])
+    assert trainer.why_eager == "the step cannot be captured: operation not permitted when stream is capturing"
+    assert caplog.messages == [f"steps are launched kernel by kernel: {trainer.why_eager}"]
+    assert torch.equal(found, wanted)
+    assert all(map(torch.equal, trainer.model.state_dict().values(), weights))
 
 
 def test_a_job_on_a_cpu_trains_as_ever_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

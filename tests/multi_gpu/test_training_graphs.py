@@ -1,0 +1,41 @@
+"""Training steps replayed from a CUDA graph on several ranks: bit for bit those that are launched kernel by kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from training_cases import MODEL, MOE, Rank, make_job
+
+from comet.training.history import History
+from comet.training.run import train
+
+MODEL_GPU = replace(MODEL, context=64, hidden_size=128, moe=replace(MOE, hidden_size=128, ffn_size=256))
+
+
+def on_gpu(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
+    torch.cuda.set_device(rank)
+    context = Rank(rank, world_size, torch.device("cuda", rank))
+    found = {}
+    for graphs in (False, True):
+        output = Path(folder) / f"graphs-{graphs}"
+        job = make_job(
+            Path(folder), model=MODEL_GPU, ep=ep, tp=tp, steps=12, batch_size=8, graphs=graphs, output_dir=str(output)
+        )
+        result = train(job, context)
+        assert result["graphs"] is graphs
+        history = History(None)
+        history.start(output, 1000)
+        losses = [loss for window in history.windows for loss in window.losses]
+        found[graphs] = losses, result["heldout_nats_per_byte"]
+    assert len(found[True][0]) == 12
+    assert found[True] == found[False], f"rank {rank}"
+
+
+@pytest.mark.multi_gpu(n=2)
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
+def test_replayed_steps_learn_the_same(tmp_path: Path, ep: int, tp: int) -> None:
+    run_ranks(on_gpu, 2, str(tmp_path), ep, tp, backend="cpu:gloo,cuda:nccl", timeout=240)
