@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import gpu_of
 from torch import Tensor
 
 from comet.comm import Backend, Communicator, make_communicator
@@ -45,7 +46,7 @@ class Site:
     @property
     def device(self) -> torch.device:
         """The memory under test."""
-        return torch.device("cpu") if self.backend in ("cpu_shm", "auto") else torch.device("cuda", self.rank)
+        return torch.device("cpu") if self.backend in ("cpu_shm", "auto") else torch.device(gpu_of(self.rank))
 
     def open(self, timeout_s: float = 30.0, world_size: int | None = None) -> Communicator:
         """This rank's communicator; without a process group, a rank alone."""

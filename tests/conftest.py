@@ -16,15 +16,18 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     config.addinivalue_line("markers", "gpu: needs one CUDA GPU")
-    config.addinivalue_line("markers", "multi_gpu(n=2): needs n CUDA GPUs of one host")
+    config.addinivalue_line(
+        "markers", "multi_gpu(n=2, own=False): needs n CUDA GPUs of one host, which ranks may share but for own=True"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with the reason, every test that needs more GPUs than there are."""
-    num_gpus = torch.cuda.device_count()
+    from gpus import num_gpus  # found since the path is extended
+
     for item in items:
-        needed = 1 if item.get_closest_marker("gpu") else 0
-        if (marker := item.get_closest_marker("multi_gpu")) is not None:
-            needed = marker.kwargs.get("n", marker.args[0] if marker.args else 2)
-        if num_gpus < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPUs, this machine has {num_gpus}"))
+        markers = list(item.iter_markers("multi_gpu"))
+        needed = max((each.kwargs.get("n", 2) for each in markers), default=bool(item.get_closest_marker("gpu")))
+        found = num_gpus(own=any(each.kwargs.get("own") for each in markers))
+        if found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {int(needed)} CUDA GPUs, this machine has {found}"))

@@ -78,8 +78,8 @@ def _call(job: Job, rank: int, folder: Path) -> Any:
     torch.set_num_threads(1)
     fn = _import_function(job)
     args = pickle.loads(job.pickled_args)
-    if "nccl" in job.backend:
-        torch.cuda.set_device(rank)
+    if "cuda" in job.backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         job.backend,
         init_method=f"file://{folder}/rendezvous",

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gpus import ON_GPUS, backend_of
 from rank_child import Job
 from rank_server import ForkedRank, Start, fork_rank
 
@@ -52,6 +53,7 @@ def run_ranks(
         interpret: Set ``TRITON_INTERPRET=1`` in the children before anything is imported (unset it otherwise).
         timeout: Seconds after which every rank is killed and those still running are named.
         backend: Backend of the process group; ``gloo`` alone forks the processes, any other starts new interpreters.
+            ``ON_GPUS``: see ``gpus.backend_of``.
         may_die: Ranks that may end by a signal (a test kills them on purpose); they count as returning ``None``.
 
     Returns:
@@ -72,7 +74,7 @@ def run_ranks(
         module=fn.__module__,
         qualname=fn.__qualname__,
         world_size=world_size,
-        backend=backend,
+        backend=backend_of(world_size) if backend == ON_GPUS else backend,
         timeout=timeout,
         sys_path=list(sys.path),
         cwd=os.getcwd(),

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpus import ON_GPUS
 from ranks import run_ranks
 from stress_cases import Stress, sizes_of
 from stress_ranks import Outcome, run_batch
@@ -135,7 +136,7 @@ def run_indices(stress: Stress, indices: range, batch: Batch, bar: tqdm) -> Outc
                     journal,
                     interpret=is_interpreted(stress.path, stress.device),
                     timeout=min(START_S + stress.case_limit_s * len(indices), DAY_S),
-                    backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                    backend=ON_GPUS if on_gpu else "gloo",
                 )
             except AssertionError as error:
                 last = min(case_at_work(journal.with_suffix(f".{rank}"), indices) for rank in range(stress.world_size))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from expert_gradients import wrong_expert_gradients
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
+from gpus import gpu_of
 from gradient_launches import weights_in
 from layer0_launches import layer0_in
 from layer1_launches import layer1_in
@@ -117,7 +118,7 @@ def run_batch(rank: int, world_size: int, stress: Stress, indices: range, journa
 
     Wrong numbers are returned; whatever else goes wrong ends the rank.
     """
-    device = torch.device(stress.device, rank if stress.device == "cuda" else None)
+    device = torch.device(gpu_of(rank) if stress.device == "cuda" else stress.device)
     torch.use_deterministic_algorithms(device.type == "cpu")
     notes = Journal(journal, rank, stress.case_limit_s)
     layer0, layer1 = stress.layer0, stress.layer1

@@ -14,7 +14,7 @@ from torch.distributed import _symmetric_memory as torch_symm_mem
 
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.device_barrier import DeviceBarrier
-from comet.comm.handshake import check_distinct_devices, check_one_host, check_size, gather
+from comet.comm.handshake import check_one_host, check_size, gather, why_shared
 from comet.comm.lifecycle import CommunicatorBase
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -28,12 +28,12 @@ class SymmMemCommunicator(CommunicatorBase):
     """Ranks are GPUs of one host; every rank maps every rank's memory.
 
     Args:
-        group: The ranks, one GPU each.
+        group: The ranks, one GPU each; several on one where torch is told to allow it, for tests: they take turns.
         device: This rank's GPU, with its index.
         timeout_s: Deadline of every wait, in seconds.
 
     Raises:
-        ValueError: If two ranks share a GPU.
+        ValueError: If two ranks share a GPU and torch does not allow it.
         UnavailableError: If there is no GPU, the ranks run on several hosts or the GPUs cannot address each other.
     """
 
@@ -45,9 +45,11 @@ class SymmMemCommunicator(CommunicatorBase):
         self._pools: list[SymmTensor] = []
         with torch.cuda.device(device):
             check_one_host(group, "symm_mem", INSTEAD)
-            check_distinct_devices(group, device, "symm_mem")
+            self._shared = why_shared(group, device, "symm_mem")
         flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)
         self._device_barrier = DeviceBarrier(flags, timeout_s)
+        if self._shared and self.rank == 0:
+            logger.warning("%s: they take turns, which is slow", self._shared)
 
     def check(self) -> None:
         """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
@@ -86,6 +88,7 @@ class SymmMemCommunicator(CommunicatorBase):
         try:
             handle = torch_symm_mem.rendezvous(local, self._group.group_name)
         except RuntimeError as failure:
+            require(not self._shared, self._shared)
             raise UnavailableError(
                 f"{self.device} cannot map the memory of its peers ({failure}); {INSTEAD}"
             ) from failure

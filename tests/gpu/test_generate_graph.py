@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of
 from ranks import run_ranks
 from torch import Tensor
 from training_cases import MODEL, MOE, Rank, make_job
@@ -203,15 +204,15 @@ def test_attention_to_a_cache(places: int, dtype: torch.dtype) -> None:
 
 def on_two_ranks(rank: int, world_size: int) -> None:
     """Steps of a model whose experts lie on two GPUs; the sums over ranks are inside the graph."""
-    torch.cuda.set_device(rank)
-    (eager, captured), group = gpt_engines(torch.bfloat16, torch.device("cuda", rank), ep=world_size)
+    torch.cuda.set_device(gpu_of(rank))
+    (eager, captured), group = gpt_engines(torch.bfloat16, torch.device(gpu_of(rank)), ep=world_size)
     assert_same(eager, captured, 256, 2)
     group.close()
 
 
 @pytest.mark.multi_gpu(n=2)
 def test_two_ranks() -> None:
-    run_ranks(on_two_ranks, 2, backend="cpu:gloo,cuda:nccl", timeout=400)
+    run_ranks(on_two_ranks, 2, backend=ON_GPUS, timeout=400)
 
 
 @pytest.mark.gpu

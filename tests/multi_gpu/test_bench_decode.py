@@ -9,6 +9,7 @@ import bench_decode
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import ON_GPUS, gpu_of
 from points import Ranks
 from ranks import run_ranks
 
@@ -17,16 +18,16 @@ DECODES = {"comet", "local", "local_nccl", "own", "own_nccl"}
 
 
 def on_gpu(rank: int, world_size: int, commands: list[list[str]]) -> None:
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     for words in commands:
-        bench_decode.run(bench_decode.parse(words), Ranks(rank, torch.device("cuda", rank), dist.group.WORLD))
+        bench_decode.run(bench_decode.parse(words), Ranks(rank, torch.device(gpu_of(rank)), dist.group.WORLD))
 
 
-@pytest.mark.multi_gpu(n=2)
+@pytest.mark.multi_gpu(n=2, own=True)
 def test_experts_and_slices_over_two_ranks(tmp_path: Path) -> None:
     layouts = {"ep": ["--ep", "2"], "tp": ["--tp", "2"]}
     commands = [[*SMALL, ",".join(DECODES), *layout, "--out", str(tmp_path / name)] for name, layout in layouts.items()]
-    run_ranks(on_gpu, 2, commands, backend="cpu:gloo,cuda:nccl", timeout=300)
+    run_ranks(on_gpu, 2, commands, backend=ON_GPUS, timeout=300)
     for name in layouts:
         rows = json.loads((tmp_path / name / "bench_decode.json").read_text())["rows"]
         assert [row["tokens"] for row in rows] == [1, 3, 16]

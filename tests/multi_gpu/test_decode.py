@@ -19,6 +19,7 @@ from decode_ranks import (
     shard,
     step_inputs,
 )
+from gpus import ON_GPUS, gpu_of, need_gpus, num_gpus
 from ranks import run_ranks
 
 from comet.comm import make_communicator
@@ -27,26 +28,24 @@ from comet.decode.gathered import Batch
 from comet.errors import CommTimeoutError
 from comet.layout import ExpertLayout
 
-BACKEND = "cpu:gloo,cuda:nccl"
 CASE = DecodeCase(name="qwen3-like", T=64, K=8, E=32, D=2048, F=768, routing="masked", seed=1)
 REPLAYS = 3000  # even, so that the last one runs on negated tokens
 STEPS = (1, 8, 32, 64, 0, 2, 1, 17, 33, 3) * 6
 
 
 def layouts(rank: int, world_size: int, delay_s: float) -> list[torch.Tensor]:
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     outputs = []
     for tp in (size for size in (1, 2, 4) if world_size % size == 0):
-        outputs += run_steps(rank, world_size, CASE, tp, STEPS, True, torch.bfloat16, f"cuda:{rank}", delay_s)
+        outputs += run_steps(rank, world_size, CASE, tp, STEPS, True, torch.bfloat16, gpu_of(rank), delay_s)
     return outputs
 
 
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layouts(world_size: int) -> None:
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
-    late, on_time = (run_ranks(layouts, world_size, delay, backend=BACKEND, timeout=400) for delay in (0.005, 0.0))
+    need_gpus(world_size)
+    late, on_time = (run_ranks(layouts, world_size, delay, backend=ON_GPUS, timeout=400) for delay in (0.005, 0.0))
     assert_ranks_agree(on_time)
     assert all(torch.equal(*pair) for pair in zip(late[0], on_time[0], strict=True))
 
@@ -80,8 +79,8 @@ def on_device(batch: Batch, device: str) -> Batch:
 
 
 def replayed(rank: int, world_size: int, num_tokens: int) -> None:
-    torch.cuda.set_device(rank)
-    device = f"cuda:{rank}"
+    torch.cuda.set_device(gpu_of(rank))
+    device = gpu_of(rank)
     comm = make_communicator("auto", dist.group.WORLD, device)
     layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
     weights = shard(CASE, layout, torch.bfloat16, device)
@@ -98,17 +97,17 @@ def replayed(rank: int, world_size: int, num_tokens: int) -> None:
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("num_tokens", [1, 8])
 def test_replays_without_a_barrier(num_tokens: int) -> None:
-    world_size = min(4, torch.cuda.device_count())
-    run_ranks(replayed, world_size, num_tokens, backend=BACKEND, timeout=300)
+    world_size = min(4, num_gpus())
+    run_ranks(replayed, world_size, num_tokens, backend=ON_GPUS, timeout=300)
 
 
 def gathered_layouts(rank: int, world_size: int, delay_s: float) -> list[torch.Tensor]:
     """Checked within: the bits of replicated tokens."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     outputs = []
     for tp in (size for size in (1, 2, 4) if world_size % size == 0):
         for most in (1, 4, 64 // world_size):
-            counts, device = draw_counts(world_size, most, 30, tp), f"cuda:{rank}"
+            counts, device = draw_counts(world_size, most, 30, tp), gpu_of(rank)
             outputs += run_gathered(rank, world_size, CASE, tp, counts, True, torch.bfloat16, device, delay_s)
     return outputs
 
@@ -116,10 +115,9 @@ def gathered_layouts(rank: int, world_size: int, delay_s: float) -> list[torch.T
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layouts_of_gathered_tokens(world_size: int) -> None:
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    need_gpus(world_size)
     late, on_time = (
-        run_ranks(gathered_layouts, world_size, delay, backend=BACKEND, timeout=400) for delay in (0.005, 0.0)
+        run_ranks(gathered_layouts, world_size, delay, backend=ON_GPUS, timeout=400) for delay in (0.005, 0.0)
     )
     for rank in range(world_size):
         assert all(torch.equal(*pair) for pair in zip(late[rank], on_time[rank], strict=True)), f"rank {rank}"
@@ -127,8 +125,8 @@ def test_layouts_of_gathered_tokens(world_size: int) -> None:
 
 def gathered_replayed(rank: int, world_size: int, most: int) -> None:
     """Every rank has another number of tokens, one of them none; in the end all of them, replicated, for comparison."""
-    torch.cuda.set_device(rank)
-    device = f"cuda:{rank}"
+    torch.cuda.set_device(gpu_of(rank))
+    device = gpu_of(rank)
     comm = make_communicator("auto", dist.group.WORLD, device)
     layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=world_size, tp=1, rank=rank)
     weights = shard(CASE, layout, torch.bfloat16, device)
@@ -147,16 +145,16 @@ def gathered_replayed(rank: int, world_size: int, most: int) -> None:
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("most", [1, 8])
 def test_replays_of_gathered_tokens_without_a_barrier(most: int) -> None:
-    run_ranks(gathered_replayed, min(4, torch.cuda.device_count()), most, backend=BACKEND, timeout=300)
+    run_ranks(gathered_replayed, min(4, num_gpus()), most, backend=ON_GPUS, timeout=300)
 
 
 def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:
-    torch.cuda.set_device(rank)
-    comm = make_communicator("auto", dist.group.WORLD, f"cuda:{rank}", timeout_s=2.0)
+    torch.cuda.set_device(gpu_of(rank))
+    comm = make_communicator("auto", dist.group.WORLD, gpu_of(rank), timeout_s=2.0)
     layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=2, tp=1, rank=rank)
-    weights = shard(CASE, layout, torch.bfloat16, f"cuda:{rank}")
+    weights = shard(CASE, layout, torch.bfloat16, gpu_of(rank))
     decode = RankDecode(comm, hidden_size=CASE.D, replicated=replicated)
-    inputs = [tensor.to(f"cuda:{rank}") for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
+    inputs = [tensor.to(gpu_of(rank)) for tensor in step_inputs(CASE, 0, 4, torch.bfloat16)]
     for _ in range(3 if rank else 4):
         decode(*inputs, weights)
     message = ""
@@ -172,6 +170,6 @@ def one_rank_stops(rank: int, world_size: int, replicated: bool) -> str:
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize(("replicated", "what"), [(True, "all-reduce"), (False, "gather")])
 def test_a_rank_that_stops_is_named(replicated: bool, what: str) -> None:
-    message = run_ranks(one_rank_stops, 2, replicated, backend=BACKEND, timeout=120)[0]
+    message = run_ranks(one_rank_stops, 2, replicated, backend=ON_GPUS, timeout=120)[0]
     pattern = rf"rank 0 waited 2.0 s for rank 1 \(decode {what}, block \d+, epoch 4, saw 2\)"
     assert re.fullmatch(pattern, message), message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_cases import DecodeCase
+from gpus import ON_GPUS, gpu_of
 from own_tokens_cases import check_own_tokens, check_replays
 from ranks import run_ranks
 
@@ -12,12 +13,12 @@ CASE = DecodeCase(name="own tokens", T=0, K=4, E=8, D=512, F=256, routing="maske
 
 
 def on_gpu(rank: int, world_size: int) -> None:
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu_of(rank))
     for tp in (1, 2):
-        check_own_tokens(rank, world_size, CASE, tp, torch.bfloat16, f"cuda:{rank}")
-        check_replays(rank, world_size, CASE, tp, torch.bfloat16, f"cuda:{rank}")
+        check_own_tokens(rank, world_size, CASE, tp, torch.bfloat16, gpu_of(rank))
+        check_replays(rank, world_size, CASE, tp, torch.bfloat16, gpu_of(rank))
 
 
 @pytest.mark.multi_gpu(n=2)
 def test_two_ranks_against_all_experts_and_in_a_graph() -> None:
-    run_ranks(on_gpu, 2, backend="cpu:gloo,cuda:nccl", timeout=300)
+    run_ranks(on_gpu, 2, backend=ON_GPUS, timeout=300)

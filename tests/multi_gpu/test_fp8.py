@@ -6,6 +6,7 @@ import pytest
 import torch
 from fp8_cases import run_fp8_case, tensor_core_products
 from fp8_launches import fp8_layer1_in
+from gpus import ON_GPUS, gpu_of, need_gpus
 from layer_cases import LayerCase
 from played_ranks import Kind
 from ranks import run_ranks
@@ -24,8 +25,8 @@ CASES = [
 
 
 def on_gpu(rank: int, world_size: int, case: LayerCase, delays: bool, layer1: Kind) -> list[torch.Tensor]:
-    torch.cuda.set_device(rank)
-    device = f"cuda:{rank}"
+    torch.cuda.set_device(gpu_of(rank))
+    device = gpu_of(rank)
     with fp8_layer1_in(layer1):
         return run_fp8_case(rank, world_size, case, "fused", device, tensor_core_products(device), delays)
 
@@ -35,8 +36,7 @@ def on_gpu(rank: int, world_size: int, case: LayerCase, delays: bool, layer1: Ki
 @pytest.mark.parametrize("delays", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels(case: LayerCase, delays: bool, layer1: Kind) -> None:
-    if torch.cuda.device_count() < case.world_size:
-        pytest.skip(f"needs {case.world_size} GPUs, found {torch.cuda.device_count()}")
+    need_gpus(case.world_size)
     if delays and case.calls == 1:
         pytest.skip("delays need several calls")
-    run_ranks(on_gpu, case.world_size, case, delays, layer1, backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(on_gpu, case.world_size, case, delays, layer1, backend=ON_GPUS, timeout=240)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of
 from ranks import run_ranks
 from stream_cases import NUM_TOKENS, assert_same, make_pair, make_tokens, named
 
@@ -14,8 +15,8 @@ NUMBERS = ((NUM_TOKENS, 40, NUM_TOKENS, 40, 40, 0, NUM_TOKENS, 0), (3, 3, 3, 200
 
 
 def on_gpu(rank: int, world_size: int) -> None:
-    torch.cuda.set_device(rank)
-    layers = make_pair(f"cuda:{rank}", torch.bfloat16, "fused", ep=world_size)
+    torch.cuda.set_device(gpu_of(rank))
+    layers = make_pair(gpu_of(rank), torch.bfloat16, "fused", ep=world_size)
     graphed = GraphedMoE(layers.streams)
     with torch.no_grad():
         for call, num_tokens in enumerate(NUMBERS[rank]):
@@ -28,4 +29,4 @@ def on_gpu(rank: int, world_size: int) -> None:
 
 @pytest.mark.multi_gpu(n=2)
 def test_ranks_with_different_numbers_of_tokens() -> None:
-    run_ranks(on_gpu, 2, backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(on_gpu, 2, backend=ON_GPUS, timeout=240)

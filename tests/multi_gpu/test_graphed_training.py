@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of
 from graphed_cases import make_steps
 from ranks import run_ranks
 from stream_cases import CONFIG, NUM_TOKENS, make_tokens
@@ -16,8 +17,8 @@ NUMBERS = (
 
 
 def on_gpu(rank: int, world_size: int, transport: str) -> None:
-    torch.cuda.set_device(rank)
-    steps = make_steps(f"cuda:{rank}", CONFIG, torch.bfloat16, ep=world_size, transport=transport)
+    torch.cuda.set_device(gpu_of(rank))
+    steps = make_steps(gpu_of(rank), CONFIG, torch.bfloat16, ep=world_size, transport=transport)
     for step in range(0, len(NUMBERS[rank]), 2):
         parts = range(step, step + 2)
         batches = [make_tokens(steps.layer, 10 * call + rank)[: NUMBERS[rank][call]] for call in parts]
@@ -33,4 +34,4 @@ def on_gpu(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("transport", ["push", "copy"])
 def test_ranks_with_different_numbers_of_tokens(transport: str) -> None:
-    run_ranks(on_gpu, 2, transport, backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(on_gpu, 2, transport, backend=ON_GPUS, timeout=240)

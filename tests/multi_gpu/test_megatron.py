@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of
 
 pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
 
@@ -23,34 +24,34 @@ STEPS = 12
 
 def train(rank: int, world_size: int) -> None:
     """NCCL reduces gradients beside the layer's kernels, later on one rank than on the other."""
-    torch.cuda.set_device(rank)
-    train_beside_megatron(rank, world_size, SIZE, [(2, 1, 1), (1, 2, 1)], STEPS, f"cuda:{rank}")
+    torch.cuda.set_device(gpu_of(rank))
+    train_beside_megatron(rank, world_size, SIZE, [(2, 1, 1), (1, 2, 1)], STEPS, gpu_of(rank))
 
 
 def layers(rank: int, world_size: int) -> None:
-    torch.cuda.set_device(rank)
-    layers_beside_megatron(rank, world_size, SIZE, [(2, 1, 2), (1, 2, 2)], f"cuda:{rank}")
+    torch.cuda.set_device(gpu_of(rank))
+    layers_beside_megatron(rank, world_size, SIZE, [(2, 1, 2), (1, 2, 2)], gpu_of(rank))
 
 
 def checkpoints(rank: int, world_size: int, folder: Path) -> None:
-    torch.cuda.set_device(rank)
-    save_and_load(rank, world_size, folder, f"cuda:{rank}")
+    torch.cuda.set_device(gpu_of(rank))
+    save_and_load(rank, world_size, folder, gpu_of(rank))
 
 
 def on_gpus(function: Any, *args: Any) -> None:
-    run_ranks(function, 2, *args, backend="cpu:gloo,cuda:nccl", timeout=100)
+    run_ranks(function, 2, *args, backend=ON_GPUS, timeout=100)
 
 
-@pytest.mark.multi_gpu(n=2)
+@pytest.mark.multi_gpu(n=2, own=True)
 def test_training() -> None:
     on_gpus(train)
 
 
-@pytest.mark.multi_gpu(n=2)
+@pytest.mark.multi_gpu(n=2, own=True)
 def test_layers_with_parts_of_the_sequence() -> None:
     on_gpus(layers)
 
 
-@pytest.mark.multi_gpu(n=2)
+@pytest.mark.multi_gpu(n=2, own=True)
 def test_checkpoints(tmp_path: Path) -> None:
     on_gpus(checkpoints, tmp_path)

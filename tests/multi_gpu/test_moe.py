@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of, need_gpus
 from layer0_launches import layer0_in
 from layer1_launches import Kind, layer1_in
 from layer_cases import LayerCase, rank_inputs
@@ -39,20 +40,19 @@ CASES = [
 
 
 def on_gpu(rank: int, world_size: int, case: LayerCase, path: str, delays: bool = False) -> list[torch.Tensor]:
-    torch.cuda.set_device(rank)
-    return run_case(rank, world_size, case, path, f"cuda:{rank}", delays)
+    torch.cuda.set_device(gpu_of(rank))
+    return run_case(rank, world_size, case, path, gpu_of(rank), delays)
 
 
 def needs(case: LayerCase) -> None:
-    if torch.cuda.device_count() < case.world_size:
-        pytest.skip(f"needs {case.world_size} GPUs, found {torch.cuda.device_count()}")
+    need_gpus(case.world_size)
 
 
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels(case: LayerCase) -> None:
     needs(case)
-    run_ranks(on_gpu, case.world_size, case, "fused", backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(on_gpu, case.world_size, case, "fused", backend=ON_GPUS, timeout=240)
 
 
 def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list[torch.Tensor]:
@@ -67,18 +67,17 @@ def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list
 def test_layers_in_cuda_equal_their_twins(case: LayerCase) -> None:
     needs(case)
     mine, twin = (
-        run_ranks(with_layers, case.world_size, case, kind, backend="cpu:gloo,cuda:nccl", timeout=240)
-        for kind in ("cuda", "triton")
+        run_ranks(with_layers, case.world_size, case, kind, backend=ON_GPUS, timeout=240) for kind in ("cuda", "triton")
     )
     for rank in range(case.world_size):
         assert all(torch.equal(a, b) for a, b in zip(mine[rank], twin[rank], strict=True)), f"rank {rank}"
 
 
-@pytest.mark.multi_gpu(n=2)
+@pytest.mark.multi_gpu(n=2, own=True)  # NCCL
 def test_plain_path() -> None:
     case = CASES[0]
     needs(case)
-    run_ranks(on_gpu, case.world_size, case, "plain", backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(on_gpu, case.world_size, case, "plain", backend=ON_GPUS, timeout=240)
 
 
 @pytest.mark.multi_gpu(n=2)
@@ -87,8 +86,7 @@ def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible(transport: Tran
     case = replace(CASES[0], calls=40, transport=transport)
     needs(case)
     first, second = (
-        run_ranks(on_gpu, 2, case, "fused", delays, backend="cpu:gloo,cuda:nccl", timeout=400)
-        for delays in (True, False)
+        run_ranks(on_gpu, 2, case, "fused", delays, backend=ON_GPUS, timeout=400) for delays in (True, False)
     )
     for rank in range(2):
         assert all(torch.equal(a, b) for a, b in zip(first[rank], second[rank], strict=True))
@@ -96,8 +94,8 @@ def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible(transport: Tran
 
 def replayed(rank: int, world_size: int, case: LayerCase) -> None:
     """A graph of the layer, replayed with other tokens and routing, against the layer that pushes, call by call."""
-    torch.cuda.set_device(rank)
-    moe, sleeper = build_layer(case, rank, "fused", f"cuda:{rank}"), random.Random(rank)
+    torch.cuda.set_device(gpu_of(rank))
+    moe, sleeper = build_layer(case, rank, "fused", gpu_of(rank)), random.Random(rank)
     pushing = SymmetricPath(case.config, moe.group, replace(case.overlap, transport="push"), use_kernels=True)
     w1, w2 = (weight.detach() for weight in moe.expert_parameters())
     first = rank_inputs(case, rank)
@@ -126,13 +124,13 @@ def replayed(rank: int, world_size: int, case: LayerCase) -> None:
 @pytest.mark.parametrize("num_tokens", [(700, 700), (1100, 130)])
 def test_a_graph_is_replayed_with_other_routing(num_tokens: tuple[int, int], transport: Transport) -> None:
     case = replace(CASES[0], num_tokens=num_tokens, transport=transport)
-    run_ranks(replayed, 2, case, backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(replayed, 2, case, backend=ON_GPUS, timeout=240)
 
 
 def with_streams(rank: int, world_size: int) -> None:
     """The whole layer with its shared expert on a stream of its own, against the same layer one after the other."""
-    torch.cuda.set_device(rank)
-    layers = make_pair(f"cuda:{rank}", torch.bfloat16, "fused", ep=world_size)
+    torch.cuda.set_device(gpu_of(rank))
+    layers = make_pair(gpu_of(rank), torch.bfloat16, "fused", ep=world_size)
     for seed in range(3):
         tokens = make_tokens(layers.streams, 10 * seed + rank)
         expected = train_step(layers.in_line, tokens, late=False)
@@ -145,4 +143,4 @@ def with_streams(rank: int, world_size: int) -> None:
 
 @pytest.mark.multi_gpu(n=2)
 def test_shared_expert_beside_the_routed_ones() -> None:
-    run_ranks(with_streams, 2, backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(with_streams, 2, backend=ON_GPUS, timeout=240)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import ON_GPUS, gpu_of
 from ranks import run_ranks
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
@@ -15,8 +16,8 @@ CALLS = 5
 
 
 def on_gpu(rank: int, world_size: int, spare: int) -> None:
-    torch.cuda.set_device(rank)
-    device, bf16 = f"cuda:{rank}", torch.bfloat16
+    torch.cuda.set_device(gpu_of(rank))
+    device, bf16 = gpu_of(rank), torch.bfloat16
     group = make_expert_group(
         CONFIG, ParallelConfig(ep=world_size), max_tokens=NUM_TOKENS, dtype=bf16, device=device, timeout_s=20.0,
         spare_multiprocessors=spare,
@@ -49,7 +50,7 @@ def reduce_on(side: torch.cuda.Stream, gradients: torch.Tensor) -> None:
         dist.all_reduce(gradients)
 
 
-@pytest.mark.multi_gpu(n=2)
+@pytest.mark.multi_gpu(n=2, own=True)  # NCCL
 @pytest.mark.parametrize("spare", [0, 32])
 def test_a_collective_that_came_first_on_one_rank(spare: int) -> None:
-    run_ranks(on_gpu, 2, spare, backend="cpu:gloo,cuda:nccl", timeout=120)
+    run_ranks(on_gpu, 2, spare, backend=ON_GPUS, timeout=120)

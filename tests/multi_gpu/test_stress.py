@@ -6,14 +6,13 @@ import json
 
 import pytest
 import stress
-import torch
+from gpus import need_gpus
 
 
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_random_cases_agree_with_the_reference(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
+    need_gpus(world_size)
     arguments = ["--cases", "300", "--family", "150", "--device", "cuda", "--world-size", str(world_size)]
     status = stress.main(arguments)
     out = capsys.readouterr().out

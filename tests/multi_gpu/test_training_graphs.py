@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
@@ -17,8 +18,8 @@ MODEL_GPU = replace(MODEL, context=64, hidden_size=128, moe=replace(MOE, hidden_
 
 
 def on_gpu(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
-    torch.cuda.set_device(rank)
-    context = Rank(rank, world_size, torch.device("cuda", rank))
+    torch.cuda.set_device(gpu_of(rank))
+    context = Rank(rank, world_size, torch.device(gpu_of(rank)))
     found = {}
     for graphs in (False, True):
         output = Path(folder) / f"graphs-{graphs}"
@@ -38,4 +39,4 @@ def on_gpu(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
 @pytest.mark.multi_gpu(n=2)
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (1, 1)])
 def test_replayed_steps_learn_the_same(tmp_path: Path, ep: int, tp: int) -> None:
-    run_ranks(on_gpu, 2, str(tmp_path), ep, tp, backend="cpu:gloo,cuda:nccl", timeout=240)
+    run_ranks(on_gpu, 2, str(tmp_path), ep, tp, backend=ON_GPUS, timeout=240)
