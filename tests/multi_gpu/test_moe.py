@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpus import ON_GPUS, gpu_of, need_gpus
+from grad_hidden_launches import grad_hidden_in
 from layer0_launches import layer0_in
 from layer1_launches import Kind, layer1_in
 from layer_cases import LayerCase, rank_inputs
@@ -56,9 +57,9 @@ def test_kernels(case: LayerCase) -> None:
 
 
 def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list[torch.Tensor]:
-    with layer0_in(kind) as layer0, layer1_in(kind) as layer1:
+    with layer0_in(kind) as layer0, layer1_in(kind) as layer1, grad_hidden_in(kind) as grad_hidden:
         outputs = on_gpu(rank, world_size, case, "fused", True)
-    assert all((spy.call_count > 0) == (kind == "cuda") for spy in (layer0, layer1))
+    assert all((spy.call_count > 0) == (kind == "cuda") for spy in (layer0, layer1, grad_hidden))
     return outputs
 
 
