@@ -47,7 +47,7 @@ from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.generation.step import WARM_STEPS
+from comet.graphs import WARM_CALLS
 from comet.group import make_expert_group
 from comet.launch.cli import Parser
 from comet.models.cache import KeyValueCache
@@ -98,7 +98,7 @@ def measure_context(
 
 def room(context: int, steps: int) -> int:
     """Positions of a cache: the context and the steps from it, those of the warm-up too."""
-    return -(-(context + max(steps, WARM_STEPS + 2)) // ALIGNMENT) * ALIGNMENT
+    return -(-(context + max(steps, WARM_CALLS + 2)) // ALIGNMENT) * ALIGNMENT
 
 
 def take_steps(path: StepPath, first: Tensor, steps: int, index: int) -> Tensor:
@@ -146,7 +146,7 @@ def warm_path(maker: Callable[[], StepPath], first: Tensor) -> tuple[StepPath, T
     path = maker()
     path.rewind()
     logits = path.step(first) if isinstance(path, Stepwise) else None
-    path.decode(first, WARM_STEPS + 1)
+    path.decode(first, WARM_CALLS + 1)
     return path, logits
 
 

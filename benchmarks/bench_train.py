@@ -9,7 +9,7 @@ A step is the one of ``comet train``: a batch, forward, loss with the router's l
 of the gradients, AdamW; in bf16 on GPUs, parameters too. The variants are steps of one and the same model:
 
     comet         every MoE layer through Comet, launched eagerly
-    comet_graph   the same, forward and backward pass replayed from one CUDA graph (``train.graphs=true``); on GPUs only
+    comet_graph   the same, forward and backward pass replayed from one CUDA graph (``train.cuda_graph``); on GPUs only
     plain         every MoE layer through all-to-all and grouped GEMMs
     rest          without routed experts: what a step takes beside them
 

@@ -14,7 +14,8 @@ from generate_models import library_version, make_library_model
 from torch import Tensor
 
 from comet.generation.engine import FrozenExperts
-from comet.generation.step import DecodeStep, GraphMode
+from comet.generation.step import DecodeStep
+from comet.graphs import GraphMode
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 

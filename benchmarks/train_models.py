@@ -70,7 +70,7 @@ class SwitchedModel:
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(NUM_BYTE_VALUES, (TEXT_BYTES,), generator=generator, dtype=torch.uint8)
         make = partial(Trainer, self.gpt, self.optimizer, group, text)
-        self.trainer, self.replaying = make(settings), make(replace(settings, graphs=True))
+        self.trainer, self.replaying = make(replace(settings, cuda_graph="off")), make(settings)
         self.layers = self.gpt.moe_layers()
         self.own_paths: list[ExpertPath] = [layer.experts for layer in self.layers]
         self.other_paths: dict[str, ExpertPath] = {"plain": make_path("plain", config.moe, group), "rest": no_experts}

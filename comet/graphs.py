@@ -1,13 +1,96 @@
-"""Capturing a function as a CUDA graph, and running it on a stream of its own before."""
+"""Functions as CUDA graphs: captured, run on a stream of their own before, replayed wherever that works."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+GraphMode = Literal["auto", "on", "off"]
+WARM_CALLS = 1
+TOO_FEW = "no step came after the warm-up"
+
+
+class Replayed(Generic[Result]):
+    """A function over memory that stays where it is: run as it stands, or replayed from a CUDA graph.
+
+    A GPU may take less time for many small kernels than the host takes to launch them. Captured once, all of them are
+    one launch. The first call is a real one; it runs on a stream of its own and is what torch calls the warm-up of a
+    capture (kernels are compiled and memory is allocated). The next call captures the function, which computes nothing,
+    and replays it. So ranks run every kernel equally often, whether they replay it or not.
+
+    Args:
+        run: Reads what it is given from buffers. All that it changes, it changes in place and on the device, and it
+            never asks the host.
+        device: Where it runs.
+        calls: What a call is, in the plural, for messages.
+        cuda_graph: ``auto`` replays a graph where that works, ``on`` insists on it, ``off`` never does.
+        obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
+
+    Raises:
+        ValueError: If a graph is insisted on and there is an obstacle, or no GPU.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], Result],
+        device: torch.device,
+        calls: str,
+        *,
+        cuda_graph: GraphMode = "auto",
+        obstacle: str = "",
+    ) -> None:
+        self._run = run
+        self._device = device
+        self._calls = calls
+        self._insists = cuda_graph == "on"
+        self._warm_calls = 0
+        self._replay: tuple[Callable[[], None], Result] | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._reason = "cuda_graph='off'" if cuda_graph == "off" else ""
+        obstacle = obstacle or device_obstacle(device)
+        if obstacle and not self._reason:
+            self._give_up(obstacle)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and not self._reason else None
+
+    @property
+    def why_eager(self) -> str:
+        """Why the last call was launched kernel by kernel; empty if it was replayed from a graph."""
+        return "" if self._replay is not None else self._reason or TOO_FEW
+
+    def __call__(self) -> Result:
+        """The function's result; one that was replayed is overwritten by the next call.
+
+        Raises:
+            ValueError: If a graph is insisted on and the function cannot be captured.
+        """
+        if self._replay is None and not self._reason and self._warm_calls >= WARM_CALLS:
+            self._capture()
+        if self._replay is not None:
+            replay, result = self._replay
+            replay()
+            return result
+        self._warm_calls += 1
+        return self._run() if self._side is None else run_beside(self._run, self._side)
+
+    def _capture(self) -> None:
+        try:
+            self._replay = capture(self._run, self._side, self._graphs)
+        except RuntimeError as error:  # what torch raises for a call that a capture does not permit
+            release_random_numbers(self._device)
+            self._give_up(f"the step cannot be captured: {first_line(error)}", error)
+
+    def _give_up(self, reason: str, error: RuntimeError | None = None) -> None:
+        if self._insists:
+            raise ValueError(f"cuda_graph='on' must be 'auto' or 'off' here: {reason}") from error
+        self._reason = reason
+        level = logging.WARNING if self._device.type == "cuda" else logging.INFO
+        logger.log(level, "%s are launched kernel by kernel, without a CUDA graph: %s", self._calls, reason)
 
 
 def device_obstacle(device: torch.device) -> str:

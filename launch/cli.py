@@ -24,7 +24,7 @@ EXAMPLES = """settings are Hydra overrides, name=value; a group picks a file:
   comet train data.path=book.txt output_dir=outputs/book train.checkpoint_every=100
   comet train resume=outputs/book               continue from the newest checkpoint there
   comet train nproc=4 parallel=ep2              two data-parallel copies of two ranks
-  comet train train.graphs=true                 replay each MoE layer of a step from CUDA graphs
+  comet train train.cuda_graph=off              launch steps kernel by kernel, not from a CUDA graph
   comet generate generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200
   comet generate generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4
   comet tune model=qwen3_30b_a3b tune.tokens=[2048,8192]

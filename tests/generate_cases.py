@@ -103,10 +103,10 @@ class Captures:
 
 
 def graphs_on_cpu(monkeypatch: Any) -> Captures:
-    """Let ``DecodeStep`` capture on a CPU; returns what counts its captures."""
+    """Let ``Replayed`` capture on a CPU; returns what counts its captures."""
     captures = Captures()
-    monkeypatch.setattr("comet.generation.step.capture", captures)
-    monkeypatch.setattr("comet.generation.step.device_obstacle", lambda device: "")
+    monkeypatch.setattr("comet.graphs.capture", captures)
+    monkeypatch.setattr("comet.graphs.device_obstacle", lambda device: "")
     # On a CPU these ask the tensors; on a GPU an assertion of the device and kernels take their place.
     monkeypatch.setattr("comet.router.check_finite", lambda logits: None)
     for runner in ("LocalRunner", "ReplicatedRunner"):

@@ -6,9 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pytest
 import torch
-from generate_cases import Captures, graphs_on_cpu
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
@@ -22,6 +20,10 @@ MODEL = ModelConfig(
     name="test", context=32, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, dense_layers=0, moe=MOE
 )
 TRAIN = TrainConfig(steps=6, batch_size=4, lr=1e-2, warmup_steps=2, eval_batches=3, sample_bytes=5)
+TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
+# Without the load-balancing loss, which is not a mean over tokens, the global objective does not depend on the split.
+LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
+LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,6 @@ class Rank:
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
-
-
-def steps_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    """Let steps be captured on a CPU; returns what counts."""
-    captures = graphs_on_cpu(monkeypatch)
-    monkeypatch.setattr("comet.training.passes.capture", captures)
-    monkeypatch.setattr("comet.training.passes.device_obstacle", lambda device: "")
-    return captures
 
 
 def make_text(folder: Path) -> Path:

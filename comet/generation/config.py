@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from comet.config import require
-from comet.generation.step import GraphMode
+from comet.graphs import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
 

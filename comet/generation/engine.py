@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
-from comet.generation.step import TOO_FEW, DecodeStep, GraphMode, batch_obstacle
+from comet.generation.step import DecodeStep, batch_obstacle
+from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT

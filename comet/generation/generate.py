@@ -17,8 +17,8 @@ from comet.config import require
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import Engine
 from comet.generation.sampling import Sampler
-from comet.generation.step import WARM_STEPS
 from comet.generation.text import Codec, Continuation
+from comet.graphs import WARM_CALLS
 
 Show = Callable[[int, Continuation, str], None]
 
@@ -129,7 +129,7 @@ def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateCo
     """
     ids, lengths = pad(prompts, engine.device)
     engine.prefill(ids, lengths, most_positions(prompts, token_limits(prompts, config, context)))
-    for _ in range(WARM_STEPS + 1):
+    for _ in range(WARM_CALLS + 1):
         engine.decode(ids[:, 0])
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import require
-from comet.generation.step import TOO_FEW, WARM_STEPS, GraphMode
 from comet.generation.text import TokenizerCodec
+from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode
 from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.static import StaticDecoder
@@ -85,7 +85,7 @@ class HFEngine:
             self._decoder = StaticDecoder(
                 self.model,
                 num_sequences=shape[0],
-                num_places=shape[1] + WARM_STEPS,
+                num_places=shape[1] + WARM_CALLS,
                 cuda_graph=self.cuda_graph,
                 after_step=self._count_touched,
             )

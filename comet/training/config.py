@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from comet.comm import Backend
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.config import GenerateConfig
+from comet.graphs import GraphMode
 from comet.models.config import ModelConfig
 from comet.tuner.config import SweepConfig, TuneConfig
 
@@ -55,9 +56,9 @@ class TrainConfig:
         checkpoint_every: Steps between checkpoints; 0 saves at the end only.
         dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
-        graphs: Replay the forward and backward pass of a step from one CUDA graph: faster with few tokens, for the
-            memory of the gradients during the forward pass. Where that cannot be, as on a CPU, steps are launched
-            kernel by kernel, and the job says why.
+        cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto`` where
+            that works, ``on`` or not at all, ``off`` never. Faster with few tokens, for the memory of the gradients
+            during the forward pass.
     """
 
     steps: int
@@ -73,7 +74,7 @@ class TrainConfig:
     checkpoint_every: int = 0
     dtype: TrainDtype = "auto"
     sample_bytes: int = 200
-    graphs: bool = False
+    cuda_graph: GraphMode = "auto"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_batches"):
@@ -89,6 +90,7 @@ class TrainConfig:
         require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
         require(self.grad_clip > 0, f"grad_clip={self.grad_clip} must be positive")
         _require_choice("dtype", self.dtype, get_args(TrainDtype))
+        _require_choice("cuda_graph", self.cuda_graph, get_args(GraphMode))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

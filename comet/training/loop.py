@@ -45,7 +45,7 @@ class Trainer:
         optimizer: From ``make_optimizer``.
         group: The ranks.
         text: ``(N,)`` uint8, the training part.
-        config: Batches, learning rate, clipping, and whether steps are replayed from a graph.
+        config: Batches, learning rate, clipping, and whether steps are replayed from a CUDA graph.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Trainer:
         self.text = text
         self.config = config
         self.capacity = expert_capacity(model.config.moe, group)
-        self.passes = Passes(model, graphs=config.graphs)
+        self.passes = Passes(model, cuda_graph=config.cuda_graph)
 
     @property
     def tokens_per_step(self) -> int:
@@ -66,7 +66,7 @@ class Trainer:
 
     @property
     def why_eager(self) -> str:
-        """Why steps are launched kernel by kernel although graphs were asked for; empty while that is not so."""
+        """Why the last step was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
         return self.passes.why_eager
 
     def step(self, step: int) -> StepMetrics:

@@ -128,8 +128,6 @@ class Job:
             f"(ep={group.parallel.ep} x tp={group.parallel.tp}) ranks on {group.device.type}, "
             f"{len(self.corpus.train):,} bytes of {self.corpus.source}, {len(self.corpus.heldout):,} held out"
         )
-        if self.trainer.why_eager:
-            self.reporter.note(f"train.graphs={config.train.graphs} has no effect: {self.trainer.why_eager}")
 
     def run_steps(self) -> None:
         """Train to the last step, evaluating and saving on the way."""
@@ -180,7 +178,7 @@ class Job:
             "device": _device_name(group.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "moe_path": config.moe_path,
-            "graphs": config.train.graphs and not self.trainer.why_eager,
+            "cuda_graph": not self.trainer.why_eager,
             "steps": max(self.first_step, config.train.steps),
             "heldout_nats_per_byte": loss,
             "tokens_per_second": tokens / seconds if seconds else 0.0,

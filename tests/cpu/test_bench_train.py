@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 import train_models
 from bench_train import deviations, figures, format_table, parse, summary
-from generate_cases import all_experts
+from generate_cases import all_experts, graphs_on_cpu
 from points import Ranks
 from ranks import run_ranks
 from shapes import MODELS
 from torch import Tensor
 from train_models import HEADS, SwitchedModel, model_config, row_norms
-from training_cases import steps_on_cpu
 
 from comet.config import ParallelConfig
 from comet.group import make_expert_group
@@ -116,7 +115,7 @@ def test_a_variant_runs_its_own_path_only() -> None:
 
 
 def test_steps_are_replayed_from_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = steps_on_cpu(monkeypatch)
+    captures = graphs_on_cpu(monkeypatch)
     model = make_model()
     model.own_paths = [partial(all_experts, None)] * 2
     wanted = model.first_steps("comet")

@@ -15,9 +15,9 @@ from comet.config import ParallelConfig
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
-from comet.generation.step import TOO_FEW, DecodeStep
+from comet.generation.step import DecodeStep
 from comet.generation.text import ByteCodec
-from comet.graphs import first_line
+from comet.graphs import TOO_FEW, first_line
 from comet.group import make_expert_group
 from comet.models.cache import CHUNK, KeyValueCache, allocated_places, attend_to_cache
 from comet.models.config import ModelConfig

@@ -38,24 +38,21 @@ def test_replayed_steps_learn_the_same_and_resume(tmp_path, balance):
     gpu = Rank(device=torch.device("cuda", 0))
     moe = replace(MODEL_GPU.moe, balance=balance, shared_ffn_size=128)
     settings = {"model": replace(MODEL_GPU, moe=moe), "steps": 20, "checkpoint_every": 10, "batch_size": 8}
-    eager = train(make_job(tmp_path, **settings), gpu)
-    replayed = train(make_job(tmp_path, **settings, graphs=True, output_dir=str(tmp_path / "graphs")), gpu)
-    assert (eager["graphs"], replayed["graphs"]) == (False, True)
+    eager = train(make_job(tmp_path, **settings, cuda_graph="off"), gpu)
+    replayed = train(make_job(tmp_path, **settings, cuda_graph="on", output_dir=str(tmp_path / "graphs")), gpu)
+    assert (eager["cuda_graph"], replayed["cuda_graph"]) == (False, True)
     assert read_losses(tmp_path / "graphs") == read_losses(tmp_path / "out")
     assert replayed["heldout_nats_per_byte"] == eager["heldout_nats_per_byte"]
     halfway = str(tmp_path / "out" / "step-000010")
-    train(make_job(tmp_path, **settings, graphs=True, resume=halfway, output_dir=str(tmp_path / "resumed")), gpu)
+    train(make_job(tmp_path, **settings, cuda_graph="on", resume=halfway, output_dir=str(tmp_path / "resumed")), gpu)
     assert read_losses(tmp_path / "resumed") == read_losses(tmp_path / "out")
 
 
 def test_a_path_that_asks_for_counts_is_not_replayed(tmp_path, caplog):
     gpu = Rank(device=torch.device("cuda", 0))
-    settings = {"model": MODEL_GPU, "steps": 5, "moe_path": "plain"}
-    train(make_job(tmp_path, **settings), gpu)
-    replayed = train(make_job(tmp_path, **settings, graphs=True, output_dir=str(tmp_path / "graphs")), gpu)
-    assert replayed["graphs"] is False
-    assert sum("the step cannot be captured" in message for message in caplog.messages) == 1
-    assert read_losses(tmp_path / "graphs") == read_losses(tmp_path / "out")
+    result = train(make_job(tmp_path, model=MODEL_GPU, steps=5, moe_path="plain"), gpu)
+    assert result["cuda_graph"] is False
+    assert sum("wait for counts on the host" in message for message in caplog.messages) == 1
 
 
 def test_float32_on_a_gpu_agrees_with_the_cpu(tmp_path):

@@ -21,19 +21,19 @@ def on_gpu(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
     torch.cuda.set_device(gpu_of(rank))
     context = Rank(rank, world_size, torch.device(gpu_of(rank)))
     found = {}
-    for graphs in (False, True):
-        output = Path(folder) / f"graphs-{graphs}"
+    for mode in ("off", "on"):
+        output = Path(folder) / mode
         job = make_job(
-            Path(folder), model=MODEL_GPU, ep=ep, tp=tp, steps=12, batch_size=8, graphs=graphs, output_dir=str(output)
+            Path(folder), model=MODEL_GPU, ep=ep, tp=tp, steps=12, batch_size=8, cuda_graph=mode, output_dir=str(output)
         )
         result = train(job, context)
-        assert result["graphs"] is graphs
+        assert result["cuda_graph"] is (mode == "on")
         history = History(None)
         history.start(output, 1000)
         losses = [loss for window in history.windows for loss in window.losses]
-        found[graphs] = losses, result["heldout_nats_per_byte"]
-    assert len(found[True][0]) == 12
-    assert found[True] == found[False], f"rank {rank}"
+        found[mode] = losses, result["heldout_nats_per_byte"]
+    assert len(found["on"][0]) == 12
+    assert found["on"] == found["off"], f"rank {rank}"
 
 
 @pytest.mark.multi_gpu(n=2)

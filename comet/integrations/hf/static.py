@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.generation.step import DecodeStep, GraphMode, batch_obstacle
+from comet.generation.step import DecodeStep, batch_obstacle
+from comet.graphs import GraphMode
 from comet.integrations.hf.experts import CometExperts
 
 ALIGNMENT = 16  # elements of a mask's row; torch copies masks that are not, in every layer

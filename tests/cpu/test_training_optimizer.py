@@ -1,0 +1,106 @@
+"""Gradients of all ranks and the steps taken with them: learning rate, decay, norm and clipping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, make_model
+
+from comet.models.gpt import next_token_loss
+from comet.training.config import TrainConfig
+from comet.training.data import sample_batch
+from comet.training.optimizer import global_norm, learning_rate, make_optimizer, sum_gradients
+
+
+def test_learning_rate_example_of_the_docstring():
+    config = TrainConfig(steps=5, batch_size=1, lr=1.0, min_lr_ratio=0.5, warmup_steps=2)
+    assert [learning_rate(step, config) for step in range(5)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_learning_rate_of_one_step_and_beyond_the_end():
+    config = TrainConfig(steps=1, batch_size=1, lr=2.0)
+    assert learning_rate(0, config) == 2.0
+    assert learning_rate(50, replace(config, steps=10)) == pytest.approx(0.2)
+
+
+def test_only_matrices_decay():
+    model, _ = make_model()
+    decayed, kept = make_optimizer(model, TRAIN).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (TRAIN.weight_decay, 0.0)
+    assert all(parameter.dim() > 1 for parameter in decayed["params"])
+    assert all(parameter.dim() == 1 for parameter in kept["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+def local_norm(rank, world_size, ep, tp, max_norm, num_batches):
+    """The norm before clipping, and the dense and expert gradients of the step; one rank takes all batches."""
+    model, group = make_model(LINEAR, ep=ep, tp=tp, max_tokens=512)
+    with torch.no_grad():
+        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
+    batches = [sample_batch(TEXT, batch_size=4, context=32, seed=0, step=0, rank=r) for r in range(num_batches)]
+    batch = batches[rank] if world_size > 1 else torch.cat(batches)
+    output = model(batch[:, :-1])
+    (next_token_loss(output.logits, batch[:, 1:]) + output.router_loss).backward()
+    sum_gradients(model, group)
+    norm = global_norm(model, group)
+    optimizer = make_optimizer(model, TRAIN)
+    optimizer.clip(norm, max_norm, num_summed=world_size)
+    optimizer.step()  # which leaves the gradients as it took them
+    dense = [parameter.grad.tolist() for parameter in model.dense_parameters()]
+    experts = [parameter.grad.tolist() for parameter in model.expert_parameters()]
+    group.close()
+    return norm.item(), dense, experts
+
+
+@pytest.mark.parametrize(("ep", "tp"), [*LAYOUTS, (2, 2)])
+def test_clipped_gradients_are_those_of_one_process(ep, tp):
+    max_norm, world_size = 0.1, max(2, ep * tp)
+    norm, dense, experts = local_norm(0, 1, 1, 1, max_norm, world_size)
+    assert norm > max_norm
+    ranks = run_ranks(local_norm, world_size, ep, tp, max_norm, world_size)
+    assert all(found[:2] == ranks[0][:2] for found in ranks)
+    for rank, (rank_norm, rank_dense, rank_experts) in enumerate(ranks):
+        assert rank_norm == pytest.approx(norm, rel=1e-5)
+        for found, expected in zip(rank_dense, dense, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-6)
+        place = rank % (ep * tp)
+        for found, whole in zip(rank_experts, experts, strict=True):
+            expected = torch.tensor(whole).chunk(ep, dim=0)[place // tp].chunk(tp, dim=2)[place % tp]
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_small_gradients_are_not_scaled_and_silent_parameters_get_zeros():
+    model, group = make_model(replace(MODEL, moe=replace(MOE, num_experts=4, top_k=1)))
+    batch = TEXT[None, :2].long()  # one token per expert at most: most experts see none
+    next_token_loss(model(batch[:, :1]).logits, batch[:, 1:]).backward()
+    sum_gradients(model, group)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    norm, optimizer = global_norm(model, group), make_optimizer(model, TRAIN)
+    optimizer.clip(norm, 1e6, num_summed=1)
+    optimizer.step()
+    total = torch.stack([gradient.double().square().sum() for gradient in before]).sum().sqrt()
+    assert norm.item() == pytest.approx(total.item(), rel=1e-5)
+    assert all(torch.equal(a, b.grad) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_norm_of_bfloat16_gradients_is_that_of_float32():
+    model, group = make_model()
+    model = model.to(torch.bfloat16)
+    for seed, parameter in enumerate(model.parameters()):
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = drawn.to(torch.bfloat16)
+    exact = sum(parameter.grad.double().square().sum() for parameter in model.parameters()) ** 0.5
+    norm = global_norm(model, group)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_what_the_sums_are_divided_by():
+    model, _ = make_model()
+    optimizer = make_optimizer(model, TRAIN)
+    for max_norm, divisor in ((1.0, 2 * (4 + 1e-6) / 1), (8.0, 2)):
+        optimizer.clip(torch.tensor(4.0), max_norm, num_summed=2)
+        assert optimizer.grad_scale.item() == pytest.approx(divisor, rel=1e-7)
