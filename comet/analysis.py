@@ -143,7 +143,7 @@ def analyze(producer: Operator, consumer: Operator) -> Decomposition:
     produced, consumed = producer.writes[tensor], consumer.reads[tensor]
     if tuple(produced) != tuple(consumed):
         raise DependencyError(f"{pair} disagree about the axes of {tensor!r}: {tuple(produced)} and {tuple(consumed)}")
-    reasons = {axis: _reason(axis, produced[axis], consumed[axis], producer, consumer) for axis in produced}
+    reasons = {axis: _reason(produced[axis], consumed[axis], producer, consumer) for axis in produced}
     usable = [axis for axis in produced if AxisUse.REDUCED not in (produced[axis], consumed[axis])]
     if not usable:
         listed = "; ".join(f"axis {axis!r}: {reason}" for axis, reason in reasons.items())
@@ -167,7 +167,7 @@ def _shared_tensor(producer: Operator, consumer: Operator) -> str:
     )
 
 
-def _reason(axis: str, produced: AxisUse, consumed: AxisUse, producer: Operator, consumer: Operator) -> str:
+def _reason(produced: AxisUse, consumed: AxisUse, producer: Operator, consumer: Operator) -> str:
     if consumed is AxisUse.REDUCED:
         return f"{consumer.name} reduces over it, so it needs all elements at once"
     if produced is AxisUse.REDUCED:

@@ -133,7 +133,7 @@ def make_expert_group(
     if world_rank == 0:
         _tell_of_padding(moe.ffn_size, parallel.tp)
     shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
-    group, expert_data_group = _process_groups(world_rank, world_size, parallel.world_size)
+    group, expert_data_group = _process_groups(world_size, parallel.world_size)
     with ExitStack() as opened:
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail
             opened.callback(leave_groups, group, expert_data_group)
@@ -228,8 +228,8 @@ def _world() -> tuple[int, int]:
     return 0, 1
 
 
-def _process_groups(rank: int, size: int, group_size: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """The MoE group and the expert-data group of ``rank``; every rank creates all of them in the same order."""
+def _process_groups(size: int, group_size: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """The MoE group and the expert-data group of this rank; every rank creates all of them in the same order."""
     if size == 1:
         return None, None
     blocks = [list(range(start, start + group_size)) for start in range(0, size, group_size)]

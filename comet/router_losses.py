@@ -104,20 +104,6 @@ def count_routed_rows(top_k_ids: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, bins, torch.ones_like(bins))[1:].float()
 
 
-def load_imbalance(expert_load: Tensor) -> Tensor:
-    """Largest over mean load: 1 is even, E is everything on one expert.
-
-    Example: ``[6, 1, 2, 3]`` gives 2.0.
-
-    Args:
-        expert_load: ``(E,)`` floating, routed rows per expert.
-
-    Returns:
-        ``()``, on the same device; zero if no row was routed.
-    """
-    return expert_load.max() / expert_load.mean().clamp_min(torch.finfo(expert_load.dtype).tiny)
-
-
 def normalize(values: Tensor) -> Tensor:
     """Each row over its sum; zeros where the sum underflows to zero.
 

@@ -1,8 +1,7 @@
 """The order of work inside one fused kernel: which tile and column block comes when, and what it waits for.
 
-A ``TileSchedule`` is built from a ``Decomposition`` and a geometry, and is the single source of the order for the
-compute and the comm role, the CPU path, the tests and ``comet.timeline``. ``comet.kernels.tiles`` holds the same
-formulas for the device.
+A ``TileSchedule`` is built from a ``Decomposition`` and a geometry. It says what the order is: ``comet.kernels.tiles``
+holds the same formulas for the device, and the tests compare the two.
 
 * Cut along tile **rows**: tiles lie in the plan's table phase by phase (phase 0: rows of this rank, phase p >= 1: rows
   of the p-th group of remote sources), inside a phase in expert order, so ascending tiles follow the arrival of rows.
@@ -209,7 +208,3 @@ class TileSchedule:
         Example: 28 column blocks in 4 panels are 9, 8, 8 and 3.
         """
         return max(self.num_cols // (2 * self.num_panels), 1) if self.num_panels > 1 else self.num_cols
-
-    def tiles_to_panel_items(self, num_tiles: int, panel: int) -> int:
-        """Items that complete ``panel``: what the comm role waits for before it reduces and sends it."""
-        return num_tiles * len(self.panel_columns(panel))

@@ -69,7 +69,7 @@ def draw_timeline(spans: Sequence[Span], launches: Sequence[Launch], summary: Ma
         lanes = figure.add_subplot(grid[2 * rank + 1, 0], sharex=first)
         _draw_crowd(crowd, mine, num_blocks, origin, scale)
         _draw_lanes(lanes, mine, own, num_blocks, origin, scale)
-        _name_launches(crowd, own, num_blocks, origin, scale)
+        _name_launches(crowd, own, origin, scale)
         _draw_shares(figure.add_subplot(grid[2 * rank : 2 * rank + 2, 1]), summary["per_rank"][rank])
         lanes.set_ylabel(f"rank {rank}\n", fontweight="bold", fontsize=12)
         lanes.yaxis.set_label_coords(-0.035, 0.5)
@@ -167,7 +167,7 @@ def _lighter(colour: tuple[float, float, float]) -> tuple[float, ...]:
     return tuple(channel + LIGHTER * (1 - channel) for channel in colour)
 
 
-def _name_launches(axes: Any, launches: Sequence[Launch], num_blocks: int, origin: int, scale: float) -> None:
+def _name_launches(axes: Any, launches: Sequence[Launch], origin: int, scale: float) -> None:
     """A bracket over each launch that is wide enough to carry its name."""
     total = max(launch.end for launch in launches) - origin if launches else 1
     for launch in launches:

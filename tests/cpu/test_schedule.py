@@ -1,9 +1,7 @@
 """The order of work: every item once, parts in order, and the device functions compute the very same order."""
 
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +10,8 @@ import triton.language as tl
 from ranks import run_ranks
 
 from comet.analysis import TileAxis, pipelines
-from comet.errors import UnavailableError
 from comet.kernels import tiles
 from comet.schedule import TileSchedule, decode_grouped, part_of, part_span, phase_of_source
-from comet.timeline import COMM_LANE, Span, comm_spans, compute_spans, draw_schedule
 
 NUM_GEOMETRIES = 60
 
@@ -79,7 +75,7 @@ def test_every_item_exactly_once_and_panels_in_order(seed: int) -> None:
             assert all(schedule.panel_of_column(column) == panel for _, column, panel in items)
             counts = Counter(order)
             for panel in range(schedule.num_panels):
-                assert counts[panel] == schedule.tiles_to_panel_items(num_tiles, panel)
+                assert counts[panel] == num_tiles * len(schedule.panel_columns(panel))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -218,42 +214,3 @@ def test_device_functions_compute_the_same_order() -> None:
             [phase_of_source(source, rank, size, num_phases) for source in range(size)] for rank in range(size)
         ]
         assert found == expected_phases, (size, num_phases)
-
-
-def test_timeline_places_items_in_order() -> None:
-    compute = compute_spans(by_columns(2, 2, 2), [0, 3], 2)
-    assert [(span.lane, span.start, span.part) for span in compute] == [
-        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 1), (0, 2, 1), (1, 2, 1)
-    ]  # fmt: skip
-    assert comm_spans(by_columns(2, 2, 2), compute) == [Span(COMM_LANE, 2, 2, 0), Span(COMM_LANE, 4, 2, 1)]
-
-
-def test_timeline_phases_arrive_beside_local_work() -> None:
-    schedule = by_rows(2, 4, 3)
-    compute = compute_spans(schedule, [0, 4, 4, 8], 4)
-    assert [span.part for span in compute] == [0] * 8 + [2] * 8, "an empty phase has no item"
-    assert comm_spans(schedule, compute) == [Span(COMM_LANE, 0, 2, 2)]
-    schedule = by_rows(2, 2, 3)
-    one_by_one = [Span(COMM_LANE, 0, 2, 1), Span(COMM_LANE, 2, 2, 2)]
-    assert comm_spans(schedule, compute_spans(schedule, [0, 2, 4, 6], 2)) == one_by_one
-
-
-@pytest.mark.parametrize("starts", [[0], [1, 2], [0, 3, 2], [0, 1, 2, 3]])
-def test_timeline_refuses_tile_starts(starts: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"must ascend from 0 and have num_phases \+ 1 = 3 entries"):
-        compute_spans(by_rows(1, 1, 2), starts, 2)
-
-
-@pytest.mark.parametrize("starts", [[0, 5, 9], [0, 0, 0]])
-def test_draw_schedule_writes_a_png(starts: list[int], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "schedule.png"
-    draw_schedule(by_rows(3, 2, 2), starts, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_draw_schedule_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnavailableError, match="draw_schedule needs matplotlib: pip install matplotlib"):
-        draw_schedule(by_rows(1, 1, 2), [0, 1, 2], tmp_path / "schedule.png")
