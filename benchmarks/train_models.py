@@ -116,8 +116,8 @@ class SwitchedModel:
 class NoExperts(torch.autograd.Function):
     """Stands in for the experts where everything else of a step is timed: the tokens come back.
 
-    Gradients of the experts are written, as experts do, but all the same. Zeros would make AdamW slower, whose
-    divisions then take a longer way.
+    Gradients of the experts are written, as experts do, but with one number everywhere. Zeros would make AdamW slower,
+    whose divisions then take a longer way.
     """
 
     @staticmethod

@@ -68,6 +68,7 @@ class Replayed(Generic[Result]):
 
         Raises:
             ValueError: If a graph is insisted on and the function cannot be captured.
+            torch.OutOfMemoryError: If a graph does not fit the memory.
         """
         if self._replay is None and not self._reason and self._warm_calls >= WARM_CALLS:
             self._capture()
@@ -82,6 +83,9 @@ class Replayed(Generic[Result]):
         try:
             self._replay = capture(self._run, self._side, self._graphs)
         except RuntimeError as error:  # what torch raises for a call that a capture does not permit
+            if isinstance(mistake_of(error), torch.OutOfMemoryError):
+                error.add_note(f"a CUDA graph of {self._calls} does not fit the memory; cuda_graph='off' needs less")
+                raise
             release_random_numbers(self._device)
             self._give_up(f"the step cannot be captured: {first_line(error)}", error)
 
@@ -129,9 +133,14 @@ def capture(
     return graph.replay, result
 
 
-def first_line(error: RuntimeError) -> str:
+def mistake_of(error: RuntimeError) -> RuntimeError:
     """What went wrong in a capture: the mistake itself, not that the capture could not end after it."""
-    mistake = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+    return error.__context__ if isinstance(error.__context__, RuntimeError) else error
+
+
+def first_line(error: RuntimeError) -> str:
+    """Of ``mistake_of``, for messages."""
+    mistake = mistake_of(error)
     return (str(mistake).strip() or type(mistake).__name__).splitlines()[0]
 
 

@@ -1,7 +1,7 @@
 """Layer 1's backward up to hidden: dispatch || grouped GEMM.
 
 Dispatch, the copy of rows that w2's gradient needs, and a GEMM over the copy, one after the other; or, as layer 0, one
-kernel in CUDA C++, and the copy after it (see ``grad_hidden_cuda.LEAST_PRODUCTS``).
+kernel in CUDA C++, and the copy after it (see ``grad_hidden_cuda.runs_cuda``).
 """
 
 from dataclasses import dataclass, replace

@@ -44,13 +44,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--path", default="fused", choices=("fused", "twin"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    for layer in (0, 1):
+    for layer, gradients in enumerate(("hidden's gradient", "the gradients of tokens and weights")):
         parser.add_argument(
             f"--layer{layer}",
             default="auto",
             choices=("auto", "cuda", "triton"),
-            help=f"layer {layer} of any size in CUDA C++ or in Triton, on GPUs (default: as the layer chooses)"
-            + (", and the backward pass" if layer else ""),
+            help=f"layer {layer} and {gradients}, of any size, in CUDA C++ or in Triton, on GPUs (default: as they choose)",
         )
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
     parser.add_argument(

@@ -146,8 +146,9 @@ class Stress:
         timeout_s: Deadline of every wait between ranks.
         case_limit_s: A rank that spends longer on a case ends with its stack.
         until: After this time (seconds since 1970) no case begins.
-        layer0: ``cuda`` or ``triton`` for layer 0 of any size, on a GPU; ``auto``: as the layer chooses.
-        layer1: The same of layer 1.
+        layer0: ``cuda`` or ``triton`` for layer 0 and hidden's gradient of any size, on a GPU; ``auto``: as the layer
+            chooses.
+        layer1: The same of layer 1 and the gradients of tokens and weights.
     """
 
     seed: int

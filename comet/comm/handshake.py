@@ -76,13 +76,12 @@ def check_one_host(group: ProcessGroup, backend: str, instead: str) -> None:
         raise UnavailableError(f"backend={backend!r} needs all ranks on one host, but {places}; {instead}")
 
 
-def why_shared(group: ProcessGroup, device: torch.device, backend: str) -> str:
-    """What is wrong where two ranks of one host use the same GPU; empty on every rank where none do (collective)."""
+def who_shares(group: ProcessGroup, device: torch.device) -> str:
+    """The first two ranks that use the same GPU, in words, the same on all ranks; empty if none do (collective)."""
     mine = (this_host().boot_id, str(torch.cuda.get_device_properties(device).uuid))
     devices: Sequence[tuple[str, str]] = gather(group, mine)
     for rank, other in enumerate(devices):
         first = devices.index(other)
         if first != rank:
-            shared = f"ranks {first} and {rank} share one"
-            return f"device={device}: backend={backend!r} needs one GPU per rank, but {shared}"
+            return f"ranks {first} and {rank} share one GPU"
     return ""

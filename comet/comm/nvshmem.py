@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.device_barrier import DeviceBarrier
-from comet.comm.handshake import check_size, gather, why_shared
+from comet.comm.handshake import check_size, gather, who_shares
 from comet.comm.lifecycle import CommunicatorBase
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -51,8 +51,8 @@ class NvshmemCommunicator(CommunicatorBase):
         self._group = group
         self._pools: list[Tensor] = []
         with torch.cuda.device(device):
-            shared = why_shared(group, device, "nvshmem")
-            require(not shared, shared)
+            shared = who_shares(group, device)
+            require(not shared, f"device={device}: backend='nvshmem' needs one GPU per rank, but {shared}")
             self._start()
         self._device_barrier = self._make_barrier()
         self._leaving = self._make_barrier()

@@ -14,7 +14,7 @@ from torch.distributed import _symmetric_memory as torch_symm_mem
 
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.device_barrier import DeviceBarrier
-from comet.comm.handshake import check_one_host, check_size, gather, why_shared
+from comet.comm.handshake import check_one_host, check_size, gather, who_shares
 from comet.comm.lifecycle import CommunicatorBase
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -45,11 +45,11 @@ class SymmMemCommunicator(CommunicatorBase):
         self._pools: list[SymmTensor] = []
         with torch.cuda.device(device):
             check_one_host(group, "symm_mem", INSTEAD)
-            self._shared = why_shared(group, device, "symm_mem")
+            self._shared = who_shares(group, device)
         flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)
         self._device_barrier = DeviceBarrier(flags, timeout_s)
         if self._shared and self.rank == 0:
-            logger.warning("%s: they take turns, which is slow", self._shared)
+            logger.warning("%s and take turns, which is slow", self._shared)
 
     def check(self) -> None:
         """Wait for the device and raise ``CommTimeoutError`` if a barrier met its deadline."""
@@ -88,7 +88,8 @@ class SymmMemCommunicator(CommunicatorBase):
         try:
             handle = torch_symm_mem.rendezvous(local, self._group.group_name)
         except RuntimeError as failure:
-            require(not self._shared, self._shared)
+            shared = f"backend='symm_mem' needs one GPU per rank, but {self._shared} ({failure})"
+            require(not self._shared, f"device={self.device}: {shared}")
             raise UnavailableError(
                 f"{self.device} cannot map the memory of its peers ({failure}); {INSTEAD}"
             ) from failure

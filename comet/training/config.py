@@ -57,8 +57,8 @@ class TrainConfig:
         dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
         sample_bytes: Length of the text generated at the end; 0 generates none.
         cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto`` where
-            that works, ``on`` or not at all, ``off`` never. Faster with few tokens, for the memory of the gradients
-            during the forward pass.
+            that works, ``on`` or not at all, ``off`` never. Faster with few tokens, for the memory of one forward and
+            backward pass, which nothing else can use between steps.
     """
 
     steps: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,10 @@ BUCKET_ELEMENTS = 2**24
 
 
 class ScaledAdamW(AdamW):
-    """AdamW that divides gradients as it reads them, and in their memory, which costs no pass over them of its own."""
+    """AdamW whose kernel divides the gradients by ``grad_scale`` and stores the quotients.
+
+    So averaging and clipping need no pass over the gradients of their own.
+    """
 
     grad_scale: Tensor | None = None  # what torch's fused kernels divide by
     found_inf: Tensor | None = None
@@ -43,6 +47,12 @@ class ScaledAdamW(AdamW):
             num_summed: Ranks.
         """
         self.grad_scale = num_summed * ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+    def step(self, closure: Any = None) -> Any:
+        """Take the step; the next one is not scaled unless ``clip`` says so again."""
+        found = super().step(closure)
+        self.grad_scale = None
+        return found
 
 
 def make_optimizer(model: GPT, config: TrainConfig) -> ScaledAdamW:

@@ -16,8 +16,7 @@ class Passes:
     """Fills the gradients of a model's parameters.
 
     Routing may change from step to step, and parameters may change in place. Gradients that are replayed stay where the
-    graph leaves them: the next call overwrites them, and they take memory during the forward pass, too, which those of
-    a step as it stands do not.
+    graph leaves them: the next call overwrites them. What both passes need stays the graph's memory between calls.
 
     Args:
         model: Its MoE group's ranks must call this equally often, with batches of one shape.

@@ -166,7 +166,7 @@ class Job:
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
         sample = generate(self.model, group, prompt, num_bytes=config.train.sample_bytes, seed=config.train.seed)
         tokens = self.steps_timed * self.trainer.tokens_per_step
-        peak_memory, seconds = self._slowest()
+        peak_memory, seconds, any_eager = self._slowest()
         result = {
             "task": "train",
             "model": config.model.name,
@@ -178,7 +178,7 @@ class Job:
             "device": _device_name(group.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "moe_path": config.moe_path,
-            "cuda_graph": not self.trainer.why_eager,
+            "cuda_graph": not any_eager,
             "steps": max(self.first_step, config.train.steps),
             "heldout_nats_per_byte": loss,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
@@ -221,14 +221,15 @@ class Job:
                 f"train.lr={settings.lr} must be lower or train.warmup_steps={settings.warmup_steps} higher",
             )
 
-    def _slowest(self) -> tuple[int, float]:
-        """Peak memory in bytes and seconds of training, each the largest of all ranks (collective)."""
+    def _slowest(self) -> tuple[int, float, bool]:
+        """Peak memory in bytes, seconds of training, whether steps were not replayed; each of any rank (collective)."""
         peak = peak_memory_bytes(self.group.device, self.group.workspace.num_bytes)
-        largest = torch.tensor([peak, self.seconds], dtype=torch.float64, device=self.group.device)
+        mine = [peak, self.seconds, float(bool(self.trainer.why_eager))]
+        largest = torch.tensor(mine, dtype=torch.float64, device=self.group.device)
         if self.group.world_size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        peak, seconds = largest.tolist()
-        return int(peak), seconds
+        peak, seconds, any_eager = largest.tolist()
+        return int(peak), seconds, bool(any_eager)
 
 
 def activation_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -56,7 +56,7 @@ struct Memory {
 
     __device__ __forceinline__ char* behind() const { return begin + (draws + ITEM_SLOTS * DRAW_BYTES - stages); }
 
-    // By one thread: how many arrivals fill a stage, and how many free it. Nothing has been drawn.
+    // By one thread: how many arrivals fill a stage, and how many free it. Nothing has been told.
     __device__ __forceinline__ void init(u32 filling, u32 freeing) const {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full + 8 * stage, filling);

@@ -81,6 +81,24 @@ def test_what_cannot_be_captured_runs_as_it_stands(
         insisting.step(1)
 
 
+def test_a_graph_that_does_not_fit_the_memory_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: object) -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("the capture failed before")
+
+    monkeypatch.setattr("comet.graphs.capture", run_out)
+    monkeypatch.setattr("comet.graphs.device_obstacle", lambda device: "")
+    trainer = make_trainer("auto")
+    trainer.step(0)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.step(1)
+    assert caught.value.__notes__ == [
+        "a CUDA graph of training steps does not fit the memory; cuda_graph='off' needs less"
+    ]
+
+
 def test_collectives_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = graphs_on_cpu(monkeypatch)
     model, group = make_model(path="plain")

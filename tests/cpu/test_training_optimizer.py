@@ -12,6 +12,7 @@ from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, make_model
 from comet.models.gpt import next_token_loss
 from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
+from comet.training.loop import Trainer
 from comet.training.optimizer import global_norm, learning_rate, make_optimizer, sum_gradients
 
 
@@ -96,6 +97,33 @@ def test_the_norm_of_bfloat16_gradients_is_that_of_float32():
     norm = global_norm(model, group)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def clipped_norms(rank, world_size, grad_clip):
+    """Norms before clipping, and those of the gradients that AdamW took; data-parallel ranks hold all parameters."""
+    model, group = make_model()
+    config, taken = replace(TRAIN, grad_clip=grad_clip), []
+    optimizer = make_optimizer(model, config)
+
+    def note(*_):
+        squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
+        taken.append(torch.stack(squares).sum().sqrt().item())
+
+    optimizer.register_step_post_hook(note)
+    trainer = Trainer(model, optimizer, group, TEXT, config)
+    found = [trainer.step(step).grad_norm.item() for step in range(3)]
+    group.close()
+    assert optimizer.grad_scale is None
+    return found, taken
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_takes_clipped_means(world_size):
+    for norms, taken in run_ranks(clipped_norms, world_size, 1e-3):
+        assert min(norms) > 1e-2
+        assert taken == pytest.approx([1e-3] * 3, rel=1e-3)
+    for norms, taken in run_ranks(clipped_norms, world_size, 1e3):
+        assert taken == pytest.approx(norms, rel=1e-5)
 
 
 def test_what_the_sums_are_divided_by():
