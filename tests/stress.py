@@ -49,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             f"--layer{layer}",
             default="auto",
             choices=("auto", "cuda", "triton"),
-            help=f"layer {layer} and {gradients}, of any size, in CUDA C++ or in Triton, on GPUs (default: as they choose)",
+            help=f"layer {layer} and {gradients} of any size in CUDA C++ or Triton, on GPUs (default: as they choose)",
         )
     parser.add_argument("--family", type=int, help=f"cases for which kernels are compiled once ({FAMILY_HELP})")
     parser.add_argument(
