@@ -18,6 +18,7 @@ from comet.tuner.config import SweepConfig, TuneConfig
 
 MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
 TrainDtype = Literal["auto", "float32", "bfloat16"]
+MOST_WARMUP_STEPS = 60  # that nobody asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class TrainConfig:
         batch_size: Sequences per rank and step.
         lr: Learning rate after warm-up.
         min_lr_ratio: The cosine ends at ``min_lr_ratio * lr``.
-        warmup_steps: Steps of linear warm-up, below ``steps``.
+        warmup_steps: Steps of linear warm-up, below ``steps``; ``None`` is a tenth of them, but at most 60.
         weight_decay: AdamW decay of matrices; gains and biases are not decayed.
         grad_clip: Largest global gradient norm.
         seed: Of the weights and of the batches.
@@ -65,7 +66,7 @@ class TrainConfig:
     batch_size: int
     lr: float = 1e-3
     min_lr_ratio: float = 0.1
-    warmup_steps: int = 0
+    warmup_steps: int | None = 0
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     seed: int = 0
@@ -82,7 +83,7 @@ class TrainConfig:
         for name in ("eval_every", "checkpoint_every", "sample_bytes", "seed"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be at least 0")
         require(
-            0 <= self.warmup_steps < self.steps,
+            0 <= self.num_warmup_steps < self.steps,
             f"warmup_steps={self.warmup_steps} must be at least 0 and below steps={self.steps}",
         )
         require(self.lr > 0, f"lr={self.lr} must be positive")
@@ -91,6 +92,11 @@ class TrainConfig:
         require(self.grad_clip > 0, f"grad_clip={self.grad_clip} must be positive")
         _require_choice("dtype", self.dtype, get_args(TrainDtype))
         _require_choice("cuda_graph", self.cuda_graph, get_args(GraphMode))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of warm-up; of 5, 200 and 800 steps 0, 20 and 60, if ``warmup_steps`` does not say."""
+        return min(self.steps // 10, MOST_WARMUP_STEPS) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

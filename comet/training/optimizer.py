@@ -82,14 +82,15 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
     Args:
         step: Of this update, counted from 0.
-        config: Read for ``lr``, ``min_lr_ratio``, ``warmup_steps`` and ``steps``.
+        config: Read for ``lr``, ``min_lr_ratio``, the steps of warm-up and ``steps``.
 
     Returns:
         The learning rate of the step.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(config.steps - 1 - config.warmup_steps, 1)
+    warmup_steps = config.num_warmup_steps
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(config.steps - 1 - warmup_steps, 1)
     cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 

@@ -218,7 +218,7 @@ class Job:
             require(
                 all(map(math.isfinite, values)),
                 f"training diverged at step {step} (loss={values[0]}, gradient norm={values[1]}): "
-                f"train.lr={settings.lr} must be lower or train.warmup_steps={settings.warmup_steps} higher",
+                f"train.lr={settings.lr} must be lower or train.warmup_steps={settings.num_warmup_steps} higher",
             )
 
     def _slowest(self) -> tuple[int, float, bool]:

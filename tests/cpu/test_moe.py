@@ -303,14 +303,6 @@ def test_bad_inputs_are_named(x: torch.Tensor, message: str) -> None:
         MoE(config, local_group(config))(x)
 
 
-def test_unknown_path_and_capacity_where_it_cannot_work() -> None:
-    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, capacity_factor=1.0)
-    with pytest.raises(ValueError, match="path='fast' must be 'auto' or one of"):
-        MoE(config, local_group(config), path="fast")
-    with pytest.raises(ValueError, match=r"capacity_factor=1\.0 needs path 'fused' or 'twin'; 'plain' is dropless"):
-        MoE(config, local_group(config), path="plain")
-
-
 def test_more_phases_than_sources_are_named() -> None:
     with pytest.raises(AssertionError, match="num_phases=3 must be between 2 and 2 for world_size=2"):
         run_ranks(run_case, 2, LayerCase("ep2", 2, 1, (4, 4), num_phases=3), "twin")

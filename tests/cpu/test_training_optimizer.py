@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, make_model
 
+from comet.launch.config import compose
 from comet.models.gpt import next_token_loss
 from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
@@ -19,6 +20,14 @@ from comet.training.optimizer import global_norm, learning_rate, make_optimizer,
 def test_learning_rate_example_of_the_docstring():
     config = TrainConfig(steps=5, batch_size=1, lr=1.0, min_lr_ratio=0.5, warmup_steps=2)
     assert [learning_rate(step, config) for step in range(5)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+
+
+def test_warm_up_that_nobody_asked_for():
+    steps = [TrainConfig(steps=count, batch_size=1, warmup_steps=None).num_warmup_steps for count in (1, 5, 200, 800)]
+    assert steps == [0, 0, 20, 60]
+    config = TrainConfig(steps=20, batch_size=1, lr=1.0, warmup_steps=None)
+    assert [learning_rate(step, config) for step in range(3)] == [0.5, 1.0, 1.0]
+    assert compose(["train.steps=10"])["train"]["warmup_steps"] is None
 
 
 def test_learning_rate_of_one_step_and_beyond_the_end():
