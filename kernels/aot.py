@@ -254,7 +254,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m comet.kernels.aot",
+        prog="comet compile",
         description="Compile every shipped kernel configuration for sm_90 without a GPU and check its machine code.",
     )
     parser.add_argument(

@@ -228,7 +228,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             typed = text.partition("=")[2]
             return f"{name}={typed} must be a list: write {name}={'[' * missing}{typed}{']' * missing}"
     lines = [line for part in (error, error.__cause__) if part is not None for line in str(part).splitlines()]
-    return " ".join(line.strip() for line in lines if not line.strip().startswith(("full_key:", "object_type=")))
+    inside = ("full_key:", "object_type=", "reference_type=")  # of OmegaConf, and no help
+    return " ".join(line.strip() for line in lines if not line.strip().startswith(inside))
 
 
 def _list_depth(name: str) -> int:

@@ -48,8 +48,14 @@ def is_peer_error(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The message on one line, never empty."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message on one line, never empty; what the system adds to it, a number, is left out.
+
+    Example: ``FileNotFoundError(errno.ENOENT, "must be a folder", "nope")`` gives "must be a folder: 'nope'".
+    """
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f"{error.strerror}: {error.filename!r}"
+    return " ".join(text.split()) or type(error).__name__
 
 
 def say(message: str) -> None:

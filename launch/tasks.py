@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,5 +86,7 @@ TASKS: Mapping[str, Task] = {
 def find_task(name: str, tasks: Mapping[str, Task]) -> Task:
     """The task called ``name``; raises ``ValueError`` that lists the tasks when there is none."""
     if name not in tasks:
-        raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}")
+        close = difflib.get_close_matches(name, tasks, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}{hint}")
     return tasks[name]

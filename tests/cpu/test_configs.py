@@ -95,6 +95,7 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("parallell=ep2", r"did you mean parallel\?$"),
         ("train.steps=abc", r"train\.steps=abc.*'abc'.*Integer"),
         ("train.steps=1.5", r"train\.steps=1\.5.*Integer"),
+        ("train.lr=abc", r"train\.lr=abc .*could not be converted to Float$"),
         ("train=1", r"train=1"),
         ("model.moe=null", r"model\.moe=null"),
         ("foo", r"^override 'foo' must have the form name=value$"),

@@ -76,6 +76,7 @@ def test_dry_run_prints_settings_and_memory_and_starts_nothing(tmp_path, capfd, 
     ("words", "message"),
     [
         (["bake"], "task='bake' must be one of train, generate, tune, sweep, explain, compile"),
+        (["trian"], "task='trian' must be one of train, generate, tune, sweep, explain, compile; did you mean train?"),
         (["train", "--fast"], "unrecognized arguments: --fast"),
         (["train", "parallel.ep=3"], "num_experts=8 must be divisible by ep=3"),
         (["train", "model=foo"], "model='foo' must be one of "),
@@ -337,3 +338,5 @@ def test_kinds_of_errors():
     assert not is_peer_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert one_line(ValueError("two\n  lines")) == "two lines"
     assert one_line(MemoryError()) == "MemoryError"
+    assert one_line(FileNotFoundError(2, "must be a folder", "nope")) == "must be a folder: 'nope'"
+    assert one_line(OSError("no number")) == "no number"
