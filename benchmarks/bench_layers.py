@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from clock_loop import FIGURES as CLOCK_FIGURES
 from clock_loop import clock_rows
 from clocks import watch_command
@@ -45,12 +44,12 @@ from protocol import time_by_protocol
 from report import Row, cell, table_of
 from routing import ROUTINGS
 from shapes import model
-from start import run_and_leave, whole_numbers
+from start import run_and_leave, start_ranks, whole_numbers
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
 from comet.launch.cli import Parser
-from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import started_by_torchrun
 from comet.tuner.recovery import recover
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
@@ -99,6 +98,8 @@ def measure_point(
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports."""
+    if ranks.rank == 0:
+        arguments.out.mkdir(parents=True, exist_ok=True)
     watch = watch_command(ranks.device, speaks=ranks.rank == 0) if arguments.clocks else None
     facts = gather_facts(ranks)
     lacking = what_cuda_lacks(ranks) if arguments.compare else ""
@@ -220,14 +221,7 @@ def main(command_line: Sequence[str]) -> None:
     """One rank of the benchmark."""
     arguments, settings = parse(command_line)
     require(started_by_torchrun(), "start the benchmark with torchrun: it sets rank and world size")
-    context = current_context()
-    if arguments.device == "cpu":
-        context = replace(context, device=torch.device("cpu"))
-    wanted = settings.parallel.world_size
-    require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with process_group(context, open_store(context)):
-        run(arguments, settings, Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
+    start_ranks(settings.parallel, arguments.device, partial(run, arguments, settings))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accounting import layer_flops, link_bytes
 from facts import gather_facts
 from fp8 import deviation
@@ -58,12 +57,12 @@ from report import (
 )
 from routing import ROUTINGS
 from shapes import model
-from start import run_and_leave, whole_numbers
+from start import run_and_leave, start_ranks, whole_numbers
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.launch.cli import Parser
-from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import started_by_torchrun
 from comet.paths import SymmetricPath
 from comet.tuner.timing import Timing, Variant
 
@@ -193,6 +192,7 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     """Measure all points, model by model; rank 0 reports."""
     table = arguments.out / "bench_moe.csv"
     if ranks.rank == 0:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         for old, new in set_aside(arguments.out, "bench_moe"):
             tell(ranks, f"{old.name} of an earlier run is now {new.name}")
     start = time.perf_counter()
@@ -321,17 +321,7 @@ def main(command_line: Sequence[str]) -> None:
     """One rank of the benchmark."""
     arguments, settings = parse(command_line)
     require(started_by_torchrun(), "start the benchmark with torchrun: it sets rank and world size")
-    context = current_context()
-    if arguments.device == "cpu":
-        context = replace(context, device=torch.device("cpu"))
-    world_size = settings.parallel.world_size
-    require(
-        context.world_size == world_size,
-        f"nproc={context.world_size} must equal ep={settings.parallel.ep} x tp={settings.parallel.tp}",
-    )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with process_group(context, open_store(context)):
-        run(arguments, settings, Ranks(context.rank, context.device, dist.group.WORLD if world_size > 1 else None))
+    start_ranks(settings.parallel, arguments.device, partial(run, arguments, settings))
 
 
 if __name__ == "__main__":

@@ -14,26 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 from overlap import parse_overlap
 from points import Inputs, Ranks, Settings, make_inputs, open_layer
 from protocol import time_by_protocol
 from routing import ROUTINGS
 from shapes import model
-from start import run_and_leave
+from start import run_and_leave, start_ranks
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.kernels.recorder import DEFAULT_CAPACITY, Recorder
 from comet.launch.cli import Parser
-from comet.launch.distributed import current_context, open_store, process_group, started_by_torchrun
+from comet.launch.distributed import started_by_torchrun
 from comet.moe import MoE
 from comet.trace import Timeline, record, recording_to
 from comet.tuner.timing import capture, rank_barrier
@@ -84,6 +82,8 @@ def measure_overhead(moe: MoE, inputs: Inputs, capacity: int, rounds: int, ranks
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
     """Record one layer; rank 0 writes and prints."""
+    if ranks.device.type == "cpu":
+        require(triton.knobs.runtime.interpret, "device=cpu must be used with TRITON_INTERPRET=1: only kernels record")
     config = model(arguments.model)
     with open_layer(config, settings, ranks) as layer:
         if layer.moe is None:
@@ -148,15 +148,7 @@ def main(command_line: Sequence[str]) -> None:
     """One rank of the benchmark."""
     arguments, settings = parse(command_line)
     require(started_by_torchrun(), "start the benchmark with torchrun: it sets rank and world size")
-    context = current_context()
-    if arguments.device == "cpu":
-        context = replace(context, device=torch.device("cpu"))
-    if context.device.type == "cpu":
-        require(triton.knobs.runtime.interpret, "device=cpu must be used with TRITON_INTERPRET=1: only kernels record")
-    wanted = settings.parallel.world_size
-    require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
-    with process_group(context, open_store(context)):
-        run(arguments, settings, Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
+    start_ranks(settings.parallel, arguments.device, partial(run, arguments, settings))
 
 
 if __name__ == "__main__":

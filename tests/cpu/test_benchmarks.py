@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +22,8 @@ from ranks import run_ranks
 from report import append_csv, as_json, draw, figures, format_table
 from routing import make_routing
 from shapes import MODELS, model
-from start import whole_numbers
 
 from comet.config import MoEConfig
-from comet.launch.distributed import LaunchContext
 from comet.layout import ExpertLayout
 from comet.paths import SymmetricPath
 from comet.plain import plain_experts
@@ -303,36 +300,3 @@ def test_times_of_aborted_kernels_are_no_result(tmp_path: Path) -> None:
     assert not [name for name in first if name.endswith("_ms")]
     assert [(row["tokens"], row["routing"]) for row in others] == [(16, "uniform"), (8, "hot"), (8, "uniform")]
     assert all(row["failures"] == "" and row["comet_ms"] > 0 for row in others), "in a group without a fault"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("bench_moe.py", "--ep", "3"), "nproc=2 must equal ep=3 x tp=1"),
-        (("record_timeline.py", "--modelz", "x"), "unrecognized arguments: --modelz x"),
-        (("bench_decode.py", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
-        (("bench_generate.py", "--contexts", "0"), "contexts=[0] must each be at least 1"),
-    ],
-)
-def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:
-    script, *options = words
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / script), *options, "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
-    assert "ValueError" not in done.stderr
-    assert re.findall(r"rank +: 0 .*\n +exitcode +: (-?\d+) ", done.stderr) == ["2"]
-
-
-def test_whole_numbers_example() -> None:
-    assert whole_numbers("8,32") == [8, 32]
-    with pytest.raises(ValueError, match="argument --tokens: invalid whole_numbers value: 'abc'"):
-        parse(["--tokens", "abc"])
-
-
-def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    monkeypatch.setattr(bench_moe, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(bench_moe, "current_context", lambda: context)
-    with pytest.raises(ValueError, match="nproc=2 must equal ep=2 x tp=2"):
-        bench_moe.main([*TINY, "--tp", "2"])

@@ -1,0 +1,70 @@
+"""How every benchmark starts: its ranks, its words on the command line, and what a mistake on it becomes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import bench_layers
+import bench_moe
+import pytest
+import record_timeline
+import start
+import torch
+from points import Ranks
+from start import whole_numbers
+
+from comet.launch.distributed import LaunchContext
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("bench_moe.py", "--ep", "3"), "nproc=2 must equal ep x tp = 3"),
+        (("record_timeline.py", "--modelz", "x"), "unrecognized arguments: --modelz x"),
+        (("bench_decode.py", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
+        (("bench_generate.py", "--contexts", "0"), "contexts=[0] must each be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:
+    script, *options = words
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks" / script), *options, "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
+    assert "ValueError" not in done.stderr
+    assert re.findall(r"rank +: 0 .*\n +exitcode +: (-?\d+) ", done.stderr) == ["2"]
+
+
+def test_whole_numbers_example() -> None:
+    assert whole_numbers("8,32") == [8, 32]
+    with pytest.raises(ValueError, match="argument --tokens: invalid whole_numbers value: 'abc'"):
+        bench_moe.parse(["--tokens", "abc"])
+
+
+@pytest.mark.parametrize("benchmark", [bench_moe, bench_layers, record_timeline])
+def test_ranks_are_those_of_torchrun(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--ep", "2", "--tp", "2", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(benchmark, "started_by_torchrun", lambda: False)
+    with pytest.raises(ValueError, match="start the benchmark with torchrun: it sets rank and world size"):
+        benchmark.main(words)
+    context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
+    for module in (benchmark, start):
+        monkeypatch.setattr(module, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(start, "current_context", lambda: context)
+    with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 4"):
+        benchmark.main(words)
+    assert not (tmp_path / "out").exists(), "nothing was measured"
+
+
+def test_a_timeline_of_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_timeline.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(record_timeline, "open_layer", None)  # comes after the check
+    with pytest.raises(ValueError, match="device=cpu must be used with TRITON_INTERPRET=1: only kernels record"):
+        record_timeline.run(*record_timeline.parse([]), Ranks(0, CPU, None))
