@@ -44,7 +44,7 @@ from facts import gather_facts
 from points import Ranks, attempt
 from routing import ROUTINGS
 from shapes import MODELS
-from start import run_and_leave, start_ranks, whole_numbers
+from start import run_and_leave, start_ranks, whole_numbers, words
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
@@ -159,11 +159,10 @@ def read_roof_tbs(ranks: Ranks) -> float:
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for what does not exist or does not go together."""
-    names = lambda text: tuple(text.split(","))  # noqa: E731
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names, default=("qwen3_30b_a3b",), help=", ".join(SHAPES))
+    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help=", ".join(SHAPES))
     parser.add_argument(
-        "--weights", type=names, default=("bf16",), help=", ".join(WEIGHTS) + "; bf16 is float32 on a CPU"
+        "--weights", type=words, default=("bf16",), help=", ".join(WEIGHTS) + "; bf16 is float32 on a CPU"
     )
     parser.add_argument(
         "--tokens",
@@ -176,7 +175,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
     parser.add_argument(
         "--variants",
-        type=names,
+        type=words,
         default=None,
         help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all of them by default",
     )

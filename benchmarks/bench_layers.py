@@ -44,7 +44,7 @@ from protocol import time_by_protocol
 from report import Row, cell, table_of
 from routing import ROUTINGS
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers
+from start import run_and_leave, start_ranks, whole_numbers, words
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
@@ -183,9 +183,8 @@ def default_grid() -> list[OverlapConfig]:
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
-    names = lambda text: tuple(text.split(","))  # noqa: E731
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names, default=("mixtral_8x7b",), help="comma-separated names of shapes.py")
+    parser.add_argument("--models", type=words, default=("mixtral_8x7b",), help="comma-separated names of shapes.py")
     parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="tokens per rank, comma-separated")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)

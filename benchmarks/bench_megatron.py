@@ -22,7 +22,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from points import Ranks, attempt, relative_error
 from protocol import time_by_protocol
 from report import Row, cell, table_of
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers
+from start import run_and_leave, start_ranks, whole_numbers, words
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, ParallelConfig, require
@@ -116,9 +116,8 @@ def tell(ranks: Ranks, line: str) -> None:
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small."""
-    names: Callable[[str], tuple[str, ...]] = lambda text: tuple(text.split(","))  # noqa: E731
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names, default=("qwen3_30b_a3b",), help="comma-separated names of shapes.py")
+    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help="comma-separated names of shapes.py")
     parser.add_argument("--tokens", type=whole_numbers, default=[4096], help="tokens per rank, comma-separated")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10, help="counted calls of each variant")

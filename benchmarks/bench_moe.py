@@ -57,7 +57,7 @@ from report import (
 )
 from routing import ROUTINGS
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers
+from start import run_and_leave, start_ranks, whole_numbers, words
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -277,20 +277,19 @@ def tell(ranks: Ranks, line: str) -> None:
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or variant."""
-    names = lambda text: tuple(text.split(","))  # noqa: E731
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names, default=("mixtral_8x7b",), help="comma-separated names of shapes.py")
+    parser.add_argument("--models", type=words, default=("mixtral_8x7b",), help="comma-separated names of shapes.py")
     parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="tokens per rank, comma-separated")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument(
-        "--routing", type=names, default=("uniform",), help=f"comma-separated, of {', '.join(ROUTINGS)}"
+        "--routing", type=words, default=("uniform",), help=f"comma-separated, of {', '.join(ROUTINGS)}"
     )
     parser.add_argument("--backward", action="store_true", help="forward + backward")
     parser.add_argument("--path", default="auto", help="path of Comet's layer: auto, fused, twin, plain, reference")
     parser.add_argument("--overlap", default="", help="settings of Comet, such as comm_blocks=16,num_panels=4")
     known = (*VARIANTS, *FP8_VARIANTS)
-    parser.add_argument("--variants", type=names, default=VARIANTS, help=",".join(known))
+    parser.add_argument("--variants", type=words, default=VARIANTS, help=",".join(known))
     parser.add_argument("--rounds", type=int, default=20, help="counted calls of each variant")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument(

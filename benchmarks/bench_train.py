@@ -41,7 +41,7 @@ from points import Ranks, attempt
 from protocol import time_by_protocol
 from report import Row, cell, set_aside, table_of
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers
+from start import run_and_leave, start_ranks, whole_numbers, words
 from train_models import VARIANTS, FirstSteps, SwitchedModel, model_config
 
 from comet.config import ParallelConfig, require
@@ -196,16 +196,15 @@ def format_table(rows: Sequence[Row]) -> str:
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown name or a number that does not fit."""
-    names = lambda text: tuple(text.split(","))  # noqa: E731
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names, default=("qwen3_30b_a3b",), help="comma-separated names of shapes.py")
+    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help="comma-separated names of shapes.py")
     parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="per rank and step, comma-separated")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--layers", type=int, default=2, help="blocks of the model, each with a MoE layer")
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--path", default="auto", help="path of Comet's layers: auto, fused, twin, plain, reference")
-    parser.add_argument("--variants", type=names, default=VARIANTS, help=",".join(VARIANTS))
+    parser.add_argument("--variants", type=words, default=VARIANTS, help=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=10, help="counted steps of each variant")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument(

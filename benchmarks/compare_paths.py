@@ -22,6 +22,7 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 from curves import Curve, Verdict, as_record, draw, early_tolerance, format_table, judge, pairwise, write_csv
+from start import words
 from torch import Tensor
 from tqdm import tqdm
 
@@ -152,7 +153,9 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown, repeated or lonely path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = get_args(MoEPath)
-    parser.add_argument("--paths", default="fused,plain,reference", help=f"two or more of {','.join(known)}")
+    parser.add_argument(
+        "--paths", type=words, default=("fused", "plain", "reference"), help=f"two or more of {','.join(known)}"
+    )
     sizes = {"steps": 60, "ep": 1, "tp": 1, "hidden": 256, "layers": 4, "experts": 16, "top-k": 4, "ffn": 256}
     for name, value in (sizes | {"context": 256, "batch": 16, "seed": 0}).items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
@@ -164,7 +167,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wrong-seed", metavar="PATH", help="the path that is to differ")
     parser.add_argument("--out", type=Path, default=Path("outputs/compare_paths"))
     arguments = parser.parse_args(command_line)
-    arguments.paths = tuple(arguments.paths.split(","))
     for path in arguments.paths:
         require(path in known, f"paths={path!r} must be one of {', '.join(known)}")
     different = len(set(arguments.paths)) == len(arguments.paths) >= 2

@@ -26,6 +26,11 @@ from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
 SPEAKER_S = 20.0  # rank 0 may still be importing what this rank has
 
 
+def words(text: str) -> tuple[str, ...]:
+    """``comet,plain`` of a command line as ``("comet", "plain")``."""
+    return tuple(text.split(","))
+
+
 def whole_numbers(text: str) -> list[int]:
     """``8,32`` of a command line as ``[8, 32]``."""
     return [int(number) for number in text.split(",")]

@@ -15,7 +15,7 @@ import record_timeline
 import start
 import torch
 from points import Ranks
-from start import whole_numbers
+from start import whole_numbers, words
 
 from comet.launch.distributed import LaunchContext
 
@@ -40,6 +40,11 @@ def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -
     assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
     assert "ValueError" not in done.stderr
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (-?\d+) ", done.stderr) == ["2"]
+
+
+def test_words_example() -> None:
+    assert words("comet,plain") == ("comet", "plain")
+    assert words("comet") == ("comet",)
 
 
 def test_whole_numbers_example() -> None:
