@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -44,7 +43,7 @@ from facts import gather_facts
 from points import Ranks, attempt
 from routing import ROUTINGS
 from shapes import MODELS
-from start import run_and_leave, start_ranks, whole_numbers, words
+from start import run_and_leave, start_ranks, tell, whole_numbers, words
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
@@ -90,8 +89,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
             rows.append(row)
             if ranks.rank == 0:
                 line = write_results(arguments.out, rows, facts)
-                point = f"{row['model']} {row['weights']} {row['tokens']}"
-                print(f"{point}: done after {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            point = f"{row['model']} {row['weights']} {row['tokens']}"
+            tell(ranks, f"{point}: done after {time.monotonic() - start:.0f} s")
     finally:
         if rows and ranks.rank == 0:
             print(format_table(rows), flush=True)

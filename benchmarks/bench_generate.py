@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ from generate_paths import COMET, Paths, StepPath, Stepwise
 from generate_report import Row, draw, format_table, path_rows, write
 from points import Ranks, attempt
 from shapes import MODELS
-from start import run_and_leave, start_ranks, whole_numbers
+from start import run_and_leave, start_ranks, tell, whole_numbers
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -194,7 +193,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         gc.collect()  # graphs keep their memory
         if ranks.rank == 0:
             line = write(arguments.out, rows, facts)
-            print(f"context {context}: done", file=sys.stderr, flush=True)
+        tell(ranks, f"context {context}: done")
     if ranks.rank == 0:
         draw(arguments.out / "bench_generate.png", rows)
         print(format_table(rows))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,14 +36,14 @@ from layer_compare import TABLE as COMPARED_TABLE
 from layer_compare import compared_launches, compared_rows, what_cuda_lacks
 from layer_launches import checked_launches, timed_variants
 from layer_points import Point, open_point, try_launch
-from layer_report import KEYS, TABLE_KEYS, append_csv, format_table, make_rows, summary
+from layer_report import COLUMNS, KEYS, TABLE_KEYS, format_table, make_rows, summary
 from overlap import parse_overlap
 from points import Ranks, Settings, attempt, open_layer
 from protocol import time_by_protocol
-from report import Row, cell, table_of
+from report import Row, append_csv, cell, table_of
 from routing import ROUTINGS
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers, words
+from start import run_and_leave, start_ranks, tell, whole_numbers, words
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
@@ -103,8 +102,8 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     watch = watch_command(ranks.device, speaks=ranks.rank == 0) if arguments.clocks else None
     facts = gather_facts(ranks)
     lacking = what_cuda_lacks(ranks) if arguments.compare else ""
-    if lacking and ranks.rank == 0:
-        print(f"--compare: no kernels in CUDA C++ to compare with: {lacking}", file=sys.stderr, flush=True)
+    if lacking:
+        tell(ranks, f"--compare: no kernels in CUDA C++ to compare with: {lacking}")
     compare = arguments.compare and not lacking
     all_measured = Measured([], [], [])
     for name in arguments.models:
@@ -115,12 +114,12 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
             for rows, more in zip(all_measured, new, strict=True):
                 rows.extend(more)
             if ranks.rank == 0:
-                append_csv(arguments.out / "bench_layers.csv", new.splits)
+                append_csv(arguments.out / "bench_layers.csv", new.splits, COLUMNS)
                 if compare:
                     append_csv(arguments.out / "bench_layers_compare.csv", new.compared, COMPARED_COLUMNS)
                 if watch is not None:
                     append_csv(arguments.out / "bench_layers_clocks.csv", new.clocks, CLOCK_COLUMNS)
-                print(f"{name} {num_tokens}: done", file=sys.stderr, flush=True)
+            tell(ranks, f"{name} {num_tokens}: done")
         gc.collect()
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from points import Ranks, attempt, relative_error
 from protocol import time_by_protocol
 from report import Row, cell, table_of
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers, words
+from start import run_and_leave, start_ranks, tell, whole_numbers, words
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, ParallelConfig, require
@@ -106,12 +105,6 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         line = json.dumps(facts | {"rows": rows})
         (arguments.out / "bench_megatron.json").write_text(line + "\n")
         print(table_of(rows, COLUMNS, cell), line, sep="\n", flush=True)
-
-
-def tell(ranks: Ranks, line: str) -> None:
-    """One line of progress, by rank 0."""
-    if ranks.rank == 0:
-        print(line, file=sys.stderr, flush=True)
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +43,7 @@ from points import (
 )
 from protocol import time_by_protocol
 from report import (
+    COLUMNS,
     FP8_VARIANTS,
     VARIANTS,
     Row,
@@ -57,7 +57,7 @@ from report import (
 )
 from routing import ROUTINGS
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers, words
+from start import run_and_leave, start_ranks, tell, whole_numbers, words
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -203,7 +203,7 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
         for row in measure_model(name, arguments, settings, ranks, facts["link_roof_gbs"]):
             rows.append({"model": name} | row)
             if ranks.rank == 0:
-                append_csv(table, rows[-1])
+                append_csv(table, [rows[-1]], COLUMNS)
             tell(ranks, progress(rows[-1]))
     if ranks.rank == 0:
         line = as_json(rows, facts)
@@ -267,12 +267,6 @@ def progress(row: Row) -> str:
     timed = f", {row['timed_seconds']:.1f} s of it timed rounds" if "timed_seconds" in row else ""
     failures = f"; {row['failures']}" if row["failures"] else ""
     return f"{row['model']} {row['tokens']} {row['routing']}: done in {row['seconds']:.1f} s{timed}{failures}"
-
-
-def tell(ranks: Ranks, line: str) -> None:
-    """One line of progress, by rank 0."""
-    if ranks.rank == 0:
-        print(line, file=sys.stderr, flush=True)
 
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:

@@ -25,7 +25,6 @@ import argparse
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -36,12 +35,11 @@ from pathlib import Path
 import torch
 from accounting import geometric_mean
 from facts import gather_facts
-from layer_report import append_csv
 from points import Ranks, attempt
 from protocol import time_by_protocol
-from report import Row, cell, set_aside, table_of
+from report import Row, append_csv, cell, set_aside, table_of
 from shapes import model
-from start import run_and_leave, start_ranks, whole_numbers, words
+from start import run_and_leave, start_ranks, tell, whole_numbers, words
 from train_models import VARIANTS, FirstSteps, SwitchedModel, model_config
 
 from comet.config import ParallelConfig, require
@@ -174,8 +172,8 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         rows.append(row)
         if ranks.rank == 0:
             append_csv(arguments.out / "bench_train.csv", [row], COLUMNS)
-            done = f"{row['model']} {row['tokens']}: done in {row['seconds']:.1f} s"
-            print("; ".join(filter(None, (done, row["failures"]))), file=sys.stderr, flush=True)
+        done = f"{row['model']} {row['tokens']}: done in {row['seconds']:.1f} s"
+        tell(ranks, "; ".join(filter(None, (done, row["failures"]))))
     if ranks.rank == 0:
         line = json.dumps(facts | summary(rows) | {"rows": rows})
         (arguments.out / "bench_train.json").write_text(line + "\n")

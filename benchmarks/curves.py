@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import align
 
 EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32 = 20, 0.25, 2 * 4.5e-5
 WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.01
@@ -135,8 +136,7 @@ def format_table(curves: Mapping[str, Curve], verdicts: Mapping[str, Verdict]) -
                 "yes" if verdict.within_tolerance else "NO",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(align(lines))
 
 
 def write_csv(path: Path, curves: Mapping[str, Curve]) -> None:

@@ -1,11 +1,9 @@
-"""From the times of one point to what a person reads: a row per split, a CSV, a table and the best splits."""
+"""From the times of one point to what a person reads: a row per split, a table and the best splits."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from accounting import geometric_mean
@@ -81,16 +79,6 @@ def make_rows(splits: Iterable[Split], timings: Mapping[str, Timing], failures: 
     if complete:
         min(complete, key=lambda row: row["layer0_ms"] + row["layer1_ms"])["best"] = "*"
     return rows
-
-
-def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
-    """Add rows now, so that an interruption loses nothing; the first ones write the header."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def format_table(rows: Sequence[Row], columns: Sequence[str] = TABLE) -> str:

@@ -134,14 +134,17 @@ def align(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def append_csv(path: Path, row: Row) -> None:
-    """Add one row now, so that an interruption loses nothing; the first one writes the header."""
+def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Add rows now, so that an interruption loses nothing; the first ones write the header.
+
+    Example: ``{"model": "tiny", "quantiles": {}}`` with columns ``("model", "tokens")`` is the line ``tiny,``.
+    """
     is_new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
         if is_new:
             writer.writeheader()
-        writer.writerow({name: row.get(name) for name in COLUMNS})
+        writer.writerows(rows)
 
 
 def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:

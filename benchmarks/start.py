@@ -1,4 +1,7 @@
-"""How a benchmark starts, by itself or as one rank of torchrun, and how it ends: mistakes are one line and status 2."""
+"""How a benchmark starts, by itself or as one rank of torchrun, what it says, and how it ends.
+
+Mistakes are one line and status 2.
+"""
 
 from __future__ import annotations
 
@@ -78,3 +81,9 @@ def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], No
     require(context.world_size == wanted, f"nproc={context.world_size} must equal ep x tp = {wanted}")
     with process_group(context, open_store(context)):
         run(Ranks(context.rank, context.device, dist.group.WORLD if wanted > 1 else None))
+
+
+def tell(ranks: Ranks, line: str) -> None:
+    """One line of progress, by rank 0."""
+    if ranks.rank == 0:
+        print(line, file=sys.stderr, flush=True)

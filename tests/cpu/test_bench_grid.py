@@ -18,7 +18,7 @@ from bench_moe import checked_variants, parse, progress
 from graphs import Graph, record
 from points import Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer
 from recorded_layers import LaterExperts, record_on_cpu
-from report import append_csv, as_json, draw, format_summary, format_table, set_aside, summary
+from report import COLUMNS, append_csv, as_json, draw, format_summary, format_table, set_aside, summary
 from shapes import model
 from torch import Tensor
 
@@ -213,7 +213,7 @@ def test_files_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
         assert moved == [(f"bench_moe{suffix}", f"bench_moe.{run}{suffix}") for suffix in (".csv", ".json")]
     assert (tmp_path / "bench_moe.1.csv").read_text() == "1.csv"
     assert (tmp_path / "bench_moe.2.json").read_text() == "2.json"
-    append_csv(tmp_path / "bench_moe.csv", row_of("a", 8, "zipf", 1.5))
+    append_csv(tmp_path / "bench_moe.csv", [row_of("a", 8, "zipf", 1.5)], COLUMNS)
     with (tmp_path / "bench_moe.csv").open() as file:
         assert [row["model"] for row in csv.DictReader(file)] == ["a"]
     (tmp_path / "bench_moe.1.csv").unlink()

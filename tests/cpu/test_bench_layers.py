@@ -16,10 +16,11 @@ import torch.distributed as dist
 from bench_layers import default_grid, measure_point, parse
 from layer_launches import checked_launches
 from layer_points import Split, open_point
-from layer_report import COLUMNS, append_csv, format_table, make_rows, overlap_figures, summary
+from layer_report import COLUMNS, format_table, make_rows, overlap_figures, summary
 from overlap import parse_overlap
 from points import Ranks, Settings, open_layer
 from ranks import run_ranks
+from report import append_csv
 
 from comet import twin
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -135,7 +136,7 @@ def test_reports_survive_missing_figures(tmp_path: Path) -> None:
     assert "point: no" in table[3]
     assert "plan_ms" not in table[0]
     for _ in range(2):
-        append_csv(tmp_path / "rows.csv", rows)
+        append_csv(tmp_path / "rows.csv", rows, COLUMNS)
     with (tmp_path / "rows.csv").open() as file:
         read = list(csv.DictReader(file))
     assert len(read) == 6

@@ -15,7 +15,7 @@ import record_timeline
 import start
 import torch
 from points import Ranks
-from start import whole_numbers, words
+from start import tell, whole_numbers, words
 
 from comet.launch.distributed import LaunchContext
 
@@ -51,6 +51,12 @@ def test_whole_numbers_example() -> None:
     assert whole_numbers("8,32") == [8, 32]
     with pytest.raises(ValueError, match="argument --tokens: invalid whole_numbers value: 'abc'"):
         bench_moe.parse(["--tokens", "abc"])
+
+
+def test_rank_0_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (1, 0):
+        tell(Ranks(rank, CPU, None), f"rank {rank}: done")
+    assert capsys.readouterr() == ("", "rank 0: done\n")
 
 
 @pytest.mark.parametrize("benchmark", [bench_moe, bench_layers, record_timeline])

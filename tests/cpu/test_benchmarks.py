@@ -19,7 +19,7 @@ from bench_moe import parse
 from gemms import gemm_variants, split_evenly, tile_table
 from points import Ranks, attempt, relative_error
 from ranks import run_ranks
-from report import append_csv, as_json, draw, figures, format_table
+from report import COLUMNS, append_csv, as_json, draw, figures, format_table
 from routing import make_routing
 from shapes import MODELS, model
 
@@ -164,11 +164,17 @@ def test_figures_example() -> None:
     assert set(figures({}, 1, 1, None).values()) == {None}
 
 
+def test_append_csv_example(tmp_path: Path) -> None:
+    for _ in range(2):
+        append_csv(tmp_path / "rows.csv", [{"model": "tiny", "quantiles": {}}], ("model", "tokens"))
+    assert (tmp_path / "rows.csv").read_text().splitlines() == ["model,tokens", "tiny,", "tiny,"]
+
+
 def test_report_survives_what_failed(tmp_path: Path) -> None:
     good = {"model": "tiny", "tokens": 8, "plain_ms": 2.0, "comet_ms": 1.0, "x_plain": 2.0, "gemm_torch_ms": 0.5}
     bad = {"model": "tiny", "tokens": 9, "failures": "point: RuntimeError: out of memory, really"}
     for row in (good, bad):
-        append_csv(tmp_path / "rows.csv", row)
+        append_csv(tmp_path / "rows.csv", [row], COLUMNS)
     with (tmp_path / "rows.csv").open() as file:
         read = list(csv.DictReader(file))
     assert [row["tokens"] for row in read] == ["8", "9"]

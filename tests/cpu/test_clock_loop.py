@@ -25,7 +25,7 @@ from decode_team import Team
 from layer_points import Split, open_point
 from points import Ranks, Settings, attempt, open_layer
 from ranks import run_ranks
-from report import cell, table_of
+from report import append_csv, cell, table_of
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
@@ -210,7 +210,7 @@ def test_every_launch_of_a_layer_has_its_clocks(tmp_path: Path) -> None:
 def test_the_layers_report_has_a_table_a_csv_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"model": "tiny", "tokens": 64, "ep": 1, "tp": 1, "routing": "uniform"}
     clocks = [keys | {"launch": "gemm0", "ms": 1.25, "repeated_ms": 1.5, "failures": ""} | SAMPLED]
-    bench_layers.append_csv(tmp_path / "clocks.csv", clocks, bench_layers.CLOCK_COLUMNS)
+    append_csv(tmp_path / "clocks.csv", clocks, bench_layers.CLOCK_COLUMNS)
     (read,) = csv.DictReader((tmp_path / "clocks.csv").open())
     assert (read["launch"], read["sm_mhz"], read["limits"]) == ("gemm0", "1410", "software power cap")
     bench_layers.report(bench_layers.Measured([keys], [], clocks), {}, tmp_path)

@@ -22,9 +22,9 @@ from bench_layers import Measured, measure_point, report
 from compare_cases import CPU, HalfRanks, cuda_stood_in_for, opened, same
 from layer_compare import COLUMNS, LAYER0, LAYER1, compared_launches, compared_row, rows_of_experts, what_cuda_lacks
 from layer_points import Point, Split
-from layer_report import append_csv
 from points import Ranks
 from ranks import run_ranks
+from report import append_csv
 from torch import Tensor
 
 import comet.fused
