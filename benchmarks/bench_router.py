@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from report import align
+from points import Ranks
+from report import Row, align
 from shapes import model
+from start import run_and_leave, start_ranks, whole_numbers, words
 from torch import Tensor
 
 from comet import router_kernels
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig, require
+from comet.launch.cli import Parser
 from comet.router import Router, compute_logits, score_logits, select_experts, watch_finite, weigh_experts
 from comet.router_losses import RouterStats, measure_routing
 from comet.tuner.timing import Variant, capture, rank_barrier, time_interleaved
@@ -65,9 +68,8 @@ def train(logits: Tensor, select: Select, measure: Measure) -> Tensor:
     return grad
 
 
-def variants_of(config: MoEConfig, num_tokens: int) -> dict[str, Variant]:
+def variants_of(config: MoEConfig, num_tokens: int, device: torch.device) -> dict[str, Variant]:
     """Name to what is timed, of the number of an input set."""
-    device = torch.device("cuda")
     router, seen = Router(config, device=device), torch.zeros((), device=device)
     tokens = [torch.randn(num_tokens, config.hidden_size, device=device).bfloat16() for _ in range(ROTATE)]
     logits = [compute_logits(each, router.weight) for each in tokens]
@@ -104,30 +106,45 @@ def variants_of(config: MoEConfig, num_tokens: int) -> dict[str, Variant]:
     }
 
 
+def measure_point(name: str, num_tokens: int, rounds: int, device: torch.device) -> Row:
+    """Median microseconds of all variants."""
+    variants = variants_of(config_of(name), num_tokens, device)
+    timed = {key: capture(variant, rotate=ROTATE) for key, variant in variants.items()}
+    timings = time_interleaved(timed, rounds=rounds, barrier=rank_barrier(device, None), rotate=ROTATE, device=device)
+    microseconds = {key: round(timing.median_ms * 1e3, 1) for key, timing in timings.items()}
+    return {"model": name, "tokens": num_tokens} | microseconds
+
+
 @torch.no_grad()
-def main(argv: list[str] | None = None) -> int:
-    """Time the models and sizes of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mixtral_8x7b,qwen3_30b_a3b,deepseek_v3")
-    parser.add_argument("--tokens", default="1,64,2048,8192")
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
-    device, rows = torch.device("cuda"), []
-    for name in options.models.split(","):
-        for num_tokens in map(int, options.tokens.split(",")):
-            variants = variants_of(config_of(name), num_tokens)
-            timed = {key: capture(variant, rotate=ROTATE) for key, variant in variants.items()}
-            timings = time_interleaved(
-                timed, rounds=options.rounds, barrier=rank_barrier(device, None), rotate=ROTATE, device=device
-            )
-            microseconds = {key: round(timing.median_ms * 1e3, 1) for key, timing in timings.items()}
-            rows.append({"model": name, "tokens": num_tokens} | microseconds)
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure all points and print them."""
+    points = product(arguments.models, arguments.tokens)
+    rows = [measure_point(name, num_tokens, arguments.rounds, ranks.device) for name, num_tokens in points]
     print("\n".join(align([list(rows[0]), *([str(value) for value in row.values()] for row in rows)])))
-    print(json.dumps({"task": "bench_router", "device": torch.cuda.get_device_name(), "rows": rows}))
-    return 0
+    print(json.dumps({"task": "bench_router", "device": torch.cuda.get_device_name(ranks.device), "rows": rows}))
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3")
+    parser.add_argument("--models", type=words, default=models, help="comma-separated names of shapes.py")
+    parser.add_argument("--tokens", type=whole_numbers, default=[1, 64, 2048, 8192], help="comma-separated")
+    parser.add_argument("--rounds", type=int, default=20, help="counted calls of each variant")
+    arguments = parser.parse_args(command_line)
+    for name in arguments.models:
+        model(name)
+    require(min(arguments.tokens) >= 1, f"tokens={arguments.tokens} must each be at least 1")
+    require(arguments.rounds >= 1, f"rounds={arguments.rounds} must be at least 1")
+    return arguments
+
+
+def main(command_line: Sequence[str]) -> None:
+    """The whole benchmark, which has one rank."""
+    arguments = parse(command_line)
+    require(torch.cuda.is_available(), "the router's benchmark needs a GPU")
+    start_ranks(ParallelConfig(), "auto", partial(run, arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)
