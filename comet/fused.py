@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-from comet.config import require
 from comet.copy_engine import start_copies
 from comet.fused_arguments import (
     combine_config,
@@ -44,15 +43,6 @@ from comet.plan import Plan
 from comet.quantize import FP8, FP8_BLOCK
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ``ValueError`` unless kernels run on a device: compiled, or under Triton's interpreter."""
-    require(
-        device.type == "cuda" or triton.knobs.runtime.interpret,
-        f"path='fused' needs a CUDA GPU, not the device {device.type!r}: 'auto' and 'twin' do not "
-        "(to check the kernels, set TRITON_INTERPRET=1)",
-    )
 
 
 def layer0(

@@ -264,8 +264,6 @@ def make_path(
             name = "plain"
     known = get_args(Path)
     require(name in known, f"path={name!r} must be 'auto' or one of {known}")
-    if name == "fused":
-        importlib.import_module("comet.fused").check_device(group.device)
     if name in ("fused", "twin"):
         return SymmetricPath(config, group, overlap, use_kernels=name == "fused")
     require(

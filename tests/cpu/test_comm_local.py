@@ -123,9 +123,14 @@ def test_symm_mem_says_what_to_use_where_gpus_cannot_map_each_other(monkeypatch:
 
     monkeypatch.setattr(symm_mem.torch_symm_mem, "rendezvous", rendezvous)
     rank = object.__new__(symm_mem.SymmMemCommunicator)
-    rank.device, rank._group = torch.device("cuda", 1), SimpleNamespace(group_name="moe")
+    rank.device, rank._group, rank._shared = torch.device("cuda", 1), SimpleNamespace(group_name="moe"), ""
     with pytest.raises(
         UnavailableError, match=r"cuda:1 cannot map .*peer access is not supported.*use backend='nvshmem'"
+    ):
+        rank._exchange(torch.zeros(8))
+    rank._shared = "ranks 0 and 1 share one GPU"
+    with pytest.raises(
+        ValueError, match=r"needs one GPU per rank, but ranks 0 and 1 share one GPU \(peer access is not"
     ):
         rank._exchange(torch.zeros(8))
 
