@@ -6,7 +6,6 @@ mistake of the user is a ``ValueError`` of one line.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from importlib.resources import files
@@ -24,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
 from comet.launch.schema import build, schema_of
+from comet.launch.tasks import did_you_mean
 from comet.training.config import JobConfig
 
 CPU_RANKS = 2
@@ -220,8 +220,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if name in groups and isinstance(value, str) and value not in groups[name]:
             return f"{name}={value!r} must be one of {', '.join(groups[name])}"
         if name not in known and name not in groups:
-            close = difflib.get_close_matches(name, [*known, *groups], n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, [*known, *groups])
             return f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}"
         missing = _list_depth(name) - _depth_of(value)
         if missing > 0 and value is not None:

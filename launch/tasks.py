@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,14 @@ TASKS: Mapping[str, Task] = {
 }
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a wrong name: "; did you mean train?" of ``trian``; empty where none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def find_task(name: str, tasks: Mapping[str, Task]) -> Task:
     """The task called ``name``; raises ``ValueError`` that lists the tasks when there is none."""
     if name not in tasks:
-        close = difflib.get_close_matches(name, tasks, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}{hint}")
+        raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}{did_you_mean(name, tasks)}")
     return tasks[name]

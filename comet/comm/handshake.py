@@ -85,3 +85,8 @@ def who_shares(group: ProcessGroup, device: torch.device) -> str:
         if first != rank:
             return f"ranks {first} and {rank} share one GPU"
     return ""
+
+
+def refusal(device: torch.device, backend: str, shared: str) -> str:
+    """What to say where a backend cannot serve ranks that share a GPU, as ``who_shares`` found."""
+    return f"device={device}: backend={backend!r} needs one GPU per rank, but {shared}"

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.device_barrier import DeviceBarrier
-from comet.comm.handshake import check_size, gather, who_shares
+from comet.comm.handshake import check_size, gather, refusal, who_shares
 from comet.comm.lifecycle import CommunicatorBase
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -52,7 +52,7 @@ class NvshmemCommunicator(CommunicatorBase):
         self._pools: list[Tensor] = []
         with torch.cuda.device(device):
             shared = who_shares(group, device)
-            require(not shared, f"device={device}: backend='nvshmem' needs one GPU per rank, but {shared}")
+            require(not shared, refusal(device, "nvshmem", shared))
             self._start()
         self._device_barrier = self._make_barrier()
         self._leaving = self._make_barrier()

@@ -14,7 +14,7 @@ from torch.distributed import _symmetric_memory as torch_symm_mem
 
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.device_barrier import DeviceBarrier
-from comet.comm.handshake import check_one_host, check_size, gather, who_shares
+from comet.comm.handshake import check_one_host, check_size, gather, refusal, who_shares
 from comet.comm.lifecycle import CommunicatorBase
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -88,8 +88,7 @@ class SymmMemCommunicator(CommunicatorBase):
         try:
             handle = torch_symm_mem.rendezvous(local, self._group.group_name)
         except RuntimeError as failure:
-            shared = f"backend='symm_mem' needs one GPU per rank, but {self._shared} ({failure})"
-            require(not self._shared, f"device={self.device}: {shared}")
+            require(not self._shared, f"{refusal(self.device, 'symm_mem', self._shared)} ({failure})")
             raise UnavailableError(
                 f"{self.device} cannot map the memory of its peers ({failure}); {INSTEAD}"
             ) from failure

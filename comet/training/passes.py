@@ -54,7 +54,7 @@ class Passes:
         """
         if self._batch.shape != batch.shape:
             assert self._batch.numel() == 0, f"batches of {self._batch.shape} and {batch.shape}: a graph has one shape"
-            self._batch = batch.clone()
+            self._batch = torch.empty_like(batch)
         self._batch.copy_(batch)
         loss, expert_load, gradients = self._replayed()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
