@@ -8,9 +8,10 @@ with the gradient that reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +71,9 @@ def run_layers(
     """Layer 0, then layer 1: ``(T, D)`` and, with ``save_pre``, gate | up ``(Q, 2F)`` of all routed rows."""
     ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
     hidden, pre = ops.layer0(x, w1, plan, workspace, settings, save_pre=save_pre)
-    return ops.layer1(hidden, w2, plan, workspace, settings), pre
+    output = ops.layer1(hidden, w2, plan, workspace, settings)
+    workspace.comm.in_flight = False
+    return output, pre
 
 
 def fp8_experts(x: Tensor, w1: FP8, w2: FP8, plan: Plan, pieces: Pieces) -> Tensor:
@@ -88,6 +91,7 @@ def fp8_experts(x: Tensor, w1: FP8, w2: FP8, plan: Plan, pieces: Pieces) -> Tens
     """
     ops, arguments = pieces.ops, (plan, pieces.workspace, pieces.settings)
     output: Tensor = ops.layer1_fp8(ops.layer0_fp8(x.contiguous(), w1, *arguments), w2, *arguments)
+    pieces.workspace.comm.in_flight = False
     return output
 
 
@@ -99,18 +103,23 @@ class _RoutedExperts(torch.autograd.Function):
         x = x.contiguous()
         y, pre = run_layers(x, w1, w2, plan, pieces, save_pre=True)
         ctx.plan, ctx.pieces = plan, pieces
-        ctx.save_for_backward(keep_rows(x, plan, pieces.workspace), w1, w2, pre)
+        ctx.save_for_backward(keep_rows(x, plan, pieces.workspace), w1, w2, pre, *plan_tensors(plan))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        plan, pieces = ctx.plan, ctx.pieces
+        with ctx.pieces.workspace.comm.step("backward pass"):
+            return _RoutedExperts.gradients(ctx, grad_y)
+
+    @staticmethod
+    def gradients(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """The backward pass, as one step of the group."""
+        pieces = ctx.pieces
         ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
-        workspace.comm.require_open()
-        rows, w1, w2, pre = ctx.saved_tensors
+        rows, w1, w2, pre, *saved = ctx.saved_tensors
+        plan = saved_plan(ctx.plan, saved)
         ops.barrier(workspace)
-        plan.counters.zero_()
         grads, grad_hidden = ops.grad_hidden(grad_y.contiguous(), w2, plan, workspace, settings)
         grad_pre, weighted_hidden, row_grads = ops.swiglu_backward(pre, grad_hidden, plan)
         del grad_hidden
@@ -123,6 +132,22 @@ class _RoutedExperts(torch.autograd.Function):
         del grads, weighted_hidden  # before as much is needed again
         grad_x, grad_top_k = ops.grad_tokens(grad_pre, w1, row_grads, plan, workspace, settings)
         return grad_x, make_w1(), grad_w2, grad_top_k, None, None
+
+
+# What a backward pass reads of a plan. Saved like any other tensor: a checkpoint that runs the forward pass again, with
+# what may be another routing, hands out the tensors of that one, all of them or none.
+PLAN_TENSORS = tuple(
+    field.name for field in fields(Plan) if field.type == "Tensor" and field.name not in ("counters", "status")
+)
+
+
+plan_tensors = attrgetter(*PLAN_TENSORS)
+
+
+def saved_plan(plan: Plan, saved: Sequence[Tensor]) -> Plan:
+    """A plan for the backward pass: ``plan`` with the ``PLAN_TENSORS`` that were saved, and counters of its own."""
+    tensors: dict[str, Any] = dict(zip(PLAN_TENSORS, saved, strict=True))
+    return replace(plan, **tensors, counters=torch.zeros_like(plan.counters))
 
 
 def _grad_w1(ops: ModuleType, grad_pre: Tensor, rows: Tensor, plan: Plan) -> Tensor:

@@ -32,6 +32,28 @@ def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:
     return device.type == "cuda" if use_kernels is None else use_kernels
 
 
+def check_token_dtype(dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` unless tokens may have this dtype: one of the kernels', or float64 in plain torch."""
+    known = (*MOE_DTYPES, torch.float64)
+    if dtype not in known:  # the message takes longer to make than all else
+        raise ValueError(f"tokens of dtype {dtype} must be one of {known}")
+
+
+def check_kernel_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``ValueError`` unless kernels compute right with tokens of this dtype.
+
+    On a CPU they run under Triton's interpreter, which computes with the bits of bfloat16 as if they were integers.
+    """
+    if dtype in MOE_DTYPES and device.type != "cpu":
+        return
+    require(dtype in MOE_DTYPES, f"tokens of dtype {dtype} must be one of {MOE_DTYPES} for the kernels")
+    require(
+        device.type != "cpu" or dtype != torch.bfloat16,
+        f"tokens of dtype {dtype} must be torch.float32 or torch.float16 for kernels on a CPU, whose interpreter is "
+        "wrong in bfloat16; or use no kernels there: path='twin', use_kernels=False",
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
     """Shape and routing of one MoE layer.

@@ -13,5 +13,9 @@ class EpochError(RuntimeError):
     """So many calls were made that signals between ranks need to start anew: ``restart`` does that, on all ranks."""
 
 
+class StepFailedError(RuntimeError):
+    """A rank of the group failed in an earlier step; the message names both, and what brings the ranks back."""
+
+
 class UnavailableError(RuntimeError):
     """A backend or an optional package cannot work on this machine; the message says what to use instead."""

@@ -202,6 +202,7 @@ def grad_tokens(
 def barrier(workspace: Workspace) -> None:
     """Advance the epoch on the device once every rank has arrived, in stream order."""
     flags = workspace.barrier_flags
+    workspace.comm.in_flight = True
     barrier_kernel[(1,)](
         flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
         W_BLOCK=power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,

@@ -65,7 +65,7 @@ class MoE(nn.Module):
         self.experts: ExpertPath = make_path(path, config, group, overlap)
         shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
         experts, width = self.layout.experts_local, config.ffn_size // self.layout.tp
-        self.router = Router(config, device=group.device)
+        self.router = Router(config, device=group.device, dtype=torch.float32)
         self.w1 = nn.Parameter(torch.empty(experts, 2, width, config.hidden_size, **shard))
         self.w2 = nn.Parameter(torch.empty(experts, config.hidden_size, width, **shard))
         self.shared = (
@@ -148,4 +148,4 @@ class MoE(nn.Module):
 
 def _normal(shape: tuple[int, ...] | torch.Size, fan_in: int, seed: int, stream: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + stream + 500_000)
-    return torch.randn(shape, generator=generator) / math.sqrt(fan_in)
+    return torch.randn(shape, generator=generator, dtype=torch.float32) / math.sqrt(fan_in)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from comet.autograd import Pieces, fp8_experts, routed_experts, wants_grad
-from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, require
+from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, check_kernel_dtype, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
 from comet.packed import check_fp8_weights
@@ -89,14 +89,18 @@ class SymmetricPath:
 
         Raises:
             ValueError: If tokens or routing do not fit the pool or each other.
+            StepFailedError: If an earlier step failed on any rank; ``Workspace.restart`` goes on.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
+        if self.use_kernels:
+            check_kernel_dtype(tokens.dtype, tokens.device)
         w1, w2 = w1.contiguous(), w2.contiguous()  # kernels find their rows by address
         padded_w1, padded_w2 = pad_width(w1, w2)
         later = self.later if padded_w1 is w1 else None
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]), later)
-        plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
-        return routed_experts(tokens, padded_w1, padded_w2, top_k_weights, plan, pieces)
+        with self.workspace.comm.step("forward pass"):
+            plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
+            return routed_experts(tokens, padded_w1, padded_w2, top_k_weights, plan, pieces)
 
     @contextmanager
     def weight_gradients_later(self) -> Iterator[list[Callable[[], Tensor]]]:
@@ -137,8 +141,9 @@ class SymmetricPath:
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
         )
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
-        plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
-        return fp8_experts(tokens, w1, w2, plan, pieces)
+        with self.workspace.comm.step("forward pass"):
+            plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
+            return fp8_experts(tokens, w1, w2, plan, pieces)
 
     def settings_for(self, num_tokens: int) -> LayerSettings:
         """The layer's settings, with the comm blocks measured for about so many tokens of this rank."""
@@ -195,12 +200,14 @@ class CollectivePath:
     def __init__(self, compute: CollectiveExperts, config: MoEConfig, group: ExpertGroup) -> None:
         self.compute = compute
         self.layout = group.layout(config)
+        self.comm = group.comm
         self.process_group = group.process_group
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``."""
         w1, w2 = pad_width(w1, w2)
-        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
+        with self.comm.step("forward pass", collectives=self.layout.world_size > 1):
+            return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
 
 
 def pad_width(w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

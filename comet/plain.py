@@ -21,8 +21,9 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
+from comet.autocast import without_autocast
 from comet.collectives import accumulator_dtype, all_gather_stacked, all_to_all_rows
-from comet.config import require
+from comet.config import check_token_dtype, require
 from comet.layout import ExpertLayout
 from comet.reference import reference_experts
 
@@ -83,11 +84,11 @@ def plain_experts(
     """
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
     exchange = make_exchange(top_k_ids, layout, process_group)
-    received = dispatch_rows(tokens, exchange, process_group)
-    with torch.autocast(tokens.device.type, enabled=False):
+    with without_autocast(tokens.device):
+        received = dispatch_rows(tokens, exchange, process_group)
         outputs = expert_rows(received, w1, w2, exchange)
-    returned = return_rows(outputs, exchange, process_group)
-    return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
+        returned = return_rows(outputs, exchange, process_group)
+        return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
 
 
 def make_exchange(top_k_ids: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None) -> RowExchange:
@@ -261,6 +262,7 @@ def check_shapes(
 ) -> None:
     """``check_inputs`` for weights of any dtype."""
     require(tokens.dim() == 2, f"tokens of shape {tuple(tokens.shape)} must be (T, D)")
+    check_token_dtype(tokens.dtype)
     slots = (tokens.shape[0], layout.top_k)
     for name, tensor in (("top_k_ids", top_k_ids), ("top_k_weights", top_k_weights)):
         require(tensor.shape == slots, f"{name} of shape {tuple(tensor.shape)} must be (T, K) = {slots}")

@@ -46,6 +46,7 @@ def start(
     tensors = cut(plan_shapes(layout, workspace.max_tokens, rules), ids.device)
     tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
     exchanged = (ids, weights, pool, config, scratch, tensors["counters"])
+    workspace.comm.in_flight = True
     exchange(*exchanged, part="all" if at_once else "send")
 
     def finish() -> dict[str, Tensor]:

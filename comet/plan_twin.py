@@ -43,6 +43,7 @@ def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace) -> None:
     """Write this rank's ids ``(T, K)`` and weights ``(T, K)`` into every rank's pool and signal; -1 past T."""
     rank, epoch = workspace.comm.rank, int(workspace.epoch) + 1
     num_tokens, top_k = ids.shape
+    workspace.comm.in_flight = True
     for peer in range(workspace.comm.world_size):
         peer_ids = _half(workspace.ids.peers[peer], epoch, top_k)[rank]
         peer_ids[:num_tokens] = ids
@@ -62,6 +63,7 @@ def receive_ids(top_k: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
             epoch,
             timeout_s=timeout_s,
             describe=lambda source=source: waited(rank, source, f"{PLACE}, chunk 0", timeout_s),  # type: ignore[misc]
+            check=workspace.comm.board.check,
         )
     workspace.epoch.fill_(epoch)
     return _half(workspace.ids.local, epoch, top_k), _half(workspace.weights.local, epoch, top_k)

@@ -36,6 +36,8 @@ E8M0_BIAS = 127
 E8M0_NAN = 255
 LARGEST_CODE = E8M0_BIAS + 127 - E4M3_MAX_EXPONENT  # 448 * 2^119 is finite in float32, 256 * 2^120 is not
 FLOAT32_FRACTION_BITS = 23
+FLOAT64_FRACTION_BITS = 52
+FLOAT64_BIAS = 1023
 SMALLEST_FP8_SCALE = 2.0**-126  # the smallest normal float32; an element times it is a multiple of 2^-135
 
 
@@ -72,7 +74,9 @@ class MXFP8:
         its shape and dtype.
         """
         out = _memory_for(self.elements, dtype, out)
-        out.unflatten(-1, (-1, MX_BLOCK)).mul_(decode_e8m0(self.scales).unsqueeze(-1))
+        # On a CPU in float64, to which 2^-127 is a normal number: torch.set_flush_denormal would make it 0.
+        wide = torch.float64 if out.device.type == "cpu" else torch.float32
+        out.unflatten(-1, (-1, MX_BLOCK)).mul_(decode_e8m0(self.scales, wide).unsqueeze(-1))
         return out
 
 
@@ -154,7 +158,7 @@ def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
     amax = blocks.abs().amax(-1)
     _check_finite("weight", weight, amax)
     scales = _e8m0_scales(amax, rule)
-    return MXFP8(elements=_to_e4m3(blocks / decode_e8m0(scales).unsqueeze(-1)).flatten(-2), scales=scales)
+    return MXFP8(elements=_to_e4m3(blocks * _inverse_e8m0(scales).unsqueeze(-1)).flatten(-2), scales=scales)
 
 
 def quantize_fp8(weight: Tensor) -> FP8:
@@ -198,14 +202,23 @@ def quantize_rows(tokens: Tensor, *, trusted: bool = False) -> FP8:
     return _quantize_blocks("tokens", tokens, 1, trusted=trusted)
 
 
-def decode_e8m0(codes: Tensor) -> Tensor:
-    """2^(code - 127) in float32 for uint8 ``codes``; NaN for 255.
+def decode_e8m0(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """2^(code - 127) in float32 or float64 for uint8 ``codes``; NaN for 255.
 
     Example: codes 0, 1, 127, 254, 255 are 2^-127, 2^-126, 1, 2^127, NaN.
     """
-    bits = codes.int() << FLOAT32_FRACTION_BITS
-    bits = torch.where(codes == 0, 1 << (FLOAT32_FRACTION_BITS - 1), bits)  # 2^-127 is a subnormal number
-    return torch.where(codes == E8M0_NAN, float("nan"), bits.view(torch.float32))
+    if dtype == torch.float64:
+        values = (codes.long() + (FLOAT64_BIAS - E8M0_BIAS) << FLOAT64_FRACTION_BITS).view(dtype)
+    else:
+        bits = codes.int() << FLOAT32_FRACTION_BITS
+        bits = torch.where(codes == 0, 1 << (FLOAT32_FRACTION_BITS - 1), bits)  # 2^-127 is a subnormal number
+        values = bits.view(dtype)
+    return torch.where(codes == E8M0_NAN, float("nan"), values)
+
+
+def _inverse_e8m0(codes: Tensor) -> Tensor:
+    """2^(127 - code) in float32, exact, and a normal number where 2^(code - 127) is not; codes are at most 253."""
+    return decode_e8m0((2 * E8M0_BIAS - codes.int()).byte())
 
 
 def _e8m0_scales(amax: Tensor, rule: ScaleRule) -> Tensor:
@@ -213,7 +226,7 @@ def _e8m0_scales(amax: Tensor, rule: ScaleRule) -> Tensor:
     codes = (amax.view(torch.int32) >> FLOAT32_FRACTION_BITS) - E4M3_MAX_EXPONENT
     codes = codes.clamp(min=0)
     if rule == "fit":
-        codes = codes + (amax / decode_e8m0(codes.byte()) > E4M3_SATURATES_ABOVE).int()
+        codes = codes + (amax * _inverse_e8m0(codes) > E4M3_SATURATES_ABOVE).int()
     return codes.clamp(max=LARGEST_CODE).byte()
 
 

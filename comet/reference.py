@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from comet.autocast import without_autocast
 from comet.config import require
 from comet.layout import ExpertLayout
 
@@ -112,7 +113,7 @@ def rank_partial(
     num_tokens, top_k = top_k_ids.shape
     accumulator = _accumulator(tokens.dtype)
     owned = (top_k_ids >= first_expert) & (top_k_ids < first_expert + w1_local.shape[0])
-    with torch.autocast(tokens.device.type, enabled=False):
+    with without_autocast(tokens.device):
         outputs = expert_outputs(tokens, top_k_ids, w1_local, w2_local, first_expert=first_expert)
         outputs = outputs.to(accumulator).view(num_tokens, top_k, tokens.shape[1])
         partial = torch.zeros(tokens.shape, dtype=accumulator, device=tokens.device)

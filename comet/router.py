@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from comet.autocast import without_autocast
 from comet.config import MoEConfig, Score, require
 from comet.router_losses import RouterStats, measure_routing, normalize
 
@@ -82,7 +83,7 @@ class Router(nn.Module):
         """
         self._check_tokens(tokens)
         config = self.config
-        with torch.autocast(tokens.device.type, enabled=False):
+        with without_autocast(tokens.device):
             logits = compute_logits(tokens, self.weight)
             if logits.device.type == "cpu":
                 check_finite(logits)
@@ -112,7 +113,7 @@ class Router(nn.Module):
         Returns:
             The statistics of these tokens.
         """
-        with torch.autocast(logits.device.type, enabled=False):
+        with without_autocast(logits.device):
             if has_kernels(logits):
                 from comet.router_kernels import measure  # needs triton
 

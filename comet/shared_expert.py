@@ -46,10 +46,10 @@ class SharedExpert(nn.Module):
         """Apply the MLP.
 
         Args:
-            tokens: ``(T, D)`` in the parameters' dtype (or any under autocast); T may be 0.
+            tokens: ``(T, D)``, T may be 0; the parameters are cast to their dtype, and under autocast to its own.
 
         Returns:
-            ``(T, D)``, same dtype.
+            ``(T, D)``, dtype of ``tokens``.
 
         Raises:
             ValueError: If the last dimension of ``tokens`` is not D.
@@ -59,5 +59,6 @@ class SharedExpert(nn.Module):
             tokens.dim() == 2 and tokens.shape[1] == hidden_size,
             f"tokens of shape {tuple(tokens.shape)} must be (T, D) with D = hidden_size={hidden_size}",
         )
-        gate, up = nn.functional.linear(tokens, self.w1).chunk(2, dim=-1)
-        return nn.functional.linear(nn.functional.silu(gate) * up, self.w2)
+        w1, w2 = self.w1.to(tokens.dtype), self.w2.to(tokens.dtype)
+        gate, up = nn.functional.linear(tokens, w1).chunk(2, dim=-1)
+        return nn.functional.linear(nn.functional.silu(gate) * up, w2).to(tokens.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from comet.autocast import without_autocast
 from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait, waited
 from comet.copy_engine import start_copies
@@ -92,7 +93,7 @@ def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: L
         push_rows(packed, plan, workspace, landing)
     num_rows = plan.routed_row_ids.numel()
     hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_rows, ffn // FP8_BLOCK, device=x.device)
+    scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
     for rows, expert in _tile_runs(plan, workspace, settings):
         arrived = unpack(landing.local[plan.arrival_row_ids[rows]], hidden_size)
         gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
@@ -113,7 +114,8 @@ def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings:
 def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
     """``(n, N)`` float32: rows ``(n, K)`` times one expert's matrix of ``(e, N, K)``."""
     matrix = FP8(elements=weight.elements[expert], scales=weight.scales[expert], trusted=True)
-    return rows.dequantize() @ matrix.dequantize().T
+    with without_autocast(rows.elements.device):
+        return rows.dequantize() @ matrix.dequantize().T
 
 
 def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
@@ -230,6 +232,7 @@ def _combine(
 
 def barrier(workspace: Workspace) -> None:
     """Advance the epoch once every rank has arrived: opens a use of the pool that no plan opens."""
+    workspace.comm.in_flight = True
     workspace.comm.barrier()
     workspace.epoch += 1
 
@@ -308,7 +311,7 @@ def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool)
     max_tokens, tokens = plan.max_tokens, plan.num_tokens
     chunks = max_tokens // COMBINE_CHUNK_ROWS
     total = torch.zeros(tokens, y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
-    grads = torch.zeros(tokens, plan.layout.top_k) if with_grads else None
+    grads = torch.zeros(tokens, plan.layout.top_k, dtype=torch.float32) if with_grads else None
     for contributor in range(plan.layout.world_size):
         rows = plan.send_rows[:tokens, contributor]
         hit = (rows >= 0).nonzero().squeeze(1)
@@ -340,6 +343,7 @@ def _wait_flag(workspace: Workspace, flags: Tensor, index: int, peer: int, place
         int(workspace.epoch),
         timeout_s=comm.timeout_s,
         describe=lambda: waited(comm.rank, peer, f"{place}, chunk {chunk}", comm.timeout_s),
+        check=comm.board.check,
     )
 
 

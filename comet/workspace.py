@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
-from comet.comm.epochs import check_epoch, restart_epoch
+from comet.comm.epochs import check_epoch
+from comet.comm.lifecycle import settle
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import CapacityError, CommTimeoutError
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
@@ -157,8 +158,10 @@ class Workspace:
             offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
-        self.largest_logit = torch.zeros((), device=comm.device)
+        self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
         self.recorder: Recorder | None = None
+        flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags")]
+        comm.renew_at_restart(self.epoch, self.fault, flags)
 
     def _alloc(self) -> SymmTensor:
         shape = self.shape
@@ -181,23 +184,26 @@ class Workspace:
         return int(self.comm.timeout_s * 1e9)
 
     def check(self) -> None:
-        """Report what went wrong on the device since the last check; synchronises with it.
+        """Report what went wrong on the device since the last check; waits for all its streams.
 
-        A timeout is final: ranks are out of step, and every later check reports it again. The rest is reported once, so
-        that a job that leaves out what it computed may go on.
+        After a timeout the ranks are out of step: every later check reports it again, and the next call on any rank
+        is refused, until ``restart``. The rest is reported once, so that a job that leaves out what it computed may go
+        on.
 
         Raises:
             CommTimeoutError: If a spin of a kernel met its deadline.
+            StepFailedError: If a step failed on any rank.
             EpochError: If the epoch has passed 2^30; ``restart`` is due.
             CapacityError: If a plan needed more routed rows than were reserved.
             ValueError: If the router of a layer on a GPU met logits that are not finite.
         """
-        aborted, place, peer, index, expected, seen, _, rows_needed = self.fault.tolist()
-        if aborted:
-            raise CommTimeoutError(
-                f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
-                f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
-            )
+        settle(self.comm.device)
+        rows_needed = int(self.fault[ROWS_NEEDED])
+        if late := self.timeout():
+            error = CommTimeoutError(late)
+            self.comm.board.note("last step", error)
+            raise error
+        self.comm.board.check()
         check_epoch(self.epoch, self.comm.rank)
         if rows_needed:
             self.fault[ROWS_NEEDED] = 0
@@ -213,15 +219,29 @@ class Workspace:
                 "Inf in tokens or router weight"
             )
 
-    def restart(self) -> None:
-        """Start the epoch anew (collective): between calls, at the latest when ``check`` raises ``EpochError``.
+    def timeout(self) -> str:
+        """Who waited for whom, as the kernels of this rank recorded it; empty if nobody met a deadline."""
+        aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
+        if not aborted:
+            return ""
+        return (
+            f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
+            f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
+        )
 
-        A service may do so whenever it is idle. Captured graphs stay valid, as they read the epoch on the device, and a
-        backward pass may follow whose forward pass came before. A plan is lost that no layer has used yet. Waits for
-        the device.
+    def join_stream(self) -> None:
+        """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer."""
+        self.comm.stream_order.join()
+
+    def restart(self) -> None:
+        """Start anew (collective): between calls, after a step that failed, or when ``check`` raises ``EpochError``.
+
+        It goes for all that uses the group's communicator, decode steps as well. A service may do so whenever it is
+        idle. Captured graphs stay valid, as they read the epoch on the device, and a backward pass may follow whose
+        forward pass came before. A plan is lost that no layer has used yet. Waits for the device.
 
         Raises:
+            StepFailedError: If a collective of ``torch.distributed`` broke off, which stays out of step.
             CommTimeoutError: If a rank did not come in time.
         """
-        flags = [getattr(self, name).local for name in self.shape.regions() if name.endswith("_flags")]
-        restart_epoch(self.comm, self.epoch, flags)
+        self.comm.restart()

@@ -7,6 +7,7 @@ which shapes of blocks are used when. Here: the launches.
 """
 
 import triton
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .group_gemm import dot_precision
@@ -50,10 +51,25 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
         GATHERED=gathered,
     )  # fmt: skip
     constants["TILE"] = min(config.tile, constants["T_BLOCK"])
+    # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
+    w1, w2 = _weights(step, config)
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
-    _gate_up(step, config, landing, groups, constants)
-    _down(step, config, landing, groups, constants)
+    _gate_up(step, w1, config, landing, groups, constants)
+    _down(step, w2, config, landing, groups, constants)
+
+
+def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
+    """Both weights as the kernels take them."""
+    if config.form == "vector":
+        return step.w1, step.w2
+    num_slots, hidden_size, ffn_size = step.w2.shape
+    gate_and_up = step.w1.view(num_slots, 2, ffn_size, hidden_size)
+    depths = [part_of(shape.depth, step.shared_scale) for shape in (config.gate_up, config.down)]
+    return (
+        TensorDescriptor.from_tensor(gate_and_up, [1, 2, config.gate_up.rows, depths[0]]),
+        TensorDescriptor.from_tensor(step.w2, [1, config.down.rows, depths[1]]),
+    )
 
 
 def _check_depth(config: DecodeConfig, shared_scale: int) -> None:
@@ -84,13 +100,16 @@ def most_registers(shape: BlockShape, world_size: int) -> int | None:
     return (shape.max_registers or None) if world_size == 1 else None
 
 
-def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: int, constants: dict) -> None:
+def _gate_up(
+    step: Step,
+    w1: Tensor | TensorDescriptor,
+    config: DecodeConfig,
+    landing: Landing | None,
+    groups: int,
+    constants: dict,
+) -> None:
     shape = config.gate_up
     num_slots, hidden_size, ffn_size = step.w2.shape
-    w1 = step.w1
-    if config.form == "matrix":
-        gate_and_up = w1.view(num_slots, 2, ffn_size, hidden_size)
-        w1 = TensorDescriptor.from_tensor(gate_and_up, [1, 2, shape.rows, part_of(shape.depth, step.shared_scale)])
     options = _registers(shape, landing)
     options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
@@ -102,13 +121,17 @@ def _gate_up(step: Step, config: DecodeConfig, landing: Landing | None, groups: 
     )  # fmt: skip
 
 
-def _down(step: Step, config: DecodeConfig, landing: Landing | None, groups: int, constants: dict) -> None:
+def _down(
+    step: Step,
+    w2: Tensor | TensorDescriptor,
+    config: DecodeConfig,
+    landing: Landing | None,
+    groups: int,
+    constants: dict,
+) -> None:
     shape = config.down
     num_slots, hidden_size, ffn_size = step.w2.shape
     num_tokens = step.ids.shape[0]
-    w2 = step.w2
-    if config.form == "matrix":
-        w2 = TensorDescriptor.from_tensor(w2, [1, shape.rows, part_of(shape.depth, step.shared_scale)])
     if config.fold:
         groups = num_tokens
     blocks = groups * triton.cdiv(hidden_size, shape.rows)

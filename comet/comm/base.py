@@ -9,10 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from comet.comm.failures import Board, Step
+    from comet.comm.stream_order import StreamOrder
 
 ALIGNMENT = 256
 
@@ -90,6 +94,9 @@ class Communicator(Protocol):
         device: Where symmetric memory lives.
         timeout_s: Deadline of every wait, in seconds.
         all_left: Once closed, whether all ranks have closed it, or none waits for them.
+        in_flight: Whether the present step has begun to send and not yet got all; set by what sends first.
+        board: Where ranks leave notes of steps that failed.
+        stream_order: Lets steps on different streams wait for each other.
     """
 
     rank: int
@@ -97,9 +104,24 @@ class Communicator(Protocol):
     device: torch.device
     timeout_s: float
     all_left: bool
+    in_flight: bool
+    board: Board
+    stream_order: StreamOrder
 
     def alloc(self, num_bytes: int) -> SymmTensor:
         """Allocate ``num_bytes`` zeroed bytes on every rank (collective, same size everywhere)."""
+        ...
+
+    def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> Step:
+        """A context manager for one use of the group by all its ranks, refused after one that failed on any rank."""
+        ...
+
+    def restart(self) -> None:
+        """Bring all ranks back into step after a failure (collective, between two steps)."""
+        ...
+
+    def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
+        """Name an epoch, a fault record and signals that ``restart`` zeroes."""
         ...
 
     def barrier(self) -> None:
@@ -107,7 +129,7 @@ class Communicator(Protocol):
         ...
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` after ``close``."""
+        """Raise ``RuntimeError`` after ``close``, ``StepFailedError`` after a step that failed on any rank."""
         ...
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.failures import Board, board_bytes
 from comet.comm.handshake import check_one_host, check_size, gather
 from comet.comm.lifecycle import CommunicatorBase
 from comet.comm.signals import fence, poll, signal
@@ -51,35 +52,23 @@ class CpuShmCommunicator(CommunicatorBase):
         check_one_host(group, "cpu_shm", "use backend='nvshmem' on GPUs")
         self._group = group
         self._epoch = 0
+        self.board = shared_board(group)
         self._arrived = self.alloc(FLAG_BYTES).view(0, (1,), torch.int32)
 
     def _alloc(self, num_bytes: int) -> SymmTensor:
-        check_size(self._group, num_bytes)
-        stride = round_up(num_bytes, mmap.PAGESIZE)
-        offer = _create(stride * self.world_size) if self.rank == 0 else None
-        offer = gather(self._group, offer)[0]
-        require(
-            not offer.error,
-            f"num_bytes={num_bytes} on each of {self.world_size} ranks must fit: {offer.error}; "
-            "lower max_tokens or free some space",
-        )
-        try:
-            pool, error = _map(offer.path, stride * self.world_size), ""
-        except OSError as failure:
-            pool, error = torch.empty(0, dtype=torch.uint8), f"rank {self.rank}: {failure}"
-        errors = [text for text in gather(self._group, error) if text]
-        if self.rank == 0:
-            os.unlink(offer.path)
-        if errors:
-            raise UnavailableError(f"backend='cpu_shm' needs a file system all ranks share, but {'; '.join(errors)}")
-        peers = tuple(pool[rank * stride : rank * stride + num_bytes] for rank in range(self.world_size))
+        peers = share_memory(self._group, num_bytes)
         return SymmTensor(peers, pointer_table(peers), self.rank)
 
     def _barrier(self) -> None:
         self._epoch += 1
         signal(self._arrived.local, 0, self._epoch)
         flags = [peer.numpy() for peer in self._arrived.peers]
-        if not poll(lambda: all(flag[0] >= self._epoch for flag in flags), self.timeout_s):
+
+        def all_came() -> bool:
+            self.board.check()
+            return all(flag[0] >= self._epoch for flag in flags)
+
+        if not poll(all_came, self.timeout_s):
             late = [str(rank) for rank, flag in enumerate(flags) if flag[0] < self._epoch]
             raise CommTimeoutError(
                 f"rank {self.rank} waited {self.timeout_s:.1f} s for rank{'s' if len(late) > 1 else ''} "
@@ -87,9 +76,47 @@ class CpuShmCommunicator(CommunicatorBase):
             )
         fence()
 
+    def _renew(self) -> None:
+        self._epoch = 0
+        self._arrived.local.zero_()
+
     def _close(self, in_step: bool) -> bool:
         del self._arrived
         return True
+
+
+def share_memory(group: ProcessGroup, num_bytes: int) -> tuple[torch.Tensor, ...]:
+    """``(num_bytes,)`` uint8 zeroes of each rank, mapped by all ranks of one host (collective).
+
+    Raises:
+        ValueError: If the ranks ask for different sizes, or there is no room.
+        UnavailableError: If they cannot open each other's files.
+    """
+    check_size(group, num_bytes)
+    rank, world_size = group.rank(), group.size()
+    stride = round_up(num_bytes, mmap.PAGESIZE)
+    offer = _create(stride * world_size) if rank == 0 else None
+    offer = gather(group, offer)[0]
+    require(
+        not offer.error,
+        f"num_bytes={num_bytes} on each of {world_size} ranks must fit: {offer.error}; "
+        "lower max_tokens or free some space",
+    )
+    try:
+        pool, error = _map(offer.path, stride * world_size), ""
+    except OSError as failure:
+        pool, error = torch.empty(0, dtype=torch.uint8), f"rank {rank}: {failure}"
+    errors = [text for text in gather(group, error) if text]
+    if rank == 0:
+        os.unlink(offer.path)
+    if errors:
+        raise UnavailableError(f"backend='cpu_shm' needs a file system all ranks share, but {'; '.join(errors)}")
+    return tuple(pool[rank * stride : rank * stride + num_bytes] for rank in range(world_size))
+
+
+def shared_board(group: ProcessGroup) -> Board:
+    """The board of the ranks of one host (collective)."""
+    return Board(share_memory(group, board_bytes(group.size())), group.rank())
 
 
 @dataclass(frozen=True, slots=True)

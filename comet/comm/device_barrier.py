@@ -59,6 +59,11 @@ class DeviceBarrier:
         self._synchronize()
         self._raise_if_failed()
 
+    def renew(self) -> None:
+        """Zero what lies on this rank; no barrier may be on its way on any rank."""
+        for numbers in (self._flags.local, self._epoch, self._fault, self._record):
+            numbers.zero_()
+
     def _raise_if_failed(self) -> None:
         if not self.failed:
             return

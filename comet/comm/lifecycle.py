@@ -1,16 +1,26 @@
-"""What all communicators share: identity, validation, open and closed, use as a context manager."""
+"""What all communicators share: identity, validation, open and closed, steps that fail, use as a context manager."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from comet.comm.base import SymmTensor
+from comet.comm.failures import Board, Step
+from comet.comm.stream_order import StreamOrder
 from comet.config import require
+
+
+def settle(device: torch.device) -> None:
+    """Wait for all streams of a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class CommunicatorBase(ABC):
@@ -38,6 +48,10 @@ class CommunicatorBase(ABC):
         self.timeout_s = timeout_s
         self.closed = False
         self.all_left = False
+        self.in_flight = False
+        self.board = Board.alone()
+        self.stream_order = StreamOrder(device)
+        self._epochs: list[Tensor] = []
 
     def alloc(self, num_bytes: int) -> SymmTensor:
         """Allocate ``num_bytes`` zeroed bytes on every rank; collective, the same size everywhere.
@@ -50,6 +64,56 @@ class CommunicatorBase(ABC):
         self.require_open()
         require(num_bytes >= 1, f"num_bytes={num_bytes} must be at least 1")
         return self._alloc(num_bytes)
+
+    def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> Step:
+        """A context manager for one use of the group's memory, in which all ranks take part.
+
+        Args:
+            what: What it is, for the message where it fails: ``forward pass``.
+            collectives: Whether it runs collectives of ``torch.distributed``, which no restart brings back into step.
+            refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; true
+                with ``collectives``.
+
+        Raises:
+            RuntimeError: After ``close``.
+            StepFailedError: If an earlier step failed on any rank.
+        """
+        return Step(self, what, is_final=collectives, refuses=refuses or collectives)
+
+    def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
+        """Name what ``restart`` zeroes.
+
+        Args:
+            epoch: ``(1,)`` int32 on the device.
+            fault: ``(8,)`` int64 on the device.
+            signals: This rank's copies of all that is compared with this epoch.
+        """
+        self._epochs += [epoch, fault[:7], *signals]  # what a plan leaves in the last entry is still to be told
+
+    def restart(self) -> None:
+        """Bring all ranks back into step (collective): zero all epochs, faults, signals and notes of failures.
+
+        To be called between two steps, on all ranks, after a failure or where an epoch has grown too large. Captured
+        graphs stay valid, as they read the epoch on the device. Waits for the device.
+
+        Why it is safe: once all ranks, and all streams of each, have met, nobody waits for a signal and nobody sends
+        one. So each zeroes what lies in its own memory, and when all have met again they expect what they did first.
+
+        Raises:
+            RuntimeError: After ``close``.
+            StepFailedError: If a collective of ``torch.distributed`` broke off, which stays out of step.
+            CommTimeoutError: If a rank did not come within twice the deadline, in which its own step may still end.
+        """
+        if self.closed or self.board.is_final:
+            self.require_open()
+        settle(self.device)
+        self.board.meet(2 * self.timeout_s)
+        for numbers in self._epochs:
+            numbers.zero_()
+        self._renew()
+        self.board.clear()
+        settle(self.device)
+        self.board.meet(2 * self.timeout_s)
 
     def barrier(self) -> None:
         """Return (CPU) or order the current stream (GPU) after every rank arrived.
@@ -68,9 +132,10 @@ class CommunicatorBase(ABC):
             self.all_left = self._close(in_step=True)
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` after ``close``."""
+        """Raise ``RuntimeError`` after ``close``, ``StepFailedError`` after a step that failed on any rank."""
         if self.closed:
             raise RuntimeError(f"{type(self).__name__} of rank {self.rank} was used after close()")
+        self.board.check()
 
     def __enter__(self) -> Self:
         return self
@@ -87,6 +152,10 @@ class CommunicatorBase(ABC):
 
     @abstractmethod
     def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Zero this rank's part of the barrier."""
 
     @abstractmethod
     def _close(self, in_step: bool) -> bool:

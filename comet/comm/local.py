@@ -58,6 +58,9 @@ class EmulatedCommunicator(CommunicatorBase):
     def _barrier(self) -> None:
         """Nothing; see the class."""
 
+    def _renew(self) -> None:
+        """Nothing; see ``_barrier``."""
+
     def _close(self, in_step: bool) -> bool:
         self._shared = []
         return True

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.cpu_shm import shared_board
 from comet.comm.device_barrier import DeviceBarrier
-from comet.comm.handshake import check_size, gather, refusal, who_shares
+from comet.comm.handshake import check_size, gather, refusal, this_host, who_shares
 from comet.comm.lifecycle import CommunicatorBase
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -54,6 +55,8 @@ class NvshmemCommunicator(CommunicatorBase):
             shared = who_shares(group, device)
             require(not shared, refusal(device, "nvshmem", shared))
             self._start()
+            if len({host.boot_id for host in gather(group, this_host())}) == 1:
+                self.board = shared_board(group)
         self._device_barrier = self._make_barrier()
         self._leaving = self._make_barrier()
 
@@ -132,6 +135,9 @@ class NvshmemCommunicator(CommunicatorBase):
 
     def _make_barrier(self) -> DeviceBarrier:
         return DeviceBarrier(self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32), self.timeout_s)
+
+    def _renew(self) -> None:
+        self._device_barrier.renew()
 
     def _close(self, in_step: bool) -> bool:
         all_left = in_step and self._all_leave()

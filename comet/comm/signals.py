@@ -41,7 +41,15 @@ def signal(flags: Tensor, index: int, value: int) -> None:
     view[index] = value
 
 
-def wait(flags: Tensor, index: int, value: int, *, timeout_s: float, describe: Callable[[], str]) -> None:
+def wait(
+    flags: Tensor,
+    index: int,
+    value: int,
+    *,
+    timeout_s: float,
+    describe: Callable[[], str],
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Poll one flag until it holds at least ``value``; what the signalling rank stored before is then visible.
 
     Args:
@@ -50,6 +58,7 @@ def wait(flags: Tensor, index: int, value: int, *, timeout_s: float, describe: C
         value: The epoch waited for.
         timeout_s: Deadline in seconds.
         describe: Called only when the deadline passes; who waited for whom and where, as ``waited`` puts it.
+        check: Called at every poll; raises where waiting is in vain, as the group's ``board.check`` does.
 
     Raises:
         CommTimeoutError: When the deadline passes, for example
@@ -57,7 +66,14 @@ def wait(flags: Tensor, index: int, value: int, *, timeout_s: float, describe: C
         ValueError: As for ``signal``.
     """
     view = _flat(flags, index)
-    if not poll(lambda: view[index] >= value, timeout_s):
+
+    def arrived() -> bool:
+        if view[index] >= value:
+            return True
+        check()
+        return False
+
+    if not poll(arrived, timeout_s):
         raise CommTimeoutError(late(describe(), value, int(view[index])))
     fence()
 

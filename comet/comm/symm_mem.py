@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as torch_symm_mem
 
 from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.cpu_shm import shared_board
 from comet.comm.device_barrier import DeviceBarrier
 from comet.comm.handshake import check_one_host, check_size, gather, refusal, who_shares
-from comet.comm.lifecycle import CommunicatorBase
+from comet.comm.lifecycle import CommunicatorBase, settle
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
 
@@ -45,6 +46,7 @@ class SymmMemCommunicator(CommunicatorBase):
         self._pools: list[SymmTensor] = []
         with torch.cuda.device(device):
             check_one_host(group, "symm_mem", INSTEAD)
+            self.board = shared_board(group)
             self._shared = who_shares(group, device)
         flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)
         self._device_barrier = DeviceBarrier(flags, timeout_s)
@@ -101,7 +103,11 @@ class SymmMemCommunicator(CommunicatorBase):
         with torch.cuda.device(self.device):
             self._device_barrier.arrive()
 
+    def _renew(self) -> None:
+        self._device_barrier.renew()
+
     def _close(self, in_step: bool) -> bool:
+        settle(self.device)  # work of other streams may still read and write what peers can see
         try:
             if in_step and not self._device_barrier.failed:
                 self._barrier()  # peers may still be writing into this rank's memory

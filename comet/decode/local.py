@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comet.config import resolve_kernels
+from comet.config import check_kernel_dtype, resolve_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
-from comet.decode.weights import DecodeWeights, check_inputs, check_kernel_inputs
+from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.arguments import aligned
 from comet.kernels.warp_decode import decode
 from comet.kernels.warp_decode_blocks import DecodeConfig, select
@@ -64,7 +64,7 @@ def run_kernels(
     Gathered tokens, ids and routing weights need no contents yet; ``out`` is then of this rank's tokens.
     """
     check_inputs(tokens, top_k_ids, top_k_weights, weights)
-    check_kernel_inputs(tokens)
+    check_kernel_dtype(tokens.dtype, tokens.device)
     num_tokens, top_k = top_k_ids.shape
     out = tokens.new_empty(tokens.shape) if out is None else out
     if num_tokens == 0:

@@ -98,10 +98,8 @@ class OwnTokensRunner:
             self.decode_on_ranks.check()
 
     def restart(self) -> None:
-        """``Workspace.restart`` and ``RankDecode.restart`` (collective)."""
+        """``Workspace.restart``, which goes for decode steps as well (collective)."""
         self.group.workspace.restart()
-        if self.decode_on_ranks is not None:
-            self.decode_on_ranks.restart()
 
     def _most_tokens(self, tokens: Tensor) -> int:
         """The largest number of tokens of all ranks (collective)."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
-from comet.comm.epochs import check_epoch, restart_epoch
+from comet.comm.epochs import check_epoch
+from comet.comm.lifecycle import settle
 from comet.config import require, resolve_kernels
 from comet.decode.gathered import Batch, TokenGather, words_of
 from comet.decode.local import run_kernels
@@ -101,6 +102,8 @@ class RankDecode:
         )
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+        words = [self.words] if self.gather is None else [self.words, self.gather.words]
+        comm.renew_at_restart(self.epoch, self.fault, [each.local for each in words])
 
     def __call__(
         self,
@@ -128,6 +131,8 @@ class RankDecode:
 
         Raises:
             ValueError: If a tensor breaks the rules of ``warp_decode``, or T or D those of this object.
+            RuntimeError: If the communicator has been closed.
+            StepFailedError: If a step failed on any rank; ``restart`` goes on.
             CommTimeoutError: On the CPU, if a rank did not come in time; on a GPU ``check`` tells.
         """
         check_inputs(tokens, top_k_ids, top_k_weights, weights)
@@ -139,14 +144,15 @@ class RankDecode:
         own = Batch(tokens, top_k_ids, top_k_weights)
         if tokens.shape[0] == 0 and self.gather is None:
             return tokens.new_empty(tokens.shape)
-        if not self.use_kernels:
-            return self._twin(own, weights)
-        out = tokens.new_empty(tokens.shape)
-        batch = own if self.gather is None else self.gather.batch(own)
-        run_kernels(*batch, weights, scratch=scratch, config=config, landing=self._landing(own), out=out)
-        if tokens.device.type == "cpu":
-            self.check()
-        return out
+        with self.comm.step("decode step", refuses=True):
+            if not self.use_kernels:
+                return self._twin(own, weights)
+            out = tokens.new_empty(tokens.shape)
+            batch = own if self.gather is None else self.gather.batch(own)
+            run_kernels(*batch, weights, scratch=scratch, config=config, landing=self._landing(own), out=out)
+            if tokens.device.type == "cpu":
+                self.check()
+            return out
 
     def check(self) -> None:
         """Report what went wrong since this object was made; synchronises with the device.
@@ -155,25 +161,22 @@ class RankDecode:
             CommTimeoutError: If a rank did not come in time; names it.
             EpochError: If the epoch has passed 2^30; ``restart`` is due.
         """
+        settle(self.comm.device)
         aborted, place, peer, item, expected, seen, _, _ = self.fault.tolist()
         if aborted:
             what = "gather" if place == PLACE_GATHER.value else "all-reduce"
-            raise CommTimeoutError(
+            error = CommTimeoutError(
                 f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
                 f"(decode {what}, block {item}, epoch {expected}, saw {seen})"
             )
+            self.comm.board.note("last decode step", error)
+            raise error
+        self.comm.board.check()
         check_epoch(self.epoch, self.comm.rank)
 
     def restart(self) -> None:
-        """Start the epoch anew (collective): between steps, at the latest when ``check`` raises ``EpochError``.
-
-        Captured graphs stay valid. Waits for the device.
-
-        Raises:
-            CommTimeoutError: If a rank did not come in time.
-        """
-        words = [self.words] if self.gather is None else [self.words, self.gather.words]
-        restart_epoch(self.comm, self.epoch, [each.local for each in words])
+        """``Workspace.restart``: all that uses the communicator starts anew (collective), between two steps."""
+        self.comm.restart()
 
     def _landing(self, own: Batch) -> Landing | None:
         if self.comm.world_size == 1:

@@ -219,9 +219,8 @@ class ReplicatedRunner:
         self.decode_on_ranks.check()
 
     def restart(self) -> None:
-        """See ``Runner``; ``Workspace.restart`` and ``RankDecode.restart``."""
+        """See ``Runner``; ``Workspace.restart``, which goes for decode steps as well."""
         self.group.workspace.restart()
-        self.decode_on_ranks.restart()
 
 
 def check_group(moe: MoEConfig, group: ExpertGroup) -> None:

@@ -60,8 +60,8 @@ class AlwaysOn:
     def __init__(self, layout: ExpertLayout, columns: int) -> None:
         self.layout = layout
         self.columns = columns
-        self._ids = torch.empty(0)
-        self._ones = torch.empty(0)
+        self._ids = torch.empty(0, dtype=torch.int32)
+        self._ones = torch.empty(0, dtype=torch.float32)
 
     def table(self, held: int, device: torch.device) -> Tensor:
         """Slots ``(E + columns,)`` int32 where ``held`` pieces stand behind this rank's experts; before ``routing``."""
@@ -71,7 +71,7 @@ class AlwaysOn:
         slots[layout.num_experts :][:held] = torch.arange(layout.experts_local, layout.experts_local + held)
         behind = torch.arange(layout.num_experts, len(slots), dtype=torch.int32)
         self._ids = behind.expand(MAX_DECODE_TOKENS, -1).contiguous().to(device)
-        self._ones = torch.ones(self._ids.shape, device=device)
+        self._ones = torch.ones(self._ids.shape, dtype=torch.float32, device=device)
         return slots.to(device)
 
     def routing(self, top_k_ids: Tensor, top_k_weights: Tensor, gate: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from comet.autocast import without_autocast
 from comet.config import require
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.quantize import FP8, MXFP8
@@ -43,9 +44,10 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
         if slot >= 0:
             rows, ranks = (slots == slot).nonzero(as_tuple=True)
             w1, w2 = slot_weights(weights, slot, wide)
-            gate, up = (tokens[rows].to(wide) @ w1.T).chunk(2, dim=-1)
-            hidden = (silu(gate) * up).to(tokens.dtype)
-            outputs[rows, ranks] = hidden.to(wide) @ w2.T
+            with without_autocast(tokens.device):
+                gate, up = (tokens[rows].to(wide) @ w1.T).chunk(2, dim=-1)
+                hidden = (silu(gate) * up).to(tokens.dtype)
+                outputs[rows, ranks] = hidden.to(wide) @ w2.T
     partial = outputs.new_zeros(tokens.shape)
     for k in range(top_k_ids.shape[1]):
         # A NaN weight of a skipped routed row must not reach the sum.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet.config import DIM_MULTIPLE, MAX_TOP_K, MOE_DTYPES, require
+from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype, require
 from comet.decode.scales import check_scales
 from comet.quantize import FP8_BLOCK, MX_BLOCK
 
@@ -99,6 +99,7 @@ class DecodeWeights:
 def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> None:
     """Raise ``ValueError`` naming field, value and rule unless a decode step can take these tensors."""
     require(tokens.dim() == 2, f"tokens of shape {tuple(tokens.shape)} must be (T, D)")
+    check_token_dtype(tokens.dtype)
     num_tokens, hidden_size = tokens.shape
     require(
         num_tokens <= MAX_DECODE_TOKENS,
@@ -130,8 +131,3 @@ def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weigh
             tensor.device == weights.w1.device,
             f"{name} is on {tensor.device}, must be on the weights' device {weights.w1.device}",
         )
-
-
-def check_kernel_inputs(tokens: Tensor) -> None:
-    """What the kernels need beyond ``check_inputs``: a dtype of theirs."""
-    require(tokens.dtype in MOE_DTYPES, f"tokens of dtype {tokens.dtype} must be one of {MOE_DTYPES} for the kernels")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comet.collectives import accumulator_dtype, all_to_all_rows
-from comet.config import MoEConfig
+from comet.config import MoEConfig, require
 from comet.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
@@ -55,9 +55,11 @@ class AllToAll:
 
     activation_format = ActivationFormat.CONTIGUOUS
     carries_fp8 = True
+    uses_collectives = True
 
     def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
         require_dropless(config, "AllToAll")
+        self.comm = group.comm
         self.layout = group.layout(config)
         self.process_group = group.process_group
 
@@ -65,14 +67,14 @@ class AllToAll:
         """Send, and wait for the rows of all ranks.
 
         Raises:
-            ValueError: On every rank, if an id of any rank is out of range.
+            ValueError: On every rank, if an id of any rank is out of range, or a token that is quantised not finite.
         """
         return self.prepare_no_receive(routed, quantize=quantize)()
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """Wait for the numbers of rows only; the rows travel until the receiver is called."""
-        route = self._route(routed.top_k_ids)
-        tokens = quantize_rows(routed.tokens) if quantize else routed.tokens
+        tokens = quantize_rows(routed.tokens, trusted=True) if quantize else routed.tokens
+        route = self._route(routed, tokens)
         parts = [tokens.elements, tokens.scales] if isinstance(tokens, FP8) else [tokens]
         parts += [routed.top_k_weights, routed.top_k_ids]
         arrive = self._send(pack(parts).index_select(0, route.token_ids), route)
@@ -80,7 +82,9 @@ class AllToAll:
         def receive() -> Received:
             *columns, weights, ids = unpack(arrive(), parts)
             rows = ContiguousRows(
-                tokens=FP8(elements=columns[0], scales=columns[1], block_rows=1) if quantize else columns[0],
+                tokens=FP8(elements=columns[0], scales=columns[1], block_rows=1, trusted=True)
+                if quantize
+                else columns[0],
                 top_k_ids=local_ids(ids, self.layout),
                 top_k_weights=weights,
             )
@@ -101,28 +105,36 @@ class AllToAll:
             total.index_add_(0, token_ids, rows.to(total.dtype))
         return total.to(partial.dtype)
 
-    def _route(self, top_k_ids: Tensor) -> Route:
-        layout = self.layout
+    def _route(self, routed: RoutedTokens, tokens: Tensor | FP8) -> Route:
+        layout, top_k_ids = self.layout, routed.top_k_ids
         bad = (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
         going = destinations(top_k_ids.masked_fill(bad, -1), layout)
-        # The second column tells all ranks of bad ids, so that all raise and none waits.
-        sent = torch.stack([going.sum(1), bad.sum().expand(layout.world_size)], dim=1)
+        # The other columns tell all ranks of bad ids and tokens, so that all raise and none waits.
+        faults = torch.stack([bad.sum(), num_not_finite(tokens, bad)])
+        sent = torch.cat([going.sum(1, keepdim=True), faults.expand(layout.world_size, -1)], dim=1)
         received = sent
         if layout.world_size > 1:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.process_group)
         sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
-        for rank, (_, num_bad) in enumerate(received_host):
-            if num_bad:
-                raise ValueError(
-                    f"top_k_ids of rank {rank} contain {num_bad} bad ids; every id must be -1 (masked) or in "
-                    f"[0, num_experts={layout.num_experts})"
-                )
+        for rank, (_, bad_ids, bad_tokens) in enumerate(received_host):
+            require(
+                not bad_ids,
+                f"top_k_ids of rank {rank} contain {bad_ids} bad ids; every id must be -1 (masked) or in "
+                f"[0, num_experts={layout.num_experts})",
+            )
+            if bad_tokens and rank == layout.rank:
+                quantize_rows(routed.tokens)  # which names the first
+            require(
+                not bad_tokens,
+                f"tokens of rank {rank} contain {bad_tokens} with NaN or infinity; every token must be finite to be "
+                "quantised",
+            )
         return Route(
             num_tokens=top_k_ids.shape[0],
             token_ids=going.nonzero()[:, 1],
-            send_counts=tuple(count for count, _ in sent_host),
-            recv_counts=tuple(count for count, _ in received_host),
+            send_counts=tuple(count for count, *_ in sent_host),
+            recv_counts=tuple(count for count, *_ in received_host),
         )
 
     def _send(self, message: Tensor, route: Route) -> Callable[[], Tensor]:
@@ -138,6 +150,13 @@ class AllToAll:
             return landing
 
         return arrive
+
+
+def num_not_finite(tokens: Tensor | FP8, like: Tensor) -> Tensor:
+    """``()`` int64: tokens whose scales say that they were not finite; 0 of tokens without scales."""
+    if isinstance(tokens, FP8):
+        return (~tokens.scales.isfinite()).any(dim=1).sum()
+    return like.new_zeros((), dtype=torch.int64)
 
 
 def destinations(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from comet.autocast import without_autocast
 from comet.autograd import wants_grad
 from comet.config import DIM_MULTIPLE, require
 from comet.layout import round_up
@@ -79,13 +80,21 @@ class ModularMoE:
 
         Raises:
             ValueError: If a type, shape or dtype breaks these rules, or a gradient would be required.
+            StepFailedError: If an earlier step failed on any rank.
         """
         w1, w2 = self._check(tokens, top_k_ids, top_k_weights, w1, w2)
         routed = RoutedTokens(tokens=tokens, top_k_ids=top_k_ids, top_k_weights=top_k_weights)
+        with self.prepare_finalize.comm.step("modular layer", collectives=self.prepare_finalize.uses_collectives):
+            return self._run(routed, w1, w2)
+
+    def _run(self, routed: RoutedTokens, w1: Weight, w2: Weight) -> Tensor:
+        """Dispatch, experts, combine, as one step of the group."""
+        tokens = routed.tokens
         received, shared = self._prepare(routed)
         scratch = self._scratch(self.experts.scratch_shapes(problem_of(received.rows, w2, tokens.dtype)), tokens)
-        outputs = self.experts.apply(received.rows, w1, w2, scratch)
-        combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
+        with without_autocast(tokens.device):
+            outputs = self.experts.apply(received.rows, w1, w2, scratch)
+            combined = self.prepare_finalize.finalize(outputs, received, self.experts.reduce)
         return combined if shared is None else combined + shared
 
     def _prepare(self, routed: RoutedTokens) -> tuple[Received, Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, resolve_kernels
+from comet.config import MoEConfig, OverlapConfig, check_kernel_dtype, resolve_kernels
 from comet.group import ExpertGroup
 from comet.modular.base import ExpertsBase
 from comet.modular.interfaces import (
@@ -41,6 +41,7 @@ class FusedPrepareFinalize:
 
     activation_format = ActivationFormat.HANDLE
     carries_fp8 = False
+    uses_collectives = False
 
     def __init__(
         self,
@@ -52,11 +53,14 @@ class FusedPrepareFinalize:
     ) -> None:
         self.path = SymmetricPath(config, group, overlap, use_kernels=resolve_kernels(group.device, use_kernels))
         self.layout = self.path.layout
+        self.comm = group.comm
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
         check_tokens(routed.tokens, routed.top_k_ids, self.path.workspace)
+        if self.path.use_kernels:
+            check_kernel_dtype(routed.tokens.dtype, routed.tokens.device)
         plan = self.path.plan(routed.top_k_ids, routed.top_k_weights)
         return Received(rows=FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, path=self.path), route=None)
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from comet.comm.base import Communicator
 from comet.layout import ExpertLayout
 from comet.paths import SymmetricPath
 from comet.plan import Plan
@@ -187,11 +188,15 @@ class PrepareFinalize(Protocol):
         layout: The experts over the ranks; the same object's ``rank`` is this rank.
         activation_format: Format of the rows it hands out.
         carries_fp8: Whether it can quantise the tokens before they travel.
+        uses_collectives: Whether rows travel by collectives of ``torch.distributed``.
+        comm: The communicator of the group.
     """
 
     layout: ExpertLayout
     activation_format: ActivationFormat
     carries_fp8: bool
+    uses_collectives: bool
+    comm: Communicator
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Send the tokens, quantised first if asked for, and wait for those of all ranks (collective)."""

@@ -24,8 +24,10 @@ class SingleRank:
 
     activation_format = ActivationFormat.CONTIGUOUS
     carries_fp8 = True
+    uses_collectives = False
 
     def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+        self.comm = group.comm
         self.layout = group.layout(config)
         size = self.layout.world_size
         require(size == 1, f"ep x tp = {size} of the group must be 1: SingleRank sends nothing to other ranks")

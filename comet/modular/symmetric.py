@@ -43,6 +43,7 @@ class _Symmetric(ABC):
     """
 
     carries_fp8 = True
+    uses_collectives = False
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class _Symmetric(ABC):
     ) -> None:
         self.transport = SymmetricTransport(config, group, overlap, use_kernels)
         self.layout = self.transport.layout
+        self.comm = group.comm
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""

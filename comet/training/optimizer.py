@@ -68,7 +68,7 @@ def make_optimizer(model: GPT, config: TrainConfig) -> ScaledAdamW:
     optimizer = ScaledAdamW(groups, lr=config.lr, betas=BETAS, eps=EPSILON, fused=True)
     for parameter in parameters:
         optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }
@@ -142,7 +142,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def _square_sum(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
 
 

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.handshake import gather
 from comet.config import OverlapConfig, require
+from comet.errors import StepFailedError
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
 from comet.tuner.problem import Problem
@@ -93,7 +94,9 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
     if process_group is None:
         return failure
-    return next(filter(None, gather(process_group, failure)), "")
+    found = list(filter(None, gather(process_group, failure)))
+    own = [reason for reason in found if not reason.startswith(StepFailedError.__name__)]  # not told of by another
+    return next(iter(own + found), "")
 
 
 class _Watch:
@@ -125,7 +128,7 @@ class _Watch:
             if setting is None or not self.failure:
                 calls[index]()
         except (RuntimeError, ValueError) as error:
-            self.failure = _reason(error)
+            self.failure = self.failure or _reason(error)
 
     def culprit(self) -> tuple[OverlapConfig | None, str] | None:
         """The candidate of the first call that failed on any rank, and why; ``None`` if all went well (collective).

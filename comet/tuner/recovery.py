@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from comet.comm.epochs import settle
+from comet.comm.lifecycle import settle
 from comet.tuner.timing import max_over_ranks
 from comet.workspace import Workspace
 
@@ -30,3 +30,4 @@ def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
     settle(epoch.device)
     epoch.copy_(max_over_ranks(epoch.device, process_group)(epoch + 1))
     workspace.fault.zero_()
+    workspace.comm.board.clear()

@@ -32,7 +32,7 @@ FORBIDDEN = {
     "tests": (),
 }
 BINDINGS, BINDINGS_IN = "cuda.bindings", "kernels/nvrtc.py"  # what kernels import beside torch and triton, and where
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_PARAMETERS = 350, 80, 150, 10
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_PARAMETERS = 500, 80, 150, 10
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -275,7 +275,7 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
         (excepts, "comet/a.py", "try:\n pass\nexcept Exception:\n raise", None),
         (sizes, "comet/a.py", LONG, "f has 91 lines, at most 80"),
         (sizes, "kernels/a.py", "@triton.jit(debug=True)\n" + LONG, None),
-        (sizes, "comet/a.py", "x = 1\n" * 351, "351 lines, at most 350"),
+        (sizes, "comet/a.py", "x = 1\n" * 501, "501 lines, at most 500"),
         (sizes, "comet/a.py", "def f(a,b,c,d,e,f,g,h,i,j,*,k): pass", "f has 11 parameters"),
         (sizes, "kernels/a.py", "@gluon.jit\ndef f(a,b,c,d,e,f,g,h,i,j,k): pass", None),
         (documented, "comet/a.py", '"""A."""\nclass A:\n """A."""\n def f(self) -> int: ...', "A.f has no docstring"),

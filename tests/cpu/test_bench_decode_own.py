@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode.gathered import Batch
-from comet.errors import CommTimeoutError
+from comet.errors import CommTimeoutError, StepFailedError
 from comet.layout import ExpertLayout
 from comet.tuner.timing import Timing
 
@@ -139,15 +139,17 @@ def late_rank(rank: int, world_size: int) -> str:
         assert team.own_decode(2) is decode
         assert team.own_decode(1) is not decode
         team.check()
+        dist.barrier()
         decode.fault[:3] = torch.tensor([1, 0, 1 - rank])
-        with pytest.raises(CommTimeoutError) as raised:
+        with pytest.raises((CommTimeoutError, StepFailedError)) as raised:  # its own, or the one the other told it of
             team.check()
     return str(raised.value)
 
 
 def test_a_deadline_of_own_tokens_is_reported() -> None:
     found = run_ranks(late_rank, 2)
-    assert all(f"rank {rank} waited 30.0 s for rank {1 - rank}" in words for rank, words in enumerate(found))
+    late = [f"rank {rank} waited 30.0 s for rank {1 - rank}" for rank in range(2)]
+    assert all(late[0] in words or late[1] in words for words in found)
 
 
 # ---- what it says ----------------------------------------------------------------------------------------------------

@@ -187,7 +187,8 @@ def test_what_fails_is_a_row(tmp_path: Path) -> None:
     run_ranks(run_with_failures, 2, words)
     found = json.loads((tmp_path / "bench_train.json").read_text())
     first, second, third = found["rows"]
-    assert first["failures"] == "plain: RuntimeError: out of memory"
+    assert first["failures"].startswith("plain: ")
+    assert "RuntimeError: out of memory" in first["failures"]  # of this rank, or of the one that failed before it
     assert (first["x_plain"], first.get("loss_error")) == (None, None)
     assert min(first["comet_ms"], first["rest_ms"]) > 0
     assert second["failures"].startswith("point: ")

@@ -17,7 +17,7 @@ from comet.comm import LocalCommunicator, emulated_group
 from comet.comm.epochs import MOST_EPOCHS, check_epoch
 from comet.config import Transport
 from comet.decode import LocalRunner, OwnTokensRunner, RankDecode, ReplicatedRunner
-from comet.errors import CommTimeoutError, EpochError
+from comet.errors import CapacityError, CommTimeoutError, EpochError
 from comet.moe import MoE
 from comet.workspace import Workspace, WorkspaceShape
 
@@ -55,15 +55,17 @@ def test_a_pool_says_when_it_is_due_and_restarts_all_flags_and_nothing_else() ->
     assert flags == ["ids_flags", "recv_flags", "combine_flags", "barrier_flags"]
 
 
-def test_what_went_wrong_before_comes_first() -> None:
+def test_what_went_wrong_before_comes_first_and_a_restart_forgets_it_but_not_a_capacity() -> None:
     pool = Workspace(LocalCommunicator(torch.device("cpu")), WorkspaceShape(**{**shape_fields(), "world_size": 1}))
     pool.epoch.fill_(MOST_EPOCHS + 1)
-    pool.fault.copy_(torch.tensor([1, 0, 3, 17, 41, 40, 1, 0]))
-    with pytest.raises(CommTimeoutError):
-        pool.check()
+    pool.fault.copy_(torch.tensor([1, 0, 3, 17, 41, 40, 1, 99]))
+    for _ in range(2):
+        with pytest.raises(CommTimeoutError):
+            pool.check()
     pool.restart()
-    with pytest.raises(CommTimeoutError):
+    with pytest.raises(CapacityError, match="needs 99 routed rows"):
         pool.check()
+    pool.check()
 
 
 def shape_fields() -> dict[str, Any]:

@@ -251,6 +251,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     note("hidden_size", lambda: build("group", hidden_size=48))
     note("dtype", lambda: build("group", bf16=True))
     note("bias", lambda: build("group", add_bias_linear=True))
+    note("legacy grouped GEMM", lambda: build("group", moe_use_legacy_grouped_gemm=True))
     layer = build("group")
     note("tokens", lambda: layer(torch.zeros(50, BATCH, 32)))
     routing = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2)
@@ -274,6 +275,7 @@ def test_refusals_name_field_value_and_rule() -> None:
         "hidden_size": "hidden_size=48 of the layer must be the group's 32",
         "dtype": "dtype=torch.bfloat16 of the model's tokens must be the group's torch.float32",
         "bias": "add_bias_linear=True must be off: experts have no bias",
+        "legacy grouped GEMM": "moe_use_legacy_grouped_gemm=True must be off: Comet's kernels multiply",
         "tokens": "num_tokens=150 must be at most max_tokens=128",
         "dtype of tokens": "dtype=torch.float16 of tokens must be the group's torch.float32",
         "pieces": "intermediate_tensors must be None",

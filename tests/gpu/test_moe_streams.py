@@ -66,3 +66,31 @@ def test_layer_replays_from_a_cuda_graph_with_other_routing(dtype: torch.dtype) 
             loads.append(found["load"])
     assert all(not torch.equal(one, other) for one, other in pairwise(loads)), "routing changed"
     layers.streams.group.workspace.check()
+
+
+def test_two_layers_of_one_group_on_two_streams_keep_the_order_of_their_calls() -> None:
+    layers = make_pair("cuda", torch.bfloat16)
+    inputs = [make_tokens(layers.in_line, seed) for seed in range(8)]
+    with torch.no_grad():
+        expected = [layers.in_line(x)[0].clone() for x in inputs]
+        torch.cuda.synchronize()
+        streams, found = [torch.cuda.Stream() for _ in range(2)], []
+        for index, x in enumerate(inputs):
+            with torch.cuda.stream(streams[index % 2]):
+                if index % 3 == 0:
+                    torch.cuda._sleep(20_000_000)  # the other stream would be done long before
+                found.append(layers.in_line(x)[0])
+        layers.in_line.group.workspace.check()
+    for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert_same({"output": actual}, {"output": wanted}, f"call {index}")
+
+
+def test_check_waits_for_all_streams() -> None:
+    layers = make_pair("cuda", torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        layers.in_line(make_tokens(layers.in_line, 0))
+        done = stream.record_event()
+    layers.in_line.group.workspace.check()
+    assert done.query(), "the check came back before the other stream was done"

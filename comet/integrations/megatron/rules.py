@@ -19,6 +19,7 @@ OFF = {
     "activation_func_clamp_value": "experts are SwiGLU without a clamp",
     "fp8": "experts train in the type of the tokens",
     "fp4": "experts train in the type of the tokens",
+    "moe_use_legacy_grouped_gemm": "Comet's kernels multiply, and its checkpoints are those of SequentialMLP",
     "moe_latent_size": "tokens travel in the model's hidden size",
     "moe_apply_probs_on_input": "routing weights go on outputs",
     "moe_shared_expert_overlap": "the shared expert runs before the routed ones",

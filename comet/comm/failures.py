@@ -1,0 +1,159 @@
+"""What a group does when one of its ranks fails in the middle of a step: no rank goes on as if nothing had happened.
+
+A rank that fails may have sent ids and no rows, or waited for one signal of two. A call after that would take what was
+sent for one step as parts of another. So every step runs inside ``Step``, which leaves a note in the host memory of all
+ranks when an exception comes through it, be it ``CommTimeoutError``, out of memory or ``KeyboardInterrupt``. Each rank
+looks there before each step, and where it waits on a CPU; whoever finds a note refuses to go on.
+``CommunicatorBase.restart`` brings all ranks back into step and clears the notes.
+
+What fails before a step has sent anything or when it has got all (``in_flight`` of the communicator), such as tokens
+of a wrong size, or the end that a checkpoint puts to a forward pass it runs again, leaves no note: the ranks stay in
+step. Nor does a rank alone, which restarts by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from comet.comm.signals import fence, poll
+from comet.errors import CommTimeoutError, StepFailedError
+
+if TYPE_CHECKING:
+    from comet.comm.lifecycle import CommunicatorBase
+
+RESTART = "call group.workspace.restart() on all of them between two calls, or make a new group"
+NEW_GROUP = "end the job, or make new process groups and a new group: a collective of torch.distributed broke off"
+TEXT_BYTES = 496
+ROW_BYTES = TEXT_BYTES + 16  # behind the number of meetings and the length of the text
+
+
+def board_bytes(world_size: int) -> int:
+    """Bytes of one rank's board: a word, padded to 64 bytes, and a row of 512 bytes of each rank; W=4: 2112."""
+    return 64 + world_size * ROW_BYTES
+
+
+class Board:
+    """Notes of all ranks to all ranks, in memory that their hosts share; reading it costs one load.
+
+    Args:
+        peers: W tensors of ``board_bytes(W)`` uint8 zeroes; ``peers[r]`` is read by rank r and written by all.
+        rank: This rank.
+    """
+
+    def __init__(self, peers: Sequence[Tensor], rank: int) -> None:
+        self.rank = rank
+        self._words = [peer[:8].view(torch.int64).numpy() for peer in peers]
+        self._rows = [peer[64:].view(len(peers), ROW_BYTES) for peer in peers]
+        self._meetings = [rows[:, :8].view(torch.int64).numpy() for rows in self._rows]
+        self._own_word = self._words[rank]
+        self._num_met = 0
+
+    @classmethod
+    def alone(cls) -> Board:
+        """The board of a rank that nobody else reads."""
+        return cls((torch.zeros(board_bytes(1), dtype=torch.uint8),), 0)
+
+    def check(self) -> None:
+        """Raise ``StepFailedError`` if a rank left a note."""
+        if self._own_word[0]:
+            raise StepFailedError(self._text())
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a note says that nothing brings the ranks back."""
+        return bool(self._own_word[0] < 0)
+
+    def note(self, what: str, error: BaseException, *, is_final: bool = False) -> None:
+        """Leave a note on the boards of all ranks that a step failed here, unless there is one.
+
+        Args:
+            what: The step: ``forward pass``.
+            error: What went wrong.
+            is_final: Whether no restart brings the ranks back.
+        """
+        if self._own_word[0]:
+            return
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        text = (
+            f"the {what} failed on rank {self.rank} ({type(error).__name__}: {reason[:200]}), so the ranks of its "
+            f"group are out of step: {NEW_GROUP if is_final else RESTART}"
+        )
+        encoded = text.encode()[:TEXT_BYTES]
+        for word, rows in zip(self._words, self._rows, strict=True):
+            row = rows[self.rank]
+            row[16 : 16 + len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+            row[8:16].view(torch.int64)[0] = len(encoded)
+            fence()
+            word[0] = -1 - self.rank if is_final else 1 + self.rank
+
+    def clear(self) -> None:
+        """Take the notes off this rank's own board."""
+        self._own_word[0] = 0
+
+    def meet(self, timeout_s: float) -> None:
+        """Return when every rank has come here as often as this one did; a meeting that failed may be tried again.
+
+        Raises:
+            CommTimeoutError: If ranks did not come in time; names them.
+        """
+        wanted = self._num_met + 1
+        fence()
+        for meetings in self._meetings:
+            meetings[self.rank, 0] = wanted
+        own = self._meetings[self.rank]
+        if not poll(lambda: bool((own >= wanted).all()), timeout_s):
+            late = ", ".join(str(rank) for rank, count in enumerate(own[:, 0].tolist()) if count < wanted)
+            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for rank {late} (restart)")
+        fence()
+        self._num_met = wanted
+
+    def _text(self) -> str:
+        row = self._rows[self.rank][abs(int(self._own_word[0])) - 1]
+        length = int(row[8:16].view(torch.int64)[0])
+        return bytes(row[16 : 16 + length].tolist()).decode(errors="replace")
+
+
+class Step:
+    """One use of a group's memory by all its ranks: refused after a failure, and noted where it fails itself.
+
+    Not noted: what fails while nothing is in flight, or while a CUDA graph is captured, which sends nothing either.
+
+    Args:
+        comm: The group.
+        what: For the note: ``forward pass``.
+        is_final: Whether no restart brings the ranks back where it fails.
+        refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together.
+    """
+
+    __slots__ = ("_comm", "_is_final", "_refuses", "_what")
+
+    def __init__(self, comm: CommunicatorBase, what: str, *, is_final: bool, refuses: bool) -> None:
+        self._comm = comm
+        self._what = what
+        self._is_final = is_final
+        self._refuses = refuses
+
+    def __enter__(self) -> None:
+        self._comm.require_open()
+        self._comm.stream_order.join()
+        self._comm.in_flight = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        in_step = isinstance(error, ValueError) if self._refuses else not self._comm.in_flight
+        if error is None or in_step or _is_capturing(self._comm.device):
+            return
+        if self._comm.world_size == 1:
+            self._comm.restart()
+        else:
+            self._comm.board.note(self._what, error, is_final=self._is_final)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

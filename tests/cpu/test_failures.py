@@ -1,0 +1,254 @@
+"""A rank fails in the middle of a step, everybody catches it and calls again: refused, and right after a restart.
+
+The failing rank raises right after or right before one of the pieces of a step; what a retry would compute without a
+restart was wrong in nine of thirty such trials.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from decode_cases import FOLD, DecodeCase
+from decode_ranks import compare_step, gathered_inputs, open_rank
+from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
+from layer_ranks import build_layer
+from ranks import run_ranks
+
+from comet.comm.failures import Board, board_bytes
+from comet.decode import RankDecode
+from comet.errors import CommTimeoutError, StepFailedError
+from comet.modular import FusedExperts, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricContiguous
+from comet.moe import MoE
+from comet.paths import SymmetricPath
+
+CASE = LayerCase("ep2", 2, 1, (40, 33))
+PIECES = ("plan", "layer0", "layer1", "barrier", "grad_hidden", "swiglu_backward", "grad_weight", "grad_tokens")
+ERRORS: tuple[BaseException, ...] = (
+    torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), RuntimeError("a hook"), ValueError("a hook, too"),
+)  # fmt: skip
+SEEDS = range(12)
+
+
+def call(moe: MoE, rank: int, number: int) -> dict[str, torch.Tensor | None]:
+    """Forward and backward pass: what ``oracle`` has."""
+    inputs = rank_inputs(CASE, rank, number)
+    x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
+    moe.zero_grad()
+    y = moe.routed_experts(x, inputs.top_k_ids, weights)
+    y.backward(inputs.grad_output)
+    grads = {"grad_tokens": x.grad, "grad_top_k": weights.grad, "grad_w1": moe.w1.grad, "grad_w2": moe.w2.grad}
+    return {"output": y.detach(), **grads}
+
+
+def compare(moe: MoE, rank: int, number: int, where: str) -> None:
+    exact, same = (oracle(CASE, rank, dtype, number) for dtype in (torch.float64, CASE.dtype))
+    for what, found in call(moe, rank, number).items():
+        assert found is not None, what
+        assert_as_close(found, getattr(exact, what), getattr(same, what), CASE.dtype, f"{where}: {what}")
+
+
+def break_once(owner: Any, name: str, error: BaseException, *, after: bool) -> None:
+    """Let ``owner.name`` raise the next time, ``after`` it has done its work or before."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        setattr(owner, name, function)
+        if after:
+            function(*args, **options)
+        raise error
+
+    setattr(owner, name, fail)
+
+
+def fail_and_retry(rank: int, world_size: int, seeds: range) -> None:
+    """Random failures of one rank; retries are refused on all ranks until all restart."""
+    moe = build_layer(CASE, rank, "twin")
+    assert isinstance(moe.experts, SymmetricPath)
+    for seed in seeds:
+        draw = random.Random(seed)
+        failing, piece = draw.randrange(world_size), draw.choice(PIECES)
+        error, after = draw.choice(ERRORS), draw.random() < 0.5 or piece == "plan"
+        where = f"seed {seed}: {type(error).__name__} on rank {failing}, {piece}, {after=}"
+        if rank == failing:
+            break_once(moe.experts if piece == "plan" else moe.experts.ops, piece, error, after=after)
+        if rank == failing:
+            with pytest.raises(type(error)):
+                call(moe, rank, 2 * seed)
+        else:
+            with suppress(StepFailedError):  # or it had all that it needed
+                call(moe, rank, 2 * seed)
+        dist.barrier()
+        for _ in range(2):
+            with pytest.raises(StepFailedError, match=r"pass failed on rank \d \(.*workspace.restart\(\)") as refusal:
+                call(moe, rank, 2 * seed + 1)
+            assert f"rank {failing} ({type(error).__name__}" in str(refusal.value), where
+        with pytest.raises(StepFailedError):
+            moe.group.workspace.check()
+        dist.barrier()
+        moe.group.workspace.restart()
+        compare(moe, rank, 2 * seed + 1, where)
+        moe.group.workspace.check()
+    moe.group.close()
+
+
+def test_twin_refuses_after_a_failure_and_is_right_after_a_restart() -> None:
+    run_ranks(fail_and_retry, 2, SEEDS)
+
+
+def fail_late_on_kernels(rank: int, world_size: int) -> None:
+    """Rank 1 breaks off between the two halves of a step; rank 0 meets its deadline."""
+    moe = build_layer(CASE, rank, "fused")
+    moe.group.comm.timeout_s = 0.5
+    assert isinstance(moe.experts, SymmetricPath)
+    if rank == 1:
+        break_once(moe.experts.ops, "layer0", torch.OutOfMemoryError("out of memory"), after=False)
+    inputs = rank_inputs(CASE, rank)
+    with torch.no_grad():
+        if rank == 1:
+            with pytest.raises(torch.OutOfMemoryError):
+                moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        else:
+            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+            with pytest.raises(CommTimeoutError, match=r"rank 0 waited .* for rank 1"):
+                moe.group.workspace.check()
+    dist.barrier()
+    with pytest.raises(StepFailedError, match=r"step|pass"):
+        moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    moe.group.comm.timeout_s = 60.0
+    moe.group.workspace.restart()
+    compare(moe, rank, 1, "after a restart")
+    moe.group.workspace.check()
+    moe.group.close()
+
+
+def test_kernels_refuse_after_a_failure_and_are_right_after_a_restart() -> None:
+    run_ranks(fail_late_on_kernels, 2, interpret=True, timeout=300)
+
+
+def fail_in_decode(rank: int, world_size: int, use_kernels: bool, replicated: bool) -> None:
+    case = DecodeCase(name="fold", T=1, K=2, E=4, D=16, F=16, config=FOLD, routing="masked", seed=3)
+    comm, weights = open_rank(rank, world_size, case, 1, torch.float32, "cpu")
+    decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=replicated, use_kernels=use_kernels)
+    config = FOLD if use_kernels else None
+    inputs = gathered_inputs(case, 0, (1, 1), torch.float32)[0 if replicated else rank]
+    comm.timeout_s = 0.5
+    if rank == 1:
+        break_once(decode, "_landing" if use_kernels else "_twin", KeyboardInterrupt(), after=False)
+    with pytest.raises(KeyboardInterrupt if rank == 1 else (CommTimeoutError, StepFailedError)):
+        decode(*inputs, weights, config=config)
+    dist.barrier()
+    comm.timeout_s = 60.0
+    with pytest.raises(StepFailedError, match="decode step failed on rank"):
+        decode(*inputs, weights, config=config)
+    dist.barrier()
+    decode.restart()
+    for step in range(3):
+        inputs = gathered_inputs(case, step, (1, 1), torch.float32)[0 if replicated else rank]
+        compare_step(case, decode(*inputs, weights, config=config), inputs, torch.float32, f"step {step}, rank {rank}")
+    decode.check()
+    comm.close()
+    with pytest.raises(RuntimeError, match="used after close"):
+        decode(*inputs, weights, config=config)
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("replicated", [False, True])
+def test_decode_refuses_after_a_failure_and_is_right_after_a_restart(use_kernels: bool, replicated: bool) -> None:
+    run_ranks(fail_in_decode, 2, use_kernels, replicated, interpret=use_kernels, timeout=300)
+
+
+def fail_in_modular(rank: int, world_size: int) -> None:
+    """The experts raise between dispatch and combine."""
+    moe = build_layer(CASE, rank, "twin")
+    w1, w2 = moe.w1.detach().flatten(1, 2), moe.w2.detach()
+    pairs = ((SymmetricContiguous, GroupedContiguous), (FusedPrepareFinalize, FusedExperts))
+    for prepare_finalize, experts in pairs:
+        layer = ModularMoE(prepare_finalize(CASE.config, moe.group), experts(CASE.config, moe.group))
+        if rank == 0:
+            break_once(layer.experts, "apply", torch.OutOfMemoryError("out of memory"), after=False)
+        inputs = rank_inputs(CASE, rank)
+        arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1, w2)
+        with pytest.raises(torch.OutOfMemoryError if rank == 0 else StepFailedError):
+            layer(*arguments)
+        dist.barrier()
+        with pytest.raises(StepFailedError, match=r"modular layer failed on rank 0 \(OutOfMemoryError"):
+            layer(*arguments)
+        dist.barrier()
+        moe.group.workspace.restart()
+        exact, same = (oracle(CASE, rank, dtype) for dtype in (torch.float64, CASE.dtype))
+        assert_as_close(layer(*arguments), exact.output, same.output, CASE.dtype, prepare_finalize.__name__)
+        dist.barrier()
+    moe.group.close()
+
+
+def test_modular_parts_refuse_after_a_failure_and_are_right_after_a_restart() -> None:
+    run_ranks(fail_in_modular, 2)
+
+
+def fail_in_plain(rank: int, world_size: int) -> None:
+    """Both ranks break off between two collectives: the next call is refused, and so is a restart."""
+    moe = build_layer(CASE, rank, "plain")
+    inputs = rank_inputs(CASE, rank)
+    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    bad = inputs.top_k_ids.clone()
+    if rank == 1:
+        bad[0, 0] = 1000
+    with pytest.raises(ValueError, match="of rank 1 contain"):
+        moe.routed_experts(inputs.tokens, bad, inputs.top_k_weights)
+    compare(moe, rank, 0, "after a refusal on all ranks")
+    break_once(moe.experts, "compute", RuntimeError("broke off"), after=False)
+    with pytest.raises(RuntimeError, match="broke off"):
+        moe.routed_experts(*arguments)
+    for _ in range(2):
+        with pytest.raises(StepFailedError, match=r"\(RuntimeError: broke off\), .* new process groups"):
+            moe.routed_experts(*arguments)
+        with pytest.raises(StepFailedError, match="new process groups"):
+            moe.group.workspace.restart()
+    dist.barrier()
+
+
+def test_plain_path_refuses_after_a_failure() -> None:
+    run_ranks(fail_in_plain, 2)
+
+
+def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
+    case = LayerCase("alone", 1, 1, (40,))
+    moe = build_layer(case, 0, "twin")
+    path, inputs = moe.experts, rank_inputs(case, 0)
+    assert isinstance(path, SymmetricPath)
+    exact, same = (oracle(case, 0, dtype) for dtype in (torch.float64, case.dtype))
+    for piece in ("plan", "layer0", "layer1"):
+        break_once(path if piece == "plan" else path.ops, piece, KeyboardInterrupt(), after=True)
+        with pytest.raises(KeyboardInterrupt):
+            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        with pytest.raises(ValueError, match="top_k_ids between"):
+            moe.routed_experts(inputs.tokens, inputs.top_k_ids + 1000, inputs.top_k_weights)
+        output = moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        assert_as_close(output.detach(), exact.output, same.output, case.dtype, piece)
+
+
+def test_worked_example_of_a_board_and_two_that_fail_at_once() -> None:
+    assert board_bytes(4) == 2112
+    memory = [torch.zeros(board_bytes(3), dtype=torch.uint8) for _ in range(3)]
+    boards = [Board(memory, rank) for rank in range(3)]
+    for board in boards:
+        board.check()
+    wide = "\u00fc"  # two bytes
+    boards[2].note("forward pass", RuntimeError(wide * 1000))
+    boards[0].note("backward pass", KeyboardInterrupt())  # saw the first note, and leaves it
+    for board in boards:
+        assert not board.is_final
+        with pytest.raises(StepFailedError, match=rf"^the forward pass failed on rank 2 \(RuntimeError: {wide}{wide}"):
+            board.check()
+        board.clear()
+        board.check()
+    boards[1].note("forward pass", RuntimeError(), is_final=True)
+    assert all(board.is_final for board in boards)
+    with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0.0 s for rank 1, 2 \(restart\)"):
+        boards[0].meet(0.0)

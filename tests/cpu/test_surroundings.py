@@ -1,0 +1,330 @@
+"""What torch is told for the whole process or a block of code changes no number: autocast, default type, subnormals.
+
+And types that cannot be right are refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from layer_cases import LayerCase
+from layer_cases import rank_inputs as draw_inputs
+from modular_cases import make_group, rank_weights
+from ranks import run_ranks
+from torch import Tensor
+
+from comet.autocast import without_autocast
+from comet.comm import make_communicator
+from comet.config import MoEConfig, ParallelConfig
+from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode
+from comet.group import make_expert_group
+from comet.models.config import ModelConfig
+from comet.models.gpt import rotary_table
+from comet.modular import (
+    AllToAll,
+    DequantizingContiguous,
+    GroupedContiguous,
+    ModularMoE,
+    ReferenceExperts,
+    SingleRank,
+    SymmetricBatched,
+    SymmetricContiguous,
+    WarpDecodeExperts,
+)
+from comet.modular.all_to_all import num_not_finite
+from comet.moe import MoE
+from comet.paths import SymmetricPath
+from comet.quantize import FP8, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp8, quantize_rows
+from comet.shared_expert import SharedExpert
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+rank_inputs = functools.cache(draw_inputs)  # drawn once, in no surroundings
+
+CASE = LayerCase("surroundings", 1, 1, (9,), num_phases=1)
+WIDE = LayerCase("surroundings", 1, 1, (9,), hidden_size=128, ffn_size=128, num_phases=1)
+
+MODEL = ModelConfig(name="small", context=8, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, moe=CASE.config)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def flushed_subnormals() -> Iterator[None]:
+    assert torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
+    "default float64": lambda: default_dtype(torch.float64),
+    "default bfloat16": lambda: default_dtype(torch.bfloat16),
+    "subnormals are 0": flushed_subnormals,
+}
+
+
+def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(dtype)
+
+
+def whole_layer(path: str, dtype: torch.dtype) -> list[Tensor]:
+    """A new layer: its output, its losses and all gradients. Without a shared expert, which obeys autocast."""
+    config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2, balance="bias")
+    group = make_expert_group(config, ParallelConfig(), max_tokens=9, dtype=dtype, device="cpu", timeout_s=60.0)
+    layer = MoE(config, group, path=path, seed=3)
+    x = numbers((9, 32), 1, dtype).requires_grad_()
+    y, stats = layer(x)
+    with without_autocast(x.device):  # torch's own backward passes multiply as autocast says
+        (y.float().square().sum() + stats.loss).backward()
+    group.workspace.check()
+    group.close()
+    return [y, stats.loss, x.grad, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)]
+
+
+def fp8_layer() -> list[Tensor]:
+    group = make_group(WIDE)
+    path = SymmetricPath(WIDE.config, group, WIDE.overlap, use_kernels=False)
+    inputs, (w1, w2) = rank_inputs(WIDE, 0), rank_weights(WIDE, 0, FP8)
+    return [path.fp8(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, w1, w2)]
+
+
+def decode_step(dtype: torch.dtype, weight_type: type = Tensor) -> list[Tensor]:
+    inputs, (w1, w2) = rank_inputs(CASE, 0), rank_weights(CASE, 0, weight_type)
+    slots = torch.arange(4, dtype=torch.int32)
+    if isinstance(w1, Tensor):
+        weights = DecodeWeights(w1=w1.to(dtype), w2=w2.to(dtype), slots=slots)
+    else:
+        scales = dict(w1_scales=w1.scales, w2_scales=w2.scales)
+        weights = DecodeWeights(w1=w1.elements, w2=w2.elements, slots=slots, **scales)
+    step = (inputs.tokens.to(dtype), inputs.top_k_ids, inputs.top_k_weights, weights)
+    comm = make_communicator("cpu_shm", None, "cpu")
+    ranks = RankDecode(comm, hidden_size=CASE.hidden_size)
+    return [warp_decode(*step), ranks(*step)]
+
+
+def modular_layers(dtype: torch.dtype) -> list[Tensor]:
+    inputs, outputs = rank_inputs(CASE, 0), []
+    case = LayerCase("surroundings", 1, 1, (9,), num_phases=1, dtype=dtype)
+    for weight_type in (Tensor, FP8, MXFP8):
+        w1, w2 = rank_weights(case, 0, weight_type)
+        for transport, experts in (
+            (SingleRank, ReferenceExperts),
+            (SymmetricBatched, ReferenceExperts),
+            (SymmetricContiguous, GroupedContiguous),
+            (AllToAll, DequantizingContiguous),
+            (SingleRank, WarpDecodeExperts),
+        ):
+            group = make_group(case)
+            layer = ModularMoE(transport(case.config, group), experts(case.config, group), weight_type=weight_type)
+            outputs.append(layer(inputs.tokens.to(dtype), inputs.top_k_ids, inputs.top_k_weights, w1, w2))
+            group.close()
+    return outputs
+
+
+def quantised(dtype: torch.dtype) -> list[Tensor]:
+    values = numbers((8, 160), 5, dtype)
+    values[0], values[1] = 0, values[1] * 2**-8
+    packed = [quantize_mxfp8(values), quantize_mxfp8(values, rule="fit"), quantize_fp8(values), quantize_rows(values)]
+    return [part for each in packed for part in (each.elements.float(), each.scales, each.dequantize(dtype))]
+
+
+COMPUTED: dict[str, Callable[[], list[Tensor]]] = {
+    "twin layer": partial(whole_layer, "twin", torch.float32),
+    "twin layer in bfloat16": partial(whole_layer, "twin", torch.bfloat16),
+    "plain layer in bfloat16": partial(whole_layer, "plain", torch.bfloat16),
+    "reference layer": partial(whole_layer, "reference", torch.float32),
+    "FP8 layer": fp8_layer,
+    "decode": partial(decode_step, torch.float32),
+    "decode in float16": partial(decode_step, torch.float16),
+    "decode in bfloat16": partial(decode_step, torch.bfloat16),
+    "decode of MXFP8": partial(decode_step, torch.bfloat16, MXFP8),
+    "decode of FP8": partial(decode_step, torch.float32, FP8),
+    "modular layers": partial(modular_layers, torch.float32),
+    "modular layers in float16": partial(modular_layers, torch.float16),
+    "modular layers in bfloat16": partial(modular_layers, torch.bfloat16),
+    "quantised float32": partial(quantised, torch.float32),
+    "quantised bfloat16": partial(quantised, torch.bfloat16),
+    "rotary table": lambda: [rotary_table(MODEL)],
+}
+
+
+@pytest.mark.parametrize("computed", COMPUTED)
+def test_surroundings_change_no_number(computed: str) -> None:
+    wanted = COMPUTED[computed]()
+    for name, surroundings in SURROUNDINGS.items():
+        with surroundings():
+            found = COMPUTED[computed]()
+        assert len(found) == len(wanted)
+        for index, (got, right) in enumerate(zip(found, wanted, strict=True)):
+            assert got.dtype == right.dtype, f"{computed}, {name}: {index} is {got.dtype}, without {right.dtype}"
+            assert torch.equal(got, right), f"{computed}, {name}: {index} differs by {(got - right).abs().max()}"
+
+
+def test_autocast_helper_is_free_without_autocast() -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(without_autocast(cpu), nullcontext)
+    with torch.autocast("cpu", torch.bfloat16), without_autocast(cpu):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("rule", ["floor", "fit"])
+def test_mxfp8_blocks_of_the_smallest_scale_outlive_flushed_subnormals(rule: str) -> None:
+    """2^-127 is subnormal in float32; 2^-120 is not, and neither are zeros."""
+    values = torch.zeros(2, 32)
+    values[1, :2] = torch.tensor([2.0**-120, -(2.0**-125)])
+    with flushed_subnormals():
+        packed = quantize_mxfp8(values, rule=rule)  # type: ignore[arg-type]
+        found = packed.dequantize()
+        coarse = packed.dequantize(torch.bfloat16)
+    assert packed.scales.tolist() == [[0], [0]]
+    assert torch.equal(found, values)
+    assert torch.equal(coarse, values.bfloat16())
+
+
+def test_e8m0_in_float64_example() -> None:
+    codes = torch.arange(256).byte()
+    wide, narrow = decode_e8m0(codes, torch.float64), decode_e8m0(codes)
+    assert wide.dtype == torch.float64
+    torch.testing.assert_close(wide, narrow.double(), rtol=0, atol=0, equal_nan=True)
+    assert wide[[0, 127, 254]].tolist() == [2.0**-127, 1, 2.0**127]
+
+
+@pytest.mark.parametrize("weight_type", [Tensor, FP8, MXFP8])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_tokens_that_are_integers_are_refused(dtype: torch.dtype, weight_type: type) -> None:
+    inputs, (w1, w2) = rank_inputs(CASE, 0), rank_weights(CASE, 0, weight_type)
+    tokens, routing = inputs.tokens.to(dtype), (inputs.top_k_ids, inputs.top_k_weights)
+    wanted = rf"tokens of dtype {dtype} must be one of \(torch.float32, torch.float16, torch.bfloat16, torch.float64\)"
+    group = make_group(CASE)
+    layer = ModularMoE(SingleRank(CASE.config, group), ReferenceExperts(CASE.config, group), weight_type=weight_type)
+    with pytest.raises(ValueError, match=wanted):
+        layer(tokens, *routing, w1, w2)
+    slots, scales = torch.arange(4, dtype=torch.int32), {}
+    if not isinstance(w1, Tensor):
+        scales = dict(w1_scales=w1.scales, w2_scales=w2.scales)
+        w1, w2 = w1.elements, w2.elements
+    with pytest.raises(ValueError, match=wanted):
+        warp_decode(tokens, *routing, DecodeWeights(w1=w1, w2=w2, slots=slots, **scales))
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_shared_expert_takes_the_tokens_dtype(param_dtype: torch.dtype) -> None:
+    shared = SharedExpert(16, 32, dtype=param_dtype)
+    for dtype in TYPES:
+        tokens = numbers((5, 16), 2, dtype).requires_grad_()
+        cast = SharedExpert(16, 32, dtype=dtype)
+        cast.load_state_dict(shared.state_dict())
+        y = shared(tokens)
+        assert y.dtype == dtype
+        assert torch.equal(y, cast(tokens))
+        for narrow in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", narrow):
+                assert shared(tokens).dtype == dtype
+        y.sum().backward()
+        assert tokens.grad is not None
+    assert shared.w1.grad is not None
+    assert shared.w1.grad.dtype == param_dtype
+
+
+def run_bfloat16_on_kernels(rank: int, world_size: int, what: str) -> str:
+    """The words a call by interpreted kernels is refused with."""
+    case = LayerCase("interpreted", 1, 1, (5,), num_phases=1, dtype=torch.bfloat16)
+    group, inputs = make_group(case), draw_inputs(case, 0)
+    w1, w2 = rank_weights(case, 0, Tensor)
+    parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    config, kernels = case.config, dict(use_kernels=True)
+
+    def grouped() -> Tensor:
+        return ModularMoE(SingleRank(config, group), GroupedContiguous(config, group, **kernels))(*parts, w1, w2)
+
+    def decoding() -> Tensor:
+        return ModularMoE(SingleRank(config, group), WarpDecodeExperts(config, group, **kernels))(*parts, w1, w2)
+
+    def symmetric() -> Tensor:
+        transport = SymmetricContiguous(config, group, **kernels)
+        return ModularMoE(transport, GroupedContiguous(config, group, use_kernels=False))(*parts, w1, w2)
+
+    weights = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(config), "cpu"))
+    calls: dict[str, Callable[[], object]] = {
+        "fused": lambda: MoE(config, group, path="fused", param_dtype=torch.bfloat16)(inputs.tokens),
+        "decode": lambda: warp_decode(*parts, weights, use_kernels=True),
+        "decode over ranks": lambda: RankDecode(group.comm, hidden_size=32, use_kernels=True)(*parts, weights),
+        "modular, grouped": grouped,
+        "modular, decode": decoding,
+        "modular, symmetric": symmetric,
+    }
+    with pytest.raises(ValueError) as refused:
+        calls[what]()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "what", ["fused", "decode", "decode over ranks", "modular, grouped", "modular, decode", "modular, symmetric"]
+)
+def test_bfloat16_is_refused_by_interpreted_kernels(what: str) -> None:
+    (words,) = run_ranks(run_bfloat16_on_kernels, 1, what, interpret=True)
+    assert words.startswith(
+        "tokens of dtype torch.bfloat16 must be torch.float32 or torch.float16 for kernels on a CPU"
+    )
+    assert "path='twin', use_kernels=False" in words
+
+
+def run_nan_on_the_last_rank(rank: int, world_size: int, transport: type, ep: int, bad: float) -> str:
+    """What a call says on this rank; then a call with good tokens has to work."""
+    case = LayerCase("nan", ep, world_size // ep, (6,) * world_size, hidden_size=128)
+    group, inputs = make_group(case), draw_inputs(case, rank)
+    w1, w2 = rank_weights(case, rank, Tensor)
+    layer = ModularMoE(transport(case.config, group), DequantizingContiguous(case.config, group))
+    routing = (inputs.top_k_ids, inputs.top_k_weights)
+    good = layer(inputs.tokens, *routing, w1, w2)
+    tokens = inputs.tokens.clone()
+    if rank == world_size - 1:
+        tokens[1, 3], tokens[4, 100] = bad, bad
+    said = ""
+    try:
+        y = layer(tokens, *routing, w1, w2)
+        spoiled = (~y.isfinite()).any(dim=1).nonzero().flatten().tolist()
+        assert spoiled == ([1, 4] if rank == world_size - 1 else []), spoiled
+        kept = [row for row in range(6) if row not in spoiled]
+        assert torch.equal(y[kept], good[kept])
+    except ValueError as refusal:
+        said = str(refusal)
+    assert torch.equal(layer(inputs.tokens, *routing, w1, w2), good)
+    group.close()
+    return said
+
+
+@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_all_ranks_raise_for_tokens_that_are_not_finite(world_size: int, ep: int, bad: float) -> None:
+    said = run_ranks(run_nan_on_the_last_rank, world_size, AllToAll, ep, bad, timeout=60)
+    last = world_size - 1
+    words = f"tokens of rank {last} contain 2 with NaN or infinity; every token must be finite to be quantised"
+    assert said == [words] * last + [f"tokens[1, 3]={bad} must be finite"]
+
+
+def test_symmetric_memory_keeps_what_is_not_finite_in_its_token() -> None:
+    assert run_ranks(run_nan_on_the_last_rank, 2, SymmetricContiguous, 2, float("nan"), timeout=60) == ["", ""]
+
+
+def test_num_not_finite_example() -> None:
+    tokens = torch.ones(4, 256)
+    tokens[1, 3], tokens[1, 200], tokens[3, 0] = float("nan"), float("inf"), float("-inf")
+    assert num_not_finite(quantize_rows(tokens, trusted=True), tokens) == 2
+    assert num_not_finite(tokens, tokens) == 0
