@@ -8,10 +8,9 @@ with the gradient that reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -103,13 +102,15 @@ class _RoutedExperts(torch.autograd.Function):
         x = x.contiguous()
         y, pre = run_layers(x, w1, w2, plan, pieces, save_pre=True)
         ctx.plan, ctx.pieces = plan, pieces
-        ctx.save_for_backward(keep_rows(x, plan, pieces.workspace), w1, w2, pre, *plan_tensors(plan))
+        # The plan is saved like any other tensor: a checkpoint that runs the forward pass again, with what may be
+        # another routing, hands out the tensors of that one, all of them or none.
+        ctx.save_for_backward(keep_rows(x, plan, pieces.workspace), w1, w2, pre, plan.memory)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.pieces.workspace.comm.step("backward pass"):
+        with ctx.pieces.workspace.backward_step:
             return _RoutedExperts.gradients(ctx, grad_y)
 
     @staticmethod
@@ -117,9 +118,10 @@ class _RoutedExperts(torch.autograd.Function):
         """The backward pass, as one step of the group."""
         pieces = ctx.pieces
         ops, workspace, settings = pieces.ops, pieces.workspace, pieces.settings
-        rows, w1, w2, pre, *saved = ctx.saved_tensors
-        plan = saved_plan(ctx.plan, saved)
+        rows, w1, w2, pre, memory = ctx.saved_tensors
+        plan = ctx.plan.in_memory(memory)
         ops.barrier(workspace)
+        plan.counters.data.zero_()  # data: autograd would take the plan, of which they are a part, for changed
         grads, grad_hidden = ops.grad_hidden(grad_y.contiguous(), w2, plan, workspace, settings)
         grad_pre, weighted_hidden, row_grads = ops.swiglu_backward(pre, grad_hidden, plan)
         del grad_hidden
@@ -132,22 +134,6 @@ class _RoutedExperts(torch.autograd.Function):
         del grads, weighted_hidden  # before as much is needed again
         grad_x, grad_top_k = ops.grad_tokens(grad_pre, w1, row_grads, plan, workspace, settings)
         return grad_x, make_w1(), grad_w2, grad_top_k, None, None
-
-
-# What a backward pass reads of a plan. Saved like any other tensor: a checkpoint that runs the forward pass again, with
-# what may be another routing, hands out the tensors of that one, all of them or none.
-PLAN_TENSORS = tuple(
-    field.name for field in fields(Plan) if field.type == "Tensor" and field.name not in ("counters", "status")
-)
-
-
-plan_tensors = attrgetter(*PLAN_TENSORS)
-
-
-def saved_plan(plan: Plan, saved: Sequence[Tensor]) -> Plan:
-    """A plan for the backward pass: ``plan`` with the ``PLAN_TENSORS`` that were saved, and counters of its own."""
-    tensors: dict[str, Any] = dict(zip(PLAN_TENSORS, saved, strict=True))
-    return replace(plan, **tensors, counters=torch.zeros_like(plan.counters))
 
 
 def _grad_w1(ops: ModuleType, grad_pre: Tensor, rows: Tensor, plan: Plan) -> Tensor:

@@ -98,7 +98,7 @@ class SymmetricPath:
         padded_w1, padded_w2 = pad_width(w1, w2)
         later = self.later if padded_w1 is w1 else None
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]), later)
-        with self.workspace.comm.step("forward pass"):
+        with self.workspace.forward_step:
             plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
             return routed_experts(tokens, padded_w1, padded_w2, top_k_weights, plan, pieces)
 
@@ -141,7 +141,7 @@ class SymmetricPath:
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
         )
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]))
-        with self.workspace.comm.step("forward pass"):
+        with self.workspace.forward_step:
             plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
             return fp8_experts(tokens, w1, w2, plan, pieces)
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -67,6 +68,7 @@ class Plan:
             rows needed exceed Q (then the surplus was left out and the host raises), 0.
         counters: ``(128 + W * C,)`` int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch,
             then of each chunk of sent rows the tickets that were done.
+        memory: ``(...)`` int32: what all of these tensors lie in.
     """
 
     layout: ExpertLayout
@@ -91,6 +93,18 @@ class Plan:
     tile_starts: Tensor
     status: Tensor
     counters: Tensor
+    memory: Tensor
+
+    def in_memory(self, memory: Tensor) -> Plan:
+        """This plan with its tensors read from other memory: that of the same call, made again."""
+        if memory.data_ptr() == self.memory.data_ptr():
+            return self
+        tensors: dict[str, Any] = {
+            field.name: memory.view(here.dtype).as_strided(here.shape, here.stride(), here.storage_offset())
+            for field in fields(self)
+            if isinstance(here := getattr(self, field.name), Tensor) and field.name != "memory"
+        }
+        return replace(self, **tensors, memory=memory)
 
 
 def make_plan(

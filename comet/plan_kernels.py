@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, cut, exchange, place_plan
+from comet.kernels.buffers import allocate, cut
+from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, exchange, place_plan
 from comet.layout import ExpertLayout
 from comet.plan_rules import PlanRules, plan_shapes
 from comet.workspace import Workspace
@@ -43,7 +44,9 @@ def start(
         timeout_ns=workspace.timeout_ns,
     )
     scratch = PlanScratch.allocate(pool, config)
-    tensors = cut(plan_shapes(layout, workspace.max_tokens, rules), ids.device)
+    shapes = plan_shapes(layout, workspace.max_tokens, rules)
+    memory = allocate(shapes, ids.device)
+    tensors = cut(memory, shapes)
     tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
     exchanged = (ids, weights, pool, config, scratch, tensors["counters"])
     workspace.comm.in_flight = True
@@ -53,6 +56,6 @@ def start(
         if not at_once:
             exchange(*exchanged, part="count")
         place_plan(pool, config, scratch, {name: tensor for name, tensor in tensors.items() if name != "counters"})
-        return tensors
+        return tensors | {"memory": memory}
 
     return finish

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from comet.comm.signals import signal, wait, waited
 from comet.config import require
+from comet.kernels.buffers import allocate, cut
 from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves
 from comet.plan_rules import PlanRules, num_counters
 from comet.schedule import phase_of_source
@@ -109,7 +110,7 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     if rules.transport == "copy":
         tokens = row_ids[source, token][chosen].int()
         arrivals["arrival_row_ids"] = _scatter((rules.max_routed_rows,), (routed,), tokens, -1)
-    return {
+    tensors = {
         **arrivals,
         **_send_lists(ids[layout.rank], layout),
         **table,
@@ -120,6 +121,11 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
         "routed_slots": _scatter((rules.max_routed_rows,), (routed,), slot.int(), -1),
         "counters": torch.zeros(num_counters(*ids.shape[:2]), dtype=torch.int32),
     }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    memory = allocate(shapes, ids.device)
+    for name, place in cut(memory, shapes).items():
+        tensors[name] = place.view(tensors[name].dtype).copy_(tensors[name])
+    return tensors | {"memory": memory}
 
 
 def waves(local: Tensor, mine: Tensor, experts_local: int) -> Tensor:

@@ -162,6 +162,8 @@ class Workspace:
         self.recorder: Recorder | None = None
         flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags")]
         comm.renew_at_restart(self.epoch, self.fault, flags)
+        self.forward_step = comm.step("forward pass")
+        self.backward_step = comm.step("backward pass")
 
     def _alloc(self) -> SymmTensor:
         shape = self.shape

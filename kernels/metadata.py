@@ -17,17 +17,15 @@ has no rows: no segment, no tile, and no slot with a routed row. Kernels that re
 index that nobody wrote, and nothing is written outside its tensor.
 """
 
-import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import triton
 from torch import Tensor
 
 from .arguments import CHUNK_ROWS, MAX_WAVES, power_of_2
+from .buffers import allocate, cut
 from .counting import exchange_kernel
 from .placement import place_kernel
 
@@ -36,11 +34,9 @@ NARROW_EXPERT_BLOCK = 8
 FEW_PROGRAMS = 64  # so few programs leave most multiprocessors idle: narrower blocks of experts use them
 SCAN_ELEMENTS = 1024
 SUM_CHUNKS = 32
-KEPT_PLACES = 64  # of a few layers
 
 # Programs of ``exchange_kernel`` that one launch runs.
 Part = Literal["all", "send", "count"]
-Place = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and first element of a tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,28 +146,7 @@ class PlanScratch:
             "send_ranks": (config.ep, chunks, CHUNK_ROWS),
             "positions": (sources, chunks, CHUNK_ROWS, config.top_k),
         }
-        return cls(**cut(shapes, pool.ids.device))
-
-
-def cut(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
-    """Uninitialised int32 tensors of these shapes, each 256-byte aligned, cut out of one allocation."""
-    places, total = _places(tuple(shapes.values()))
-    whole = torch.empty(total, dtype=torch.int32, device=device)
-    return {name: whole.as_strided(*place) for name, place in zip(shapes, places, strict=True)}
-
-
-@functools.lru_cache(maxsize=KEPT_PLACES)
-def _places(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[Place, ...], int]:
-    """Where tensors lie one after the other, each from a multiple of 64 elements on, and how many elements that are.
-
-    Example: shapes (2, 3) and (4,) begin at 0 and 64, with strides (3, 1) and (1,); 128 elements in all.
-    """
-    places, first = [], 0
-    for shape in shapes:
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        places.append((shape, strides, first))
-        first += -(-math.prod(shape) // 64) * 64
-    return tuple(places), first
+        return cls(**cut(allocate(shapes, pool.ids.device), shapes))
 
 
 def exchange(

@@ -21,20 +21,20 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: torch.cuda.Stream | None = None
+        self._handle = -1  # of the last stream
         self._is_gpu = device.type == "cuda"
 
     def join(self) -> None:
         """Let the current stream wait for all that the last stream to come here has been given."""
-        if not self._is_gpu:
-            return
-        last = self._last
-        # Asked for its number first: to make an object of a stream takes longer, and most calls are on the last one.
-        if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(self._device.index):
-            return
-        current = torch.cuda.current_stream(self._device)
+        # Asked for its handle first: to make an object of a stream takes longer, and most calls are on the last one.
+        if self._is_gpu and torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
+            self._change()
+
+    def _change(self) -> None:
+        current, last = torch.cuda.current_stream(self._device), self._last
         if last is not None and (_captures(last) or not _captures(current)):
             current.wait_stream(last)
-        self._last = current
+        self._last, self._handle = current, current.cuda_stream
 
 
 def _captures(stream: torch.cuda.Stream) -> bool:

@@ -45,6 +45,7 @@ def warp_decode(
     """
     if not resolve_kernels(tokens.device, use_kernels):
         return warp_decode_torch(tokens, top_k_ids, top_k_weights, weights)
+    check_inputs(tokens, top_k_ids, top_k_weights, weights)
     return run_kernels(tokens, top_k_ids, top_k_weights, weights, scratch=scratch)
 
 
@@ -61,9 +62,9 @@ def run_kernels(
 ) -> Tensor:
     """``warp_decode`` on kernels, with a choice of blocks and, over ranks, a landing for the sum.
 
-    Gathered tokens, ids and routing weights need no contents yet; ``out`` is then of this rank's tokens.
+    The caller has checked the inputs. Gathered tokens, ids and routing weights need no contents yet; ``out`` is then of
+    this rank's tokens.
     """
-    check_inputs(tokens, top_k_ids, top_k_weights, weights)
     check_kernel_dtype(tokens.dtype, tokens.device)
     num_tokens, top_k = top_k_ids.shape
     out = tokens.new_empty(tokens.shape) if out is None else out

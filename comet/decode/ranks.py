@@ -104,6 +104,7 @@ class RankDecode:
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
         words = [self.words] if self.gather is None else [self.words, self.gather.words]
         comm.renew_at_restart(self.epoch, self.fault, [each.local for each in words])
+        self._step = comm.step("decode step", refuses=True)
 
     def __call__(
         self,
@@ -144,7 +145,7 @@ class RankDecode:
         own = Batch(tokens, top_k_ids, top_k_weights)
         if tokens.shape[0] == 0 and self.gather is None:
             return tokens.new_empty(tokens.shape)
-        with self.comm.step("decode step", refuses=True):
+        with self._step:
             if not self.use_kernels:
                 return self._twin(own, weights)
             out = tokens.new_empty(tokens.shape)

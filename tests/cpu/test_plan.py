@@ -319,8 +319,8 @@ def overwritten_guards(rank: int, world_size: int) -> list[int]:
     guards: list[torch.Tensor] = []
     cut = plan_kernels.cut
 
-    def guarded(shapes: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, torch.Tensor]:
-        tensors = cut(shapes, device)
+    def guarded(memory: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        tensors = cut(memory, shapes)
         for name in ("routed_row_ids", "routed_slots", "tiles", "row_slots"):
             if name in shapes:
                 size = tensors[name].numel()

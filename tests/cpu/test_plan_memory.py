@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from comet.kernels.metadata import _places, cut
+from comet.kernels.buffers import _places, allocate, cut
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_random_shapes_lie_apart_and_aligned() -> None:
             f"tensor {index}": tuple(draw.choice((0, 1, 2, 3, 7, 64, 65)) for _ in range(draw.randint(0, 4)))
             for index in range(draw.randint(1, 12))
         }
-        tensors = cut(shapes, CPU)
+        tensors = cut(allocate(shapes, CPU), shapes)
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
         for number, tensor in enumerate(tensors.values()):
             assert tensor.is_contiguous()
