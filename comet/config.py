@@ -6,6 +6,7 @@ E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,10 +22,16 @@ DIM_MULTIPLE = 16
 MOE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ``ValueError(message)`` unless ``condition`` holds; ``message`` names field, value and rule."""
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raise ``ValueError`` unless ``condition`` holds.
+
+    Args:
+        condition: What must hold.
+        message: Names field, value and rule. What every call of a layer checks hands a function: to format what nobody
+            reads takes longer than the check.
+    """
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message if isinstance(message, str) else message())
 
 
 def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:

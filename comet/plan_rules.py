@@ -77,35 +77,42 @@ class PlanRules:
 
 def check_routing(ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace) -> None:
     """Raise ``ValueError`` unless ids and weights fit the layout and the pool."""
-    device = workspace.ids.local.device
-    for name, tensor, dtype in (("top_k_ids", ids, torch.int32), ("top_k_weights", weights, torch.float32)):
-        require(tensor.dtype == dtype, f"dtype={tensor.dtype} of {name} must be {dtype}")
-        require(tensor.device == device, f"device={tensor.device} of {name} must be the workspace's {device}")
+    _check_placed("top_k_ids", ids, torch.int32, workspace)
+    _check_placed("top_k_weights", weights, torch.float32, workspace)
     require(
         ids.dim() == 2 and ids.shape[1] == layout.top_k,
-        f"shape={tuple(ids.shape)} of top_k_ids must be (tokens, top_k={layout.top_k})",
+        lambda: f"shape={tuple(ids.shape)} of top_k_ids must be (tokens, top_k={layout.top_k})",
     )
     require(
         weights.shape == ids.shape,
-        f"shape={tuple(weights.shape)} of top_k_weights must equal {tuple(ids.shape)} of top_k_ids",
+        lambda: f"shape={tuple(weights.shape)} of top_k_weights must equal {tuple(ids.shape)} of top_k_ids",
     )
     require(
         ids.shape[0] <= workspace.max_tokens,
-        f"num_tokens={ids.shape[0]} must be at most max_tokens={workspace.max_tokens} of the workspace; "
-        "raise max_tokens when it is made",
+        lambda: (
+            f"num_tokens={ids.shape[0]} must be at most max_tokens={workspace.max_tokens} of the workspace; "
+            "raise max_tokens when it is made"
+        ),
     )
 
 
 def check_tokens(tokens: Tensor, ids: Tensor, workspace: Workspace) -> None:
     """Raise ``ValueError`` unless tokens fit the pool and are as many as rows of ids: kernels read what they name."""
-    shape, device = workspace.shape, workspace.ids.local.device
+    hidden_size = workspace.shape.hidden_size
     require(
-        tokens.shape == (*ids.shape[:1], shape.hidden_size),
-        f"shape={tuple(tokens.shape)} of tokens must be (T, hidden_size={shape.hidden_size}), with the T of top_k_ids "
-        f"of shape={tuple(ids.shape)}",
+        tokens.shape == (*ids.shape[:1], hidden_size),
+        lambda: (
+            f"shape={tuple(tokens.shape)} of tokens must be (T, hidden_size={hidden_size}), with the T of top_k_ids of "
+            f"shape={tuple(ids.shape)}"
+        ),
     )
-    require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the group's {shape.dtype}")
-    require(tokens.device == device, f"device={tokens.device} of tokens must be the group's {device}")
+    _check_placed("tokens", tokens, workspace.shape.dtype, workspace)
+
+
+def _check_placed(name: str, tensor: Tensor, dtype: torch.dtype, workspace: Workspace) -> None:
+    device = workspace.ids.local.device
+    require(tensor.dtype == dtype, lambda: f"dtype={tensor.dtype} of {name} must be {dtype}")
+    require(tensor.device == device, lambda: f"device={tensor.device} of {name} must be the group's {device}")
 
 
 def num_counters(world_size: int, max_tokens: int) -> int:

@@ -157,9 +157,9 @@ class Router(nn.Module):
         hidden_size = self.config.hidden_size
         require(
             tokens.dim() == 2 and tokens.shape[1] == hidden_size,
-            f"tokens of shape {tuple(tokens.shape)} must be (T, D) with D = hidden_size={hidden_size}",
+            lambda: f"tokens of shape {tuple(tokens.shape)} must be (T, D) with D = hidden_size={hidden_size}",
         )
-        require(tokens.is_floating_point(), f"tokens of dtype {tokens.dtype} must be floating")
+        require(tokens.is_floating_point(), lambda: f"tokens of dtype {tokens.dtype} must be floating")
 
     def _selection_scores(self, logits: Tensor, scores: Tensor) -> Tensor:
         """What experts are compared by: logits where only their order counts, else scores (plus bias)."""
