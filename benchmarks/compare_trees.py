@@ -34,8 +34,8 @@ class Tree:
     """One tree's ``comet`` package; ``active`` makes it the one that imports find."""
 
     def __init__(self, folder: Path) -> None:
-        self.root = Path(tempfile.mkdtemp())
-        package = self.root / "comet"
+        self.root = tempfile.TemporaryDirectory()
+        package = Path(self.root.name) / "comet"
         package.mkdir()
         parts = [*(folder / "comet").iterdir(), *(folder / name for name in ("kernels", "launch", "configs"))]
         for part in parts:
@@ -45,14 +45,14 @@ class Tree:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Imports find this tree's modules and no others."""
-        sys.path.insert(0, str(self.root))
+        sys.path.insert(0, self.root.name)
         sys.modules.update(self.modules)
         try:
             yield
         finally:
             names = [name for name in sys.modules if name.partition(".")[0] == "comet"]
             self.modules = {name: sys.modules.pop(name) for name in names}
-            sys.path.remove(str(self.root))
+            sys.path.remove(self.root.name)
 
 
 def calls(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:

@@ -1,0 +1,51 @@
+"""Two trees of the repository in one process: each call runs its own tree's modules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from compare_trees import Tree
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_each_tree_has_its_own_modules(tmp_path: Path) -> None:
+    found = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] == "comet"}
+    for name in ("comet", "kernels", "launch", "configs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "comet" / "__init__.py").write_text("")
+    (tmp_path / "comet" / "errors.py").write_text("WHOSE = 'other'\n")
+    other, own = Tree(tmp_path), Tree(ROOT)
+    try:
+        for name in found:
+            del sys.modules[name]
+        with other.active():
+            from comet.errors import WHOSE  # type: ignore[attr-defined]
+        with own.active():
+            from comet.errors import CommTimeoutError
+        with other.active():
+            import comet.errors
+
+            assert not hasattr(comet.errors, "CommTimeoutError")
+        assert WHOSE == "other"
+        assert issubclass(CommTimeoutError, RuntimeError)
+        assert not [name for name in sys.modules if name.partition(".")[0] == "comet"]
+    finally:
+        sys.modules.update(found)
+
+
+def test_a_tree_against_itself() -> None:
+    script = str(ROOT / "benchmarks" / "compare_trees.py")
+    command = [sys.executable, "-P", script, "--base", str(ROOT), "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [row["call"].partition(": ")[2] for row in report["rows"]] == [
+        "layer", "routed experts", "routed experts, with backward", "decode step",
+    ]  # fmt: skip
+    assert all(row["host"]["us"] > 0 for row in report["rows"])
+    assert ("device" in report["rows"][0]) == torch.cuda.is_available()
