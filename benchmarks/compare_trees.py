@@ -77,7 +77,7 @@ def calls(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.d
     scratch = DecodeScratch.create(weights, top_k, dtype, max_tokens=DECODE_TOKENS)
     if device.type == "cpu":
         setattr(decode, "check", lambda: None)  # noqa: B010 - on a GPU no step looks whether others were late
-    few = (x[:DECODE_TOKENS], *(each[:DECODE_TOKENS] for each in routed))
+    few = (x[:DECODE_TOKENS], routed[0][:DECODE_TOKENS], routed[1][:DECODE_TOKENS])
 
     def forward() -> None:
         with torch.no_grad():

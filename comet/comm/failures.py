@@ -48,7 +48,7 @@ class Board:
     def __init__(self, peers: Sequence[Tensor], rank: int) -> None:
         self.rank = rank
         # Not tensors or arrays: a memoryview's word is read in a fifth of the time.
-        self._words = [memoryview(peer[:8].numpy()).cast("q") for peer in peers]
+        self._words = [peer[:8].numpy().data.cast("q") for peer in peers]
         self._rows = [peer[64:].view(len(peers), ROW_BYTES) for peer in peers]
         self._meetings = [rows[:, :8].view(torch.int64).numpy() for rows in self._rows]
         self.word = self._words[rank]  # zero while there is no note
