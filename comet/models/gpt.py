@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = group.workspace.shape.dtype
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, device=group.device)
+        made: dict[str, Any] = dict(device=group.device, dtype=torch.float32)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, **made)
         self.blocks = nn.ModuleList()
         for index in range(config.num_layers):
             ffn: MoE | SharedExpert
@@ -80,8 +82,8 @@ class GPT(nn.Module):
             else:
                 ffn = MoE(config.moe, group, path=path, overlap=overlap, seed=_seed(seed, f"blocks.{index}"))
             self.blocks.append(Block(config, ffn, device=group.device, dtype=self.dtype))
-        self.norm = nn.RMSNorm(config.hidden_size, device=group.device)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=group.device)
+        self.norm = nn.RMSNorm(config.hidden_size, **made)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
         self.register_buffer("rotary", rotary_table(config).to(group.device), persistent=False)
         self.reset_parameters(seed)
 
@@ -211,9 +213,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype = dtype
-        self.attention_norm = nn.RMSNorm(config.hidden_size, device=device)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, device=device, dtype=torch.float32)
         self.attention = Attention(config, device=device)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, device=device)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, device=device, dtype=torch.float32)
         self.ffn = ffn
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> tuple[Tensor, RouterStats | None]:
@@ -239,8 +241,9 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.width = config.num_heads, config.num_kv_heads, config.head_width
         projected = (self.num_heads + 2 * self.num_kv_heads) * self.width
-        self.qkv = nn.Linear(config.hidden_size, projected, bias=False, device=device)
-        self.out = nn.Linear(self.num_heads * self.width, config.hidden_size, bias=False, device=device)
+        made: dict[str, Any] = dict(bias=False, device=device, dtype=torch.float32)
+        self.qkv = nn.Linear(config.hidden_size, projected, **made)
+        self.out = nn.Linear(self.num_heads * self.width, config.hidden_size, **made)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         """``(B, S, D)`` and the ``(2, S, width / 2)`` table, or one for every sequence and head -> ``(B, S, D)``."""

@@ -110,7 +110,7 @@ class Checkpointer:
     def _barrier(self) -> None:
         if self.group.world_size > 1:
             # An all-reduce rather than dist.barrier(): it works on whatever backend the device has.
-            dist.all_reduce(torch.zeros(1, device=self.group.device))
+            dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.group.device))
             if self.group.device.type == "cuda":
                 torch.cuda.synchronize(self.group.device)
 

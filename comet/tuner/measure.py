@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,6 +189,7 @@ def _reason(error: Exception) -> str:
 def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
     generator = torch.Generator(group.device).manual_seed(seed * 1_000 + group.rank)
     moe, width, local = problem.moe, problem.width, problem.experts_local
+    drawn: dict[str, Any] = dict(generator=generator, device=group.device, dtype=torch.float32)
     inputs = _Inputs(
         [], [], [],
         torch.empty(local, 2 * width, moe.hidden_size, device=group.device, dtype=problem.dtype),
@@ -196,8 +198,8 @@ def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
     for weight in (inputs.w1, inputs.w2):
         weight.normal_(0, weight.shape[2] ** -0.5, generator=generator)
     for _ in range(NUM_INPUTS):
-        tokens = torch.randn(problem.num_tokens, moe.hidden_size, generator=generator, device=group.device)
-        scores = torch.rand(problem.num_tokens, moe.num_experts, generator=generator, device=group.device)
+        tokens = torch.randn(problem.num_tokens, moe.hidden_size, **drawn)
+        scores = torch.rand(problem.num_tokens, moe.num_experts, **drawn)
         values, ids = scores.topk(moe.top_k, dim=1)
         inputs.tokens.append(tokens.to(problem.dtype))
         inputs.ids.append(ids.int())

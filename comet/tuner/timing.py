@@ -137,7 +137,7 @@ def rank_barrier(device: torch.device, process_group: ProcessGroup | None) -> Ca
     """
     if process_group is None:
         return lambda: None
-    token = torch.zeros(1, device=device)
+    token = torch.zeros(1, dtype=torch.int32, device=device)
     return lambda: dist.all_reduce(token, group=process_group)
 
 

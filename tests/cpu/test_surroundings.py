@@ -24,7 +24,7 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode
 from comet.group import make_expert_group
 from comet.models.config import ModelConfig
-from comet.models.gpt import rotary_table
+from comet.models.gpt import GPT, rotary_table
 from comet.modular import (
     AllToAll,
     DequantizingContiguous,
@@ -38,9 +38,11 @@ from comet.modular import (
 )
 from comet.modular.all_to_all import num_not_finite
 from comet.moe import MoE
-from comet.paths import SymmetricPath
+from comet.paths import SymmetricPath, make_path
 from comet.quantize import FP8, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp8, quantize_rows
 from comet.shared_expert import SharedExpert
+from comet.tuner.measure import NUM_INPUTS, _make_inputs
+from comet.tuner.problem import Problem
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 rank_inputs = functools.cache(draw_inputs)  # drawn once, in no surroundings
@@ -144,6 +146,26 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
     return [part for each in packed for part in (each.elements.float(), each.scales, each.dequantize(dtype))]
 
 
+def inputs_to_measure() -> list[Tensor]:
+    """What the tuner times layers with, and that a layer takes it."""
+    group = make_expert_group(CASE.config, ParallelConfig(), max_tokens=128, dtype=torch.float32, device="cpu")
+    inputs = _make_inputs(Problem.create(CASE.config, ParallelConfig(), 9, torch.float32), group, seed=5)
+    outputs = [inputs.run(make_path("twin", CASE.config, group), index) for index in range(NUM_INPUTS)]
+    group.close()
+    return [*inputs.tokens, *inputs.ids, *inputs.weights, inputs.w1, inputs.w2, *outputs]
+
+
+def model_step() -> list[Tensor]:
+    group = make_expert_group(CASE.config, ParallelConfig(), max_tokens=16, dtype=torch.float32, device="cpu")
+    model = GPT(MODEL, group)
+    model.head.weight.data = numbers(tuple(model.head.weight.shape), 4)  # which starts at zero
+    with without_autocast(group.device):  # the model runs its products in the group's type itself
+        output = model(torch.arange(16).view(2, 8))
+        output.logits.square().mean().backward()
+    group.close()
+    return [output.logits, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
 COMPUTED: dict[str, Callable[[], list[Tensor]]] = {
     "twin layer": partial(whole_layer, "twin", torch.float32),
     "twin layer in bfloat16": partial(whole_layer, "twin", torch.bfloat16),
@@ -160,6 +182,8 @@ COMPUTED: dict[str, Callable[[], list[Tensor]]] = {
     "modular layers in bfloat16": partial(modular_layers, torch.bfloat16),
     "quantised float32": partial(quantised, torch.float32),
     "quantised bfloat16": partial(quantised, torch.bfloat16),
+    "inputs of the tuner": inputs_to_measure,
+    "model": model_step,
     "rotary table": lambda: [rotary_table(MODEL)],
 }
 
