@@ -18,6 +18,7 @@ from comet.graphs import capture, device_obstacle, first_line, release_random_nu
 from comet.moe import MoE
 from comet.router_losses import RouterStats
 from comet.training_graphs import TrainingGraphs
+from comet.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class GraphedMoE:
         """Why calls run the layer as it stands; empty while graphs are replayed."""
         return self._reason
 
+    @uncompiled
     def __call__(self, x: Tensor) -> Output:
         """Run the layer; see ``MoE.forward``.
 

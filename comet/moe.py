@@ -19,6 +19,7 @@ from comet.paths import ExpertPath, make_path
 from comet.router import Router
 from comet.router_losses import RouterStats
 from comet.shared_expert import SharedExpert
+from comet.uncompiled import uncompiled
 
 
 class MoE(nn.Module):
@@ -93,6 +94,7 @@ class MoE(nn.Module):
         """The parameters that are sharded over the group: ``w1`` and ``w2``."""
         return self.w1, self.w2
 
+    @uncompiled
     def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
         """Run the layer.
 

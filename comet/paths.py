@@ -27,6 +27,7 @@ from comet.side_stream import SideStream
 from comet.tuner.choice import Resolved
 from comet.tuner.problem import Problem
 from comet.tuner.profile import token_bucket
+from comet.uncompiled import uncompiled
 
 
 class ExpertPath(Protocol):
@@ -84,6 +85,7 @@ class SymmetricPath:
         self.plan_stream = group.plan_stream if config.shared_ffn_size else SideStream(None)
         self.later: list[Callable[[], Tensor]] | None = None
 
+    @uncompiled
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """Plan, then layer 0 and layer 1; see ``ExpertPath``.
 
@@ -117,6 +119,7 @@ class SymmetricPath:
         finally:
             self.later = None
 
+    @uncompiled
     def fp8(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: FP8, w2: FP8) -> Tensor:
         """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
 
@@ -203,6 +206,7 @@ class CollectivePath:
         self.comm = group.comm
         self.process_group = group.process_group
 
+    @uncompiled
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``."""
         w1, w2 = pad_width(w1, w2)

@@ -12,8 +12,10 @@ from comet.kernels.arguments import aligned
 from comet.kernels.warp_decode import decode
 from comet.kernels.warp_decode_blocks import DecodeConfig, select
 from comet.kernels.warp_decode_step import Landing, Step
+from comet.uncompiled import uncompiled
 
 
+@uncompiled
 def warp_decode(
     tokens: Tensor,
     top_k_ids: Tensor,

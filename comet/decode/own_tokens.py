@@ -13,6 +13,7 @@ from comet.decode.runners import Decoder, check_group
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
+from comet.uncompiled import uncompiled
 
 
 class OwnTokensRunner:
@@ -51,6 +52,7 @@ class OwnTokensRunner:
                 group.comm, hidden_size=moe.hidden_size, max_tokens=self.decode_tokens, replicated=False
             )
 
+    @uncompiled
     def __call__(
         self,
         tokens: Tensor,

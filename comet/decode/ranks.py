@@ -22,6 +22,7 @@ from comet.kernels.warp_decode_blocks import DecodeConfig
 from comet.kernels.warp_decode_gather import PLACE_GATHER
 from comet.kernels.warp_decode_step import Landing
 from comet.layout import ExpertLayout
+from comet.uncompiled import uncompiled
 
 
 def rank_slots(layout: ExpertLayout, device: torch.device | str) -> Tensor:
@@ -106,6 +107,7 @@ class RankDecode:
         comm.renew_at_restart(self.epoch, self.fault, [each.local for each in words])
         self._step = comm.step("decode step", refuses=True)
 
+    @uncompiled
     def __call__(
         self,
         tokens: Tensor,

@@ -29,6 +29,7 @@ from comet.layout import ExpertLayout
 from comet.paths import ExpertPath, SymmetricPath, make_path
 from comet.plain import plain_experts
 from comet.quantize import FP8, FP8_BLOCK
+from comet.uncompiled import uncompiled
 
 # Most tokens that take warp decode where the caller does not say: all that it takes. On an H200 no other path was
 # faster for the experts of Qwen3-30B at any number up to it (``benchmarks/bench_decode.py`` reports the crossover).
@@ -120,6 +121,7 @@ class LocalRunner:
         self.takes_fp8 = False
         self._slots: Tensor | None = None
 
+    @uncompiled
     def __call__(
         self,
         tokens: Tensor,
@@ -175,6 +177,7 @@ class ReplicatedRunner:
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
 
+    @uncompiled
     def __call__(
         self,
         tokens: Tensor,

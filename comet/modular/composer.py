@@ -28,6 +28,7 @@ from comet.modular.interfaces import (
 from comet.paths import pad_width
 from comet.plain import check_inputs, check_shapes
 from comet.quantize import FP8, FP8_BLOCK, Weight
+from comet.uncompiled import uncompiled
 
 ALIGNMENT = 256
 
@@ -64,6 +65,7 @@ class ModularMoE:
         self.weight_type = weight_type
         self._pool = torch.empty(0, dtype=torch.uint8)
 
+    @uncompiled
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Weight, w2: Weight) -> Tensor:
         """Compute the weighted sum of each token's experts (collective).
 
