@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from comet.collectives import wants_grad
 from comet.plan import Plan
 from comet.quantize import FP8
 from comet.settings import LayerSettings
@@ -57,11 +58,6 @@ def routed_experts(x: Tensor, w1: Tensor, w2: Tensor, top_k_weights: Tensor, pla
         output: Tensor = _RoutedExperts.apply(x, w1, w2, top_k_weights, plan, pieces)
         return output
     return run_layers(x.contiguous(), w1, w2, plan, pieces, save_pre=False)[0]
-
-
-def wants_grad(*tensors: Tensor) -> bool:
-    """Whether a gradient is recorded for any of them."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def run_layers(

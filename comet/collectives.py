@@ -1,16 +1,21 @@
 """Differentiable collectives of ``torch.distributed`` (gloo and NCCL) for the paths that need no symmetric memory.
 
 Contract: every rank of the group calls the same collectives in the same order, in forward and in backward; so a tensor
-that requires a gradient on one rank requires it on all. ``process_group=None`` is the default group.
+that requires a gradient on one rank requires it on all (``check_grad_modes``). ``process_group=None`` is the default
+group.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
+
+from comet.config import require
 
 
 def all_to_all_rows(
@@ -52,6 +57,34 @@ def all_gather_stacked(tensor: Tensor, process_group: ProcessGroup | None) -> Te
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of ``dtype`` are kept in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    """Whether a gradient is recorded for any of them."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def grad_mode(*wanted: bool) -> int:
+    """As one number for a message to all ranks, whether gradients are wanted: (True, False, True) is 5."""
+    return sum(flag << bit for bit, flag in enumerate(wanted))
+
+
+def check_grad_modes(modes: Sequence[int], *names: str) -> None:
+    """Raise ``ValueError`` unless the ``grad_mode`` of all ranks is one: they would wait for each other in backward.
+
+    Example: modes ``[3, 2]`` of names "tokens" and "w1 or w2": requires_grad of tokens differs, True on rank 0 only.
+
+    Args:
+        modes: W, of each rank.
+        *names: What each bit is about, lowest first.
+    """
+    for bit, name in enumerate(names):
+        flags = [bool(mode >> bit & 1) for mode in modes]
+        require(
+            len(set(flags)) == 1,
+            f"requires_grad={flags} of {name} on ranks 0 to {len(flags) - 1} must be equal on all ranks of the group, "
+            "which exchange gradients in the backward pass; freeze on all of them, or on none",
+        )
 
 
 class _AllToAllRows(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from comet.autograd import wants_grad
+from comet.collectives import wants_grad
 from comet.config import require
 from comet.graphs import capture, device_obstacle, first_line, release_random_numbers, run_beside
 from comet.moe import MoE

@@ -12,7 +12,8 @@ from typing import Protocol, get_args
 from torch import Tensor
 from torch.nn.functional import pad
 
-from comet.autograd import Pieces, fp8_experts, routed_experts, wants_grad
+from comet.autograd import Pieces, fp8_experts, routed_experts
+from comet.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, check_kernel_dtype, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup

@@ -22,7 +22,14 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
 from comet.autocast import without_autocast
-from comet.collectives import accumulator_dtype, all_gather_stacked, all_to_all_rows
+from comet.collectives import (
+    accumulator_dtype,
+    all_gather_stacked,
+    all_to_all_rows,
+    check_grad_modes,
+    grad_mode,
+    wants_grad,
+)
 from comet.config import check_token_dtype, require
 from comet.layout import ExpertLayout
 from comet.reference import reference_experts
@@ -80,10 +87,12 @@ def plain_experts(
         ``(T, D)``: ``round(sum over slots and TP ranks of weight * output)``, summed in float32.
 
     Raises:
-        ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's.
+        ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's; on all ranks, if
+            gradients are wanted on some of them only.
     """
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
-    exchange = make_exchange(top_k_ids, layout, process_group)
+    mode = grad_mode(wants_grad(tokens), wants_grad(tokens, w1, w2))
+    exchange = make_exchange(top_k_ids, layout, process_group, mode)
     with without_autocast(tokens.device):
         received = dispatch_rows(tokens, exchange, process_group)
         outputs = expert_rows(received, w1, w2, exchange)
@@ -91,7 +100,9 @@ def plain_experts(
         return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
 
 
-def make_exchange(top_k_ids: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None) -> RowExchange:
+def make_exchange(
+    top_k_ids: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None, mode: int = 0
+) -> RowExchange:
     """Decide which rows travel where; waits once for the device; collective.
 
     Example: E=4, EP=2, TP=1, K=2, rank 0 with ids ``[[3, 0], [1, -1]]`` and rank 1 with no tokens: on rank 0
@@ -102,12 +113,13 @@ def make_exchange(top_k_ids: Tensor, layout: ExpertLayout, process_group: Proces
         top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``.
         layout: The experts over the ranks.
         process_group: The W ranks; not used when W is 1.
+        mode: ``grad_mode`` of tokens, and of rows; 0 where nobody asks for gradients.
 
     Returns:
         The exchange.
 
     Raises:
-        ValueError: If an id is out of range, or the group is not the layout's.
+        ValueError: If an id is out of range, the mode differs between ranks, or the group is not the layout's.
     """
     check_group(layout, process_group)
     num_ranks, num_local = layout.world_size, layout.experts_local
@@ -115,17 +127,20 @@ def make_exchange(top_k_ids: Tensor, layout: ExpertLayout, process_group: Proces
     bins = _destination_bins(top_k_ids.masked_fill(bad, -1), layout)
     counts = torch.zeros(num_ranks * num_local + 1, dtype=torch.int64, device=bins.device)
     counts.scatter_add_(0, bins, torch.ones_like(bins))
-    # The last bin holds the masked entries. The last column tells all ranks of bad ids, so that all raise, none waits.
-    sent = torch.cat([counts[:-1].view(num_ranks, num_local), bad.sum().expand(num_ranks, 1)], dim=1)
+    # The last bin holds the masked entries. The last columns tell all ranks of bad ids and of gradients that are wanted
+    # here, so that all raise and none waits.
+    told = [bad.sum().expand(num_ranks, 1), counts.new_full((num_ranks, 1), mode)]
+    sent = torch.cat([counts[:-1].view(num_ranks, num_local), *told], dim=1)
     received = sent
     if num_ranks > 1:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=process_group)
     sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
+    check_grad_modes([row.pop() for row in received_host], "tokens", "tokens, w1 or w2")
     _raise_for_bad_ids([row.pop() for row in received_host], top_k_ids, bad, layout)
-    send_counts = tuple(sum(row[:-1]) for row in sent_host)
+    send_counts = tuple(sum(row[:num_local]) for row in sent_host)
     recv_counts = tuple(map(sum, received_host))
-    received = received[:, :-1]
+    received = received[:, :num_local]
     local_experts = torch.arange(num_local, device=bins.device).repeat(num_ranks)
     recv_experts = local_experts.repeat_interleave(received.flatten(), output_size=sum(recv_counts))
     return RowExchange(
@@ -215,6 +230,8 @@ def gather_reference_experts(
     check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
     check_group(layout, process_group)
     if layout.world_size > 1:
+        mode = torch.tensor(grad_mode(wants_grad(w1), wants_grad(w2)), device=tokens.device)
+        check_grad_modes(all_gather_stacked(mode, process_group).tolist(), "w1", "w2")
         w1, w2 = gather_weights(w1, w2, layout, process_group)
     return reference_experts(tokens, top_k_ids, top_k_weights, w1, w2, ep=layout.ep, tp=layout.tp)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comet.autograd import wants_grad
+from comet.collectives import wants_grad
 from comet.config import MoEConfig, require
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import Decoder, check_group

@@ -17,8 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from comet.autograd import wants_grad
-from comet.collectives import all_gather_stacked
+from comet.collectives import all_gather_stacked, wants_grad
 from comet.config import DIM_MULTIPLE, MoEConfig, require
 from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots

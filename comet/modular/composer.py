@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comet.autocast import without_autocast
-from comet.autograd import wants_grad
+from comet.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
 from comet.layout import round_up
 from comet.modular.interfaces import (

@@ -212,6 +212,49 @@ def test_bad_ids_are_reported_on_every_rank() -> None:
     assert second == f"top_k_ids of rank 1 contain 9; {rule}"
 
 
+def message_of_frozen(rank: int, world_size: int, path: str, wanted: list[tuple[str, ...]]) -> str:
+    """What a forward pass says whose leaves ``wanted[rank]`` want gradients; without words, the backward pass ends."""
+    case = make_case("uniform", world_size, torch.float64, 5)
+    layout = layout_of(case, world_size, 1, rank)
+    w1, w2 = shard_experts(case.w1, case.w2, layout)
+    leaves = {"tokens": case.tokens[rank], "weights": case.weights[rank], "w1": w1, "w2": w2}
+    leaves = {name: leaf.clone().requires_grad_(name in wanted[rank]) for name, leaf in leaves.items()}
+    tokens, *rest = leaves.values()
+    try:
+        output = PATHS[path](tokens, case.ids[rank], *rest, layout, dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    output.sum().backward()
+    assert all((leaf.grad is not None) == (name in wanted[rank]) for name, leaf in leaves.items())
+    return ""
+
+
+ALL = ("tokens", "weights", "w1", "w2")
+ROWS = "requires_grad=[True, False] of tokens, w1 or w2 on ranks 0 to 1 must be equal on all ranks"
+TOKENS = "requires_grad=[True, False] of tokens on ranks 0 to 1 must be equal on all ranks"
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted", "message"),
+    [
+        ("plain", [ALL, ("weights", "w1", "w2")], TOKENS),
+        ("plain", [("w1",), ("weights",)], ROWS),
+        ("plain", [("w2",), ()], ROWS),
+        ("plain", [("w1", "weights"), ("w2",)], ""),  # the same messages in the backward pass
+        ("reference", [("w1", "tokens"), ("tokens",)], "requires_grad=[True, False] of w1 on ranks 0 to 1"),
+        ("reference", [("w1", "w2"), ("w1",)], "requires_grad=[True, False] of w2 on ranks 0 to 1"),
+        ("reference", [ALL, ("w1", "w2")], ""),
+    ],
+)
+def test_all_ranks_raise_where_one_would_wait_in_the_backward_pass(
+    path: str, wanted: list[tuple[str, ...]], message: str
+) -> None:
+    said = run_ranks(message_of_frozen, 2, path, wanted, timeout=60)
+    assert said[0] == said[1]
+    assert said[0].startswith(message)
+    assert bool(said[0]) == bool(message)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("change", "message"),
