@@ -91,7 +91,8 @@ class SymmetricPath:
         """Plan, then layer 0 and layer 1; see ``ExpertPath``.
 
         Raises:
-            ValueError: If tokens or routing do not fit the pool or each other.
+            ValueError: If tokens or routing do not fit the pool or each other; on a CPU, on all ranks, if gradients
+                are wanted on some of them only.
             StepFailedError: If an earlier step failed on any rank; ``Workspace.restart`` goes on.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
@@ -101,8 +102,9 @@ class SymmetricPath:
         padded_w1, padded_w2 = pad_width(w1, w2)
         later = self.later if padded_w1 is w1 else None
         pieces = Pieces(self.ops, self.workspace, self.settings_for(tokens.shape[0]), later)
+        trains = wants_grad(tokens, w1, w2, top_k_weights)
         with self.workspace.forward_step:
-            plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights))()
+            plan = self.plan_stream.start(lambda: self.plan(top_k_ids, top_k_weights, trains=trains))()
             return routed_experts(tokens, padded_w1, padded_w2, top_k_weights, plan, pieces)
 
     @contextmanager
@@ -161,10 +163,11 @@ class SymmetricPath:
             self.settings_of_bucket[bucket] = replace(self.settings, comm_blocks=comm_blocks)
         return self.settings_of_bucket[bucket]
 
-    def plan(self, top_k_ids: Tensor, top_k_weights: Tensor) -> Plan:
-        """Who goes where, for ids and weights ``(T, K)`` (collective).
+    def plan(self, top_k_ids: Tensor, top_k_weights: Tensor, *, trains: bool = False) -> Plan:
+        """Who goes where, for ids and weights ``(T, K)`` (collective); ``trains`` where a backward pass will follow.
 
         Raises:
+            ValueError: On the CPU, on all ranks, if a backward pass will follow on some of them only.
             RuntimeError: If the group has been closed.
             CapacityError: On the CPU, where a plan that does not fit is known at once; on a GPU ``workspace.check``
                 tells.
@@ -178,6 +181,7 @@ class SymmetricPath:
             expert_capacity=self.expert_capacity,
             max_routed_rows=self.max_routed_rows,
             use_kernels=self.use_kernels,
+            trains=trains,
         )
         self.check_reserved(plan)
         return plan

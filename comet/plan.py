@@ -117,6 +117,7 @@ def make_plan(
     expert_capacity: int | None,
     max_routed_rows: int,
     use_kernels: bool,
+    trains: bool = False,
 ) -> Plan:
     """Exchange the top-k ids of all ranks and build this rank's plan (collective; the host reads nothing back).
 
@@ -130,6 +131,7 @@ def make_plan(
             keeps all. Equal on all ranks.
         max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
         use_kernels: Triton kernels (a GPU, or the interpreter) instead of plain torch on the CPU.
+        trains: Whether a backward pass will follow here; equal on all ranks, which the CPU checks.
 
     Returns:
         The plan; ``status[2]`` is 1 if Q was too small.
@@ -143,7 +145,7 @@ def make_plan(
         segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
     """
     rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=True)()
+    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=True, trains=trains)()
 
 
 def begin_plan(
@@ -156,6 +158,7 @@ def begin_plan(
     expert_capacity: int | None,
     max_routed_rows: int,
     use_kernels: bool,
+    trains: bool = False,
 ) -> Callable[[], Plan]:
     """Send this rank's ids to all ranks, as the first half of ``make_plan`` (same arguments).
 
@@ -165,7 +168,7 @@ def begin_plan(
         whoever plays several ranks in one process or on one GPU and begins all their plans before finishing the first.
     """
     rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=False)
+    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=False, trains=trains)
 
 
 def _begin(
@@ -177,6 +180,7 @@ def _begin(
     use_kernels: bool,
     *,
     at_once: bool,
+    trains: bool,
 ) -> Callable[[], Plan]:
     """Send this rank's ids, and ``at_once`` count all ranks' where that is one launch; the result builds the plan."""
     check_routing(top_k_ids, top_k_weights, layout, workspace)
@@ -185,7 +189,8 @@ def _begin(
         from comet.plan_kernels import start  # needs triton
     else:
         from comet.plan_twin import start
-    finish = start(top_k_ids.contiguous(), top_k_weights.contiguous(), layout, workspace, rules, at_once=at_once)
+    routing = (top_k_ids.contiguous(), top_k_weights.contiguous())
+    finish = start(*routing, layout, workspace, rules, at_once=at_once, trains=trains)
     num_tokens, max_tokens = top_k_ids.shape[0], workspace.max_tokens
     return lambda: _plan(layout, num_tokens, max_tokens, rules, finish())
 

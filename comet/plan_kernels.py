@@ -15,11 +15,19 @@ from comet.workspace import Workspace
 
 
 def start(
-    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules, *, at_once: bool
+    ids: Tensor,
+    weights: Tensor,
+    layout: ExpertLayout,
+    workspace: Workspace,
+    rules: PlanRules,
+    *,
+    at_once: bool,
+    trains: bool,
 ) -> Callable[[], dict[str, Tensor]]:
     """Launch the exchange of ids and weights ``(T, K)``; the result launches the rest and returns the tensors.
 
     ``at_once`` the exchange waits for the other ranks' ids as well, which saves a launch; else the result does.
+    ``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline.
     """
     config = PlanConfig(
         top_k=layout.top_k,

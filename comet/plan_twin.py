@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from comet.collectives import check_grad_modes, grad_mode
 from comet.comm.signals import signal, wait, waited
 from comet.config import require
 from comet.kernels.buffers import allocate, cut
@@ -23,11 +24,18 @@ PLACE = "exchange of top-k ids"
 
 
 def start(
-    ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace, rules: PlanRules, *, at_once: bool
+    ids: Tensor,
+    weights: Tensor,
+    layout: ExpertLayout,
+    workspace: Workspace,
+    rules: PlanRules,
+    *,
+    at_once: bool,
+    trains: bool,
 ) -> Callable[[], dict[str, Tensor]]:
     """Send the ids ``(T, K)`` and weights ``(T, K)``; the result waits for the others' and makes the plan's tensors.
 
-    ``at_once`` changes nothing here (see ``comet.plan_kernels``).
+    ``at_once`` changes nothing here (see ``comet.plan_kernels``); ``trains`` has to be equal on all ranks.
     """
     device = workspace.comm.device
     require(device.type == "cpu", f"use_kernels=False needs a workspace on the CPU, this one is on {device}")
@@ -36,11 +44,11 @@ def start(
         low >= -1 and high < layout.num_experts,
         f"top_k_ids between {low} and {high} must be between -1 and num_experts - 1 = {layout.num_experts - 1}",
     )
-    exchange_ids(ids, weights, workspace)
+    exchange_ids(ids, weights, workspace, trains=trains)
     return lambda: plan_tensors(*receive_ids(layout.top_k, workspace), layout, rules)
 
 
-def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace) -> None:
+def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: bool) -> None:
     """Write this rank's ids ``(T, K)`` and weights ``(T, K)`` into every rank's pool and signal; -1 past T."""
     rank, epoch = workspace.comm.rank, int(workspace.epoch) + 1
     num_tokens, top_k = ids.shape
@@ -50,12 +58,18 @@ def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace) -> None:
         peer_ids[:num_tokens] = ids
         peer_ids[num_tokens:] = -1
         _half(workspace.weights.peers[peer], epoch, top_k)[rank, :num_tokens] = weights
+        workspace.grad_modes.peers[peer][epoch & 1, rank] = grad_mode(trains)
         # The whole block is written at once, so the flag of its first chunk speaks for all.
         signal(workspace.ids_flags.peers[peer], rank * _chunks(workspace), epoch)
 
 
 def receive_ids(top_k: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
-    """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool."""
+    """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool.
+
+    Raises:
+        ValueError: On all ranks, if some of them want gradients and some do not.
+        CommTimeoutError: If a rank is late.
+    """
     rank, epoch, timeout_s = workspace.comm.rank, int(workspace.epoch) + 1, workspace.comm.timeout_s
     for source in range(workspace.comm.world_size):
         wait(
@@ -67,6 +81,9 @@ def receive_ids(top_k: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
             check=workspace.comm.board.check,
         )
     workspace.epoch.fill_(epoch)
+    workspace.comm.in_flight = False  # should all ranks raise
+    check_grad_modes(workspace.grad_modes.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
+    workspace.comm.in_flight = True
     return _half(workspace.ids.local, epoch, top_k), _half(workspace.weights.local, epoch, top_k)
 
 

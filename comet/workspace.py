@@ -14,6 +14,7 @@ region            shape                   dtype     written by
 ``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
 ``combine_flags`` (W, 4C, 16)             int32     epoch of the combine, per chunk of 32 rows, panel and part
 ``barrier_flags`` (W,)                    int32     epoch of the barrier
+``grad_modes``    (2, W)                  int32     the twin's plan: rank s writes [parity, s] of all: gradients wanted
 ================  ======================  ========  ==========================================================
 
 Why no rank overwrites what another still reads: a rank writes ids of epoch n+1 only after its stream finished the
@@ -102,6 +103,7 @@ class WorkspaceShape:
             "combine_grads": ((ranks * tokens, self.top_k), torch.float32),
             "combine_flags": ((ranks, tokens // COMBINE_CHUNK_ROWS, MAX_PANELS), torch.int32),
             "barrier_flags": ((ranks,), torch.int32),
+            "grad_modes": ((2, ranks), torch.int32),
         }
 
 
@@ -109,7 +111,7 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
     """Bytes of symmetric memory one rank needs.
 
     Example: W=2, max_tokens=100 (M=128), D=64, K=2, float32: ids and weights 4096 + 4096, rows 65536 + 65536, weight
-    gradients 2048, combine flags 512, three other flag regions of 256 each: 142592 bytes.
+    gradients 2048, combine flags 512, three other flag regions and modes of 256 each: 142848 bytes.
     """
     sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shape.regions().values())
     return sum(round_up(size, ALIGNMENT) for size in sizes)
@@ -143,6 +145,7 @@ class Workspace:
     combine_grads: SymmTensor
     combine_flags: SymmTensor
     barrier_flags: SymmTensor
+    grad_modes: SymmTensor
 
     def __init__(self, comm: Communicator, shape: WorkspaceShape) -> None:
         require(

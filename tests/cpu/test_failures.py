@@ -217,6 +217,31 @@ def test_plain_path_refuses_after_a_failure() -> None:
     run_ranks(fail_in_plain, 2)
 
 
+def freeze_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
+    """What a call says with a layer that is frozen on one rank; one that is frozen nowhere is right after it."""
+    moe, said = build_layer(CASE, rank, path), []
+    for number in range(3):
+        inputs = rank_inputs(CASE, rank, number)
+        moe.requires_grad_(rank != number % world_size)
+        with pytest.raises(ValueError, match="requires_grad=") as refusal:
+            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        said.append(str(refusal.value))
+        moe.requires_grad_()
+        compare(moe, rank, number, "after a refusal on all ranks")
+    moe.group.workspace.check()
+    moe.group.close()
+    return said
+
+
+@pytest.mark.parametrize("path", ["twin", "plain"])
+def test_a_layer_frozen_on_one_rank_is_refused_on_all_and_costs_nothing(path: str) -> None:
+    first, second = run_ranks(freeze_on_one_rank, 2, path, timeout=60)
+    assert first == second
+    flags = ["[False, True]", "[True, False]", "[False, True]"]
+    assert [text.split(" of ")[0] for text in first] == [f"requires_grad={each}" for each in flags]
+    assert all(text.endswith("freeze on all of them, or on none") for text in first)
+
+
 def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
     case = LayerCase("alone", 1, 1, (40,))
     moe = build_layer(case, 0, "twin")
