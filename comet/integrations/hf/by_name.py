@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comet.config import MOE_DTYPES, require
+from comet.config import DIM_MULTIPLE, MOE_DTYPES, require
 from comet.decode import DecodeWeights, joins_step
 from comet.decode.runners import LocalRunner
 from comet.integrations.hf.families import check_experts, check_kind, require_transformers
+from comet.integrations.hf.methods import asks_registry
+from comet.layout import ExpertLayout
+from comet.plain import plain_experts
 from comet.quantize import FP8, FP8_BLOCK
 
 IMPLEMENTATION = "comet"
@@ -30,7 +33,9 @@ def register() -> None:
     """Make ``experts_implementation="comet"`` known to transformers; calling it again changes nothing.
 
     Then ``from_pretrained(..., experts_implementation="comet")`` and ``model.set_experts_implementation("comet")``
-    run the stock modules' weights through Comet, on one GPU or under transformers' own expert parallelism.
+    run the stock modules' weights through Comet, on one GPU or under transformers' own expert parallelism. Models whose
+    experts do not ask the registry (Llama-4, DBRX, JetMoE, LongCat-Flash) take any name and never call Comet, which
+    nothing can notice by itself: ``check(model)`` says so, and names all else that Comet cannot compute.
 
     Raises:
         UnavailableError: If transformers is missing or too old.
@@ -42,6 +47,31 @@ def register() -> None:
     ExpertsInterface.register(IMPLEMENTATION, comet_experts_forward)
     if hasattr(finegrained_fp8, "FP8ExpertsInterface"):  # older versions leave FP8 experts no choice
         finegrained_fp8.FP8ExpertsInterface.register(IMPLEMENTATION, comet_fp8_experts_forward)
+
+
+def check_named(model: nn.Module) -> None:
+    """Check every experts module of a model that is to call Comet by its name, before any of them does.
+
+    Raises:
+        ValueError: If there is none, or Comet cannot compute one; classes of experts that ask no registry are named.
+    """
+    modules = dict(model.named_modules())
+    found = {name: module for name, module in modules.items() if _calls_comet(module)}
+    deaf = {type(module).__name__ for module in modules.values() if not asks_registry(module)}
+    named = ", ".join(sorted(kind for kind in deaf if "Expert" in kind))
+    others = f"; {named} do not" if named else ""
+    require(
+        bool(found),
+        f"model={type(model).__name__} must have experts that call Comet: convert it, or choose "
+        f"experts_implementation={IMPLEMENTATION!r} for a model whose experts ask transformers' registry{others}",
+    )
+    for name, module in found.items():
+        check = check_fp8_experts if hasattr(module, "gate_up_proj_scale_inv") else check_experts
+        check(module, name)
+
+
+def _calls_comet(module: Any) -> bool:
+    return asks_registry(module) and module.config._experts_implementation == IMPLEMENTATION
 
 
 @torch.compiler.disable
@@ -64,8 +94,12 @@ def comet_experts_forward(
     """
     check_experts(experts, _NAME)
     module: Any = experts
-    ids, run = _local_ids(module, top_k_index), LocalRunner(top_k_index.shape[1])
-    return run(hidden_states, ids, top_k_weights.float(), module.gate_up_proj, module.down_proj)
+    ids, weights, top_k = _local_ids(module, top_k_index), top_k_weights.float(), top_k_index.shape[1]
+    w1, w2 = module.gate_up_proj, module.down_proj
+    if any(size % DIM_MULTIPLE for size in w2.shape[1:]):  # such as F = 48 over two ranks; warp decode takes no others
+        layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
+        return plain_experts(hidden_states, ids, weights, w1, w2, layout, None)
+    return LocalRunner(top_k)(hidden_states, ids, weights, w1, w2)
 
 
 @torch.compiler.disable
@@ -112,7 +146,9 @@ def fp8_weights(experts: Any) -> DecodeWeights:
 
 def check_fp8_experts(experts: Any, name: str) -> None:
     """Raise ``ValueError`` unless a module called ``name`` is FP8 experts of transformers that Comet can compute."""
-    check_kind(experts, name)
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    check_kind(experts, name, FP8Experts)
     block = (FP8_BLOCK, FP8_BLOCK)
     found = {
         "weight_block_size": (tuple(experts.block_size or ()), block),

@@ -12,6 +12,7 @@ from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS, held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
 from comet.group import ExpertGroup
+from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.families import (
     SHARED,
@@ -22,6 +23,7 @@ from comet.integrations.hf.families import (
 )
 from comet.integrations.hf.fp8_experts import FP8Experts, check_width
 from comet.integrations.hf.fp8_shared import FP8JoinedExperts
+from comet.integrations.hf.methods import is_silu, is_stock
 from comet.layout import ExpertLayout
 from comet.reference import shard_experts
 
@@ -83,12 +85,18 @@ def keep_from_saving(model: nn.Module, layout: ExpertLayout, *, keep_fp8: bool =
 def check(model: nn.Module) -> None:
     """Report what went wrong on the device in a converted model since it was converted; waits for the device.
 
+    Of a model that calls Comet by its name, and is not converted, everything that could be refused later is checked.
+
     Raises:
+        ValueError: If no experts of the model are computed by Comet, or it cannot compute them.
         CommTimeoutError: If a rank did not come in time; what the model answered since then means nothing.
         EpochError: If so many calls were made that ``restart`` is due.
         CapacityError: If a prefill needed more routed rows than were reserved.
     """
-    for runner in _runners(model):
+    runners = _runners(model)
+    if not runners:
+        check_named(model)
+    for runner in runners:
         runner.check()
 
 
@@ -116,6 +124,7 @@ class Place:
     Args:
         layout: Its part of them.
         runner: Computes them, for all layers.
+        family: The model's ``model_type``.
         shared_names: Of a block's shared expert and its gate, if the family has them.
         shared_columns: What the shared expert adds to K in decode steps; 0: it is not part of them.
         num_pieces: Pieces of the shared expert that this rank holds for them.
@@ -124,6 +133,7 @@ class Place:
 
     layout: ExpertLayout
     runner: Runner
+    family: str
     shared_names: tuple[str, str | None] | None
     shared_columns: int
     num_pieces: int
@@ -152,6 +162,7 @@ class Place:
         return cls(
             layout=layout,
             runner=runner,
+            family=config.model_type,
             shared_names=names,
             shared_columns=columns,
             num_pieces=len(held_pieces(layout, moe.ffn_size // layout.tp, shared)) if columns else 0,
@@ -163,9 +174,11 @@ class Place:
         experts = self.take(stock)
         model.set_submodule(name, experts)
         block = model.get_submodule(name.rpartition(".")[0])
-        if self.shared_names is not None:
-            shared, gate = self.shared_names
-            experts.join(getattr(block, shared), None if gate is None else getattr(block, gate), self.shared_columns)
+        if self.shared_names is not None and self.shared_columns:
+            shared, gate = getattr(block, self.shared_names[0]), self.shared_names[1]
+            # Another block, or another shared expert, may add up otherwise: then it stays outside of decode steps.
+            if is_stock(block, self.family) and is_stock(shared, self.family) and is_silu(shared.act_fn):
+                experts.join(shared, None if gate is None else getattr(block, gate), self.shared_columns)
 
     def take(self, stock: nn.Module) -> CometExperts:
         """This rank's part of a stock experts module, copied unless it is all of it; room for it to be kept in FP8."""

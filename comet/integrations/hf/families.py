@@ -10,6 +10,7 @@ from torch import nn
 
 from comet.config import MOE_DTYPES, MoEConfig, require
 from comet.errors import UnavailableError
+from comet.integrations.hf.methods import check_methods
 
 # model_type -> the configuration fields that hold E and F.
 FAMILIES = {
@@ -94,17 +95,15 @@ def check_experts(experts: nn.Module, name: str) -> None:
     require(dtype in MOE_DTYPES, f"dtype={dtype} of {name} must be one of {MOE_DTYPES}")
 
 
-def check_kind(experts: nn.Module, name: str) -> None:
-    """Raise ``ValueError`` unless experts called ``name`` are SwiGLU, gate before up, without any extra."""
-    kind = type(experts).__name__
+def check_kind(experts: nn.Module, name: str, like: type[nn.Module] | None = None) -> None:
+    """Raise ``ValueError`` unless experts called ``name`` are SwiGLU, gate before up, without any extra.
+
+    ``like`` is the class whose methods they must have (see ``check_methods``).
+    """
     for flag, value in EXPERT_FLAGS.items():
         found = getattr(experts, flag, value)
-        require(found == value, f"{flag}={found} of {name} ({kind}) must be {value}")
-    activation: Any = getattr(experts, "act_fn", None)
-    require(
-        isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation",
-        f"act_fn={activation} of {name} ({kind}) must be SiLU",
-    )
+        require(found == value, f"{flag}={found} of {name} ({type(experts).__name__}) must be {value}")
+    check_methods(experts, name, like)
 
 
 def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -123,6 +122,8 @@ def stock_experts(model: nn.Module) -> dict[str, nn.Module]:
     )
     for name, module in found.items():
         check_experts(module, name)
+        kind = type(module).__name__
+        require("forward" not in vars(module), f"forward of {name} ({kind}) must be its class's: it would be lost")
         require(
             not getattr(module, "_is_expert_parallel", False),
             f"experts of {name} must be whole; they are already split by transformers' own expert parallelism",
