@@ -24,6 +24,7 @@ from comet.quantize import FP8, FP8_BLOCK
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"
 _KEPT = "_comet_decode_weights"
+_CHECKED = "_comet_checked"  # what a module was when it was checked, which takes as long as a launch
 # Fields of FP8 experts that bend SwiGLU; versions before a field existed record nothing.
 _BENDS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
 _RULE = "comet.integrations.hf.load_pretrained(folder) dequantises block FP8, with keep_fp8=True it keeps the experts"
@@ -92,10 +93,13 @@ def comet_experts_forward(
     Raises:
         ValueError: If Comet cannot compute experts of this kind.
     """
-    check_experts(experts, _NAME)
     module: Any = experts
-    ids, weights, top_k = _local_ids(module, top_k_index), top_k_weights.float(), top_k_index.shape[1]
+    kind = type(module), module.down_proj.dtype, getattr(module, "act_fn", None)
+    if module.__dict__.get(_CHECKED) != kind:
+        check_experts(module, _NAME)
+        module.__dict__[_CHECKED] = kind
     w1, w2 = module.gate_up_proj, module.down_proj
+    ids, weights, top_k = _local_ids(module, top_k_index), top_k_weights.float(), top_k_index.shape[1]
     if any(size % DIM_MULTIPLE for size in w2.shape[1:]):  # such as F = 48 over two ranks; warp decode takes no others
         layout = ExpertLayout(num_experts=w2.shape[0], top_k=top_k, ep=1, tp=1, rank=0)
         return plain_experts(hidden_states, ids, weights, w1, w2, layout, None)
