@@ -193,11 +193,11 @@ OTHER = "model.layers.0.self_attn.o_proj.weight"
         ),
         (
             lambda state: state.update({f"{EXPERT}_scale_inv": torch.ones(3, 2, dtype=torch.uint8)}),
-            f"{EXPERT}_scale_inv of dtype U8 must be one of F32, F16, BF16$",
+            f"{EXPERT}_scale_inv of dtype U8 must be one of F32, F16, BF16, F8_E8M0$",
         ),
         (lambda state: state.pop(EXPERT), f"must have its scales: surplus {EXPERT}_scale_inv$"),
         (
-            lambda state: state.update({EXPERT: torch.zeros(288, 160)}),
+            lambda state: state.update({EXPERT: torch.zeros(256, 128), f"{EXPERT}_scale_inv": torch.ones(2, 1)}),
             f"{EXPERT} of dtype F32 must be F8_E4M3 beside {EXPERT}_scale_inv$",
         ),
         (

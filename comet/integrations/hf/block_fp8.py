@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.integrations.hf.stored import BLOCK_FP8, DTYPES, SCALES, StoredTensor, some
+from comet.integrations.hf.fused_scales import GATE_UP, ambiguity, is_ambiguous, split_scales
+from comet.integrations.hf.stored import BLOCK_FP8, DTYPES, SCALE_DTYPES, SCALES, StoredTensor, several, some
 from comet.quantize import FP8, FP8_BLOCK
 
 # The only values Comet reads, and what a configuration that leaves a field out means.
@@ -22,6 +23,7 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
     "weight_block_size": ([FP8_BLOCK, FP8_BLOCK], None),
     "fmt": ("e4m3", "e4m3"),
     "activation_scheme": ("dynamic", "dynamic"),
+    "expert_dtype": ("fp8", "fp8"),
 }
 _RULE = (
     "only block FP8 is read (quant_method 'fp8', weight_block_size [128, 128], fmt 'e4m3', activation_scheme 'dynamic')"
@@ -63,6 +65,7 @@ def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         ValueError: If scales are missing, of a wrong shape or dtype, or belong to nothing, or a tensor is of another
             eight-bit type; all are named.
     """
+    tensors = split_scales(tensors)
     joined, lacking, problems = {}, [], []
     for name, tensor in tensors.items():
         if name.endswith(SCALES):
@@ -70,9 +73,9 @@ def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         scales = tensors.get(name + SCALES)
         if tensor.dtype != BLOCK_FP8:
             joined[name] = tensor
-            if tensor.dtype.startswith("F8_") or tensor.dtype in ("I8", "U8"):
+            if tensor.is_narrow:
                 problems.append(f"{name} of dtype {tensor.dtype} must be {BLOCK_FP8} or one of {', '.join(DTYPES)}")
-            elif scales is not None:
+            elif scales is not None and not _is_left_wide(tensor):
                 problems.append(f"{name} of dtype {tensor.dtype} must be {BLOCK_FP8} beside {scales.name}")
         elif scales is None:
             lacking.append(name + SCALES)
@@ -81,9 +84,19 @@ def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
             checked = replace(scales, lazy=CheckedScales(scales), read_as=torch.float32)
             joined[name] = replace(tensor, scales=checked)
     stray = [name for name in tensors if name.endswith(SCALES) and name.removesuffix(SCALES) not in tensors]
-    problems = [f"missing {some(lacking)}"] * bool(lacking) + [f"surplus {some(stray)}"] * bool(stray) + problems
-    require(not problems, f"each {BLOCK_FP8} tensor of the checkpoint must have its scales: {'; '.join(problems)}")
+    groups = [f"missing {some(lacking)}"] * bool(lacking) + [f"surplus {some(stray)}"] * bool(stray)
+    groups += [several(problems)] * bool(problems)
+    require(not groups, f"each {BLOCK_FP8} tensor of the checkpoint must have its scales: {'; '.join(groups)}")
     return joined
+
+
+def check_wide(tensors: dict[str, StoredTensor]) -> None:
+    """Raise ``ValueError`` if tensors beside the experts are narrow, in a checkpoint that says nothing of scales."""
+    narrow = [f"{name} of dtype {tensor.dtype}" for name, tensor in tensors.items() if tensor.is_narrow]
+    require(
+        not narrow,
+        f"{some(narrow)} must be one of {', '.join(DTYPES)}: config.json has no quantization_config that explains them",
+    )
 
 
 def dequantized(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
@@ -129,9 +142,11 @@ class Dequantized:
         whole = tuple(slice(0, size) for size in self.tensor.shape)
         index = (*given, *whole[len(given) :])
         spans = [range(size)[part] for part, size in zip(index, self.tensor.shape, strict=True)]
-        blocks = (slice(span.start // FP8_BLOCK, -(-span.stop // FP8_BLOCK)) for span in spans[-2:])
+        shift = self.scales.first_row
+        rows = range(spans[-2].start + shift, spans[-2].stop + shift)
+        blocks = (slice(span.start // FP8_BLOCK, -(-span.stop // FP8_BLOCK)) for span in (rows, spans[-1]))
         scales = self.scales.lazy[*index[:-2], *blocks]
-        return dequantize_slice(self.tensor.lazy[index], scales, spans[-2].start, spans[-1].start, self.dtype)
+        return dequantize_slice(self.tensor.lazy[index], scales, rows.start, spans[-1].start, self.dtype)
 
 
 def dequantize_slice(elements: Tensor, scales: Tensor, first_row: int, first_column: int, dtype: torch.dtype) -> Tensor:
@@ -165,10 +180,17 @@ def _scale_problems(tensor: StoredTensor, scales: StoredTensor) -> list[str]:
     if len(tensor.shape) < 2:
         return [f"{tensor.name} of shape {tensor.shape} must have rows and columns"]
     *outer, rows, columns = tensor.shape
+    if tensor.name.endswith(f".experts.{GATE_UP}") and is_ambiguous(rows // 2):
+        return [ambiguity(scales, rows // 2)]
     wanted = (*outer, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     problems = []
     if scales.shape != wanted:
         problems.append(f"{scales.name} of shape {scales.shape} must be {wanted} for a tensor of shape {tensor.shape}")
-    if scales.dtype not in DTYPES:
-        problems.append(f"{scales.name} of dtype {scales.dtype} must be one of {', '.join(DTYPES)}")
+    if scales.dtype not in SCALE_DTYPES:
+        problems.append(f"{scales.name} of dtype {scales.dtype} must be one of {', '.join(SCALE_DTYPES)}")
     return problems
+
+
+def _is_left_wide(tensor: StoredTensor) -> bool:
+    """Whether transformers quantises no such tensor, but writes scales for it that it never reads."""
+    return len(tensor.shape) >= 2 and any(size % FP8_BLOCK for size in tensor.shape[-2:])

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.integrations.hf.stored import BLOCK_FP8, DTYPES, SCALES, StoredTensor, some
+from comet.integrations.hf.stored import BLOCK_FP8, DTYPES, SCALES, StoredTensor, several, some
 from comet.layout import ExpertLayout
 from comet.quantize import FP8_BLOCK
 
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(.+)$")
 _ONE_EXPERT = re.compile(r"(\d+)\.(\w+)\.weight$")
-_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _FUSED = ("gate_up_proj", "down_proj")
 ALL = slice(None)
 
@@ -95,7 +95,7 @@ def shard_checkpoint(
     problems = [f"surplus {some(surplus)}"] if surplus else []
     for layer in modules:
         problems += _layer_problems(layer, layers[layer], moe, keep_fp8)
-    require(not problems, f"expert tensors of the checkpoint must be complete and no more: {'; '.join(problems)}")
+    require(not problems, f"expert tensors of the checkpoint must be complete and no more: {several(problems)}")
     state: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer, module in modules.items():
         found = layers[layer]
@@ -132,7 +132,7 @@ def _part(rest: str) -> Part | None:
     if rest in _FUSED:
         return rest, None
     match = _ONE_EXPERT.match(rest)
-    return (_PARTS[match[2]], int(match[1])) if match and match[2] in _PARTS else None
+    return (PARTS[match[2]], int(match[1])) if match and match[2] in PARTS else None
 
 
 def _layer_problems(layer: int, found: dict[Part, StoredTensor], moe: MoEConfig, keep_fp8: bool) -> list[str]:

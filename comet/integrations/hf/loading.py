@@ -16,7 +16,7 @@ from torch import nn
 from comet.config import MOE_DTYPES, require
 from comet.decode.runners import DECODE_TOKENS
 from comet.group import ExpertGroup
-from comet.integrations.hf.block_fp8 import dequantized, is_block_fp8, join_scales
+from comet.integrations.hf.block_fp8 import check_wide, dequantized, is_block_fp8, join_scales
 from comet.integrations.hf.checkpoint import LazyShard, shard_checkpoint
 from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import (
@@ -27,7 +27,7 @@ from comet.integrations.hf.families import (
     stock_experts,
 )
 from comet.integrations.hf.fp8_shared import has_fp8_pieces, piece_shards
-from comet.integrations.hf.stored import StoredTensor, open_checkpoint
+from comet.integrations.hf.stored import StoredTensor, open_checkpoint, some
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ def load_pretrained(
         if is_fp8:
             tensors = _read_fp8(tensors, dtype, place)
             place = _with_fp8_pieces(place, tensors, modules, config)
+        else:
+            check_wide({name: tensor for name, tensor in tensors.items() if ".experts." not in name})
         state = shard_checkpoint(tensors, modules, moe_config(config), place.layout, keep_fp8=keep_fp8)
         state |= _piece_shards(place, tensors, modules, config)
         _log_bytes(state, tensors, place)
@@ -222,7 +224,7 @@ def _log_bytes(state: dict[str, Any], tensors: dict[str, StoredTensor], place: P
 def _check_report(report: dict[str, Any], folder: Path) -> None:
     """Raise ``ValueError`` naming every tensor that transformers could not place."""
     problems = [
-        f"{kind.removesuffix('_keys')}: {', '.join(sorted(map(str, report[kind])))}"
+        f"{kind.removesuffix('_keys')}: {some([str(found) for found in report[kind]])}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
         if report.get(kind)
     ]

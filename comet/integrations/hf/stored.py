@@ -19,6 +19,8 @@ SINGLE_FILE = "model.safetensors"
 BLOCK_FP8 = "F8_E4M3"
 SCALES = "_scale_inv"  # behind the name of a tensor in block FP8: what its elements are multiplied by
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SCALE_DTYPES = {**DTYPES, "F8_E8M0": torch.float8_e8m0fnu}
+NAMED = 3  # tensors or problems that an error names; a checkpoint has ten thousands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,7 @@ class StoredTensor:
         lazy: Reads what it is indexed with, an ellipsis or a tuple of slices; so does this object.
         scales: Of a tensor in block FP8, once they are known to fit.
         read_as: What ``lazy`` turns the numbers of block FP8 into; ``None``: it gives them as they are stored.
+        first_row: Of scales: row of their first block at which their tensor begins.
     """
 
     name: str
@@ -40,11 +43,17 @@ class StoredTensor:
     lazy: Any
     scales: StoredTensor | None = None
     read_as: torch.dtype | None = None
+    first_row: int = 0
 
     @property
     def stored_as(self) -> torch.dtype:
         """The torch type of ``dtype``, one of those that are supported."""
-        return torch.float8_e4m3fn if self.dtype == BLOCK_FP8 else DTYPES[self.dtype]
+        return torch.float8_e4m3fn if self.dtype == BLOCK_FP8 else SCALE_DTYPES[self.dtype]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its elements are of eight bits or fewer, which mean nothing without scales."""
+        return self.dtype.startswith(("F8_", "F6_", "F4")) or self.dtype in ("I8", "U8")
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
         values: Tensor = self.lazy[index]
@@ -95,5 +104,10 @@ def _promised_tensors(folder: Path) -> dict[str, str]:
 
 def some(names: list[str]) -> str:
     """``a, b, c and 4 more``."""
-    shown = ", ".join(sorted(names)[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return several(sorted(names), ", ")
+
+
+def several(problems: list[str], between: str = "; ") -> str:
+    """The first three of them and how many more there are."""
+    more = f" and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+    return between.join(problems[:NAMED]) + more
