@@ -97,9 +97,9 @@ def written_by_transformers(folder: Path, family: str, scale_fmt: str = "float",
     plain = tiny_model(family, **sizes)
     plain.save_pretrained(folder / "source")
     with (
-        mock.patch.object(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda: (9, 0)),
+        mock.patch.object(quantizer_finegrained_fp8, "is_accelerate_available", return_value=True),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
     ):
         quantised = AutoModelForCausalLM.from_pretrained(
             folder / "source", quantization_config=FineGrainedFP8Config(scale_fmt=scale_fmt), dtype=torch.float32

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +13,11 @@ import torch
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import Expected, prompt, tiny_model
-from hf_fp8_cases import WHOLE, fp8_by_name, publish, published, stock
+from hf_fp8_cases import WHOLE, fp8_by_name, publish, published, stock, written_by_transformers
+from safetensors.torch import load_file, save_file
 
 from comet.integrations import hf
 from comet.integrations.hf.by_name import fp8_weights
-
-HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +39,16 @@ def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> Non
     without = expected.logits - copied(expected.ids).logits
     assert without.abs().max() > 0.1, "the experts are a part of the logits, and weights that moved are read"
     assert torch.equal(expected.check(model, "after the copy was changed"), logits)
+
+
+def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
+    """As ``scale_fmt="ue8m0"`` stores them: exponents alone."""
+    tiny_model("deepseek_v3", **WHOLE).save_pretrained(tmp_path)
+    publish(tmp_path, torch.float8_e8m0fnu)
+    expected = Expected.of(stock(tmp_path))
+    expected.check(fp8_by_name(tmp_path), "by name")
+    for keep_fp8 in (False, True):
+        expected.check(hf.load_pretrained(tmp_path, keep_fp8=keep_fp8), f"keep_fp8 {keep_fp8}")
 
 
 def test_many_tokens_and_a_gradient(whole: Path) -> None:
@@ -94,19 +103,58 @@ def test_other_types_and_widths_are_refused(whole: Path) -> None:
         model(prompt(1, 3))
 
 
-def test_from_pretrained_without_a_gpu(tmp_path: Path) -> None:
-    """transformers dequantises, or names what it lacks."""
+def from_folder(folder: Path) -> Any:
+    """The model by Comet's name as transformers makes it of a block FP8 folder without a GPU."""
     from transformers import AutoModelForCausalLM
+    from transformers.quantizers import quantizer_finegrained_fp8
 
     hf.register()
-    sizes = dict(hidden_size=128, moe_intermediate_size=256, intermediate_size=128, head_dim=32)
-    tiny_model("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    with mock.patch.object(quantizer_finegrained_fp8, "is_accelerate_available", return_value=True):
+        return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="comet", dtype=torch.float32).eval()
+
+
+# D, F and the width of a head; what transformers gets wrong; whether that is a part of the experts.
+SIZES = [
+    ((128, 256, 32), ""),
+    ((96, 64, 32), ""),
+    ((256, 192, 32), r"experts\.\d\.down_proj"),
+    ((192, 256, 32), "down_proj"),
+    ((256, 256, 48), r"self_attn\.o_proj"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
+@pytest.mark.parametrize(("sizes", "wrong"), SIZES)
+def test_what_transformers_dequantises_wrongly_is_refused(
+    tmp_path: Path, sizes: tuple[int, int, int], wrong: str
+) -> None:
+    names = dict(zip(("hidden_size", "moe_intermediate_size", "head_dim"), sizes, strict=True))
+    tiny_model("qwen3_moe", intermediate_size=128, **names).save_pretrained(tmp_path)
     publish(tmp_path)
-    if not HAS_ACCELERATE:
-        with pytest.raises(ImportError, match="accelerate"):
-            AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="comet")
+    model, expected = from_folder(tmp_path), Expected.of(stock(tmp_path))
+    if not wrong:
+        hf.check(model)
+        expected.check(model, str(sizes))
         return
-    if torch.cuda.is_available():
-        pytest.skip("transformers dequantises only where there is no GPU")
-    named = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="comet").eval()
-    Expected.of(stock(tmp_path)).check(named, "dequantised by transformers")
+    model.set_experts_implementation("eager")
+    assert (model(expected.ids).logits - expected.logits).abs().max() > 0.1, "transformers is right now"
+    model.set_experts_implementation("comet")
+    for call in (hf.check, lambda model: model(prompt(1, 3))):
+        with pytest.raises(ValueError, match=rf"{wrong}\.weight.* must have scales, and sizes .*load_pretrained"):
+            call(model)
+    expected.check(hf.load_pretrained(tmp_path), "loaded by Comet")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
+def test_attention_without_scales_and_folders_of_transformers(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128).save_pretrained(tmp_path)
+    publish(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    del state[f"{name}_scale_inv"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} of .* must have scales"):
+        from_folder(tmp_path)(prompt(1, 3))
+    written_by_transformers(tmp_path / "written", "mixtral", hidden_size=128, intermediate_size=192)
+    with pytest.raises(ValueError, match=r"dtype=torch\.float8_e4m3fn of the model's experts must be"):
+        from_folder(tmp_path / "written")(prompt(1, 3))

@@ -1,8 +1,9 @@
 """Comet by its name in transformers, ``experts_implementation="comet"``: stock modules keep their weights.
 
 A block FP8 folder meets transformers' own quantiser on the way, which needs accelerate. Without a GPU it dequantises
-the weights, rightly where each size is a multiple of 128. On a GPU it keeps experts in FP8, which have a class and a
-registry of their own, and computes all other layers by kernels that it downloads. ``load_pretrained`` needs none of it.
+the weights; what it gets wrong there is refused (see ``dequantized``). On a GPU it keeps experts in FP8, which have a
+class and a registry of their own, and computes all other layers by kernels that it downloads. ``load_pretrained`` needs
+none of it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comet.config import DIM_MULTIPLE, MOE_DTYPES, require
+from comet.config import DIM_MULTIPLE, require
 from comet.decode import DecodeWeights, joins_step
 from comet.decode.runners import LocalRunner
+from comet.integrations.hf.dequantized import check_dequantized
 from comet.integrations.hf.families import check_experts, check_kind, require_transformers
 from comet.integrations.hf.methods import asks_registry
+from comet.integrations.hf.stored import SCALE_DTYPES
 from comet.layout import ExpertLayout
 from comet.plain import plain_experts
 from comet.quantize import FP8, FP8_BLOCK
@@ -66,6 +69,7 @@ def check_named(model: nn.Module) -> None:
         f"model={type(model).__name__} must have experts that call Comet: convert it, or choose "
         f"experts_implementation={IMPLEMENTATION!r} for a model whose experts ask transformers' registry{others}",
     )
+    check_dequantized(getattr(model, "config", None))
     for name, module in found.items():
         check = check_fp8_experts if hasattr(module, "gate_up_proj_scale_inv") else check_experts
         check(module, name)
@@ -97,6 +101,7 @@ def comet_experts_forward(
     kind = type(module), module.down_proj.dtype, getattr(module, "act_fn", None)
     if module.__dict__.get(_CHECKED) != kind:
         check_experts(module, _NAME)
+        check_dequantized(module.config)
         module.__dict__[_CHECKED] = kind
     w1, w2 = module.gate_up_proj, module.down_proj
     ids, weights, top_k = _local_ids(module, top_k_index), top_k_weights.float(), top_k_index.shape[1]
@@ -163,7 +168,8 @@ def check_fp8_experts(experts: Any, name: str) -> None:
     for field, (value, wanted) in found.items():
         require(value == wanted, f"{field}={value} of {name} must be {wanted}; {_RULE}")
     scales, ffn_size = experts.gate_up_proj_scale_inv.dtype, experts.down_proj.shape[2]
-    require(scales in MOE_DTYPES, f"scales of dtype {scales} of {name} must be one of {MOE_DTYPES}; {_RULE}")
+    known = tuple(SCALE_DTYPES.values())
+    require(scales in known, f"scales of dtype {scales} of {name} must be one of {known}; {_RULE}")
     # Else up would begin inside a block, and transformers lays each half's scales out by itself.
     require(ffn_size % FP8_BLOCK == 0, f"ffn_size={ffn_size} of {name} must be a multiple of {FP8_BLOCK}; {_RULE}")
 
