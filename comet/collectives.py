@@ -7,14 +7,16 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
+from comet.comm.base import Communicator
 from comet.config import require
 
 
@@ -85,6 +87,49 @@ def check_grad_modes(modes: Sequence[int], *names: str) -> None:
             f"requires_grad={flags} of {name} on ranks 0 to {len(flags) - 1} must be equal on all ranks of the group, "
             "which exchange gradients in the backward pass; freeze on all of them, or on none",
         )
+
+
+def in_steps(comm: Communicator, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``compute(*tensors)`` by collectives: forward and backward are a step of the group each, of all that is in them.
+
+    Args:
+        comm: The ranks; what breaks off leaves a note with it.
+        compute: Differentiable in what requires a gradient.
+        *tensors: All that it is differentiated by.
+    """
+    with comm.step("forward pass", collectives=True):
+        if not wants_grad(*tensors):
+            return compute(*tensors)
+        output: Tensor = _StepBackward.apply(comm, compute, *tensors)
+        return output
+
+
+class _StepBackward(torch.autograd.Function):
+    """A graph inside of one node, so that one call has all of its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.comm = comm
+        ctx.leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        with torch.enable_grad():
+            ctx.output = compute(*ctx.leaves)
+        output: Tensor = ctx.output.detach()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.output is None:
+            raise RuntimeError("a second backward pass of this graph needs retain_graph=True in the first")
+        output, needed = ctx.output, ctx.needs_input_grad[2:]
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not kept:
+            ctx.output = None
+        wanted = [leaf for leaf, is_needed in zip(ctx.leaves, needed, strict=True) if is_needed]
+        with ctx.comm.step("backward pass", collectives=True, refuses=False):
+            ctx.comm.in_flight = True
+            grads = iter(torch.autograd.grad(output, wanted, grad, retain_graph=kept, allow_unused=True))
+        return None, None, *(next(grads) if is_needed else None for is_needed in needed)
 
 
 class _AllToAllRows(torch.autograd.Function):

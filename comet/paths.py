@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from comet.autograd import Pieces, fp8_experts, routed_experts
-from comet.collectives import wants_grad
+from comet.collectives import in_steps, wants_grad
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, check_kernel_dtype, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
@@ -215,8 +215,14 @@ class CollectivePath:
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``."""
         w1, w2 = pad_width(w1, w2)
-        with self.comm.step("forward pass", collectives=self.layout.world_size > 1):
-            return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
+        inputs = (tokens, top_k_ids, top_k_weights, w1, w2)
+        if self.layout.world_size > 1:
+            return in_steps(self.comm, self._run, *inputs)
+        with self.comm.step("forward pass"):
+            return self._run(*inputs)
+
+    def _run(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
 
 
 def pad_width(w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

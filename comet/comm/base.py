@@ -112,7 +112,7 @@ class Communicator(Protocol):
         """Allocate ``num_bytes`` zeroed bytes on every rank (collective, same size everywhere)."""
         ...
 
-    def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> Step:
+    def step(self, what: str, *, collectives: bool = False, refuses: bool | None = None) -> Step:
         """A context manager for one use of the group by all its ranks, refused after one that failed on any rank."""
         ...
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from comet.comm.signals import fence, poll
 from comet.errors import CommTimeoutError, StepFailedError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 RESTART = "call group.workspace.restart() on all of them between two calls, or make a new group"
 NEW_GROUP = "end the job, or make new process groups and a new group: a collective of torch.distributed broke off"
+REFUSALS = (ValueError, _StopRecomputationError)  # of a step that ``refuses``
 TEXT_BYTES = 496
 ROW_BYTES = TEXT_BYTES + 16  # behind the number of meetings and the length of the text
 
@@ -128,36 +130,41 @@ class Step:
         comm: The group.
         what: For the note: ``forward pass``.
         is_final: Whether no restart brings the ranks back where it fails.
-        refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together.
+        refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; so is the
+            end that a checkpoint puts to a forward pass it runs again.
     """
 
-    __slots__ = ("_comm", "_is_final", "_refuses", "_what")
+    __slots__ = ("_around", "_comm", "_is_final", "_refuses", "_what")
 
     def __init__(self, comm: CommunicatorBase, what: str, *, is_final: bool, refuses: bool) -> None:
         self._comm = comm
         self._what = what
         self._is_final = is_final
         self._refuses = refuses
+        self._around = False
 
     def __enter__(self) -> None:
         comm = self._comm
         if comm.closed or comm.board.word[0]:
             comm.require_open()
         comm.stream_order.join()
-        comm.in_flight = False
+        # A backward pass whose forward pass is run again has that step inside of its own.
+        self._around, comm.in_flight = comm.in_flight, False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        comm = self._comm
+        was_in_flight, comm.in_flight = comm.in_flight, self._around
         if error is None:
             return
-        in_step = isinstance(error, ValueError) if self._refuses else not self._comm.in_flight
-        if in_step or _is_capturing(self._comm.device):
+        in_step = isinstance(error, REFUSALS) if self._refuses else not was_in_flight
+        if in_step or _is_capturing(comm.device):
             return
-        if self._comm.world_size == 1:
-            self._comm.restart()
+        if comm.world_size == 1:
+            comm.restart()
         else:
-            self._comm.board.note(self._what, error, is_final=self._is_final)
+            comm.board.note(self._what, error, is_final=self._is_final)
 
 
 def _is_capturing(device: torch.device) -> bool:

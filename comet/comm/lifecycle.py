@@ -65,20 +65,20 @@ class CommunicatorBase(ABC):
         require(num_bytes >= 1, f"num_bytes={num_bytes} must be at least 1")
         return self._alloc(num_bytes)
 
-    def step(self, what: str, *, collectives: bool = False, refuses: bool = False) -> Step:
+    def step(self, what: str, *, collectives: bool = False, refuses: bool | None = None) -> Step:
         """A context manager for one use of the group's memory, in which all ranks take part.
 
         Args:
             what: What it is, for the message where it fails: ``forward pass``.
             collectives: Whether it runs collectives of ``torch.distributed``, which no restart brings back into step.
-            refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; true
-                with ``collectives``.
+            refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; left
+                out, as ``collectives``.
 
         Raises:
             RuntimeError: After ``close``.
             StepFailedError: If an earlier step failed on any rank.
         """
-        return Step(self, what, is_final=collectives, refuses=refuses or collectives)
+        return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
 
     def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
         """Name what ``restart`` zeroes.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
@@ -56,10 +58,36 @@ def test_gradients_are_those_of_the_pass_that_ran_last(path: str, world_size: in
     run_ranks(compare_recomputed, world_size, path, use_reentrant, interpret=path == "fused", timeout=300)
 
 
-def backward_twice(rank: int, world_size: int) -> None:
+def checkpointed_steps(rank: int, world_size: int, path: str, use_reentrant: bool) -> None:
+    """A pass that is run again, and ended early, is as right as any, and leaves the ranks in step."""
+    case = LayerCase("ep2", world_size, 1, (40, 33))
+    moe = build_layer(case, rank, path)
+    found = []
+    for kept in (False, True, True):
+        inputs = rank_inputs(case, rank)
+        x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
+        moe.zero_grad()
+        arguments = (x, inputs.top_k_ids, weights)
+        run = partial(checkpoint, use_reentrant=use_reentrant) if kept else lambda layer, *given: layer(*given)
+        y = run(moe.routed_experts, *arguments)
+        y.backward(inputs.grad_output)
+        found.append([y.detach(), x.grad, weights.grad, moe.w1.grad, moe.w2.grad])
+    for again in found[1:]:
+        assert all(map(torch.equal, again, found[0]))
+    moe.group.workspace.check()
+    moe.group.close()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("path", ["plain", "reference"])
+def test_collectives_are_run_again(path: str, use_reentrant: bool) -> None:
+    run_ranks(checkpointed_steps, 2, path, use_reentrant, timeout=60)
+
+
+def backward_twice(rank: int, world_size: int, path: str) -> None:
     """A second backward pass over a graph that was kept gives the same gradients."""
     case = LayerCase("ep2", world_size, 1, (40, 33))
-    moe, inputs = build_layer(case, rank, "twin"), rank_inputs(case, rank)
+    moe, inputs = build_layer(case, rank, path), rank_inputs(case, rank)
     x = inputs.tokens.requires_grad_()
     y = moe.routed_experts(x, inputs.top_k_ids, inputs.top_k_weights)
     first, second = (
@@ -67,8 +95,14 @@ def backward_twice(rank: int, world_size: int) -> None:
     )
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+    (weights_only,) = torch.autograd.grad(y, moe.w2, inputs.grad_output)
+    assert torch.equal(weights_only, first[2])
+    with pytest.raises(RuntimeError, match="second"):
+        torch.autograd.grad(y, moe.w2, inputs.grad_output)
+    moe.group.workspace.check()
     moe.group.close()
 
 
-def test_a_second_backward_pass() -> None:
-    run_ranks(backward_twice, 2)
+@pytest.mark.parametrize("path", ["twin", "plain", "reference"])
+def test_a_second_backward_pass(path: str) -> None:
+    run_ranks(backward_twice, 2, path)

@@ -7,8 +7,10 @@ restart was wrong in nine of thirty such trials.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
 
+import comet.plain
 from comet.comm.failures import Board, board_bytes
 from comet.decode import RankDecode
 from comet.errors import CommTimeoutError, StepFailedError
@@ -215,6 +218,44 @@ def fail_in_plain(rank: int, world_size: int) -> None:
 
 def test_plain_path_refuses_after_a_failure() -> None:
     run_ranks(fail_in_plain, 2)
+
+
+def fail_in_plain_backward(rank: int, world_size: int, where: str) -> str:
+    """Both ranks break off between two collectives of a backward pass, or one after the last; the next call's words."""
+    moe = build_layer(CASE, rank, "plain")
+    compare(moe, rank, 0, "before")
+
+    def fail(grad: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def hooked(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        if where == "after":
+            arguments[0].register_hook(fail)
+            return function(*arguments)
+        output = function(*arguments)
+        output.register_hook(fail)
+        return output
+
+    if where == "between":
+        comet.plain.expert_rows = partial(hooked, comet.plain.expert_rows)
+    elif rank == 1:
+        moe.experts.compute = partial(hooked, moe.experts.compute)
+    if where == "after" and rank == 0:
+        call(moe, rank, 1)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            call(moe, rank, 1)
+    dist.barrier()
+    with pytest.raises(StepFailedError, match="new process groups") as refusal:
+        call(moe, rank, 2)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("where", ["between", "after"])
+def test_plain_path_refuses_after_a_failure_in_its_backward_pass(where: str) -> None:
+    for said in run_ranks(fail_in_plain_backward, 2, where, timeout=60):
+        failed = "1" if where == "after" else r"\d"  # both did "between", and one was first
+        assert re.match(rf"the backward pass failed on rank {failed} \(OutOfMemoryError: out of memory\)", said), said
 
 
 def freeze_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
