@@ -6,11 +6,14 @@ pool's rows are seen as narrower ones of the same type.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from comet.config import require
 from comet.layout import round_up
+from comet.match import Sizes
 from comet.quantize import FP8, FP8_BLOCK
 
 ROW_ALIGNMENT = 64  # bytes; what copies 16 bytes at a time needs a multiple of 16 words
@@ -45,14 +48,26 @@ def unpack(packed: Tensor, hidden_size: int) -> FP8:
     )
 
 
-def check_fp8_weights(w1: FP8, w2: FP8) -> None:
-    """Raise ``ValueError`` unless D and F/TP are multiples of 128, so that a scale belongs to one rank and one of both.
+def match_fp8_weights(
+    sizes: Sizes, w1: Tensor, w2: Tensor, w1_scales: Tensor, w2_scales: Tensor, *, device: torch.device
+) -> None:
+    """Raise ``ValueError`` unless a layer's weights can be taken as they are: by address, a scale of one rank only.
 
     Args:
-        w1: ``(e, 2F/TP, D)``.
-        w2: ``(e, D, F/TP)``.
+        sizes: e, F/TP and D of the layer; the latter two have to be multiples of 128.
+        w1: ``(e, 2F/TP, D)`` float8_e4m3fn.
+        w2: ``(e, D, F/TP)`` float8_e4m3fn.
+        w1_scales: ``(e, 2F/TP / 128, D / 128)`` float32.
+        w2_scales: ``(e, D / 128, F/TP / 128)`` float32.
+        device: The layer's.
     """
-    for name, size in (("hidden_size", w2.elements.shape[1]), ("ffn_size / tp", w2.elements.shape[2])):
+    for letter in "DF":
+        name, size = sizes.origins[letter], sizes.values[letter]
         require(size % FP8_BLOCK == 0, f"{name}={size} must be a multiple of {FP8_BLOCK} for experts in block FP8")
-    for name, weight in (("w1", w1), ("w2", w2)):
-        require(weight.block_rows == FP8_BLOCK, f"block_rows={weight.block_rows} of {name} must be {FP8_BLOCK}")
+    rules: dict[str, Any] = dict(device=device, contiguous=True)
+    for name, elements, scales, spec, spec_of_scales in (
+        ("w1", w1, w1_scales, "e 2F D", f"e 2F/{FP8_BLOCK} D/{FP8_BLOCK}"),
+        ("w2", w2, w2_scales, "e D F", f"e D/{FP8_BLOCK} F/{FP8_BLOCK}"),
+    ):
+        sizes.match(f"{name}.elements", elements, spec, dtype=torch.float8_e4m3fn, **rules)
+        sizes.match(f"{name}.scales", scales, spec_of_scales, dtype=torch.float32, **rules)

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, get_args
+from functools import partial
+from typing import Any, Protocol, get_args
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,7 +18,9 @@ from comet.collectives import in_steps, wants_grad
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, check_kernel_dtype, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
-from comet.packed import check_fp8_weights
+from comet.layout import ExpertLayout
+from comet.match import MatchOnce, Sizes
+from comet.packed import match_fp8_weights
 from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
 from comet.plan import Plan, make_plan, routed_row_capacity
 from comet.plan_rules import check_tokens
@@ -58,6 +61,9 @@ class SymmetricPath:
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
         group.workspace.shape.check(config)
+        dtype, device = group.workspace.shape.dtype, group.device
+        if use_kernels:
+            check_kernel_dtype(dtype, device)
         store = group.resolver.store if overlap is None else None
         self.measured = group_problem(config, group) if store is not None and store.entries else None
         self.resolver = group.resolver
@@ -68,7 +74,9 @@ class SymmetricPath:
         check_phases(self.overlap.num_phases, group.parallel.world_size)
         self.layout = group.layout(config)
         self.workspace = group.workspace
-        settings = LayerSettings.create(config, self.layout, self.overlap, self.workspace.shape.dtype)
+        self.match = match_once(match_weights, config, self.layout, dtype=dtype, device=device)
+        self.match_fp8 = match_once(match_fp8_weights, config, self.layout, device=device)
+        settings = LayerSettings.create(config, self.layout, self.overlap, dtype)
         # The plan, for which this stream is, and the copies of a layer never run at the same time.
         self.settings = replace(
             settings,
@@ -91,13 +99,12 @@ class SymmetricPath:
         """Plan, then layer 0 and layer 1; see ``ExpertPath``.
 
         Raises:
-            ValueError: If tokens or routing do not fit the pool or each other; on a CPU, on all ranks, if gradients
-                are wanted on some of them only.
+            ValueError: If tokens or routing do not fit the pool or each other, or weights the layer; on a CPU, on all
+                ranks, if gradients are wanted on some of them only.
             StepFailedError: If an earlier step failed on any rank; ``Workspace.restart`` goes on.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
-        if self.use_kernels:
-            check_kernel_dtype(tokens.dtype, tokens.device)
+        self.match(w1, w2)
         w1, w2 = w1.contiguous(), w2.contiguous()  # kernels find their rows by address
         padded_w1, padded_w2 = pad_width(w1, w2)
         later = self.later if padded_w1 is w1 else None
@@ -130,18 +137,18 @@ class SymmetricPath:
             tokens: ``(T, D)`` of the pool's type.
             top_k_ids: ``(T, K)`` int32.
             top_k_weights: ``(T, K)`` float32.
-            w1: ``(e, 2F/TP, D)`` with a scale per 128 x 128.
+            w1: ``(e, 2F/TP, D)`` with a scale per 128 x 128; elements and scales are contiguous.
             w2: ``(e, D, F/TP)``, likewise.
 
         Returns:
             ``(T, D)``.
 
         Raises:
-            ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, or tokens or routing do not fit
-                the pool or each other.
+            ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, tokens or routing do not fit the
+                pool or each other, or weights the layer.
         """
         check_tokens(tokens, top_k_ids, self.workspace)
-        check_fp8_weights(w1, w2)
+        self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales)
         require(
             not wants_grad(tokens, top_k_weights),
             "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
@@ -210,10 +217,12 @@ class CollectivePath:
         self.layout = group.layout(config)
         self.comm = group.comm
         self.process_group = group.process_group
+        self.match = match_once(match_weights, config, self.layout)
 
     @uncompiled
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``."""
+        self.match(w1, w2)
         w1, w2 = pad_width(w1, w2)
         inputs = (tokens, top_k_ids, top_k_weights, w1, w2)
         if self.layout.world_size > 1:
@@ -223,6 +232,22 @@ class CollectivePath:
 
     def _run(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return self.compute(tokens, top_k_ids, top_k_weights, w1, w2, self.layout, self.process_group)
+
+
+def match_once(match: Callable[..., None], config: MoEConfig, layout: ExpertLayout, **rules: Any) -> MatchOnce:
+    """``match`` with the sizes of a layer, for weights that come with every call."""
+    sizes = Sizes(
+        e=(layout.experts_local, "num_experts / ep"),
+        F=(config.ffn_size // layout.tp, "ffn_size / tp"),
+        D=(config.hidden_size, "hidden_size"),
+    )
+    return MatchOnce(partial(match, sizes, **rules))
+
+
+def match_weights(sizes: Sizes, w1: Tensor, w2: Tensor, **rules: Any) -> None:
+    """Raise ``ValueError`` unless w1 is ``(e, 2F/TP, D)`` and w2 ``(e, D, F/TP)``; ``rules`` are of ``Sizes.match``."""
+    sizes.match("w1", w1, "e 2F D", **rules)
+    sizes.match("w2", w2, "e D F", **rules)
 
 
 def pad_width(w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from comet.collectives import (
 )
 from comet.config import check_token_dtype, require
 from comet.layout import ExpertLayout
+from comet.match import Sizes, check_id_dtype
 from comet.reference import reference_experts
 
 # tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group -> (T, D); see ``plain_experts``.
@@ -266,32 +267,30 @@ def check_group(layout: ExpertLayout, process_group: ProcessGroup | None) -> Non
 def check_inputs(
     tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, layout: ExpertLayout
 ) -> None:
-    """Raise ``ValueError`` unless shapes and dtypes are those of ``plain_experts``."""
-    check_shapes(tokens, top_k_ids, top_k_weights, w1, w2, layout)
-    require(
-        w1.dtype == w2.dtype == tokens.dtype,
-        f"w1 and w2 of dtype {w1.dtype} and {w2.dtype} must have the dtype of tokens, {tokens.dtype}",
-    )
+    """Raise ``ValueError`` unless shapes, dtypes and devices are those of ``plain_experts``."""
+    check_shapes(tokens, top_k_ids, top_k_weights, w1, w2, layout, dtype=tokens.dtype)
 
 
 def check_shapes(
-    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, layout: ExpertLayout
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout: ExpertLayout,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """``check_inputs`` for weights of any dtype."""
-    require(tokens.dim() == 2, f"tokens of shape {tuple(tokens.shape)} must be (T, D)")
+    """``check_inputs`` for weights of this dtype, or of any."""
+    device = tokens.device
+    sizes = Sizes(K=(layout.top_k, "top_k"), e=(layout.experts_local, "num_experts / ep"))
+    sizes.match("tokens", tokens, "T D")
     check_token_dtype(tokens.dtype)
-    slots = (tokens.shape[0], layout.top_k)
-    for name, tensor in (("top_k_ids", top_k_ids), ("top_k_weights", top_k_weights)):
-        require(tensor.shape == slots, f"{name} of shape {tuple(tensor.shape)} must be (T, K) = {slots}")
-    require(
-        top_k_ids.dtype in (torch.int32, torch.int64), f"top_k_ids of dtype {top_k_ids.dtype} must be int32 or int64"
-    )
-    require(
-        w2.dim() == 3 and w2.shape[:2] == (layout.experts_local, tokens.shape[1]),
-        f"w2 of shape {tuple(w2.shape)} must be (e, D, F/TP) with e={layout.experts_local}, D={tokens.shape[1]}",
-    )
-    shape = (layout.experts_local, 2 * w2.shape[2], tokens.shape[1])
-    require(w1.shape == shape, f"w1 of shape {tuple(w1.shape)} must be (e, 2F/TP, D) = {shape}")
+    sizes.match("top_k_ids", top_k_ids, "T K", device=device)
+    sizes.match("top_k_weights", top_k_weights, "T K", device=device)
+    check_id_dtype(top_k_ids)
+    sizes.match("w2", w2, "e D F", dtype=dtype, device=device)
+    sizes.match("w1", w1, "e 2F D", dtype=dtype, device=device)
 
 
 def _raise_for_bad_ids(num_bad: list[int], top_k_ids: Tensor, bad: Tensor, layout: ExpertLayout) -> None:

@@ -23,6 +23,7 @@ from torch.nn.functional import silu
 from comet.autocast import without_autocast
 from comet.config import require
 from comet.layout import ExpertLayout
+from comet.match import Sizes, check_id_dtype
 
 
 def reference_experts(
@@ -220,35 +221,15 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> None:
-    require(tokens.dim() == 2, f"tokens of shape {tuple(tokens.shape)} must be (T, D)")
-    require(w2.dim() == 3, f"w2 of shape {tuple(w2.shape)} must be (E, D, F)")
-    num_experts, hidden_size, ffn_size = w2.shape
-    num_tokens = tokens.shape[0]
-    require(hidden_size == tokens.shape[1], f"w2 of shape {tuple(w2.shape)} must be (E, D, F) with D={tokens.shape[1]}")
-    shape = (num_experts, 2 * ffn_size, hidden_size)
-    require(w1.shape == shape, f"w1 of shape {tuple(w1.shape)} must be (E, 2F, D) = {shape}")
-    require(
-        top_k_ids.dim() == 2 and top_k_ids.shape[0] == num_tokens,
-        f"top_k_ids of shape {tuple(top_k_ids.shape)} must be (T, K) with T={num_tokens}",
-    )
-    require(
-        top_k_weights.shape == top_k_ids.shape,
-        f"top_k_weights of shape {tuple(top_k_weights.shape)} must be (T, K) = {tuple(top_k_ids.shape)}",
-    )
-    require(tokens.is_floating_point(), f"tokens of dtype {tokens.dtype} must be floating")
-    require(
-        w1.dtype == w2.dtype == tokens.dtype,
-        f"w1 and w2 of dtype {w1.dtype} and {w2.dtype} must have the dtype of tokens, {tokens.dtype}",
-    )
-    weight_dtype = _accumulator(tokens.dtype)
-    require(
-        top_k_weights.dtype == weight_dtype,
-        f"top_k_weights of dtype {top_k_weights.dtype} must be {weight_dtype}",
-    )
-    require(
-        top_k_ids.dtype in (torch.int32, torch.int64),
-        f"top_k_ids of dtype {top_k_ids.dtype} must be torch.int32 or torch.int64",
-    )
+    sizes, dtype, device = Sizes(), tokens.dtype, tokens.device
+    sizes.match("tokens", tokens, "T D")
+    require(tokens.is_floating_point(), f"tokens of dtype {dtype} must be floating")
+    sizes.match("w2", w2, "E D F", dtype=dtype, device=device)
+    sizes.match("w1", w1, "E 2F D", dtype=dtype, device=device)
+    sizes.match("top_k_ids", top_k_ids, "T K", device=device)
+    check_id_dtype(top_k_ids)
+    sizes.match("top_k_weights", top_k_weights, "T K", dtype=_accumulator(dtype), device=device)
+    num_experts = w2.shape[0]
     in_range = (top_k_ids >= -1) & (top_k_ids < num_experts)
     if not bool(in_range.all()):
         bad = int(top_k_ids[~in_range][0])

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from comet.config import require
+from comet.match import Sizes
 from comet.quantize import E8M0_NAN, FP8_BLOCK, MX_BLOCK
 
 
-def check_scales(w1: Tensor, w2: Tensor, w1_scales: Tensor | None, w2_scales: Tensor | None) -> None:
+def check_scales(sizes: Sizes, w1: Tensor, w2: Tensor, w1_scales: Tensor | None, w2_scales: Tensor | None) -> None:
     """Raise ``ValueError`` naming field, value and rule unless scales are there where they must be, and good.
 
     Waits for the device, because a scale that is no number is an error.
 
     Args:
+        sizes: S, D and F of the weights.
         w1: ``(S, 2F, D)``.
         w2: ``(S, D, F)``, dtype of ``w1``.
         w1_scales: MXFP8 ``(S, 2F, D / 32)`` uint8, block FP8 ``(S, ceil(2F / 128), ceil(D / 128))`` float32, or
@@ -22,49 +24,32 @@ def check_scales(w1: Tensor, w2: Tensor, w1_scales: Tensor | None, w2_scales: Te
         w2_scales: Likewise.
     """
     if w1_scales is None and w2_scales is None:
-        require(
-            w1.dtype != torch.float8_e4m3fn, f"w1 and w2 of dtype {w1.dtype} must come with w1_scales and w2_scales"
-        )
+        if w1.dtype == torch.float8_e4m3fn:
+            raise ValueError(f"w1 and w2 of dtype {w1.dtype} must come with w1_scales and w2_scales")
         return
     if w1_scales is None or w2_scales is None:
         raise ValueError("w1_scales and w2_scales must both be given, or neither")
     require(
         w1.dtype == torch.float8_e4m3fn, f"w1 and w2 of dtype {w1.dtype} must be {torch.float8_e4m3fn} with w1_scales"
     )
+    dtype, device = w1_scales.dtype, w1.device
     require(
-        w1_scales.dtype in (torch.uint8, torch.float32),
-        f"w1_scales of dtype {w1_scales.dtype} must be torch.uint8 (MXFP8; view e8m0 as uint8) or torch.float32 "
-        "(block FP8)",
+        dtype in (torch.uint8, torch.float32),
+        f"w1_scales of dtype {dtype} must be torch.uint8 (MXFP8; view e8m0 as uint8) or torch.float32 (block FP8)",
     )
-    require(
-        w2_scales.dtype == w1_scales.dtype, f"w2_scales of dtype {w2_scales.dtype} must be w1_scales' {w1_scales.dtype}"
-    )
-    _check_layout("w1", "D", w1, w1_scales)
-    _check_layout("w2", "F", w2, w2_scales)
-    for name, scales in (("w1_scales", w1_scales), ("w2_scales", w2_scales)):
-        _check_values(name, scales)
-
-
-def _check_layout(name: str, letter: str, weight: Tensor, scales: Tensor) -> None:
-    num_slots, rows, contraction = weight.shape
-    if scales.dtype == torch.uint8:
-        require(
-            contraction % MX_BLOCK == 0,
-            f"{letter}={contraction}, the contraction of {name}, must be a multiple of {MX_BLOCK} for MXFP8",
-        )
-        wanted = (num_slots, rows, contraction // MX_BLOCK)
+    if dtype == torch.uint8:
+        for name, letter in (("w1", "D"), ("w2", "F")):
+            size = sizes.values[letter]
+            require(
+                size % MX_BLOCK == 0,
+                f"{letter}={size}, the contraction of {name}, must be a multiple of {MX_BLOCK} for MXFP8",
+            )
+        specs = f"S 2F D/{MX_BLOCK}", f"S D F/{MX_BLOCK}"
     else:
-        wanted = (num_slots, -(-rows // FP8_BLOCK), -(-contraction // FP8_BLOCK))
-    require(
-        tuple(scales.shape) == wanted,
-        f"{name}_scales of shape {tuple(scales.shape)} and dtype {scales.dtype} must be {wanted} for {name} of shape "
-        f"{tuple(weight.shape)}",
-    )
-    require(
-        scales.is_contiguous(),
-        f"{name}_scales of shape {wanted} must be contiguous, has strides {scales.stride()}",
-    )
-    require(scales.device == weight.device, f"{name}_scales is on {scales.device}, must be on {name}'s {weight.device}")
+        specs = f"S 2F/{FP8_BLOCK} D/{FP8_BLOCK}", f"S D/{FP8_BLOCK} F/{FP8_BLOCK}"
+    for name, scales, spec in zip(("w1_scales", "w2_scales"), (w1_scales, w2_scales), specs, strict=True):
+        sizes.match(name, scales, spec, dtype=dtype, device=device, contiguous=True)
+        _check_values(name, scales)
 
 
 def _check_values(name: str, scales: Tensor) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype, require
+from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
 from comet.decode.scales import check_scales
+from comet.match import Sizes, check_id_dtype
 from comet.quantize import FP8_BLOCK, MX_BLOCK
 
 MAX_DECODE_TOKENS = 64
@@ -45,33 +46,17 @@ class DecodeWeights:
     w2_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        require(self.w2.dim() == 3, f"w2 of shape {tuple(self.w2.shape)} must be (S, D, F)")
-        num_slots, hidden_size, ffn_size = self.w2.shape
-        shape = (num_slots, 2 * ffn_size, hidden_size)
-        require(tuple(self.w1.shape) == shape, f"w1 of shape {tuple(self.w1.shape)} must be (S, 2F, D) = {shape}")
-        for letter, size in (("D", hidden_size), ("F", ffn_size)):
-            require(
-                size > 0 and size % DIM_MULTIPLE == 0, f"{letter}={size} must be a positive multiple of {DIM_MULTIPLE}"
-            )
-        require(num_slots >= 1, f"w1 of shape {tuple(self.w1.shape)} must have at least one slot")
-        require(
-            self.w1.dtype == self.w2.dtype, f"w1 and w2 of dtype {self.w1.dtype} and {self.w2.dtype} must be the same"
-        )
-        require(
-            self.slots.dim() == 1 and self.slots.dtype == torch.int32,
-            f"slots of shape {tuple(self.slots.shape)} and dtype {self.slots.dtype} must be (E,) torch.int32",
-        )
-        for name in ("w1", "w2", "slots"):
-            tensor = getattr(self, name)
-            require(
-                tensor.is_contiguous(),
-                f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}",
-            )
-            require(
-                tensor.device == self.w1.device,
-                f"{name} is on {tensor.device}, must be on w1's device {self.w1.device}",
-            )
-        check_scales(self.w1, self.w2, self.w1_scales, self.w2_scales)
+        sizes, device = Sizes(), self.w1.device
+        sizes.match("w2", self.w2, "S D F", dtype=self.w1.dtype, device=device, contiguous=True)
+        sizes.match("w1", self.w1, "S 2F D", contiguous=True)
+        sizes.match("slots", self.slots, "E", dtype=torch.int32, device=device, contiguous=True)
+        for letter in "DF":
+            size = sizes.values[letter]
+            if size <= 0 or size % DIM_MULTIPLE:
+                raise ValueError(f"{letter}={size} of w2 must be a positive multiple of {DIM_MULTIPLE}")
+        if not sizes.values["S"]:
+            raise ValueError(f"w1 of shape {tuple(self.w1.shape)} must have at least one slot")
+        check_scales(sizes, self.w1, self.w2, self.w1_scales, self.w2_scales)
 
     @property
     def hidden_size(self) -> int:
@@ -98,36 +83,19 @@ class DecodeWeights:
 
 def check_inputs(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> None:
     """Raise ``ValueError`` naming field, value and rule unless a decode step can take these tensors."""
-    require(tokens.dim() == 2, f"tokens of shape {tuple(tokens.shape)} must be (T, D)")
+    sizes, device = Sizes(D=(weights.hidden_size, "w2")), weights.w1.device
+    sizes.match("tokens", tokens, "T D", device=device)
     check_token_dtype(tokens.dtype)
-    num_tokens, hidden_size = tokens.shape
-    require(
-        num_tokens <= MAX_DECODE_TOKENS,
-        f"T={num_tokens} tokens must be at most MAX_DECODE_TOKENS={MAX_DECODE_TOKENS}: more take the fused path",
-    )
-    require(hidden_size == weights.hidden_size, f"D={hidden_size} of tokens must be the D={weights.hidden_size} of w2")
-    require(
-        top_k_ids.dim() == 2 and top_k_ids.shape[0] == num_tokens,
-        f"top_k_ids of shape {tuple(top_k_ids.shape)} must be (T, K) with T={num_tokens}",
-    )
-    require(1 <= top_k_ids.shape[1] <= MAX_TOP_K, f"K={top_k_ids.shape[1]} must be between 1 and {MAX_TOP_K}")
-    require(
-        top_k_weights.shape == top_k_ids.shape,
-        f"top_k_weights of shape {tuple(top_k_weights.shape)} must be (T, K) = {tuple(top_k_ids.shape)}",
-    )
-    require(
-        top_k_ids.dtype in (torch.int32, torch.int64),
-        f"top_k_ids of dtype {top_k_ids.dtype} must be torch.int32 or torch.int64",
-    )
-    if weights.w1_scales is None:
-        require(
-            tokens.dtype == weights.w1.dtype,
-            f"tokens of dtype {tokens.dtype} must have the weights' {weights.w1.dtype}",
+    if tokens.shape[0] > MAX_DECODE_TOKENS:
+        raise ValueError(
+            f"T={tokens.shape[0]} tokens must be at most MAX_DECODE_TOKENS={MAX_DECODE_TOKENS}: more take the fused "
+            "path"
         )
-    wide = torch.promote_types(tokens.dtype, torch.float32)
-    require(top_k_weights.dtype == wide, f"top_k_weights of dtype {top_k_weights.dtype} must be {wide}")
-    for name, tensor in (("tokens", tokens), ("top_k_ids", top_k_ids), ("top_k_weights", top_k_weights)):
-        require(
-            tensor.device == weights.w1.device,
-            f"{name} is on {tensor.device}, must be on the weights' device {weights.w1.device}",
-        )
+    sizes.match("top_k_ids", top_k_ids, "T K", device=device)
+    check_id_dtype(top_k_ids)
+    if not 1 <= top_k_ids.shape[1] <= MAX_TOP_K:
+        raise ValueError(f"K={top_k_ids.shape[1]} must be between 1 and {MAX_TOP_K}")
+    if weights.w1_scales is None and tokens.dtype != weights.w1.dtype:
+        raise ValueError(f"tokens of dtype {tokens.dtype} must have the weights' {weights.w1.dtype}")
+    wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
+    sizes.match("top_k_weights", top_k_weights, "T K", dtype=wide, device=device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, check_kernel_dtype, resolve_kernels
+from comet.config import MoEConfig, OverlapConfig, resolve_kernels
 from comet.group import ExpertGroup
 from comet.modular.base import ExpertsBase
 from comet.modular.interfaces import (
@@ -59,8 +59,6 @@ class FusedPrepareFinalize:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
         check_tokens(routed.tokens, routed.top_k_ids, self.path.workspace)
-        if self.path.use_kernels:
-            check_kernel_dtype(routed.tokens.dtype, routed.tokens.device)
         plan = self.path.plan(routed.top_k_ids, routed.top_k_weights)
         return Received(rows=FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, path=self.path), route=None)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, check_kernel_dtype, require, resolve_kernels
+from comet.config import MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.group import ExpertGroup
 from comet.modular.interfaces import RoutedTokens
 from comet.modular.packed import pack_rows
@@ -85,8 +85,6 @@ class SymmetricTransport:
             ``(T, D)``.
         """
         path, plan = self.path, replace(plan, row_slots=row_slots)
-        if path.use_kernels:
-            check_kernel_dtype(outputs.dtype, outputs.device)
         combined: Tensor = path.ops.combine(
             outputs.contiguous(), plan, self.workspace, path.settings, weighted=weighted
         )

@@ -224,10 +224,16 @@ def changed(**changes: object) -> DecodeWeights:
             lambda: call(tokens=torch.zeros(65, 32)),
             f"T=65 tokens must be at most MAX_DECODE_TOKENS={MAX_DECODE_TOKENS}",
         ),
-        (lambda: call(tokens=torch.zeros(3, 48)), "D=48 of tokens must be the D=32 of w2"),
+        (
+            lambda: call(tokens=torch.zeros(3, 48)),
+            r"tokens of shape \(3, 48\) must be \(T, D\) = \(T, 32\) with D=32 of w2",
+        ),
         (lambda: call(tokens=torch.zeros(96)), r"tokens of shape \(96,\) must be \(T, D\)"),
         (lambda: call(tokens=GOOD.tokens.half()), "tokens of dtype torch.float16 must have the weights' torch.float32"),
-        (lambda: call(top_k_ids=GOOD.ids[:2]), r"top_k_ids of shape \(2, 2\) must be \(T, K\) with T=3"),
+        (
+            lambda: call(top_k_ids=GOOD.ids[:2]),
+            r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(3, K\) with T=3 of tokens",
+        ),
         (lambda: call(top_k_ids=GOOD.ids.float()), "top_k_ids of dtype torch.float32 must be torch.int32"),
         (
             lambda: call(top_k_ids=GOOD.ids + 4),
@@ -240,9 +246,12 @@ def changed(**changes: object) -> DecodeWeights:
         (lambda: call(top_k_weights=GOOD.routing_weights[:, :1]), r"top_k_weights of shape \(3, 1\) must be \(T, K\)"),
         (lambda: call(top_k_weights=GOOD.routing_weights.half()), "top_k_weights of dtype torch.float16 must be"),
         (lambda: changed(w1=GOOD.weights.w1[:, :-16]), r"w1 of shape .* must be \(S, 2F, D\) = \(6, 32, 32\)"),
-        (lambda: changed(w2=GOOD.weights.w2.half()), "w1 and w2 of dtype torch.float32 and torch.float16"),
-        (lambda: changed(w1=torch.zeros(6, 16, 32), w2=torch.zeros(6, 32, 8)), "F=8 must be a positive multiple of 16"),
-        (lambda: changed(slots=GOOD.weights.slots.long()), "slots of shape .* must be .* torch.int32"),
+        (lambda: changed(w2=GOOD.weights.w2.half()), "w2 of dtype torch.float16 must be torch.float32"),
+        (
+            lambda: changed(w1=torch.zeros(6, 16, 32), w2=torch.zeros(6, 32, 8)),
+            "F=8 of w2 must be a positive multiple of 16",
+        ),
+        (lambda: changed(slots=GOOD.weights.slots.long()), "slots of dtype torch.int64 must be torch.int32"),
         (lambda: changed(w2=GOOD.weights.w2.mT.contiguous().mT), "w2 of shape .* must be contiguous"),
         (lambda: changed(w1_scales=torch.ones(1)), "w1_scales and w2_scales must both be given, or neither"),
         (

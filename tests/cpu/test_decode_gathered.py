@@ -188,8 +188,12 @@ def bad_tensors(rank: int, world_size: int) -> None:
     decode = RankDecode(comm, hidden_size=16, max_tokens=2, replicated=False, use_kernels=True)
     tokens, ids, routing_weights = step_inputs(ONE_EACH, 0, 2, torch.float32)
     cases = (
-        (tokens[:, :8], dict(), "D=8 of tokens must be the D=16 of w2"),
-        (torch.cat((tokens, tokens)), dict(), r"top_k_ids of shape \(2, 2\) must be \(T, K\) with T=4"),
+        (tokens[:, :8], dict(), r"tokens of shape .* must be \(T, D\) = \(T, 16\) with D=16 of w2"),
+        (
+            torch.cat((tokens, tokens)),
+            dict(),
+            r"top_k_ids of shape \(2, 2\) must be \(T, K\) = \(4, K\) with T=4 of tokens",
+        ),
         (tokens, dict(scratch=small), r"scratch for \(4, 16\) \(rows, F\) must hold 8 rows of F=16"),
         (tokens, dict(config=VECTOR), "T=4 must be at most 2 for form='vector'"),
     )

@@ -186,16 +186,24 @@ def elements(*shape: int) -> torch.Tensor:
             "dtype torch.float32 must be torch.float8_e4m3fn with w1_scales",
         ),
         ("mxfp8", {"w1_scales": torch.zeros(6, 192, 5).half()}, "w1_scales of dtype torch.float16 must be torch.uint8"),
-        ("mxfp8", {"w2_scales": GOOD["fp8"].w2_scales}, "w2_scales of dtype torch.float32 must be w1_scales' torch.ui"),
+        ("mxfp8", {"w2_scales": GOOD["fp8"].w2_scales}, "w2_scales of dtype torch.float32 must be torch.uint8"),
         ("mxfp8", {"w1_scales": GOOD["mxfp8"].w1_scales[:, :-1]}, r"w1_scales of shape \(6, 191, 5\) .* \(6, 192, 5\)"),
-        ("fp8", {"w1_scales": GOOD["fp8"].w1_scales[:, :1]}, r"w1_scales of shape \(6, 1, 2\) .* must be \(6, 2, 2\)"),
-        ("fp8", {"w2_scales": GOOD["fp8"].w2_scales.mT.contiguous()}, r"w2_scales of shape .* must be \(6, 2, 1\)"),
+        (
+            "fp8",
+            {"w1_scales": GOOD["fp8"].w1_scales[:, :1]},
+            r"w1_scales of shape \(6, 1, 2\) must be \(S, 2F/128, D/128\) = \(6, 2, 2\)",
+        ),
+        (
+            "fp8",
+            {"w2_scales": GOOD["fp8"].w2_scales.mT.contiguous()},
+            r"w2_scales of shape .* must be \(S, D/128, F/128\) = \(6, 2, 1\)",
+        ),
         (
             "mxfp8",
             {"w1_scales": GOOD["mxfp8"].w1_scales.mT.contiguous().mT},
             r"w1_scales of shape \(6, 192, 5\) must be contiguous, has strides",
         ),
-        ("fp8", {"w2_scales": torch.zeros(6, 2, 1, device="meta")}, "w2_scales is on meta, must be on w2's cpu"),
+        ("fp8", {"w2_scales": torch.zeros(6, 2, 1, device="meta")}, "w2_scales is on meta, must be on cpu"),
         (
             "mxfp8",
             {"w1_scales": with_value(GOOD["mxfp8"].w1_scales, 255)},

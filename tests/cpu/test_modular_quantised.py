@@ -98,7 +98,7 @@ def test_weights_of_another_type_are_named(group: ExpertGroup, made_for: type, g
 @pytest.mark.parametrize("experts", [ReferenceExperts, GroupedContiguous, WarpDecodeExperts])
 def test_bad_quantised_weights_are_named(group: ExpertGroup, experts: type) -> None:
     layer, plain = make(group, experts, FP8), rank_weights(CASE, 0, Tensor)[0]
-    with pytest.raises(ValueError, match=r"w1 of shape \(4, 64, 64\) must be \(e, 2F/TP, D\) = \(4, 64, 32\)"):
+    with pytest.raises(ValueError, match=r"w1 of shape \(4, 64, 64\) must be \(e, 2F, D\) = \(4, 64, 32\)"):
         call(layer, quantize_fp8(torch.zeros(4, 64, 64)))
     with pytest.raises(ValueError, match="block_rows=1 of w1 must be 128, as of any weight"):
         call(layer, quantize_rows(plain))

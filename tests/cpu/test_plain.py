@@ -262,10 +262,13 @@ def test_all_ranks_raise_where_one_would_wait_in_the_backward_pass(
         ({"tokens": torch.zeros(16)}, r"tokens of shape \(16,\) must be \(T, D\)"),
         ({"ids": torch.zeros(2, 1).int()}, r"top_k_ids of shape \(2, 1\) must be \(T, K\) = \(2, 2\)"),
         ({"weights": torch.zeros(1, 2)}, r"top_k_weights of shape \(1, 2\) must be \(T, K\) = \(2, 2\)"),
-        ({"ids": torch.zeros(2, 2)}, r"top_k_ids of dtype torch.float32 must be int32 or int64"),
-        ({"w1": torch.zeros(4, 32, 16)}, r"w1 of shape \(4, 32, 16\) must be \(e, 2F/TP, D\) = \(4, 64, 16\)"),
-        ({"w2": torch.zeros(3, 16, 32)}, r"w2 of shape \(3, 16, 32\) must be \(e, D, F/TP\) with e=4, D=16"),
-        ({"w2": torch.zeros(4, 16, 32).double()}, r"w1 and w2 of dtype torch.float32 and torch.float64 must have"),
+        ({"ids": torch.zeros(2, 2)}, r"top_k_ids of dtype torch.float32 must be torch.int32 or torch.int64"),
+        ({"w1": torch.zeros(4, 32, 16)}, r"w1 of shape \(4, 32, 16\) must be \(e, 2F, D\) = \(4, 64, 16\)"),
+        (
+            {"w2": torch.zeros(3, 16, 32)},
+            r"w2 of shape \(3, 16, 32\) must be \(e, D, F\) = \(4, 16, F\) with e=4 of num_experts / ep",
+        ),
+        ({"w2": torch.zeros(4, 16, 32).double()}, r"w2 of dtype torch.float64 must be torch.float32"),
         ({"ids": torch.full((2, 2), 4).int()}, r"top_k_ids .*contain 4; every id must be -1 \(masked\) or in \[0, "),
     ],
 )

@@ -1,0 +1,158 @@
+"""Shapes in letters: a size is bound where its letter first occurs, and compared wherever the letter comes back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OUTER = "..."
+
+
+class Sizes:
+    """The sizes of one call or one layer, by letter.
+
+    A specification names the sizes of a tensor in order, such as ``e 2F D``; ``2F/128`` is rounded up. It may begin
+    with ``...``, any number of sizes that are bound and compared as one.
+
+    Example: a new ``Sizes`` that matches w2 ``(4, 256, 320)`` with ``e D F`` binds e=4, D=256 and F=320. Then
+    ``e 2F D`` takes a w1 of ``(4, 640, 256)`` only, and ``e D/128 F/128`` takes scales ``(4, 2, 3)`` only.
+
+    Args:
+        known: Sizes that are known before any tensor is seen, each with whose it is.
+    """
+
+    def __init__(self, **known: tuple[int, str]) -> None:
+        self.values: dict[str, int] = {letter: value for letter, (value, _) in known.items()}
+        self.origins = {letter: origin for letter, (_, origin) in known.items()}
+        self.outer: tuple[int, ...] | None = None
+
+    def match(
+        self,
+        name: str,
+        tensor: Tensor,
+        spec: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        contiguous: bool = False,
+    ) -> None:
+        """Compare a tensor with what is known, and bind the letters that are new.
+
+        Args:
+            name: What messages call the tensor.
+            tensor: Any tensor.
+            spec: A size per dimension. A letter occurs with a divisor only after it occurred without.
+            dtype: The only dtype allowed; ``None``: any.
+            device: The only device allowed; ``None``: any.
+            contiguous: Whether kernels find the elements by address, so that they have to lie in order without gaps.
+
+        Raises:
+            ValueError: If sizes, dtype, device or strides are others; the message names the tensor, what it has, what
+                it must have, and whose sizes these are.
+        """
+        if dtype is not None and tensor.dtype != dtype:
+            raise ValueError(f"{name} of dtype {tensor.dtype} must be {dtype}")
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, must be on {device}")
+        terms, shape = _terms(spec), tuple(tensor.shape)
+        new = self._new_letters(terms, shape)
+        if new is None:
+            raise ValueError(self._message(name, shape, terms))
+        if new:
+            self.values.update(new)
+            self.origins.update(dict.fromkeys(new, name))
+        if contiguous and not tensor.is_contiguous():
+            raise ValueError(f"{name} of shape {shape} must be contiguous, has strides {tensor.stride()}")
+
+    def _new_letters(self, terms: tuple[_Term, ...], shape: tuple[int, ...]) -> dict[str, int] | None:
+        """What the shape says of letters that are not bound yet; ``None`` if it does not fit those that are."""
+        if terms[0].letter == OUTER:
+            terms = terms[1:]
+            outer, shape = shape[: -len(terms)], shape[-len(terms) :]
+            self.outer = outer if self.outer is None else self.outer
+            if outer != self.outer:
+                return None
+        if len(terms) != len(shape):
+            return None
+        new: dict[str, int] = {}
+        for (letter, factor, divisor), size in zip(terms, shape, strict=True):
+            value = self.values.get(letter)
+            if value is None:
+                assert divisor == 1, f"the first occurrence of {letter} cannot be divided by {divisor}"
+                value = new.setdefault(letter, size // factor)
+            if -(-value * factor // divisor) != size:
+                return None
+        return new
+
+    def _message(self, name: str, shape: tuple[int, ...], terms: tuple[_Term, ...]) -> str:
+        wanted: list[str] = []
+        whose: dict[str, dict[str, int]] = {}
+        for term in terms:
+            value = self.values.get(term.letter)
+            if term.letter == OUTER:
+                wanted += map(str, self.outer or ())
+            elif value is None:
+                wanted.append(str(term))
+            else:
+                wanted.append(str(-(-value * term.factor // term.divisor)))
+                whose.setdefault(self.origins[term.letter], {})[term.letter] = value
+        spec = ", ".join(map(str, terms))
+        known = [
+            ", ".join(f"{letter}={value}" for letter, value in values.items()) + f" of {origin}"
+            for origin, values in whose.items()
+        ]
+        exactly = f" = ({', '.join(wanted)})" if wanted != [str(term) for term in terms] else ""
+        exactly += f" with {', '.join(known)}" if known else ""
+        return f"{name} of shape {shape} must be ({spec}){exactly}"
+
+
+class MatchOnce:
+    """A check of tensors that runs only where shape, dtype, device or contiguity differ from those of the last call.
+
+    It keeps no tensor: weights that are cast anew for every call are not looked at again, nor kept alive.
+
+    Args:
+        check: Raises where the tensors are not right; looks at nothing else of them.
+    """
+
+    def __init__(self, check: Callable[..., None]) -> None:
+        self._check = check
+        self._right: object = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Check the tensors, if the last ones that were right are not like them."""
+        seen = [(tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
+        if seen != self._right:
+            self._check(*tensors)
+            self._right = seen
+
+
+def check_id_dtype(top_k_ids: Tensor) -> None:
+    """Raise ``ValueError`` unless expert ids are integers of 32 or 64 bits."""
+    if top_k_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"top_k_ids of dtype {top_k_ids.dtype} must be torch.int32 or torch.int64")
+
+
+class _Term(NamedTuple):
+    letter: str
+    factor: int
+    divisor: int
+
+    def __str__(self) -> str:
+        factor = "" if self.factor == 1 else str(self.factor)
+        return f"{factor}{self.letter}" + ("" if self.divisor == 1 else f"/{self.divisor}")
+
+
+@functools.cache
+def _terms(spec: str) -> tuple[_Term, ...]:
+    """``_terms("e 2F/128")`` is ``(("e", 1, 1), ("F", 2, 128))``."""
+    terms = []
+    for text in spec.split():
+        product, _, divisor = text.partition("/")
+        letter = product.lstrip("0123456789")
+        terms.append(_Term(letter, int(product.removesuffix(letter) or 1), int(divisor or 1)))
+    return tuple(terms)

@@ -1,0 +1,256 @@
+"""Weights and scales that are not the layer's: every path refuses them by name, or is right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import LayerCase, full_weights, rank_inputs
+from modular_cases import make_group, strided
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn.functional import silu
+
+from comet.decode import DecodeWeights, warp_decode
+from comet.group import ExpertGroup
+from comet.match import MatchOnce, Sizes
+from comet.modular import (
+    FusedExperts,
+    FusedPrepareFinalize,
+    GroupedBatched,
+    GroupedContiguous,
+    ModularMoE,
+    ReferenceExperts,
+    SingleRank,
+    SymmetricBatched,
+    SymmetricContiguous,
+    WarpDecodeExperts,
+)
+from comet.paths import SymmetricPath, make_path
+from comet.quantize import FP8, MXFP8, quantize_fp8, quantize_mxfp8
+from comet.reference import reference_experts
+
+CASE = LayerCase("one rank", 1, 1, (5,), num_phases=1, hidden_size=256, ffn_size=256)
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Layer = Callable[[Any, Any], Tensor]
+LESS = 64
+# Other weights than the layer's, made of its own. D = F, so that a matrix and its transpose have one shape.
+SIZES: dict[str, Change] = {
+    "fewer experts": lambda w1, w2: (w1[:3].clone(), w2[:3].clone()),
+    "fewer experts of w1": lambda w1, w2: (w1[:3].clone(), w2),
+    "fewer experts of w2": lambda w1, w2: (w1, w2[:3].clone()),
+    "another F of w1": lambda w1, w2: (w1[:, : -2 * LESS].clone(), w2),
+    "another F of w2": lambda w1, w2: (w1, w2[..., :-LESS].clone()),
+    "no up rows": lambda w1, w2: (w1.chunk(2, dim=1)[0].clone(), w2),
+    "another D": lambda w1, w2: (w1[..., :-LESS].clone(), w2[:, :-LESS].clone()),
+    "another D of w1": lambda w1, w2: (w1[..., :-LESS].clone(), w2),
+    "another D of w2": lambda w1, w2: (w1, w2[:, :-LESS].clone()),
+    "gate and up apart": lambda w1, w2: (w1.unflatten(1, (2, -1)), w2),
+    "one matrix": lambda w1, w2: (w1[0].clone(), w2[0].clone()),
+}
+# What a path that knows e and F of its layer refuses too; to others these are weights like any.
+OTHER_LAYERS: dict[str, Change] = {
+    "another F": lambda w1, w2: (w1[:, : -2 * LESS].clone(), w2[..., :-LESS].clone()),
+    "more experts": lambda w1, w2: (w1[[0, 1, 2, 3, 0]], w2[[0, 1, 2, 3, 0]]),
+}
+TYPES: dict[str, Change] = {
+    "half": lambda w1, w2: (w1.half(), w2.half()),
+    "half of w1": lambda w1, w2: (w1.half(), w2),
+    "double of w2": lambda w1, w2: (w1, w2.double()),
+    "elsewhere": lambda w1, w2: (w1.to("meta"), w2.to("meta")),
+    "w2 elsewhere": lambda w1, w2: (w1, w2.to("meta")),
+}
+STRIDES: dict[str, Change] = {
+    "transposed": lambda w1, w2: (w1, w2.mT),
+    "other strides": lambda w1, w2: (w1.mT.contiguous().mT, w2.mT.contiguous().mT),
+    "every second column": lambda w1, w2: (strided(w1), strided(w2)),
+}
+# Of scales: the same numbers elsewhere in memory.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda scales: scales.mT.contiguous().mT,
+    "a slice of columns": lambda scales: torch.cat([scales, scales.flip(0)], dim=2)[..., : scales.shape[2]],
+    "a slice of rows": lambda scales: torch.cat([scales, scales.flip(0)], dim=1)[:, : scales.shape[1]],
+    "every second": strided,
+}
+REFUSED, RIGHT = "refused", "right"
+NAMES = ("w1", "w2", "elements", "scales", "the weights", "num_experts=3")
+
+
+def loop(w1: Tensor, w2: Tensor) -> Tensor:
+    """The layer in float64, token by token."""
+    inputs = rank_inputs(CASE, 0)
+    tokens, ids, weights = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
+    out = tokens.new_zeros(tokens.shape, dtype=torch.float64)
+    for token, x in enumerate(tokens.double()):
+        for slot, expert in enumerate(ids[token].tolist()):
+            if expert < w1.shape[0]:
+                gate, up = (w1[expert].double() @ x).chunk(2)
+                out[token] += weights[token, slot] * (w2[expert].double() @ (silu(gate) * up))
+    return out
+
+
+def layers(group: ExpertGroup, kernels: bool, kind: type = Tensor) -> dict[str, Layer]:
+    """Every path of one rank, by kernels or without, for weights of a kind."""
+    inputs, config = rank_inputs(CASE, 0), CASE.config
+    routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    own = dict(use_kernels=kernels)
+    symmetric = SymmetricPath(config, group, CASE.overlap, **own)
+
+    def modular(transport: Any, experts: Any) -> Layer:
+        return partial(ModularMoE(transport, experts, weight_type=kind), *routed)
+
+    def decode(w1: Any, w2: Any) -> Tensor:
+        parts = dict(w1=w1, w2=w2) if kind is Tensor else dict(w1=w1.elements, w2=w2.elements)
+        scales = {} if kind is Tensor else dict(w1_scales=w1.scales, w2_scales=w2.scales)
+        held = torch.arange(CASE.num_experts, dtype=torch.int32)
+        slots = held.where(held < parts["w1"].shape[0], -1)  # a rank may hold fewer
+        return warp_decode(*routed, DecodeWeights(**parts, **scales, slots=slots), **own)
+
+    found = {
+        "decode": decode,
+        "grouped": modular(SingleRank(config, group), GroupedContiguous(config, group, **own)),
+        "symmetric": modular(SymmetricContiguous(config, group, **own), GroupedContiguous(config, group, **own)),
+        "batched": modular(SymmetricBatched(config, group, **own), GroupedBatched(config, group, **own)),
+        "modular reference": modular(SingleRank(config, group), ReferenceExperts(config, group)),
+        "modular decode": modular(SingleRank(config, group), WarpDecodeExperts(config, group, **own)),
+        "symmetric path": partial(symmetric if kind is Tensor else symmetric.fp8, *routed),
+    }
+    if kind is Tensor:
+        found["specification"] = partial(reference_experts, *routed)
+        found |= {name: partial(make_path(name, config, group), *routed) for name in ("reference", "plain")}
+        found["fused"] = modular(FusedPrepareFinalize(config, group, **own), FusedExperts(config, group))
+    elif kind is MXFP8:
+        del found["symmetric path"]
+    return found
+
+
+def try_all(found: dict[str, Layer], w1: Any, w2: Any, exact: Callable[[], Tensor], limit: float) -> dict[str, str]:
+    """By path: whether it refuses the weights and names one, or is right."""
+    outcome = {}
+    for name, layer in found.items():
+        try:
+            y = layer(w1, w2)
+        except ValueError as refusal:
+            words = str(refusal)
+            outcome[name] = REFUSED if any(word in words for word in NAMES) else words
+            continue
+        wanted = exact()
+        off = float((y - wanted).abs().max() / wanted.abs().max())
+        outcome[name] = "right" if off < limit else f"off by {off:.2g} and says nothing"
+    return outcome
+
+
+def check(outcome: dict[str, dict[str, str]], refused: Iterable[str]) -> None:
+    """All paths are right, or refuse what is not right for them; they do refuse these changes."""
+    assert set(outcome["none"].values()) == {RIGHT}
+    for change, paths in outcome.items():
+        for path, found in paths.items():
+            must = {REFUSED} if change in refused else {REFUSED, RIGHT}
+            holds_fewer = change == "fewer experts" and path == "decode"
+            assert found in (must | {RIGHT} if holds_fewer else must), f"{change}: {path}: {found}"
+
+
+def run_plain(rank: int, world_size: int, kernels: bool) -> dict[str, dict[str, str]]:
+    """All changes of plain weights on all paths."""
+    w1, w2 = full_weights(CASE)
+    found, outcome = layers(make_group(CASE), kernels), {}
+    for change, changed in {"none": lambda *same: same, **SIZES, **OTHER_LAYERS, **TYPES, **STRIDES}.items():
+        given = changed(w1.flatten(1, 2), w2)
+        outcome[change] = try_all(found, *given, partial(loop, *given), 1e-4)
+    return outcome
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_plain_weights_are_refused_or_right(kernels: bool) -> None:
+    (outcome,) = run_ranks(run_plain, 1, kernels, interpret=kernels)
+    check(outcome, refused=SIZES | TYPES)
+    for change, path in itertools.product(OTHER_LAYERS, ("symmetric path", "reference", "plain")):
+        assert outcome[change][path] == REFUSED, change
+    for change, path in itertools.product(STRIDES, ("symmetric path", "fused", "plain", "reference")):
+        assert outcome[change][path] == RIGHT, f"{path} copies what kernels find by address"
+
+
+def quantised(kind: type, w1: Tensor, w2: Tensor) -> tuple[Any, Any]:
+    """Both weights; scales are powers of two apart, so that one in the place of another shows."""
+    generator = torch.Generator().manual_seed(5)
+    weights = []
+    for weight in (w1, w2):
+        values = quantize_fp8(weight) if kind is FP8 else quantize_mxfp8(weight)
+        steps = torch.randint(-2, 3, values.scales.shape, generator=generator)
+        scales = values.scales * 2.0**steps if kind is FP8 else (values.scales + steps).byte()
+        weights.append(replace(values, scales=scales))
+    return tuple(weights)
+
+
+def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict[str, dict[str, str]]:
+    """All changes of sizes and of strides on all paths that take such weights."""
+    w1, w2 = full_weights(CASE)
+    right = quantised(kind, w1.flatten(1, 2), w2)
+    given = {"none": right}
+    for change, changed in {**SIZES, **OTHER_LAYERS}.items():
+        given[change] = quantised(kind, *changed(w1.flatten(1, 2), w2))
+    for view, seen in VIEWS.items():
+        given[f"scales: {view}"] = tuple(replace(weight, scales=seen(weight.scales)) for weight in right)
+    for view in ("transposed", "every second"):
+        given[f"elements: {view}"] = tuple(replace(weight, elements=VIEWS[view](weight.elements)) for weight in right)
+    found, outcome = layers(make_group(CASE), kernels, kind), {}
+    for change, weights in given.items():
+        exact = partial(loop, *(weight.dequantize() for weight in weights))
+        rounded = {"symmetric path": found.pop("symmetric path")} if kind is FP8 else {}
+        outcome[change] = try_all(found, *weights, exact, 1e-4) | try_all(rounded, *weights, exact, 0.1)
+        found |= rounded
+    return outcome
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kind", [FP8, MXFP8])
+def test_quantised_weights_are_refused_or_right(kind: type, kernels: bool) -> None:
+    (outcome,) = run_ranks(run_quantised, 1, kind, kernels, interpret=kernels)
+    check(outcome, refused=SIZES)
+    for change, paths in outcome.items():
+        if change != "none" and kind is FP8:
+            assert paths["symmetric path"] == REFUSED, change
+
+
+def test_the_worked_example() -> None:
+    sizes = Sizes()
+    sizes.match("w2", torch.empty(4, 256, 320), "e D F")
+    assert sizes.values == {"e": 4, "D": 256, "F": 320}
+    sizes.match("w1", torch.empty(4, 640, 256), "e 2F D")
+    sizes.match("scales", torch.empty(4, 2, 3), "e D/128 F/128")
+    with pytest.raises(ValueError) as refused:
+        sizes.match("w1", torch.empty(4, 320, 256), "e 2F D")
+    assert (
+        str(refused.value)
+        == "w1 of shape (4, 320, 256) must be (e, 2F, D) = (4, 640, 256) with e=4, F=320, D=256 of w2"
+    )
+
+
+def test_sizes_that_are_known_and_sizes_before_them() -> None:
+    sizes = Sizes(K=(32, "the last block"))
+    sizes.match("elements", torch.empty(3, 5, 7, 32), "... N K")
+    sizes.match("scales", torch.empty(3, 5, 7, 1), "... N K/32")
+    with pytest.raises(
+        ValueError, match=r"scales of shape \(3, 7, 1\) must be \(..., N, K/32\) = \(3, 5, 7, 1\) with N=7 of"
+    ):
+        sizes.match("scales", torch.empty(3, 7, 1), "... N K/32")
+    with pytest.raises(ValueError, match=r"odd of shape \(3,\) must be \(2A\)$"):
+        sizes.match("odd", torch.empty(3), "2A")
+    assert "A" not in sizes.values, "what was refused binds nothing"
+
+
+def test_a_match_runs_once_for_tensors_that_are_alike() -> None:
+    seen: list[Tensor] = []
+    match = MatchOnce(lambda *tensors: seen.extend(tensors))
+    for tensor in (torch.zeros(2, 2), torch.ones(2, 2), torch.ones(2, 3), torch.ones(3, 2).mT, torch.ones(2, 3).half()):
+        match(tensor)
+    assert [tuple(tensor.shape) for tensor in seen] == [(2, 2), (2, 3), (2, 3), (2, 3)]
+    refuse = MatchOnce(partial(Sizes(T=(3, "the layer")).match, "tokens", spec="T"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must be"):
+            refuse(torch.zeros(2))
