@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import SymmTensor
+from comet.config import require
+from comet.graphs import is_capturing
 from comet.kernels.arguments import GradWire, Returns, TileTable, Wire, power_of_2
 from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.gemm_combine import GemmCombineConfig
+from comet.kernels.recorder import Recorder
 from comet.plan import Plan
 from comet.plan_rules import COUNTERS_PER_LAUNCH, NUM_COUNTERS
 from comet.settings import LayerSettings
@@ -78,8 +81,23 @@ def make_wire(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> Wire
         rank=rows.rank,
         max_tokens=workspace.max_tokens,
         timeout_ns=workspace.timeout_ns,
-        recorder=workspace.recorder,
+        recorder=recorder_of_launch(workspace),
     )
+
+
+def recorder_of_launch(workspace: Workspace) -> Recorder | None:
+    """Where a launch records, if it does.
+
+    Raises:
+        ValueError: If a CUDA graph is being captured, and not for the recorder alone.
+    """
+    recorder = workspace.recorder
+    require(
+        recorder is None or workspace.recorder_in_graph == is_capturing(recorder.events.device),
+        "a CUDA graph of a layer must not be captured while it is recorded, as its replays would go on recording: "
+        "inside record, call the layer without graphs",
+    )
+    return recorder
 
 
 def sends_of(plan: Plan) -> Sends:

@@ -125,7 +125,7 @@ class GraphedMoE:
             ValueError: If the tokens do not fit the layer.
             RuntimeError: If the layer's group has been closed.
         """
-        self.layer.group.comm.require_open()
+        self.layer.group.workspace.join_stream()
         tokens = self.layer.tokens_of(x)
         call = self._call_of(tokens)
         replay = self._replay_of(call, tokens)

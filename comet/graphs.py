@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,30 @@ class Replayed(Generic[Result]):
 def device_obstacle(device: torch.device) -> str:
     """Why nothing can be captured on a device; empty for a GPU."""
     return "" if device.type == "cuda" else f"the model is on the device {device.type!r}"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream records a CUDA graph instead of computing."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def hold_if_captured(owner: Tensor, *memory: Tensor) -> None:
+    """Keep memory that a graph being captured will use for as long as a tensor that it uses as well.
+
+    A graph knows addresses only, and nothing tells which object replays it: the one captured here or one of its
+    caller's own. But that caller has to keep the tensors the graph computes with, so these keep the rest. Memory that
+    is allocated during a capture needs none of this: it is the graph's.
+
+    Args:
+        owner: What the caller keeps, such as weights; all tensors over the same memory count as it.
+        memory: To be kept as long.
+    """
+    if not is_capturing(owner.device):
+        return
+    storage = owner.untyped_storage()
+    for held in memory:
+        if held.untyped_storage().data_ptr() != storage.data_ptr():  # which would never let go of itself
+            weakref.finalize(storage, id, held).atexit = False
 
 
 def capture(

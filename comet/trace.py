@@ -30,6 +30,7 @@ from torch import Tensor
 
 from comet.comm.handshake import gather
 from comet.config import require
+from comet.graphs import hold_if_captured, is_capturing
 from comet.group import ExpertGroup
 from comet.kernels.recorder import DEFAULT_CAPACITY, MAX_CAPACITY, Recorder, align
 from comet.trace_chrome import chrome_trace
@@ -176,6 +177,8 @@ class Timeline:
 def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[Timeline]:
     """Record the launches of all MoE layers of a group (collective: every rank of the group enters and leaves).
 
+    A CUDA graph cannot be captured inside (``ValueError``), and one captured before does not record.
+
     Args:
         group: The ranks and their memory.
         capacity: Events each block can keep, 48 bytes each; what comes after is counted as lost.
@@ -208,12 +211,17 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
 
 @contextmanager
 def recording_to(workspace: Workspace, recorder: Recorder) -> Iterator[None]:
-    """Let the launches over a workspace write into ``recorder``; for those that manage it themselves."""
-    workspace.recorder = recorder
+    """Let the launches over a workspace write into ``recorder``; for those that manage it themselves.
+
+    Where this begins and ends inside the capture of a CUDA graph, each replay records; the recorder lives as long as
+    the workspace then. Who goes on replaying it has to ``clear`` the recorder now and then.
+    """
+    hold_if_captured(workspace.epoch, recorder.events)
+    workspace.recorder, workspace.recorder_in_graph = recorder, is_capturing(recorder.events.device)
     try:
         yield
     finally:
-        workspace.recorder = None
+        workspace.recorder, workspace.recorder_in_graph = None, False
 
 
 def compare(workspace: Workspace) -> Tensor:

@@ -63,7 +63,7 @@ class TrainingGraphs:
     ) -> None:
         pool = None if stream is None else torch.cuda.graph_pool_handle()
         record = partial(capture, stream=stream, keep=graphs, pool=pool)
-        self._comm = layer.group.comm
+        self._workspace = layer.group.workspace
         self._parameters = tuple(module.parameters())
         self._inputs = tuple(_like(each).requires_grad_(each.requires_grad) for each in inputs)
         own = {name: each.detach().requires_grad_(each.requires_grad) for name, each in module.named_parameters()}
@@ -109,7 +109,7 @@ class TrainingGraphs:
 
     def backward(self, turn: _Turn, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward pass of a turn, once: new gradients of inputs and parameters."""
-        self._comm.require_open()
+        self._workspace.join_stream()
         if self._turn is None or self._turn() is not turn:
             raise RuntimeError(
                 "a forward pass replayed from a graph has one backward pass; where a second one is needed "

@@ -134,6 +134,7 @@ class Workspace:
         largest_logit: ``()`` float32, NaN or infinite once a router's logits were (see ``comet.router.watch_finite``)
             and ``check`` has not told.
         recorder: Where the fused kernels note what they do and when (see ``comet.trace``); ``None``: they do not.
+        recorder_in_graph: Whether it is for a CUDA graph that is being captured, or else for launches.
     """
 
     ids: SymmTensor
@@ -163,6 +164,7 @@ class Workspace:
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
         self.recorder: Recorder | None = None
+        self.recorder_in_graph = False
         flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags")]
         comm.renew_at_restart(self.epoch, self.fault, flags)
         self.forward_step = comm.step("forward pass")
@@ -235,7 +237,13 @@ class Workspace:
         )
 
     def join_stream(self) -> None:
-        """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer."""
+        """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer.
+
+        Raises:
+            RuntimeError: If the group has been closed.
+            StepFailedError: If a step failed on any rank.
+        """
+        self.comm.require_open()
         self.comm.stream_order.join()
 
     def restart(self) -> None:

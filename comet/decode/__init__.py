@@ -5,7 +5,15 @@ from comet.decode.own_tokens import OwnTokensRunner
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import LocalRunner, ReplicatedRunner
 from comet.decode.scratch import DecodeScratch
-from comet.decode.shared import SharedMatrices, SharedSlots, held_pieces, joins_step, shared_columns, stand_back
+from comet.decode.shared import (
+    SharedMatrices,
+    SharedSlots,
+    before_replay,
+    held_pieces,
+    joins_step,
+    shared_columns,
+    stand_back,
+)
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 
@@ -19,6 +27,7 @@ __all__ = [
     "ReplicatedRunner",
     "SharedMatrices",
     "SharedSlots",
+    "before_replay",
     "held_pieces",
     "joins_step",
     "rank_slots",

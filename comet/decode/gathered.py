@@ -55,6 +55,11 @@ class TokenGather:
         self._ids = torch.empty(self.batch_size * MAX_TOP_K, dtype=torch.int32, device=device)
         self._weights = torch.empty(self.batch_size * MAX_TOP_K, dtype=torch.float32, device=device)
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What a step reads and writes besides the symmetric memory."""
+        return self.words.pointers, self._tokens, self._ids, self._weights
+
     def batch(self, own: Batch) -> Batch:
         """Memory for the tokens of all ranks, alike to ``own``; written by the next gather.
 

@@ -8,6 +8,7 @@ from comet.config import check_kernel_dtype, resolve_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs
+from comet.graphs import hold_if_captured
 from comet.kernels.arguments import aligned
 from comet.kernels.warp_decode import decode
 from comet.kernels.warp_decode_blocks import DecodeConfig, select
@@ -36,7 +37,8 @@ def warp_decode(
             twin raises.
         top_k_weights: ``(T, K)`` float32.
         weights: The experts held here; same dtype as ``tokens``, or quantised.
-        scratch: Memory between the two kernels, shared by all layers of one stream; ``None`` allocates it.
+        scratch: Memory between the two kernels, shared by all layers of one stream; ``None`` allocates it. What a
+            captured step uses lives at least as long as the memory of ``weights.w1``.
         use_kernels: Triton kernels or the torch twin; ``None``: kernels on a GPU, twin on a CPU.
 
     Returns:
@@ -75,6 +77,7 @@ def run_kernels(
     if scratch is None:
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
+    hold_if_captured(weights.w1, weights.slots, scratch.hidden, scratch.partials, scratch.tickets)
     step = Step(
         tokens=aligned(tokens.contiguous()),
         ids=top_k_ids.contiguous(),

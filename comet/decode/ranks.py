@@ -18,6 +18,7 @@ from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs
 from comet.errors import CommTimeoutError
+from comet.graphs import hold_if_captured
 from comet.kernels.warp_decode_blocks import DecodeConfig
 from comet.kernels.warp_decode_gather import PLACE_GATHER
 from comet.kernels.warp_decode_step import Landing
@@ -106,6 +107,7 @@ class RankDecode:
         words = [self.words] if self.gather is None else [self.words, self.gather.words]
         comm.renew_at_restart(self.epoch, self.fault, [each.local for each in words])
         self._step = comm.step("decode step", refuses=True)
+        self._memory = (self.words.pointers, *(() if self.gather is None else self.gather.memory))
 
     @uncompiled
     def __call__(
@@ -152,6 +154,7 @@ class RankDecode:
                 return self._twin(own, weights)
             out = tokens.new_empty(tokens.shape)
             batch = own if self.gather is None else self.gather.batch(own)
+            hold_if_captured(self.epoch, *self._memory)  # the communicator keeps the epoch
             run_kernels(*batch, weights, scratch=scratch, config=config, landing=self._landing(own), out=out)
             if tokens.device.type == "cpu":
                 self.check()

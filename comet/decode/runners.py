@@ -23,6 +23,7 @@ from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.scratch import DecodeScratch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.graphs import is_capturing
 from comet.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.paths import ExpertPath, SymmetricPath, make_path
@@ -62,6 +63,10 @@ class Runner(Protocol):
         """
         ...
 
+    def before_replay(self) -> None:
+        """Refuse the replay of a captured step once the group is closed, and order it behind the last step."""
+        ...
+
     def check(self) -> None:
         """Raise what went wrong on the device so far; waits for it."""
         ...
@@ -98,8 +103,10 @@ class Decoder:
         return warp_decode(tokens, top_k_ids, top_k_weights, experts, scratch=self.scratch(tokens, experts))
 
     def scratch(self, tokens: Tensor, experts: DecodeWeights) -> DecodeScratch | None:
-        """The memory for a step with these tensors."""
+        """The memory for a step with these tensors; ``None`` lets the step allocate it, as a graph's first one does."""
         if tokens.is_cuda and (self._scratch is None or self._scratch.hidden.device != tokens.device):
+            if is_capturing(tokens.device):
+                return None  # zeros that a capture makes are not there before the graph is replayed
             self._scratch = DecodeScratch.create(experts, self.top_k, tokens.dtype, max_tokens=self.max_tokens)
         return self._scratch
 
@@ -137,6 +144,9 @@ class LocalRunner:
             return self.decode(tokens, top_k_ids, top_k_weights, experts)
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
         return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None)
+
+    def before_replay(self) -> None:
+        """Nothing to do: a rank alone has no group."""
 
     def check(self) -> None:
         """Nothing to report: a rank alone waits for nobody."""
@@ -208,6 +218,10 @@ class ReplicatedRunner:
     def __deepcopy__(self, memo: dict[int, object]) -> ReplicatedRunner:
         """A copied model, such as an assistant that shares the weights, runs on the same ranks and memory."""
         return self
+
+    def before_replay(self) -> None:
+        """``Workspace.join_stream``."""
+        self.group.workspace.join_stream()
 
     def check(self) -> None:
         """See ``Runner``.

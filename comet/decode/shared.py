@@ -7,16 +7,20 @@ hold them in turn, and the all-reduce is the one that a step has anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from comet.config import MAX_TOP_K
+from comet.config import MAX_TOP_K, require
 from comet.decode.ranks import rank_slots
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.graphs import is_capturing
 from comet.layout import ExpertLayout
+
+if TYPE_CHECKING:
+    from comet.decode.runners import Runner
 
 
 class SharedMatrices(NamedTuple):
@@ -101,7 +105,8 @@ class SharedSlots(AlwaysOn):
 
     Both lie in one tensor, made at the first step (which takes the memory of a layer for a moment) and again where
     somebody moved the layer's weights; these become views of it. The pieces are copies, made anew where the shared
-    expert was written to.
+    expert was written to: in place, as under ``torch.no_grad``, or by giving it other tensors. torch counts no writes
+    through ``.data``.
 
     Args:
         layout: The ranks.
@@ -117,18 +122,37 @@ class SharedSlots(AlwaysOn):
         self.module = module
         self._matrices = matrices
         self._joined: DecodeWeights | None = None
-        self._versions: tuple[int, ...] = ()
+        self._state: list[tuple[int, int]] = []
+        self._counted: list[Tensor] = []
+        self._versions: list[int] = []
 
     def weights(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
         """What a step reads: the layer's ``(e, 2F/TP, D)`` or ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, then pieces."""
-        versions = tuple(0 if part.is_inference() else part._version for part in self._matrices(self.module))
-        joined = self._joined
+        parts, joined = self._matrices(self.module), self._joined
         if joined is None or joined.w1.data_ptr() != w1.data_ptr() or joined.w2.data_ptr() != w2.data_ptr():
+            require(
+                not is_capturing(w1.device),
+                "a decode step must run once before a CUDA graph of it is captured: it moves the layer's weights",
+            )
             self._joined = joined = self._join(w1, w2)
-        elif versions != self._versions:
+        elif _state(parts) != self._state:
             self._fill(joined)
-        self._versions = versions
+        else:
+            return joined
+        self._note(parts)
         return joined
+
+    def refresh(self) -> None:
+        """Copy the pieces anew if the shared expert was written to in place: before a captured step is replayed."""
+        if self._joined is not None and [part._version for part in self._counted] != self._versions:
+            self._fill(self._joined)
+            self._note(self._matrices(self.module))
+
+    def _note(self, parts: SharedMatrices) -> None:
+        """Remember how the matrices were when they were copied."""
+        self._state = _state(parts)
+        self._counted = [part if part._base is None else part._base for part in parts if not part.is_inference()]
+        self._versions = [part._version for part in self._counted]
 
     def bytes_elsewhere(self, expert_bytes: int) -> int:
         """Bytes of the shared expert that a step does not read on this rank, where a piece has ``expert_bytes``."""
@@ -163,6 +187,20 @@ class SharedSlots(AlwaysOn):
             joined.w2[slot] = down[:, columns]
 
 
+def _state(parts: SharedMatrices) -> list[tuple[int, int]]:
+    """What changes where somebody writes to the matrices, or puts others in their place."""
+    return [(0 if part.is_inference() else part._version, part.data_ptr()) for part in parts]
+
+
+def before_replay(runners: Iterable[Runner], shared: Iterable[SharedSlots | None]) -> None:
+    """What the host does before it replays a decode step: each runner's, and current pieces of each shared expert."""
+    for runner in runners:
+        runner.before_replay()
+    for slots in shared:
+        if slots is not None:
+            slots.refresh()
+
+
 def with_room(weight: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
     """Move a layer's weights to the front of a tensor of this shape, of which they become a view."""
     if weight.shape[0] == shape[0]:  # no piece is held here
@@ -192,12 +230,16 @@ class InDecodeSteps:
     def __init__(self, own: Callable[[Tensor], Tensor], decode_tokens: int) -> None:
         self.own = own
         self._decode_tokens = decode_tokens
-        self._nothing: Tensor | None = None
+        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # none is replaced: graphs read them
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """See the class."""
         if not joins_step(tokens, self._decode_tokens):
             return self.own(tokens)
-        if self._nothing is None or (self._nothing.dtype, self._nothing.device) != (tokens.dtype, tokens.device):
-            self._nothing = tokens.new_zeros(())
-        return self._nothing
+        kind = tokens.dtype, tokens.device
+        nothing = self._nothing.get(kind)
+        if nothing is None:
+            nothing = tokens.new_zeros(())
+            if not is_capturing(tokens.device):  # a capture makes no zeros yet
+                self._nothing[kind] = nothing
+        return nothing

@@ -8,12 +8,13 @@ its share of the tokens.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back
+from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
@@ -176,6 +177,7 @@ class GPTEngine:
         self._step = DecodeStep(
             self._append,
             self._ids,
+            before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
             obstacle=batch_obstacle(num_sequences, self.runner.decode.max_tokens),
         )

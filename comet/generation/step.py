@@ -22,6 +22,8 @@ class DecodeStep:
     Args:
         run: Reads ``ids``, appends them and returns the ``(B, V)`` logits of the next tokens; see ``Replayed``.
         ids: ``(B,)`` int64, the buffer ``run`` reads.
+        before: Called before every step, replayed or not: refuses it where the group is closed, puts it behind what
+            else the group was given, and renews what the step reads copies of.
         cuda_graph: Whether it is replayed; see ``Replayed``.
         obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
 
@@ -30,9 +32,16 @@ class DecodeStep:
     """
 
     def __init__(
-        self, run: Callable[[], Tensor], ids: Tensor, *, cuda_graph: GraphMode = "auto", obstacle: str = ""
+        self,
+        run: Callable[[], Tensor],
+        ids: Tensor,
+        *,
+        before: Callable[[], None] = lambda: None,
+        cuda_graph: GraphMode = "auto",
+        obstacle: str = "",
     ) -> None:
         self._ids = ids
+        self._before = before
         self._run = Replayed(run, ids.device, "decode steps", cuda_graph=cuda_graph, obstacle=obstacle)
 
     @property
@@ -45,7 +54,9 @@ class DecodeStep:
 
         Raises:
             ValueError: If a graph is insisted on and the step cannot be captured.
+            RuntimeError: If the group has been closed.
         """
+        self._before()
         self._ids.copy_(ids)
         logits = self._run()
         return logits if self.why_eager else logits.clone()

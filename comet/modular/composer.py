@@ -11,6 +11,7 @@ from torch import Tensor
 from comet.autocast import without_autocast
 from comet.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
+from comet.graphs import is_capturing
 from comet.layout import round_up
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -137,12 +138,17 @@ class ModularMoE:
         return w1, w2
 
     def _scratch(self, shapes: ScratchShapes, like: Tensor) -> Scratch:
-        """Regions from a pool that only grows; the output is new every time, for it may be what the caller gets."""
-        needed = scratch_bytes(shapes)
-        if needed > self._pool.numel() or self._pool.device != like.device:
-            self._pool = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        """Regions from a pool that only grows; the output is new every time, for it may be what the caller gets.
+
+        While a CUDA graph is captured the pool is the graph's own memory: the layer's may grow and move later.
+        """
+        needed, pool, captures = scratch_bytes(shapes), self._pool, is_capturing(like.device)
+        if captures or needed > pool.numel() or pool.device != like.device:
+            pool = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        if not captures:
+            self._pool = pool
         output = None if shapes.output is None else like.new_empty(shapes.output)
-        return Scratch(regions=cut(self._pool, shapes), output=output)
+        return Scratch(regions=cut(pool, shapes), output=output)
 
 
 def scratch_bytes(shapes: ScratchShapes) -> int:

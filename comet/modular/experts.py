@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from comet.graphs import hold_if_captured
 from comet.modular.base import ExpertsBase, KernelExperts, plain
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -124,4 +125,7 @@ class WarpDecodeExperts(KernelExperts):
                 w2_scales=w2.scales.contiguous(),
             )
             self._quantized = (w1, w2, held)
-        return self._quantized[2]
+        held = self._quantized[2]
+        hold_if_captured(w1.elements, held.w1, *([] if held.w1_scales is None else [held.w1_scales]))
+        hold_if_captured(w2.elements, held.w2, *([] if held.w2_scales is None else [held.w2_scales]))
+        return held

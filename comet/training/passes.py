@@ -29,6 +29,7 @@ class Passes:
     def __init__(self, model: GPT, *, cuda_graph: GraphMode = "auto") -> None:
         self.model = model
         self._parameters = list(model.parameters())
+        self._workspaces = {layer.group.workspace for layer in model.moe_layers()}
         self._batch = torch.empty(0)
         self._replayed = Replayed(
             self._run, model.rotary.device, "training steps", cuda_graph=cuda_graph, obstacle=path_obstacle(model)
@@ -51,7 +52,10 @@ class Passes:
 
         Raises:
             ValueError: If a graph is insisted on and the passes cannot be captured.
+            RuntimeError: If a group of the model has been closed.
         """
+        for workspace in self._workspaces:
+            workspace.join_stream()
         if self._batch.shape != batch.shape:
             assert self._batch.numel() == 0, f"batches of {self._batch.shape} and {batch.shape}: a graph has one shape"
             self._batch = torch.empty_like(batch)

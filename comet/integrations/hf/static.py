@@ -9,12 +9,14 @@ Letters: B sequences, S positions of the longest prompt, C places of the cache, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.config import require
+from comet.decode import before_replay
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import GraphMode
 from comet.integrations.hf.experts import CometExperts
@@ -62,8 +64,14 @@ class StaticDecoder:
         self._ids = torch.zeros(num_sequences, **counters)
         self._mask = torch.ones(num_sequences, self.num_places, dtype=torch.bool, device=model.device)
         self._after_step = after_step
+        experts = [module for module in model.modules() if isinstance(module, CometExperts)]
+        runners = {id(module.runner): module.runner for module in experts}
         self.step = DecodeStep(
-            self._append, self._ids, cuda_graph=cuda_graph, obstacle=graph_obstacle(model, self.cache, num_sequences)
+            self._append,
+            self._ids,
+            before=partial(before_replay, list(runners.values()), [module.shared for module in experts]),
+            cuda_graph=cuda_graph,
+            obstacle=graph_obstacle(model, self.cache, num_sequences),
         )
 
     @torch.no_grad()
