@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,8 @@ from ranks import run_ranks
 
 from comet.config import MAX_TOP_K
 from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode, warp_decode_torch
+from comet.decode.local import run_kernels
+from comet.graphs import hold_if_captured
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
 from comet.kernels.warp_decode_routing import NO_ROW, pass_of, rows_in_passes, serving
 from comet.reference import reference_experts
@@ -320,3 +324,35 @@ def test_blocks_are_selected_for_every_step(dtype: torch.dtype, shared_scale: in
         for top_k in range(1, MAX_TOP_K + 1):
             for hidden_size, ffn_size in ((32, 32), (160, 256), (2048, 768), (7168, 2048)):
                 select(dtype, num_tokens, top_k, hidden_size, ffn_size, shared_scale=shared_scale)
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_what_a_graph_uses_lives_as_long_as_the_weights_it_reads(
+    monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    """Whoever made the scratch, and the weights' slot table, may let go of it; later captures take no more."""
+    monkeypatch.setattr("comet.graphs.is_capturing", lambda device: captures)
+    monkeypatch.setattr("comet.decode.local.decode", lambda *step: None)
+    inputs = make_inputs(DecodeCase(name="graph", T=3, K=2, E=4, D=16, F=16), torch.float32, "cpu")
+    first = DecodeScratch.create(inputs.weights, 2, torch.float32)
+    w1, held = inputs.weights.w1, [weakref.ref(each) for each in (first.hidden, first.tickets, inputs.weights.slots)]
+    view = w1[1:]  # the memory counts, not who looks at it
+    step = (inputs.tokens, inputs.ids, inputs.routing_weights)
+    for _ in range(2):
+        run_kernels(*step, inputs.weights, scratch=first)
+    del first, inputs, w1
+    gc.collect()
+    assert [each() is not None for each in held] == [captures] * 3
+    del view
+    gc.collect()
+    assert [each() for each in held] == [None] * 3
+
+
+def test_memory_does_not_hold_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comet.graphs.is_capturing", lambda device: True)
+    owner = torch.zeros(4)
+    seen = weakref.ref(owner.untyped_storage())
+    hold_if_captured(owner, owner[1:], owner.view(2, 2))
+    del owner
+    gc.collect()
+    assert seen() is None

@@ -98,3 +98,60 @@ def test_weights_loaded_in_inference_mode() -> None:
         joined = slots.weights(w1, w2)
         assert torch.equal(joined.w1[1], torch.cat([gate, up]))
         assert torch.equal(joined.w2[1], down)
+
+
+@torch.no_grad()
+def test_pieces_are_renewed_before_a_replay_where_the_shared_expert_was_written_to() -> None:
+    step = SharedStep.make(CASE, torch.float32, "cpu", times=2)
+    (layout,) = layouts(CASE, 1, 1)
+    slots, parts = step.slots(layout), step.parts(layout)
+    slots.refresh()  # nothing was joined yet
+    joined = slots.weights(*parts)
+    other = copy.deepcopy({"slots": slots, "shared": step.shared, "parts": parts})
+    for draw in range(6):
+        matrix = (step.shared.w1, step.shared.w2)[draw % 2]
+        matrix.view(-1)[draw::7].normal_(generator=torch.Generator().manual_seed(draw))
+        slots.refresh()
+        wanted = step.slots(layout).weights(*step.parts(layout))
+        assert torch.equal(joined.w1, wanted.w1), f"draw {draw}"
+        assert torch.equal(joined.w2, wanted.w2), f"draw {draw}"
+        before = joined.w1._version
+        slots.refresh()
+        assert slots.weights(*parts) is joined
+        assert joined.w1._version == before, "nothing was written to, so nothing is copied"
+    other["shared"].w1.zero_()
+    other["slots"].refresh()
+    assert not other["slots"]._joined.w1[-2:].any(), "a copied layer looks at its own shared expert"
+    assert joined.w1[-2:].any()
+
+
+@torch.no_grad()
+def test_other_tensors_in_the_place_of_the_shared_expert_s_are_seen() -> None:
+    step = SharedStep.make(CASE, torch.float32, "cpu")
+    (layout,) = layouts(CASE, 1, 1)
+    slots, parts = step.slots(layout), step.parts(layout)
+    slots.weights(*parts)
+    step.shared.load_state_dict(
+        {name: torch.ones_like(each) for name, each in step.shared.state_dict().items()}, assign=True
+    )
+    assert (slots.weights(*parts).w2[-1] == 1).all()
+
+
+@torch.no_grad()
+def test_a_graph_finds_the_nothing_of_its_dtype_whatever_came_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedExpert(32, 64)
+    stand_back(shared, 4)
+    first = shared(torch.ones(1, 32))
+    assert shared(torch.ones(1, 32).bfloat16()).dtype == torch.bfloat16
+    assert shared(torch.ones(1, 32)) is first
+    monkeypatch.setattr("comet.decode.shared.is_capturing", lambda device: True)
+    made = shared(torch.ones(1, 32).half())
+    assert shared(torch.ones(1, 32).half()) is not made, "what a capture makes is zero at a replay only"
+
+
+def test_the_step_that_moves_weights_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comet.decode.shared.is_capturing", lambda device: True)
+    step = SharedStep.make(CASE, torch.float32, "cpu")
+    (layout,) = layouts(CASE, 1, 1)
+    with pytest.raises(ValueError, match="a decode step must run once before a CUDA graph of it is captured"):
+        step.slots(layout).weights(*step.parts(layout))

@@ -256,3 +256,35 @@ def test_attention_to_a_cache_equals_the_formula(length: int, groups: int) -> No
 
 def test_places_of_a_cache() -> None:
     assert [allocated_places(length) for length in (1, 200, 256, 257, 300, 512)] == [1, 200, 256, 512, 512, 512]
+
+
+@torch.no_grad()
+def test_a_replayed_step_reads_the_shared_expert_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = graphs_on_cpu(monkeypatch)
+    engines = [engine_of(cuda_graph=mode) for mode in ("off", "on")]
+    for engine in engines:
+        engine.prefill(PROMPTS, LENGTHS, 16)
+    for step in range(9):
+        eager, captured = (engine.decode(torch.tensor([step, 2])) for engine in engines)
+        assert torch.equal(eager, captured), f"step {step}"
+        for engine in engines if step % 2 else []:
+            for layer in engine.model.moe_layers():
+                for weight in layer.shared.parameters():
+                    weight.normal_(std=0.3, generator=torch.Generator().manual_seed(step))
+    assert (captures.count, captures.replays) == (1, 8)
+
+
+def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures, engine = graphs_on_cpu(monkeypatch), engine_of(cuda_graph="on")
+    engine.prefill(PROMPTS, LENGTHS, 16)
+    order = []
+    monkeypatch.setattr(engine._group.comm.stream_order, "join", lambda: order.append(engine._ids.tolist()))
+    for token in range(3):
+        engine.decode(torch.tensor([token, token]))
+    assert order[-1] == [1, 1], "the tokens of the call before are still there when a replay joins"
+    engine._group.close()
+    with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
+        engine.decode(torch.tensor([3, 3]))
+    assert captures.replays == 2

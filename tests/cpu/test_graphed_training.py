@@ -304,3 +304,13 @@ def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
             assert one is not None
             assert other is not None
             assert torch.equal(one.view_as(other), other)
+
+
+def test_both_passes_join_streams_before_they_are_replayed(captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, joined = make_steps(), []
+    for seed in range(3):
+        steps.step([draw(5, seed)], f"step {seed}")
+    order = steps.layer.group.comm.stream_order
+    monkeypatch.setattr(order, "join", lambda: joined.append(captures.replays))
+    steps.step([draw(5, 3)], "step 3")
+    assert joined == [4, 5]

@@ -230,6 +230,27 @@ def test_scratch_is_kept_and_outputs_are_not(group: ExpertGroup) -> None:
     assert not torch.equal(first, second)
 
 
+def test_no_graph_uses_scratch_that_a_larger_call_moves(monkeypatch: pytest.MonkeyPatch, group: ExpertGroup) -> None:
+    """Graphs of ascending numbers of tokens, each after an eager call: what a capture allocates is the graph's."""
+    layer = ModularMoE(SingleRank(SMALL.config, group), GroupedContiguous(SMALL.config, group, reduce=NoOpReduce()))
+    apply, pools, captures = layer.experts.apply, list[int](), False
+
+    def noted(*given: Any) -> torch.Tensor:
+        pools.append(next(iter(given[-1].regions.values())).untyped_storage().data_ptr())
+        return apply(*given)
+
+    monkeypatch.setattr(layer.experts, "apply", noted)
+    monkeypatch.setattr("comet.modular.composer.is_capturing", lambda device: captures)
+    for num_tokens in (3, 9, 40, 64):
+        case, outputs = replace(SMALL, num_tokens=(num_tokens,)), []
+        for captures in (False, True):
+            own = layer._pool.data_ptr()
+            outputs.append(call(layer, case))
+            assert (pools[-1] == layer._pool.data_ptr()) != captures
+            assert not captures or layer._pool.data_ptr() == own
+        assert torch.equal(*outputs)
+
+
 def test_fp8_is_made_before_rows_travel(group: ExpertGroup) -> None:
     inputs = rank_inputs(SMALL, 0)
     routed = RoutedTokens(tokens=inputs.tokens, top_k_ids=inputs.top_k_ids, top_k_weights=inputs.top_k_weights)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
@@ -21,6 +23,7 @@ from layer_ranks import build_layer
 from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
+from comet.fused_arguments import combine_wire, recv_wire
 from comet.group import make_expert_group
 from comet.kernels import recorder
 from comet.kernels.gemm_combine import GemmCombineConfig
@@ -28,7 +31,7 @@ from comet.kernels.recorder import recording
 from comet.layout import COMBINE_CHUNK_ROWS
 from comet.paths import SymmetricPath
 from comet.plan import Plan
-from comet.trace import RankRecord, Timeline, record
+from comet.trace import RankRecord, Timeline, record, recording_to
 from comet.trace_chrome import chrome_trace
 from comet.trace_events import KINDS, WAITS, WORKS, Clock, Event, Span
 from comet.workspace import Workspace
@@ -324,3 +327,25 @@ def test_benchmark_end_to_end(tmp_path: Path) -> None:
     assert (result["ranks"], result["launches"], result["lost_events"], result["recording"]) == (2, 2, 0, None)
     for file in result["files"]:
         assert Path(file).stat().st_size > 0
+
+
+def test_a_graph_captured_inside_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays would write to the recorder's memory after the end; one of its own is held by the workspace."""
+    captures = False
+    for module in ("fused_arguments", "trace", "graphs"):
+        monkeypatch.setattr(f"comet.{module}.is_capturing", lambda device: captures)
+    moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
+    group = make_expert_group(moe, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
+    own = recorder.Recorder.allocate(torch.device("cpu"), 8)
+    held = weakref.ref(own.events)
+    with recording_to(group.workspace, own):
+        assert recv_wire(group.workspace).recorder is own
+        captures = True
+        with pytest.raises(ValueError, match="a CUDA graph of a layer must not be captured while it is recorded"):
+            combine_wire(group.workspace)
+    with recording_to(group.workspace, own):
+        assert recv_wire(group.workspace).recorder is own
+    assert recv_wire(group.workspace).recorder is None
+    del own
+    gc.collect()
+    assert held() is not None

@@ -138,3 +138,18 @@ def test_the_setting_is_one_of_three() -> None:
     assert compose([])["train"]["cuda_graph"] == "auto"
     with pytest.raises(ValueError, match="cuda_graph='sometimes' must be one of auto, on, off"):
         replace(TRAIN, cuda_graph="sometimes")
+
+
+def test_a_replay_joins_streams_and_is_refused_once_the_group_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = graphs_on_cpu(monkeypatch)
+    trainer = make_trainer("on")
+    for step in range(2):
+        trainer.step(step)
+    joined = []
+    monkeypatch.setattr(trainer.group.comm.stream_order, "join", lambda: joined.append(captures.replays))
+    trainer.step(2)
+    assert joined == [1]
+    trainer.group.close()
+    with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
+        trainer.step(3)
+    assert captures.replays == 2
