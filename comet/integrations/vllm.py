@@ -3,11 +3,11 @@
     kernel = FusedMoEKernel(adapt_prepare_finalize(AllToAll(config, group)),
                             adapt_experts(GroupedContiguous(config, group), moe_config, quant_config))
 
-Written for the class names of vLLM 0.17 and later; vLLM has no registry for parts from outside, so a plug-in puts them
-in place. Covered: contiguous rows, SiLU, weights unquantised, in FP8 with a scale per 128 x 128 block or in MXFP8 (by
-the ``w1_scale`` and ``w2_scale`` of the quant_config), and activations in FP8 with a scale per 128 elements.
-Not covered: batched rows, LoRA, router weights on the input, two micro-batches in flight at once (vLLM hands nothing
-from ``prepare`` to ``finalize``, so the adapter keeps it).
+Written for vLLM VERSIONS and tested against the package itself; vLLM has no registry for parts from outside, so a
+plug-in puts them in place. Covered: contiguous and batched rows, SiLU, weights unquantised, in FP8 with a scale per
+128 x 128 block or in MXFP8 (by the ``w1_scale`` and ``w2_scale`` of the quant_config), and activations in FP8 with a
+scale per 128 elements. Not covered: LoRA, router weights on the input, ``prepare_async`` and with it two micro-batches
+in flight at once (vLLM hands nothing from ``prepare`` to ``finalize``, so the adapter keeps it).
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.errors import UnavailableError
+from comet.errors import StepFailedError, UnavailableError
 from comet.integrations.vllm_quant import WeightCache, scheme, wants_fp8, weight_type_of
 from comet.layout import ExpertLayout
 from comet.modular.composer import cut, problem_of, scratch_bytes
 from comet.modular.interfaces import (
     ActivationFormat,
+    BatchedRows,
     ContiguousRows,
     Experts,
     PrepareFinalize,
     Problem,
     Received,
     RoutedTokens,
+    Rows,
     Scratch,
-    ScratchShapes,
     TopKReduce,
 )
-from comet.modular.reduce import ContiguousReduce, DelegateReduce, NoOpReduce
+from comet.modular.reduce import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
+from comet.modular.symmetric import SymmetricBatched
 from comet.quantize import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
 
 PACKAGE = "vllm.model_executor.layers.fused_moe"
@@ -46,17 +48,21 @@ BASES = ("FusedMoEPrepareAndFinalizeModular", "FusedMoEExpertsModular", "FusedMo
 REDUCTIONS: dict[str, type[TopKReduce]] = {
     "TopKWeightAndReduceNoOP": NoOpReduce,
     "TopKWeightAndReduceContiguous": ContiguousReduce,
+    "TopKWeightAndReduceNaiveBatched": BatchedReduce,
     "TopKWeightAndReduceDelegate": DelegateReduce,
 }
 
-Prepared = tuple[Tensor, Tensor | None, None, Tensor, Tensor]
+FORMATS = {ActivationFormat.CONTIGUOUS: "Standard", ActivationFormat.BATCHED: "BatchedExperts"}
+
+# Rows, their scales, ExpertTokensMetadata, ids and weights.
+Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
 
 
 def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant_config: Any = None) -> Any:
     """Wrap a prepare/finalize as a ``FusedMoEPrepareAndFinalizeModular`` of vLLM.
 
     Args:
-        inner: Hands out contiguous rows.
+        inner: Hands out contiguous or batched rows.
         moe_config: vLLM's, kept for it.
         quant_config: Likewise.
 
@@ -65,36 +71,50 @@ def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant
 
     Raises:
         UnavailableError: If vLLM is not importable, or older than these class names.
-        ValueError: If ``inner`` hands out rows in another format.
+        ValueError: If ``inner`` is one half of the fused layer.
     """
     name = type(inner).__name__
-    _require_contiguous(inner.activation_format is ActivationFormat.CONTIGUOUS, name)
+    require(inner.activation_format in FORMATS, f"{name} must hand out rows to be adapted to vLLM, not a handle")
     kernel = load_vllm()
     kind = type(f"Comet{name}", (PrepareFinalizeAdapter, kernel.FusedMoEPrepareAndFinalizeModular), {"vllm": kernel})
     return kind(inner, moe_config, quant_config)
 
 
-def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any) -> Any:
+def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None) -> Any:
     """Wrap experts as a ``FusedMoEExpertsModular`` of vLLM.
 
     Args:
-        inner: Takes contiguous rows.
+        inner: Takes contiguous or batched rows, contiguous ones if both.
         moe_config: vLLM's, for its base class.
-        quant_config: Likewise; holds the scales of quantised weights.
+        quant_config: vLLM's; holds the scales of quantised weights.
+        max_num_tokens: For batched rows: ``max_num_tokens_per_rank()`` of the prepare/finalize.
 
     Returns:
         An instance of a subclass of vLLM's class.
 
     Raises:
         UnavailableError: If vLLM is not importable, or older than these class names.
-        ValueError: If ``inner`` takes rows in another format only, or cannot compute with such weights.
+        ValueError: If ``inner`` is one half of the fused layer, cannot compute with such weights, or would have to
+            reduce batched rows itself, for which vLLM does not tell experts which rows belong to one token.
     """
     name = type(inner).__name__
-    _require_contiguous(ActivationFormat.CONTIGUOUS in inner.formats, name)
+    formats = [item for item in FORMATS if item in inner.formats & inner.reduce.formats]
+    require(bool(formats), f"{name} must take rows to be adapted to vLLM, not a handle")
+    batched = formats[0] is ActivationFormat.BATCHED
+    require(
+        not (batched and isinstance(inner.reduce, NoOpReduce)),
+        f"reduce={type(inner.reduce).__name__} of {name} must be BatchedReduce or DelegateReduce to be adapted to vLLM",
+    )
     kernel = load_vllm()
-    supports = {"weight_types": inner.weight_types, "takes_fp8": inner.takes_fp8}
-    kind = type(f"Comet{name}", (ExpertsAdapter, kernel.FusedMoEExpertsModular), {"vllm": kernel, **supports})
-    return kind(inner, moe_config, quant_config)
+    ours = getattr(kernel.FusedMoEActivationFormat, FORMATS[formats[0]])
+    attributes = {
+        "vllm": kernel,
+        "weight_types": inner.weight_types,
+        "takes_fp8": inner.takes_fp8,
+        "activation_format": staticmethod(lambda: ours),
+    }
+    kind = type(f"Comet{name}", (ExpertsAdapter, kernel.FusedMoEExpertsModular), attributes)
+    return kind(inner, moe_config, quant_config, max_num_tokens, inner.layout.world_size if batched else None)
 
 
 def load_vllm() -> Any:
@@ -122,16 +142,16 @@ class PrepareFinalizeAdapter:
 
     @property
     def activation_format(self) -> Any:
-        """Contiguous rows."""
-        return self.vllm.FusedMoEActivationFormat.Standard
+        """How the rows it hands out lie."""
+        return getattr(self.vllm.FusedMoEActivationFormat, FORMATS[self.inner.activation_format])
 
     def topk_indices_dtype(self) -> torch.dtype:
         """Ids are int32."""
         return torch.int32
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """No limit of its own: the memory of the group has one."""
-        return None
+        """M for batches, which have room for W * M rows each; else no limit of its own: the group's memory has one."""
+        return self.inner.transport.workspace.max_tokens if isinstance(self.inner, SymmetricBatched) else None
 
     def num_dispatchers(self) -> int:
         """W."""
@@ -141,22 +161,7 @@ class PrepareFinalizeAdapter:
         """``finalize`` adds up the outputs of all ranks."""
         return True
 
-    def supports_async(self) -> bool:
-        """``prepare_async`` is there."""
-        return True
-
-    def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
-        """Send the tokens and wait for those of all ranks: rows, scales, nothing, global ids, weights."""
-        routed, quantize = self._routed(*args, **kwargs)
-        return self._prepared(self.inner.prepare(routed, quantize=quantize))
-
-    def prepare_async(self, *args: Any, **kwargs: Any) -> Callable[[], Prepared]:
-        """``prepare`` without the waiting, which is left to the receiver it returns."""
-        routed, quantize = self._routed(*args, **kwargs)
-        receive = self.inner.prepare_no_receive(routed, quantize=quantize)
-        return lambda: self._prepared(receive())
-
-    def _routed(
+    def prepare(
         self,
         a1: Tensor,
         topk_weights: Tensor,
@@ -166,23 +171,40 @@ class PrepareFinalizeAdapter:
         apply_router_weight_on_input: bool,
         quant_config: Any,
         defer_input_quant: bool,
-    ) -> tuple[RoutedTokens, bool]:
-        """vLLM's arguments of ``prepare``: the tokens, and whether to quantise them."""
+    ) -> Prepared:
+        """Send the tokens and wait for those of all ranks."""
         _require_weights_on_output(apply_router_weight_on_input)
         layout = self.inner.layout
         require(num_experts == layout.num_experts, f"num_experts={num_experts} must be {layout.num_experts}")
         quantize = wants_fp8(quant_config, defer_input_quant)
         require(self.inner.carries_fp8 or not quantize, f"{type(self.inner).__name__} cannot send rows in FP8")
-        return RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights), quantize
+        routed = RoutedTokens(tokens=a1, top_k_ids=topk_ids, top_k_weights=topk_weights)
+        with self._step("dispatch"):
+            self._require_finalized()
+            self._received = self.inner.prepare(routed, quantize=quantize)
+        return self._handed_out(self._received.rows)
 
-    def _prepared(self, received: Received) -> Prepared:
-        """Keep what arrived for ``finalize``, and hand it out as vLLM wants it."""
-        rows, self._received = received.rows, received
-        assert isinstance(rows, ContiguousRows)
-        ids, weights = global_routing(rows, self.inner.layout)
-        if isinstance(rows.tokens, FP8):
-            return rows.tokens.elements.contiguous(), rows.tokens.scales.contiguous(), None, ids, weights
-        return rows.tokens, None, None, ids, weights
+    def _step(self, half: str) -> Any:
+        """One half of the layer as a step of the group; see ``ModularMoE``."""
+        return self.inner.comm.step(f"{half} of a layer in vLLM", collectives=self.inner.uses_collectives)
+
+    def _require_finalized(self) -> None:
+        """Note, as a failure of this rank, that the layer before broke off between its halves: nobody combined."""
+        if self._received is not None:
+            self._received = None
+            self.inner.comm.in_flight = True
+            raise StepFailedError("the layer before failed after its dispatch: its combine is missing")
+
+    def _handed_out(self, rows: Rows) -> Prepared:
+        """Rows as vLLM wants them; the ids of batched rows, which lie by expert, are those it has."""
+        assert isinstance(rows, ContiguousRows | BatchedRows)
+        tokens, scales = rows.tokens, None
+        if isinstance(tokens, FP8):
+            tokens, scales = tokens.elements.contiguous(), tokens.scales.contiguous()
+        if isinstance(rows, BatchedRows):
+            meta = self.vllm.ExpertTokensMetadata(expert_num_tokens=rows.counts, expert_num_tokens_cpu=None)
+            return tokens, scales, meta, None, None
+        return tokens, scales, None, *global_routing(rows, self.inner.layout)
 
     def finalize(
         self,
@@ -196,11 +218,14 @@ class PrepareFinalizeAdapter:
         """Reduce, send home and add up, into ``output (T, D)``."""
         _require_weights_on_output(apply_router_weight_on_input)
         name = type(weight_and_reduce_impl).__name__
-        require(name in REDUCTIONS, f"weight_and_reduce_impl={name} must be one of {', '.join(REDUCTIONS)}")
+        fitting = [known for known, kind in REDUCTIONS.items() if self.inner.activation_format in kind.formats]
+        require(name in fitting, f"weight_and_reduce_impl={name} must be one of {', '.join(fitting)}")
         received, self._received = self._received, None
         require(received is not None, "finalize needs the rows of a prepare that came before it")
         assert received is not None
-        output.copy_(self.inner.finalize(fused_expert_output, received, REDUCTIONS[name]()))
+        reduce = REDUCTIONS[name]() if fused_expert_output.numel() else NoOpReduce()  # vLLM runs no experts on no rows
+        with self._step("combine"):
+            output.copy_(self.inner.finalize(fused_expert_output, received, reduce))
 
 
 class ExpertsAdapter:
@@ -209,18 +234,21 @@ class ExpertsAdapter:
     vllm: Any
     weight_types: frozenset[type[Weight]]
     takes_fp8: bool
+    activation_format: Callable[[], Any]
 
-    def __init__(self, inner: Experts, moe_config: Any, quant_config: Any) -> None:
-        super().__init__(moe_config, quant_config)  # type: ignore[call-arg]
+    def __init__(
+        self,
+        inner: Experts,
+        moe_config: Any,
+        quant_config: Any,
+        max_num_tokens: int | None,
+        num_dispatchers: int | None,
+    ) -> None:
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)  # type: ignore[call-arg]
         self.inner = inner
         kind, name = weight_type_of(quant_config), type(inner).__name__
         require(kind in inner.weight_types, f"{name} cannot compute with {kind.__name__} weights")
         self._weights = WeightCache(quant_config)
-
-    @staticmethod
-    def activation_format() -> Any:
-        """Contiguous rows."""
-        return load_vllm().FusedMoEActivationFormat.Standard
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -262,7 +290,7 @@ class ExpertsAdapter:
         reductions = importlib.import_module(f"{PACKAGE}.topk_weight_and_reduce")
         ours = type(self.inner.reduce)
         name = next(name for name, kind in REDUCTIONS.items() if kind is ours)
-        return getattr(reductions, name)()
+        return getattr(reductions, name)(*([self.inner.layout.ep_rank] if ours is BatchedReduce else []))
 
     def workspace_shapes(
         self,
@@ -275,17 +303,20 @@ class ExpertsAdapter:
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of vLLM's two workspaces and of the output, in the dtype of the activations.
+        """Shapes of vLLM's two workspaces and of the output, in the dtype of the activations; M is N or B of the rows.
 
         All scratch is in the second: vLLM lets the output share the memory of the first.
         """
         dtype: torch.dtype = self.moe_config.in_dtype  # type: ignore[attr-defined]
         sizes = dict(num_rows=M, top_k=topk, hidden_size=K, ffn_size=N // 2, num_experts=local_num_experts)
         kind = weight_type_of(self.quant_config)  # type: ignore[attr-defined]
-        shapes = self.inner.scratch_shapes(Problem(**sizes, batch_rows=0, dtype=dtype, weight_type=kind))
+        batch_rows = M if self._is_batched else 0
+        shapes = self.inner.scratch_shapes(Problem(**sizes, batch_rows=batch_rows, dtype=dtype, weight_type=kind))
         elements = scratch_bytes(shapes) // dtype.itemsize
         per_row = -(-elements // max(M, 1))
-        return (0,), (max(M, 1), per_row), self._output_shape(shapes, M, K, topk)
+        rows = (local_num_experts, M) if self._is_batched else (M, topk)
+        reduced = (M, K) if isinstance(self.inner.reduce, NoOpReduce) else (*rows, K)
+        return (0,), (max(M, 1), per_row), shapes.output or reduced
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
         """Compute the outputs into ``output``; arguments as vLLM's class names them."""
@@ -299,10 +330,8 @@ class ExpertsAdapter:
             self.inner.takes_fp8 == (scales is not None),
             f"{type(self.inner).__name__} takes rows {'in FP8' if self.inner.takes_fp8 else 'that are not quantised'}",
         )
-        rows = ContiguousRows(
-            tokens=tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1, trusted=True),
-            top_k_ids=map_ids(call.topk_ids, call.expert_map),
-            top_k_weights=call.topk_weights.float(),
+        rows = self._rows(
+            call, tokens if scales is None else FP8(elements=tokens, scales=scales, block_rows=1, trusted=True)
         )
         w1, w2 = self._weights(call.w1, call.w2)
         shapes = self.inner.scratch_shapes(problem_of(rows, w2, call.output.dtype))
@@ -312,11 +341,19 @@ class ExpertsAdapter:
         if outputs is not call.output:
             call.output.copy_(outputs)
 
-    def _output_shape(self, shapes: ScratchShapes, num_rows: int, hidden_size: int, top_k: int) -> tuple[int, ...]:
-        if shapes.output is not None:
-            return shapes.output
-        reduced = isinstance(self.inner.reduce, NoOpReduce)
-        return (num_rows, hidden_size) if reduced else (num_rows, top_k, hidden_size)
+    @property
+    def _is_batched(self) -> bool:
+        return bool(self.activation_format() is self.vllm.FusedMoEActivationFormat.BatchedExperts)
+
+    def _rows(self, call: Any, tokens: Tensor | FP8) -> ContiguousRows | BatchedRows:
+        """The rows of a call in our types."""
+        weights = call.topk_weights.float()
+        if not self._is_batched:
+            ids = map_ids(call.topk_ids, call.expert_map)
+            return ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights)
+        # Whose rows they are is left out: whoever reduces has it, and that is not the experts.
+        counts = call.expert_tokens_meta.expert_num_tokens
+        return BatchedRows(tokens=tokens, counts=counts, row_slots=call.topk_ids, top_k_weights=weights)
 
 
 def global_routing(rows: ContiguousRows, layout: ExpertLayout) -> tuple[Tensor, Tensor]:
@@ -339,10 +376,6 @@ def map_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     if expert_map is None:
         return topk_ids.int()
     return expert_map[topk_ids.clamp(min=0).long()].masked_fill(topk_ids < 0, -1).int()
-
-
-def _require_contiguous(condition: bool, name: str) -> None:
-    require(condition, f"{name} must work on contiguous rows to be adapted to vLLM")
 
 
 def _require_weights_on_output(apply_router_weight_on_input: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from comet.quantize import FP8, FP8_BLOCK, MXFP8, Weight
 
 
 class WeightCache:
-    """vLLM's weights with the scales of its quant_config, made once, because looking at scales waits for the device."""
+    """vLLM's weights with the scales of its quant_config, made once, because looking at scales waits for the device.
+
+    Made again when vLLM puts another tensor in place of a weight or of its scales, as it does when it reloads them.
+    """
 
     def __init__(self, quant_config: Any) -> None:
         self.quant_config = quant_config
-        self._made: tuple[FP8 | MXFP8, FP8 | MXFP8] | None = None
+        self._sources: tuple[Tensor | None, ...] = ()
+        self._made: tuple[Weight, Weight] | None = None
 
     def __call__(self, w1: Tensor, w2: Tensor) -> tuple[Weight, Weight]:
         """The pair as it is, or in the type that its scales say.
@@ -26,9 +31,9 @@ class WeightCache:
         """
         if weight_type_of(self.quant_config) is Tensor:
             return w1, w2
-        scales = (self.quant_config.w1_scale, self.quant_config.w2_scale)
-        if self._made is None or self._made[0].elements is not w1 or self._made[1].elements is not w2:
-            self._made = (quantized(w1, scales[0]), quantized(w2, scales[1]))
+        sources = (w1, w2, self.quant_config.w1_scale, self.quant_config.w2_scale)
+        if self._made is None or any(map(operator.is_not, sources, self._sources)):
+            self._made, self._sources = (quantized(w1, sources[2]), quantized(w2, sources[3])), sources
         return self._made
 
 
