@@ -162,7 +162,7 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
         output = gpt.decode(ids, held)
         touched += int((output.expert_load[:, mine] > 0).sum())
         ids = output.logits[:, 0].argmax(-1)
-    embedding, (w1, w2) = gpt.embedding.weight, gpt.moe_layers()[0].expert_parameters()
+    embedding, (w1, w2) = gpt.embedding.weight, gpt.moe_layers()[0].expert_weights()
     dense = sum(weight.nbytes for weight in gpt.dense_parameters()) - embedding.nbytes + batch * embedding[0].nbytes
     context = contents.nbytes * (1 + (steps + 1) / 2 / positions)
     return dense + touched / steps * (w1[0].nbytes + w2[0].nbytes) + context

@@ -143,7 +143,7 @@ class DrawnInPlace(MoE):
 
     def reset_parameters(self, seed: int) -> None:
         """Draw the experts; routing is given, so what the router holds does not matter."""
-        draw_weights(*self.expert_parameters(), self.config, self.group.rank)
+        draw_weights(*self.expert_weights(), self.config, self.group.rank)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[
         )
         return
     group, moe = built
-    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    w1, w2 = moe.expert_weights()
     w1 = w1.flatten(1, 2)
     fp8 = None
     if set(FP8_VARIANTS) & set(settings.variants) and isinstance(moe.experts, SymmetricPath) and fits(config, layout):

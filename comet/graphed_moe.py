@@ -17,6 +17,7 @@ from comet.config import require
 from comet.graphs import capture, device_obstacle, first_line, release_random_numbers, run_beside
 from comet.moe import MoE
 from comet.router_losses import RouterStats
+from comet.sharding import local
 from comet.training_graphs import TrainingGraphs
 from comet.uncompiled import uncompiled
 
@@ -140,7 +141,7 @@ class GraphedMoE:
         inputs = (tokens, *self.layer.parameters()) if torch.is_grad_enabled() else ()
         flags = tuple(each.requires_grad for each in inputs) if wants_grad(*inputs) else ()
         if flags:
-            self._check_addresses(tuple(each.data_ptr() for each in inputs[1:]))
+            self._check_addresses(tuple(local(each).data_ptr() for each in inputs[1:]))
         return _Call(tokens.shape[0], flags, autocast)
 
     def _check_addresses(self, addresses: tuple[int, ...]) -> None:

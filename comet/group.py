@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
 from comet.comm.handshake import check_equal, gather
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
+from comet.sharding import make_mesh
 from comet.side_stream import SideStream
 from comet.tuner.choice import Resolver
 from comet.tuner.shared import shared_resolver
@@ -34,6 +36,9 @@ class ExpertGroup:
         world_size: All ranks.
         process_group: The W ranks of this MoE group; ``None`` when the world is one rank.
         expert_data_group: The ranks that hold the same expert shard, one of each MoE group; ``None`` when alone.
+        mesh: The world as torch's tools see it, ``(data, ep, tp)`` without those of ``ep`` and ``tp`` that are 1;
+            ``None`` where an MoE group is one rank.
+        process_groups: All that ``close`` destroys.
         comm: Communicator over the MoE group.
         workspace: The pool all MoE layers share.
         cuda_kernels: Whether all ranks of the group have the kernels in CUDA C++.
@@ -48,6 +53,8 @@ class ExpertGroup:
     world_size: int
     process_group: ProcessGroup | None
     expert_data_group: ProcessGroup | None
+    mesh: DeviceMesh | None
+    process_groups: tuple[ProcessGroup, ...]
     comm: Communicator
     workspace: Workspace
     cuda_kernels: bool
@@ -83,7 +90,7 @@ class ExpertGroup:
         """
         self.comm.close()
         if self.comm.all_left:
-            leave_groups(self.process_group, self.expert_data_group)
+            leave_groups(*self.process_groups)
 
 
 def make_expert_group(
@@ -134,9 +141,12 @@ def make_expert_group(
         _tell_of_padding(moe.ffn_size, parallel.tp)
     shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
     group, expert_data_group = _process_groups(world_size, parallel.world_size)
+    mesh = make_mesh(parallel, device.type, group, expert_data_group)
+    groups = [each for each in (group, expert_data_group) if each is not None]
+    groups += [] if mesh is None else mesh.get_all_groups()
     with ExitStack() as opened:
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail
-            opened.callback(leave_groups, group, expert_data_group)
+            opened.callback(leave_groups, *groups)
         if group is not None:
             check_equal(group, asdict(shape))
         comm = opened.enter_context(
@@ -148,6 +158,8 @@ def make_expert_group(
             world_size=world_size,
             process_group=group,
             expert_data_group=expert_data_group,
+            mesh=mesh,
+            process_groups=tuple(groups),
             comm=comm,
             workspace=Workspace(comm, shape),
             cuda_kernels=agree_on_kernels(comm.device, group),
@@ -190,12 +202,11 @@ def check_spare(spare_multiprocessors: int, device: torch.device) -> None:
         )
 
 
-def leave_groups(*groups: ProcessGroup | None) -> None:
+def leave_groups(*groups: ProcessGroup) -> None:
     """Destroy process groups, with their threads and connections (collective); those already destroyed are left."""
     for group in groups:
-        if group is not None:
-            with suppress(ValueError):  # what torch says of a group it no longer knows
-                dist.destroy_process_group(group)
+        with suppress(ValueError):  # what torch says of a group it no longer knows
+            dist.destroy_process_group(group)
 
 
 def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:

@@ -18,6 +18,7 @@ from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
 from comet.router import Router
 from comet.router_losses import RouterStats
+from comet.sharding import expert_parameter, local, local_weights
 from comet.shared_expert import SharedExpert
 from comet.uncompiled import uncompiled
 
@@ -25,9 +26,10 @@ from comet.uncompiled import uncompiled
 class MoE(nn.Module):
     """A distributed Mixture-of-Experts feed-forward layer.
 
-    The weights are this rank's shard: ``w1 (e, 2, F/TP, D)`` gate and up projection, ``w2 (e, D, F/TP)`` down
-    projection. After a backward pass their gradients are complete for all tokens of the MoE group; the gradients of the
-    router and of the shared expert cover this rank's tokens only.
+    The weights are ``w1 (E, 2, F, D)`` gate and up projection and ``w2 (E, D, F)`` down projection. In an MoE group of
+    several ranks they are ``DTensor`` parameters, of which a rank holds ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``; see
+    ``comet.sharding`` for what torch's tools do with them. After a backward pass their gradients are complete for all
+    tokens of the MoE group; the gradients of the router and of the shared expert cover this rank's tokens only.
 
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
     whatever multiprocessors it finds, for its blocks draw their work or wait for nobody. Not so layer 1 with comm
@@ -67,8 +69,8 @@ class MoE(nn.Module):
         shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
         experts, width = self.layout.experts_local, config.ffn_size // self.layout.tp
         self.router = Router(config, device=group.device, dtype=torch.float32)
-        self.w1 = nn.Parameter(torch.empty(experts, 2, width, config.hidden_size, **shard))
-        self.w2 = nn.Parameter(torch.empty(experts, config.hidden_size, width, **shard))
+        self.w1 = expert_parameter(torch.empty(experts, 2, width, config.hidden_size, **shard), group.mesh)
+        self.w2 = expert_parameter(torch.empty(experts, config.hidden_size, width, **shard), group.mesh)
         self.shared = (
             SharedExpert(config.hidden_size, config.shared_ffn_size, **shard) if config.shared_ffn_size else None
         )
@@ -80,12 +82,13 @@ class MoE(nn.Module):
         config, layout = self.config, self.layout
         width = config.ffn_size // layout.tp
         columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
-        for local in range(layout.experts_local):
-            expert = layout.first_expert + local
+        mine1, mine2 = self.expert_weights()
+        for index in range(layout.experts_local):
+            expert = layout.first_expert + index
             w1 = _normal((2, config.ffn_size, config.hidden_size), config.hidden_size, seed, 2 * expert)
             w2 = _normal((config.hidden_size, config.ffn_size), config.ffn_size, seed, 2 * expert + 1)
-            self.w1[local].copy_(w1[:, columns])
-            self.w2[local].copy_(w2[:, columns])
+            mine1[index].copy_(w1[:, columns])
+            mine2[index].copy_(w2[:, columns])
         replicated = [self.router.weight, *(self.shared.parameters() if self.shared else ())]
         for index, parameter in enumerate(replicated):
             parameter.copy_(_normal(parameter.shape, parameter.shape[-1], seed, -1 - index))
@@ -93,6 +96,10 @@ class MoE(nn.Module):
     def expert_parameters(self) -> tuple[nn.Parameter, nn.Parameter]:
         """The parameters that are sharded over the group: ``w1`` and ``w2``."""
         return self.w1, self.w2
+
+    def expert_weights(self) -> tuple[Tensor, Tensor]:
+        """This rank's part, ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``, sharing memory with both; without gradients."""
+        return local(self.w1).detach(), local(self.w2).detach()
 
     @uncompiled
     def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
@@ -132,8 +139,7 @@ class MoE(nn.Module):
         Raises:
             ValueError: If tokens or routing do not fit the group or each other.
         """
-        w1, w2 = (weight.to(tokens.dtype) for weight in self.expert_parameters())
-        return self.experts(tokens, top_k_ids, top_k_weights, w1.flatten(1, 2), w2)
+        return self.experts(tokens, top_k_ids, top_k_weights, *local_weights(self.w1, self.w2, tokens.dtype))
 
     def tokens_of(self, x: Tensor) -> Tensor:
         """``(..., D)`` as ``(T, D)``; ValueError if size, device or type are not the layer's."""

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from comet.graphs import capture
 from comet.moe import MoE
 from comet.paths import SymmetricPath
+from comet.sharding import global_grad, local
 
 Later = list[Callable[[], Tensor]]
 
@@ -66,7 +67,9 @@ class TrainingGraphs:
         self._workspace = layer.group.workspace
         self._parameters = tuple(module.parameters())
         self._inputs = tuple(_like(each).requires_grad_(each.requires_grad) for each in inputs)
-        own = {name: each.detach().requires_grad_(each.requires_grad) for name, each in module.named_parameters()}
+        own = {
+            name: local(each).detach().requires_grad_(each.requires_grad) for name, each in module.named_parameters()
+        }
         with _later(layer) as later:
             self._run_forward, results = record(partial(functional_call, module, own, self._inputs))
             self._has_grad = tuple(each.requires_grad for each in results)
@@ -126,8 +129,10 @@ class TrainingGraphs:
             _ = own.zero_() if grad is None else own.copy_(grad)
         self._run_backward()
         found = [None if each is None else each.clone() for each in self._grads]
-        for place, parameter, make in self._later:
-            found[place] = make().view_as(parameter)  # which autograd casts
+        for place, _, make in self._later:
+            found[place] = make()
+        for place, parameter in enumerate(self._parameters, start=len(self._inputs)):
+            found[place] = global_grad(found[place], parameter)
         return found
 
     def mark(self, ctx: Any, results: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, or
 
 from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
+from comet.sharding import expert_parameter, local
 
 
 def open_group(case: LayerCase, device: str, backend: str = "auto") -> ExpertGroup:
@@ -33,8 +34,8 @@ def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", back
     group = open_group(case, device, backend)
     moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
-        for parameter, weight in zip(moe.expert_parameters(), shard(case, rank, *full_weights(case)), strict=True):
-            parameter.copy_(weight)
+        for mine, weight in zip(moe.expert_weights(), shard(case, rank, *full_weights(case)), strict=True):
+            mine.copy_(weight)
     return moe
 
 
@@ -61,8 +62,7 @@ def run_case(
     torch.use_deterministic_algorithms(device == "cpu")
     moe = build_layer(case, rank, path, device)
     if case.strided:
-        for parameter in moe.expert_parameters():
-            parameter.data = as_strided(parameter.data)
+        moe.w1, moe.w2 = (expert_parameter(as_strided(mine), moe.group.mesh) for mine in moe.expert_weights())
     sleeper, outputs = random.Random(rank + case.seed), []
     for call in range(case.calls):
         inputs = rank_inputs(case, rank, call)
@@ -96,8 +96,8 @@ def _compare(
         "output": (y, exact.output, same.output),
         "grad_tokens": (x.grad, exact.grad_tokens, same.grad_tokens),
         "grad_top_k_weights": (weights.grad, exact.grad_top_k, same.grad_top_k),
-        "grad_w1": (moe.w1.grad, exact.grad_w1, same.grad_w1),
-        "grad_w2": (moe.w2.grad, exact.grad_w2, same.grad_w2),
+        "grad_w1": (local(moe.w1.grad), exact.grad_w1, same.grad_w1),
+        "grad_w2": (local(moe.w2.grad), exact.grad_w2, same.grad_w2),
     }
     for what, (actual, truth, plain) in found.items():
         where = f"{case.name}, seed {case.seed}, call {call}, rank {rank}: {what}"

@@ -14,6 +14,7 @@ from weight_gradients import weight_gradient_units
 
 from comet.layout import ExpertLayout
 from comet.reference import kept_slots, reference_experts
+from comet.sharding import local
 
 ZIPF_EXPONENT = 1.5
 MASKED_SHARE = 0.4
@@ -160,4 +161,4 @@ def shard(layer: StressCase, rank: int, w1: Tensor, w2: Tensor) -> tuple[Tensor,
 def gradient(leaf: Tensor) -> Tensor:
     """The gradient that reached a leaf."""
     assert leaf.grad is not None, f"no gradient reached a leaf of shape {tuple(leaf.shape)}"
-    return leaf.grad
+    return local(leaf.grad)

@@ -109,8 +109,8 @@ def make_layer(layer: StressCase, path: str, group: ExpertGroup) -> tuple[MoE, F
     weights = FullWeights.draw(layer, group.device)
     with torch.no_grad():
         mine = shard(layer, group.rank, weights.w1, weights.w2)
-        for parameter, weight in zip(moe.expert_parameters(), mine, strict=True):
-            parameter.copy_(weight)
+        for part, weight in zip(moe.expert_weights(), mine, strict=True):
+            part.copy_(weight)
     return moe, weights
 
 
@@ -167,7 +167,7 @@ def check_case(case: StressCase, rank: int, family: Family, path: str) -> list[s
         for number in set(case.inputs)
     }
     sleeper = Random(f"{case.seed} delays of rank {rank}")
-    in_fp8 = quantised(*moe.expert_parameters()) if case.fp8 else None  # which waits for the GPU, unlike a call
+    in_fp8 = quantised(*moe.expert_weights()) if case.fp8 else None  # which waits for the GPU, unlike a call
     results = [run_call(moe, case, of_ranks[number][rank], sleeper, in_fp8) for number in case.inputs]
     group.workspace.check()
     return wrong_results(case, rank, results, of_ranks, weights)

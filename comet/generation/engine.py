@@ -22,6 +22,7 @@ from comet.group import ExpertGroup
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
+from comet.sharding import local
 from comet.shared_expert import SharedExpert
 
 
@@ -87,7 +88,7 @@ class FrozenExperts:
         """See ``ExpertPath``; equal on all ranks."""
         experts = None
         if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
-            experts = self.shared.weights(*self.parameters)
+            experts = self.shared.weights(*map(local, self.parameters))
             top_k_ids, top_k_weights = self.shared.routing(top_k_ids, top_k_weights)
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
             return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, experts=experts)
@@ -206,7 +207,7 @@ class GPTEngine:
         embedding = self.model.embedding.weight
         rows = len(self._cache.lengths) * embedding[0].nbytes
         dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
-        expert = sum(weight[0].nbytes for weight in self.model.expert_parameters()[:2])
+        expert = sum(local(weight)[0].nbytes for weight in self.model.expert_parameters()[:2])
         if len(self._cache.lengths) <= self.runner.decode.max_tokens:
             dense -= sum(layer.shared.bytes_elsewhere(expert) for layer in self._experts if layer.shared is not None)
         return int(self._touched) / self._steps * expert + dense + rows
@@ -224,5 +225,4 @@ def freeze(model: GPT) -> None:
         parameter.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, (nn.Linear, MoE, SharedExpert)):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(model.dtype)
+            module._apply(lambda weight: weight.to(model.dtype), recurse=False)

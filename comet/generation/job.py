@@ -89,7 +89,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engin
         hf_model = load_pretrained(source.path, group, keep_fp8=config.generate.keep_fp8)
         return HFEngine(hf_model, cuda_graph=config.generate.cuda_graph)
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap)
-    load_weights(model, source.checkpoint, group)
+    load_weights(model, source.checkpoint)
     return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph)
 
 

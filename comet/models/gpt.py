@@ -170,9 +170,7 @@ class GPT(nn.Module):
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, all expert shards counted."""
-        ranks = next((layer.layout.world_size for layer in self.moe_layers()), 1)
-        sharded = sum(parameter.numel() for parameter in self.expert_parameters())
-        return ranks * sharded + sum(parameter.numel() for parameter in self.dense_parameters())
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def _predict(self, ids: Tensor, rotary: Tensor, attends: Sequence[Attend], last: Tensor | None = None) -> GPTOutput:
         """Run all blocks; with ``last (B,)`` only that position of each sequence is predicted from."""

@@ -1,7 +1,7 @@
 """Weights and optimizer moments to and from disk, through ``torch.distributed.checkpoint``.
 
-Expert tensors are saved as shards of one global tensor (over EP along the experts, over TP along F), so a job with
-another EP, TP or world size loads them. At the same world size a resumed job goes on bit for bit: weights, moments and
+Expert tensors are saved as shards of one global tensor (see ``comet.sharding``), so a job with another EP, TP or world
+size loads them. At the same world size a resumed job goes on bit for bit: weights, moments and
 the step are all its state, since batches and learning rates are functions of the step.
 """
 
@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import AdamW
 
 from comet.group import ExpertGroup
@@ -31,7 +29,6 @@ from comet.training.checkpoint_folder import (
     read_checkpoint,
 )
 
-EXPERT_DIM, FFN_DIM = 0, 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -50,7 +47,6 @@ class Checkpointer:
         self.model = model
         self.optimizer = optimizer
         self.group = group
-        self.shard = ExpertSharding(group)
 
     def save(self, step: int) -> Path:
         """Write a checkpoint (collective).
@@ -98,13 +94,11 @@ class Checkpointer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything to save, by name, sharing memory with the model and the optimizer."""
-        experts = {id(parameter) for parameter in self.model.expert_parameters()}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        tensors = _model_tensors(self.model, self.shard)
+        tensors = _model_tensors(self.model)
         for parameter, state in self.optimizer.state.items():
-            place = self.shard if id(parameter) in experts else _whole
             name = names[id(parameter)]
-            tensors.update({f"optimizer.{name}.{moment}": place(state[moment]) for moment in MOMENTS})
+            tensors.update({f"optimizer.{name}.{moment}": state[moment] for moment in MOMENTS})
         return tensors
 
     def _barrier(self) -> None:
@@ -115,53 +109,23 @@ class Checkpointer:
                 torch.cuda.synchronize(self.group.device)
 
 
-class ExpertSharding:
-    """Expert tensors of this rank as parts of global ones; the same tensors where every rank holds all experts.
-
-    Args:
-        group: The ranks, in a mesh of (MoE group, EP shard, TP rank); collective.
-    """
-
-    def __init__(self, group: ExpertGroup) -> None:
-        self.mesh: DeviceMesh | None = None
-        if group.parallel.world_size > 1:
-            shape = (group.data_parallel, group.parallel.ep, group.parallel.tp)
-            self.mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=("data", "ep", "tp"))
-
-    def __call__(self, local: Tensor) -> Tensor:
-        """A view of ``local`` that knows its place."""
-        if self.mesh is None:
-            return local
-        placements = [Replicate(), Shard(EXPERT_DIM), Shard(FFN_DIM)]
-        return DTensor.from_local(local.detach(), self.mesh, placements, run_check=False)
-
-
-def load_weights(model: GPT, checkpoint: Checkpoint, group: ExpertGroup) -> None:
+def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
     """Read the weights of a checkpoint of any EP, TP and world size, without the moments (collective).
 
     Args:
         model: Filled in place.
         checkpoint: Complete, as ``choose_checkpoint`` returns it.
-        group: The model's ranks.
 
     Raises:
         ValueError: If the checkpoint is of another model.
     """
     checkpoint.check_model(model.config)
-    _read(checkpoint.path, _model_tensors(model, ExpertSharding(group)))
+    _read(checkpoint.path, _model_tensors(model))
 
 
-def _model_tensors(model: GPT, shard: ExpertSharding) -> dict[str, Tensor]:
+def _model_tensors(model: GPT) -> dict[str, Tensor]:
     """All weights and buffers by their names in a checkpoint, sharing memory with the model."""
-    experts = {id(parameter) for parameter in model.expert_parameters()}
-    sharded = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
-    state = model.state_dict()
-    return {f"model.{name}": shard(tensor) if name in sharded else tensor for name, tensor in state.items()}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """What every rank holds all of."""
-    return tensor
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
 def _read(path: Path, tensors: dict[str, Tensor]) -> None:

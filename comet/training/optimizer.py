@@ -20,6 +20,7 @@ from torch.optim import AdamW
 
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT
+from comet.sharding import local
 from comet.training.config import TrainConfig
 
 BETAS = (0.9, 0.95)
@@ -60,13 +61,15 @@ def make_optimizer(model: GPT, config: TrainConfig) -> ScaledAdamW:
 
     The moments exist from the start, as zeros, so that a checkpoint can be loaded into them.
     """
-    parameters = list(model.parameters())
+    dense = model.dense_parameters()
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in dense if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0},
+        # Apart: torch's fused kernels take tensors or DTensors, not both.
+        {"params": model.expert_parameters(), "weight_decay": config.weight_decay},
     ]
     optimizer = ScaledAdamW(groups, lr=config.lr, betas=BETAS, eps=EPSILON, fused=True)
-    for parameter in parameters:
+    for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -131,12 +134,12 @@ def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Gradients in parameter order; one that no token touched is zero, so that all ranks send the same buckets."""
+    """This rank's, in parameter order; one that no token touched is zero, so that all ranks send the same buckets."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
+        gradients.append(local(parameter.grad))
     return gradients
 
 

@@ -16,6 +16,7 @@ from ranks import run_ranks
 from training_cases import MODEL, MOE, TRAIN, make_model
 
 from comet.launch.failures import is_user_error
+from comet.sharding import local
 from comet.training import checkpoint_folder
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import choose_checkpoint, list_checkpoints, read_checkpoint
@@ -68,7 +69,8 @@ def save_and_go_on(rank, world_size, folder, ep, tp):
 def load_logits(rank, world_size, folder, ep, tp):
     trainer, checkpointer = make_trainer(folder, ep=ep, tp=tp, seed=9)
     assert checkpointer.load(choose_checkpoint(folder, folder)[0]) == 2
-    moments = [trainer.optimizer.state[weight]["exp_avg_sq"].sum() for weight in trainer.model.expert_parameters()]
+    states = [trainer.optimizer.state[weight] for weight in trainer.model.expert_parameters()]
+    moments = [local(state["exp_avg_sq"]).sum() for state in states]
     found = logits(trainer).tolist()
     trainer.group.close()
     return found, torch.stack(moments).tolist()

@@ -29,6 +29,7 @@ from comet.errors import CommTimeoutError, StepFailedError
 from comet.modular import FusedExperts, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricContiguous
 from comet.moe import MoE
 from comet.paths import SymmetricPath
+from comet.sharding import local
 
 CASE = LayerCase("ep2", 2, 1, (40, 33))
 PIECES = ("plan", "layer0", "layer1", "barrier", "grad_hidden", "swiglu_backward", "grad_weight", "grad_tokens")
@@ -53,7 +54,7 @@ def compare(moe: MoE, rank: int, number: int, where: str) -> None:
     exact, same = (oracle(CASE, rank, dtype, number) for dtype in (torch.float64, CASE.dtype))
     for what, found in call(moe, rank, number).items():
         assert found is not None, what
-        assert_as_close(found, getattr(exact, what), getattr(same, what), CASE.dtype, f"{where}: {what}")
+        assert_as_close(local(found), getattr(exact, what), getattr(same, what), CASE.dtype, f"{where}: {what}")
 
 
 def break_once(owner: Any, name: str, error: BaseException, *, after: bool) -> None:
@@ -169,7 +170,8 @@ def test_decode_refuses_after_a_failure_and_is_right_after_a_restart(use_kernels
 def fail_in_modular(rank: int, world_size: int) -> None:
     """The experts raise between dispatch and combine."""
     moe = build_layer(CASE, rank, "twin")
-    w1, w2 = moe.w1.detach().flatten(1, 2), moe.w2.detach()
+    w1, w2 = moe.expert_weights()
+    w1 = w1.flatten(1, 2)
     pairs = ((SymmetricContiguous, GroupedContiguous), (FusedPrepareFinalize, FusedExperts))
     for prepare_finalize, experts in pairs:
         layer = ModularMoE(prepare_finalize(CASE.config, moe.group), experts(CASE.config, moe.group))

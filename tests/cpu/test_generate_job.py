@@ -68,7 +68,7 @@ def continued(rank, world_size, folder, ep, tp, decode_tokens, config):
         model_config.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=16, dtype=torch.float32, device="cpu"
     )
     model = GPT(model_config, group, seed=5)
-    load_weights(model, source.checkpoint, group)
+    load_weights(model, source.checkpoint)
     codec = ByteCodec()
     engine = GPTEngine(model, group, decode_tokens=decode_tokens)
     made = generate(engine, codec, encode_prompts(config, codec, 32), config, context=32)

@@ -21,6 +21,7 @@ from comet.errors import CommTimeoutError
 from comet.group import make_expert_group
 from comet.moe import MoE
 from comet.paths import SymmetricPath, expert_capacity
+from comet.sharding import local
 
 CASES = [
     LayerCase("one rank", 1, 1, (37,), num_phases=1),
@@ -132,7 +133,7 @@ def run_both_ways(rank: int, world_size: int, case: LayerCase, path: str) -> lis
         inputs = rank_inputs(case, rank, call)
         x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
         y = moe.routed_experts(x, inputs.top_k_ids, weights)
-        found += [y.detach(), *torch.autograd.grad(y, (x, weights, moe.w1, moe.w2), inputs.grad_output)]
+        found += map(local, (y, *torch.autograd.grad(y, (x, weights, moe.w1, moe.w2), inputs.grad_output)))
     moe.group.workspace.check()
     return found
 
@@ -184,7 +185,7 @@ def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int, trans
     for landing in (workspace.recv_rows, workspace.combine_rows):
         landing.local.fill_(float("nan"))
     plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
-    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    w1, w2 = moe.expert_weights()
     arguments = (plan, workspace, pieces.settings)
     dist.barrier()
     if rank == 1 and late_layer == 0:
@@ -213,7 +214,7 @@ def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str, tra
     assert isinstance(pieces, SymmetricPath)
     inputs = rank_inputs(case, rank)
     plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
-    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    w1, w2 = moe.expert_weights()
     arguments = (plan, group.workspace, pieces.settings)
     dist.barrier()
     if rank == 1 and place == "layer 0 dispatch":

@@ -66,7 +66,7 @@ def record_case(rank: int, case: LayerCase) -> Found:
     pieces, workspace = moe.experts, moe.group.workspace
     assert isinstance(pieces, SymmetricPath)
     inputs = rank_inputs(case, rank)
-    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    w1, w2 = moe.expert_weights()
     with record(moe.group) as timeline:
         plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
         arguments = (plan, workspace, pieces.settings)

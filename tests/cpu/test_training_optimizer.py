@@ -11,6 +11,7 @@ from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, make_model
 
 from comet.launch.config import compose
 from comet.models.gpt import next_token_loss
+from comet.sharding import local
 from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
 from comet.training.loop import Trainer
@@ -38,11 +39,11 @@ def test_learning_rate_of_one_step_and_beyond_the_end():
 
 def test_only_matrices_decay():
     model, _ = make_model()
-    decayed, kept = make_optimizer(model, TRAIN).param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (TRAIN.weight_decay, 0.0)
-    assert all(parameter.dim() > 1 for parameter in decayed["params"])
-    assert all(parameter.dim() == 1 for parameter in kept["params"])
-    assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+    groups = make_optimizer(model, TRAIN).param_groups
+    for group in groups:
+        assert {parameter.dim() > 1 for parameter in group["params"]} == {group["weight_decay"] == TRAIN.weight_decay}
+    assert {group["weight_decay"] for group in groups} == {TRAIN.weight_decay, 0.0}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
 def local_norm(rank, world_size, ep, tp, max_norm, num_batches):
@@ -60,7 +61,7 @@ def local_norm(rank, world_size, ep, tp, max_norm, num_batches):
     optimizer.clip(norm, max_norm, num_summed=world_size)
     optimizer.step()  # which leaves the gradients as it took them
     dense = [parameter.grad.tolist() for parameter in model.dense_parameters()]
-    experts = [parameter.grad.tolist() for parameter in model.expert_parameters()]
+    experts = [local(parameter.grad).tolist() for parameter in model.expert_parameters()]
     group.close()
     return norm.item(), dense, experts
 

@@ -98,7 +98,7 @@ def replayed(rank: int, world_size: int, case: LayerCase) -> None:
     torch.cuda.set_device(gpu_of(rank))
     moe, sleeper = build_layer(case, rank, "fused", gpu_of(rank)), random.Random(rank)
     pushing = SymmetricPath(case.config, moe.group, replace(case.overlap, transport="push"), use_kernels=True)
-    w1, w2 = (weight.detach() for weight in moe.expert_parameters())
+    w1, w2 = moe.expert_weights()
     first = rank_inputs(case, rank)
     given = [tensor.cuda() for tensor in (first.tokens, first.top_k_ids, first.top_k_weights)]
     graph = torch.cuda.CUDAGraph()
