@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from comet.autograd import wants_grad
+from comet.collectives import wants_grad
 from comet.config import ParallelConfig
 
 PLACEMENTS = {"ep": Shard(0), "tp": Shard(2)}

@@ -126,7 +126,7 @@ class SharedSlots(AlwaysOn):
         self._counted: list[Tensor] = []
         self._versions: list[int] = []
 
-    def weights(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
+    def weights(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
         """What a step reads: the layer's ``(e, 2F/TP, D)`` or ``(e, 2, F/TP, D)``, ``(e, D, F/TP)``, then pieces."""
         parts, joined = self._matrices(self.module), self._joined
         if joined is None or joined.w1.data_ptr() != w1.data_ptr() or joined.w2.data_ptr() != w2.data_ptr():
@@ -161,7 +161,7 @@ class SharedSlots(AlwaysOn):
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def _join(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
+    def _join(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
         experts, hidden_size, width = w2.shape
         held = len(self._pieces(width))
         all_w1 = with_room(w1, (experts + held, 2 * width, hidden_size))
@@ -201,7 +201,7 @@ def before_replay(runners: Iterable[Runner], shared: Iterable[SharedSlots | None
             slots.refresh()
 
 
-def with_room(weight: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+def with_room(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Move a layer's weights to the front of a tensor of this shape, of which they become a view."""
     if weight.shape[0] == shape[0]:  # no piece is held here
         return weight.data.view(shape)

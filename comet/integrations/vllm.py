@@ -198,9 +198,11 @@ class PrepareFinalizeAdapter:
     def _handed_out(self, rows: Rows) -> Prepared:
         """Rows as vLLM wants them; the ids of batched rows, which lie by expert, are those it has."""
         assert isinstance(rows, ContiguousRows | BatchedRows)
-        tokens, scales = rows.tokens, None
-        if isinstance(tokens, FP8):
-            tokens, scales = tokens.elements.contiguous(), tokens.scales.contiguous()
+        held, scales = rows.tokens, None
+        if isinstance(held, FP8):
+            tokens, scales = held.elements.contiguous(), held.scales.contiguous()
+        else:
+            tokens = held
         if isinstance(rows, BatchedRows):
             meta = self.vllm.ExpertTokensMetadata(expert_num_tokens=rows.counts, expert_num_tokens_cpu=None)
             return tokens, scales, meta, None, None
