@@ -104,7 +104,7 @@ class FP8SharedSlots(SharedSlots):
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def _join(self, w1: nn.Parameter, w2: nn.Parameter) -> DecodeWeights:
+    def _join(self, w1: Tensor, w2: Tensor) -> DecodeWeights:
         held = next((len(part) for part in self.experts.pieces.parameters()), 0)
         return self.experts.join_weights(self.table(held, w1.device))
 
