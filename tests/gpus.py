@@ -34,6 +34,11 @@ def gpu_of(rank: int) -> str:
     return f"cuda:{rank % torch.cuda.device_count()}"
 
 
+def take_free_memory() -> list[torch.Tensor]:
+    """Tensors of ones (uint8) of many sizes on the current GPU, where memory lies that others have let go of."""
+    return [torch.ones(2**bits, dtype=torch.uint8, device="cuda") for bits in range(9, 25) for _ in range(8)]
+
+
 def backend_of(world_size: int) -> str:
     """Of a process group; NCCL refuses ranks that share a GPU."""
     return f"cpu:gloo,cuda:{'nccl' if world_size <= torch.cuda.device_count() else 'gloo'}"

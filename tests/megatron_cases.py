@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -79,6 +80,22 @@ def use_cpu() -> None:
     random._get_all_rng_states, random._set_all_rng_states = tuple, lambda *states: None
 
 
+class Works(list[Any]):
+    """Several operations of a process group, to be waited for as one."""
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self:
+            work.wait()
+
+
+def all_reduce_each(group: Any, tensors: list[Tensor], options: Any) -> Works:
+    """In place of one operation for all tensors, with which Megatron reduces gradients and gloo has none for GPUs."""
+    each = dist.AllreduceOptions()
+    each.reduceOp = options.reduceOp
+    return Works(group.allreduce([tensor], each) for tensor in tensors)
+
+
 def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None:
     """Megatron's process groups and seeds, in fresh ones after an earlier start."""
     from megatron.core import parallel_state
@@ -90,6 +107,8 @@ def start(ep: int, expert_tp: int = 1, tp: int = 1, device: str = "cpu") -> None
     torch.compiler.set_stance("force_eager")  # compiling a few lines of the router takes longer than a test
     if device == "cpu":
         use_cpu()
+    elif "cuda:gloo" in dist.get_backend_config():  # ranks that share a GPU
+        dist.ProcessGroup.allreduce_coalesced = all_reduce_each  # type: ignore[method-assign]
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

@@ -128,9 +128,9 @@ def sleep(device: torch.device, cycles: int) -> None:
         torch.cuda._sleep(cycles)
 
 
-def make_clear(config: Any, spec: Any, size: Size) -> nn.Module:
+def make_clear(config: Any, spec: Any, size: Size, device: str) -> nn.Module:
     """A model of that size in which rounding does not change who computes a token."""
-    model = make_gpt(config, spec, size.vocabulary, size.sequence)
+    model = make_gpt(config, spec, size.vocabulary, size.sequence).to(device)  # Megatron leaves positions on the CPU
     experts, parameters = config.num_moe_experts, dict(model.named_parameters())
     with torch.no_grad():
         words = parameters["embedding.word_embeddings.weight"]
@@ -176,7 +176,7 @@ def train_beside_megatron(
     """In each layout steps of three models with the same weights, each rank late by another time in each."""
     for layout in layouts:
         config, wide, group = begin(size, layout, device)
-        make = partial(make_clear, size=size)
+        make = partial(make_clear, size=size, device=device)
         stock, ours = twins(make, config, group, rank)
         models = [Trainee(config, stock), Trainee(config, ours)]
         exact = make(wide, stock_spec(wide))

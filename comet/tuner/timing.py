@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -177,7 +177,7 @@ def capture(variant: Variant, *, rotate: int) -> Variant:
         rotate: Number of input sets.
 
     Returns:
-        A variant for ``time_interleaved``.
+        A variant for ``time_interleaved``, which keeps the given one and what that holds.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -191,7 +191,12 @@ def capture(variant: Variant, *, rotate: int) -> Variant:
         with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
             variant(index)
         graphs.append(graph)
-    return lambda index: graphs[index].replay()
+    return partial(_replay, graphs, variant)
+
+
+def _replay(graphs: Sequence[torch.cuda.CUDAGraph], captured: Variant, index: int) -> None:
+    """Replay the graph of an input set; what was ``captured`` holds memory of which a graph knows the address only."""
+    graphs[index].replay()
 
 
 def start_call(variant: Variant, index: int, barrier: Callable[[], None], device: torch.device) -> Callable[[], float]:

@@ -13,8 +13,16 @@ import triton.language as tl
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_inputs, random_case
 from ranks import run_ranks
 
+from comet.comm.local import LocalCommunicator
 from comet.config import MAX_TOP_K
-from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_decode, warp_decode_torch
+from comet.decode import (
+    MAX_DECODE_TOKENS,
+    DecodeScratch,
+    DecodeWeights,
+    RankDecode,
+    warp_decode,
+    warp_decode_torch,
+)
 from comet.decode.local import run_kernels
 from comet.graphs import hold_if_captured
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
@@ -356,3 +364,19 @@ def test_memory_does_not_hold_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     del owner
     gc.collect()
     assert seen() is None
+
+
+def test_a_graph_of_a_step_over_ranks_outlives_the_object_that_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comet.graphs.is_capturing", lambda device: True)
+    monkeypatch.setattr("comet.decode.local.decode", lambda *step: None)
+    inputs = make_inputs(DecodeCase(name="graph", T=3, K=2, E=4, D=16, F=16), torch.float32, "cpu")
+    comm = LocalCommunicator(torch.device("cpu"), 1.0)
+    decode = RankDecode(comm, hidden_size=16, use_kernels=True)
+    decode(inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
+    held = weakref.ref(decode.words.pointers)
+    del decode
+    gc.collect()
+    assert held() is not None
+    del comm
+    gc.collect()
+    assert held() is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, check_graph, make_inputs, random_case
+from gpus import take_free_memory
 
 from comet.decode import DecodeScratch, DecodeWeights, warp_decode
 from comet.kernels.warp_decode_blocks import BlockShape, select
@@ -113,3 +115,22 @@ def test_a_batch_changes_only_the_order_of_additions() -> None:
     alone = warp_decode(inputs.tokens[3:4], inputs.ids[3:4], inputs.routing_weights[3:4], inputs.weights)
     assert select(torch.float32, 1, 8, 2048, 768) != select(torch.float32, 8, 8, 2048, 768)
     assert (together[3] - alone[0]).abs().max() < 1e-4 * together.abs().max()
+
+
+def test_a_graph_runs_on_when_its_caller_has_let_go_of_the_scratch() -> None:
+    inputs = make_inputs(DecodeCase(name="let go", T=8, **QWEN3), torch.bfloat16, "cuda")
+    step = (inputs.tokens.contiguous(), inputs.ids, inputs.routing_weights, inputs.weights)
+    scratch = DecodeScratch.create(inputs.weights, 8, torch.bfloat16, max_tokens=8)
+    warp_decode(*step, scratch=scratch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = warp_decode(*step, scratch=scratch)
+    del scratch
+    gc.collect()
+    taken = take_free_memory()
+    for _ in range(3):
+        step[0].normal_()
+        graph.replay()
+        assert torch.equal(output, warp_decode(*step))
+    assert all(bool((memory == 1).all()) for memory in taken), "others' memory was written to"

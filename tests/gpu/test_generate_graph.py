@@ -23,6 +23,7 @@ from comet.generation.job import generate_job
 from comet.generation.step import DecodeStep
 from comet.group import make_expert_group
 from comet.models.cache import CHUNK, attend_to_cache
+from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.training.run import train
 
@@ -81,13 +82,15 @@ def assert_same(eager: Engine, captured: Engine, vocabulary: int, num_sequences:
         engine.check()
 
 
-def gpt_engines(dtype: torch.dtype, device: torch.device, ep: int = 1) -> tuple[list[GPTEngine], Any]:
+def gpt_engines(
+    dtype: torch.dtype, device: torch.device, ep: int = 1, config: ModelConfig = MODEL_GPU
+) -> tuple[list[GPTEngine], Any]:
     """The same model twice, for eager and for captured steps."""
-    moe = MODEL_GPU.moe
+    moe = config.moe
     group = make_expert_group(moe, ParallelConfig(ep=ep), max_tokens=512, dtype=dtype, device=device)
     engines = []
     for mode in ("off", "on"):
-        model = GPT(MODEL_GPU, group, seed=1)
+        model = GPT(config, group, seed=1)
         with torch.no_grad():
             drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
             model.head.weight.copy_(drawn * 0.3)
@@ -105,6 +108,28 @@ def test_comet_gpt(num_sequences: int, dtype: torch.dtype) -> None:
     assert lengths == [length + STEPS - 1 for length in BATCHES[num_sequences]]
     torch.testing.assert_close(captured._cache.keys, eager._cache.keys, rtol=1e-5, atol=1e-5)
     group.close()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_replayed_steps_read_a_shared_expert_as_it_is_now() -> None:
+    """It joins the decode steps, which read copies of its weights."""
+    config = replace(MODEL_GPU, moe=replace(MODEL_GPU.moe, shared_ffn_size=256))
+    engines, group = gpt_engines(torch.bfloat16, GPU, config=config)
+    for engine in engines:
+        assert all(layer.experts.shared is not None for layer in engine.model.moe_layers())
+        engine.prefill(*prompts_of(2, 1, 256, GPU), 64)
+    for step in range(STEPS):
+        eager, captured = (engine.decode(torch.tensor([step, 2], device=GPU)) for engine in engines)
+        torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-5, msg=f"step {step}")
+        for engine in engines if step % 3 == 2 else []:
+            for layer in engine.model.moe_layers():
+                for weight in layer.shared.parameters():
+                    weight.normal_(std=0.5, generator=torch.Generator(GPU).manual_seed(step))
+    assert engines[1].why_eager == ""
+    group.close()
+    with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
+        engines[1].decode(torch.tensor([1, 2], device=GPU))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import take_free_memory
 from layer_cases import LayerCase, rank_inputs
 from modular_cases import attacks, check_fp8_rows, combinations, larger, make_group, rank_weights, run_combinations
 from torch import Tensor
@@ -75,4 +76,33 @@ def test_replays_from_a_cuda_graph_with_other_routing(parts: tuple[type, type, t
         graph.replay()
         found = output.clone()
         assert torch.equal(found, layer(*changed, w1, w2)), f"call {call}"
+    group.workspace.check()
+
+
+@pytest.mark.parametrize("parts", [(SingleRank, GroupedContiguous), (SymmetricBatched, GroupedBatched)])
+def test_graphs_of_ascending_numbers_of_tokens(parts: tuple[type, type]) -> None:
+    """Each capture comes after a larger eager call; what the older ones leave behind is then given to others."""
+    cases = [
+        LayerCase("ascending", 1, 1, (count,), 8, 2, 128, 64, dtype=torch.bfloat16, seed=35) for count in (8, 48, 300)
+    ]
+    group = make_group(cases[-1], "cuda")
+    layer = ModularMoE(*(kind(cases[0].config, group) for kind in parts))
+    w1, w2 = rank_weights(cases[0], 0, Tensor, "cuda")
+    captured = []
+    for case in cases:
+        inputs = rank_inputs(case, 0)
+        given = [part.cuda() for part in (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)]
+        layer(*given, w1, w2)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = layer(*given, w1, w2)
+        captured.append((given, graph, output))
+    taken = take_free_memory()
+    for given, graph, output in captured * 2:
+        graph.replay()
+        assert torch.equal(output, layer(*given, w1, w2)), f"{len(output)} tokens"
+        assert all(bool((memory == 1).all()) for memory in taken), (
+            f"{len(output)} tokens: others' memory was written to"
+        )
     group.workspace.check()

@@ -23,7 +23,7 @@ STEPS = 12
 
 
 def train(rank: int, world_size: int) -> None:
-    """NCCL reduces gradients beside the layer's kernels, later on one rank than on the other."""
+    """NCCL (gloo where ranks share a GPU) reduces gradients beside the layer's kernels, later on one rank."""
     torch.cuda.set_device(gpu_of(rank))
     train_beside_megatron(rank, world_size, SIZE, [(2, 1, 1), (1, 2, 1)], STEPS, gpu_of(rank))
 
@@ -38,13 +38,13 @@ def checkpoints(rank: int, world_size: int, folder: Path) -> None:
     save_and_load(rank, world_size, folder, gpu_of(rank))
 
 
-def on_gpus(function: Any, *args: Any) -> None:
-    run_ranks(function, 2, *args, backend=ON_GPUS, timeout=100)
+def on_gpus(function: Any, *args: Any, timeout: float = 100) -> None:
+    run_ranks(function, 2, *args, backend=ON_GPUS, timeout=timeout)
 
 
-@pytest.mark.multi_gpu(n=2, own=True)
+@pytest.mark.multi_gpu(n=2)
 def test_training() -> None:
-    on_gpus(train)
+    on_gpus(train, timeout=300)
 
 
 @pytest.mark.multi_gpu(n=2, own=True)
