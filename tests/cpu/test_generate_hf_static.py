@@ -155,3 +155,21 @@ def test_the_stock_experts_wait_for_the_device_and_run_eagerly(monkeypatch: pyte
 def test_sizes_must_be_positive(sequences: int, places: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message} must be at least 1"):
         hf.StaticDecoder(tiny_model("mixtral"), sequences, places)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
+@torch.no_grad()
+def test_a_replayed_step_reads_the_shared_expert_as_it_is(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = graphs_on_cpu(monkeypatch)
+    models = [hf.convert(tiny_model(family)) for _ in range(2)]
+    engines = [HFEngine(model, cuda_graph=mode) for model, mode in zip(models, ("off", "on"), strict=True)]
+    for engine in engines:
+        engine.prefill(PROMPTS, LENGTHS, 13)
+    for step in range(STEPS):
+        assert torch.equal(*(engine.decode(torch.tensor([step, 2])) for engine in engines)), f"step {step}"
+        for model in models:
+            joined = [module.shared for module in model.modules() if getattr(module, "shared", None) is not None]
+            assert joined
+            weights = [weight for slots in joined for weight in slots.module.parameters()]
+            weights[step % len(weights)].normal_(std=0.5, generator=torch.Generator().manual_seed(step))
+    assert captures.count == 1

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from comet.tuner.timing import (
     SHORTEST_ROUND_S,
     WARM_S,
     Timing,
+    capture,
     host_ahead,
     max_over_ranks,
     more_rounds,
@@ -175,3 +180,18 @@ def test_ranks_of_unequal_speed_make_equally_many_rounds() -> None:
     assert fast == slow == 64
     assert slow_s == 4 * fast_s == WARM_S + 2 * 2**-7
     assert [rounds for rounds, _ in run_ranks(rounds_on_rank, 2, [0.25, 2**-10])] == [3, 3]
+
+
+def test_a_captured_variant_keeps_the_memory_that_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, **__: MagicMock())
+    scratch = torch.zeros(3)
+    held = weakref.ref(scratch)
+    replay = capture(partial(torch.add, scratch), rotate=2)
+    del scratch
+    gc.collect()
+    assert held() is not None
+    replay(1)
+    del replay
+    gc.collect()
+    assert held() is None
