@@ -16,7 +16,6 @@ only where they are told to trust their input they do not look at it, and do not
 
 from __future__ import annotations
 
-import math
 from dataclasses import InitVar, dataclass
 from typing import Literal, get_args
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from comet.config import MOE_DTYPES, require
+from comet.match import Sizes
 
 ScaleRule = Literal["floor", "fit"]
 
@@ -57,14 +57,12 @@ class MXFP8:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        _check_elements(self.elements)
+        sizes, device = Sizes(), self.elements.device
+        sizes.match("elements", self.elements, "... K", dtype=torch.float8_e4m3fn)
         _check_contraction(self.elements)
-        require(
-            self.scales.dtype == torch.uint8,
-            f"scales.dtype={self.scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)",
-        )
-        expected = (*self.elements.shape[:-1], self.elements.shape[-1] // MX_BLOCK)
-        _check_scales(self.scales, expected, self.elements)
+        if self.scales.dtype != torch.uint8:
+            raise ValueError(f"scales of dtype {self.scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)")
+        sizes.match("scales", self.scales, f"... K/{MX_BLOCK}", device=device)
         _refuse(self.scales == E8M0_NAN, self.scales, "scales", "be at most 254; 255 is the NaN of e8m0")
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
@@ -102,12 +100,11 @@ class FP8:
 
     def __post_init__(self, trusted: bool) -> None:
         require(self.block_rows in (1, FP8_BLOCK), f"block_rows={self.block_rows} must be 1 or {FP8_BLOCK}")
-        _check_elements(self.elements)
         _check_matrix("elements", self.elements)
-        require(self.scales.dtype == torch.float32, f"scales.dtype={self.scales.dtype} must be torch.float32")
-        *outer, rows, columns = self.elements.shape
-        expected = (*outer, math.ceil(rows / self.block_rows), math.ceil(columns / FP8_BLOCK))
-        _check_scales(self.scales, expected, self.elements)
+        sizes, rows = Sizes(), "N" if self.block_rows == 1 else f"N/{self.block_rows}"
+        sizes.match("elements", self.elements, "... N K", dtype=torch.float8_e4m3fn)
+        scales, device = f"... {rows} K/{FP8_BLOCK}", self.elements.device
+        sizes.match("scales", self.scales, scales, dtype=torch.float32, device=device)
         if not trusted:
             is_bad = ~self.scales.isfinite() | (self.scales < 0)
             _refuse(is_bad, self.scales, "scales", "be finite and not negative")
@@ -279,10 +276,6 @@ def _to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _check_elements(elements: Tensor) -> None:
-    require(elements.dtype == torch.float8_e4m3fn, f"elements.dtype={elements.dtype} must be {torch.float8_e4m3fn}")
-
-
 def _check_input(name: str, values: Tensor) -> None:
     require(values.dtype in MOE_DTYPES, f"{name}.dtype={values.dtype} must be one of {MOE_DTYPES}")
 
@@ -295,14 +288,6 @@ def _check_contraction(values: Tensor) -> None:
 def _check_matrix(name: str, values: Tensor) -> None:
     shape = tuple(values.shape)
     require(len(shape) >= 2 and shape[-1] > 0, f"{name}.shape={shape} must be (..., rows, columns), columns at least 1")
-
-
-def _check_scales(scales: Tensor, expected: tuple[int, ...], elements: Tensor) -> None:
-    require(
-        tuple(scales.shape) == expected,
-        f"scales.shape={tuple(scales.shape)} must be {expected} for elements of shape {tuple(elements.shape)}",
-    )
-    require(scales.device == elements.device, f"scales.device={scales.device} must be the elements' {elements.device}")
 
 
 def _check_finite(name: str, values: Tensor, amax: Tensor) -> None:

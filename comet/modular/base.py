@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, resolve_kernels
+from comet.config import MoEConfig, check_kernel_dtype, resolve_kernels
 from comet.group import ExpertGroup
 from comet.modular.interfaces import Problem, TopKReduce
 from comet.quantize import WEIGHT_TYPES, Weight
@@ -52,6 +52,8 @@ class KernelExperts(ExpertsBase):
         super().__init__(config, group, reduce=reduce)
         self.device = group.device
         self.use_kernels = resolve_kernels(group.device, use_kernels)
+        if self.use_kernels:
+            check_kernel_dtype(group.workspace.shape.dtype, group.device)
 
 
 def weight_regions(problem: Problem) -> Regions:

@@ -71,7 +71,8 @@ class ReferenceExperts(ExpertsBase):
 class WarpDecodeExperts(KernelExperts):
     """``comet.decode`` over contiguous rows, 64 at a time; sums in the down kernel. EP, TP and EP x TP. For few tokens.
 
-    Weights in FP8 and MXFP8 are converted as they are read. The first call with a pair of them waits for the device.
+    Weights in FP8 and MXFP8 are converted as they are read, where they are, so they have to be contiguous. The first
+    call with a pair of them waits for the device.
 
     Args:
         config: Shape of the layer.
@@ -118,11 +119,7 @@ class WarpDecodeExperts(KernelExperts):
             return DecodeWeights(w1=w1.contiguous(), w2=w2.contiguous(), slots=self.slots)
         if self._quantized is None or self._quantized[0] is not w1 or self._quantized[1] is not w2:
             held = DecodeWeights(
-                w1=w1.elements.contiguous(),
-                w2=w2.elements.contiguous(),
-                slots=self.slots,
-                w1_scales=w1.scales.contiguous(),
-                w2_scales=w2.scales.contiguous(),
+                w1=w1.elements, w2=w2.elements, slots=self.slots, w1_scales=w1.scales, w2_scales=w2.scales
             )
             self._quantized = (w1, w2, held)
         held = self._quantized[2]

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.collectives import accumulator_dtype
-from comet.config import check_kernel_dtype
 from comet.modular.base import KernelExperts, Regions, plain, weight_regions
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -61,7 +60,7 @@ class _Grouped(KernelExperts, ABC):
         assert isinstance(tokens, FP8) == self.takes_fp8
         if isinstance(tokens, FP8):
             tokens = tokens.dequantize(dtype, out=regions["tokens"].view(tokens.elements.shape))
-        weights = (plain(w1, dtype, regions.get("w1")), plain(w2, dtype, regions.get("w2")))
+        weights = (plain(w1, dtype, regions.get("w1")).contiguous(), plain(w2, dtype, regions.get("w2")).contiguous())
         return self._multiply(rows, tokens, *weights, scratch)
 
     @abstractmethod
@@ -180,8 +179,6 @@ def swiglu_experts(
     """
     from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
 
-    if use_kernels:
-        check_kernel_dtype(tokens.dtype, tokens.device)
     gemm = group_gemm if use_kernels else group_gemm_torch
     config = GemmConfig.select(tokens.dtype)
     gate_up, hidden = scratch.regions["gate_up"], scratch.regions["hidden"]

@@ -78,7 +78,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "every second": strided,
 }
 REFUSED, RIGHT = "refused", "right"
-NAMES = ("w1", "w2", "elements", "scales", "the weights", "num_experts=3")
+NAMES = ("w1", "w2", "elements", "scales", "slots", "the weights", "num_experts=3")
 
 
 def loop(w1: Tensor, w2: Tensor) -> Tensor:

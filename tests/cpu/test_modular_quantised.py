@@ -107,7 +107,9 @@ def test_bad_quantised_weights_are_named(group: ExpertGroup, experts: type) -> N
     with pytest.raises(ValueError, match="F/TP=24 of FP8 weights must be a multiple of 16"):
         layer(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, *narrow)
     good = quantize_fp8(plain)
-    with pytest.raises(ValueError, match=r"scales.shape=\(4, 1, 2\) must be \(4, 1, 1\) for elements"):
+    with pytest.raises(
+        ValueError, match=r"scales of shape \(4, 1, 2\) must be \(..., N/128, K/128\) = \(4, 1, 1\) with"
+    ):
         FP8(elements=good.elements, scales=torch.ones(4, 1, 2))
     with pytest.raises(ValueError, match=r"scales\[0, 0, 0\]=nan must be finite"):
         FP8(elements=good.elements, scales=torch.full((4, 1, 1), float("nan")))

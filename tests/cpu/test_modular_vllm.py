@@ -226,7 +226,7 @@ def test_weights_that_are_not_covered_are_refused(stub: None, group: ExpertGroup
     with pytest.raises(ValueError, match="w1_scale and w2_scale of the quant_config must both be given, or neither"):
         WeightCache(config)(w1, w2)
     per_tensor = types.SimpleNamespace(w1_scale=torch.ones(4), w2_scale=torch.ones(4))
-    with pytest.raises(ValueError, match=r"scales.shape=\(4,\) must be \(4, 1, 1\) for elements"):
+    with pytest.raises(ValueError, match=r"scales of shape \(4,\) must be \(..., N/128, K/128\) = \(4, 1, 1\)"):
         WeightCache(per_tensor)(w1, w2)
 
 

@@ -299,24 +299,30 @@ ONES = torch.ones(4, 1)
         (lambda: quantize_rows(torch.zeros(4, 8).int()), "tokens.dtype=torch.int32 must be one of"),
         (lambda: quantize_rows(torch.zeros(8)), "tokens.shape=(8,) must be (..., rows, columns), columns at least 1"),
         (lambda: quantize_fp8(torch.zeros(4, 0)), "weight.shape=(4, 0) must be (..., rows, columns), columns at least"),
-        (lambda: MXFP8(elements=E4M3.byte(), scales=BYTES), "elements.dtype=torch.uint8 must be torch.float8_e4m3fn"),
+        (
+            lambda: MXFP8(elements=E4M3.byte(), scales=BYTES),
+            "elements of dtype torch.uint8 must be torch.float8_e4m3fn",
+        ),
         (lambda: MXFP8(elements=E4M3[:, :40], scales=BYTES), "contraction=40 must be a positive multiple of 32"),
         (
             lambda: MXFP8(elements=E4M3, scales=BYTES.view(torch.float8_e8m0fnu)),
-            "scales.dtype=torch.float8_e8m0fnu must be torch.uint8 (view e8m0 scales as uint8)",
+            "scales of dtype torch.float8_e8m0fnu must be torch.uint8 (view e8m0 scales as uint8)",
         ),
         (
             lambda: MXFP8(elements=E4M3, scales=BYTES[:, :1]),
-            "scales.shape=(4, 1) must be (4, 2) for elements of shape (4, 64)",
+            "scales of shape (4, 1) must be (..., K/32) = (4, 2) with K=64 of elements",
         ),
         (
             lambda: MXFP8(elements=E4M3, scales=torch.tensor([[0, 254]] * 3 + [[1, 255]]).byte()),
             "scales[3, 1]=255 must be at most 254; 255 is the NaN of e8m0",
         ),
-        (lambda: MXFP8(elements=E4M3, scales=BYTES.to("meta")), "scales.device=meta must be the elements' cpu"),
-        (lambda: FP8(elements=E4M3, scales=ONES), "scales.shape=(4, 1) must be (1, 1) for elements of shape (4, 64)"),
-        (lambda: FP8(elements=E4M3, scales=ONES[:1].half()), "scales.dtype=torch.float16 must be torch.float32"),
-        (lambda: FP8(elements=E4M3.half(), scales=ONES), "elements.dtype=torch.float16 must be torch.float8_e4m3fn"),
+        (lambda: MXFP8(elements=E4M3, scales=BYTES.to("meta")), "scales is on meta, must be on cpu"),
+        (
+            lambda: FP8(elements=E4M3, scales=ONES),
+            "scales of shape (4, 1) must be (..., N/128, K/128) = (1, 1) with N=4, K=64 of elements",
+        ),
+        (lambda: FP8(elements=E4M3, scales=ONES[:1].half()), "scales of dtype torch.float16 must be torch.float32"),
+        (lambda: FP8(elements=E4M3.half(), scales=ONES), "elements of dtype torch.float16 must be torch.float8_e4m3fn"),
         (lambda: FP8(elements=E4M3, scales=ONES, block_rows=64), "block_rows=64 must be 1 or 128"),
         (
             lambda: FP8(elements=E4M3, scales=ONES * math.inf, block_rows=1),
