@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.decode import DecodeWeights, warp_decode
-from comet.group import ExpertGroup
 from comet.match import MatchOnce, Sizes
 from comet.modular import (
     FusedExperts,
@@ -35,7 +34,8 @@ from comet.paths import SymmetricPath, make_path
 from comet.quantize import FP8, MXFP8, quantize_fp8, quantize_mxfp8
 from comet.reference import reference_experts
 
-CASE = LayerCase("one rank", 1, 1, (5,), num_phases=1, hidden_size=256, ffn_size=256)
+CASE = LayerCase("one rank", 1, 1, (3,), num_phases=1, hidden_size=128, ffn_size=128)
+BLOCKS = replace(CASE, hidden_size=256)  # several scales in a row and in a column
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Layer = Callable[[Any, Any], Tensor]
 LESS = 64
@@ -81,9 +81,9 @@ REFUSED, RIGHT = "refused", "right"
 NAMES = ("w1", "w2", "elements", "scales", "slots", "the weights", "num_experts=3")
 
 
-def loop(w1: Tensor, w2: Tensor) -> Tensor:
+def loop(case: LayerCase, w1: Tensor, w2: Tensor) -> Tensor:
     """The layer in float64, token by token."""
-    inputs = rank_inputs(CASE, 0)
+    inputs = rank_inputs(case, 0)
     tokens, ids, weights = inputs.tokens, inputs.top_k_ids, inputs.top_k_weights
     out = tokens.new_zeros(tokens.shape, dtype=torch.float64)
     for token, x in enumerate(tokens.double()):
@@ -94,12 +94,12 @@ def loop(w1: Tensor, w2: Tensor) -> Tensor:
     return out
 
 
-def layers(group: ExpertGroup, kernels: bool, kind: type = Tensor) -> dict[str, Layer]:
+def layers(case: LayerCase, kernels: bool, kind: type = Tensor) -> dict[str, Layer]:
     """Every path of one rank, by kernels or without, for weights of a kind."""
-    inputs, config = rank_inputs(CASE, 0), CASE.config
+    inputs, config, group = rank_inputs(case, 0), case.config, make_group(case)
     routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
     own = dict(use_kernels=kernels)
-    symmetric = SymmetricPath(config, group, CASE.overlap, **own)
+    symmetric = SymmetricPath(config, group, case.overlap, **own)
 
     def modular(transport: Any, experts: Any) -> Layer:
         return partial(ModularMoE(transport, experts, weight_type=kind), *routed)
@@ -107,7 +107,7 @@ def layers(group: ExpertGroup, kernels: bool, kind: type = Tensor) -> dict[str, 
     def decode(w1: Any, w2: Any) -> Tensor:
         parts = dict(w1=w1, w2=w2) if kind is Tensor else dict(w1=w1.elements, w2=w2.elements)
         scales = {} if kind is Tensor else dict(w1_scales=w1.scales, w2_scales=w2.scales)
-        held = torch.arange(CASE.num_experts, dtype=torch.int32)
+        held = torch.arange(case.num_experts, dtype=torch.int32)
         slots = held.where(held < parts["w1"].shape[0], -1)  # a rank may hold fewer
         return warp_decode(*routed, DecodeWeights(**parts, **scales, slots=slots), **own)
 
@@ -158,10 +158,10 @@ def check(outcome: dict[str, dict[str, str]], refused: Iterable[str]) -> None:
 def run_plain(rank: int, world_size: int, kernels: bool) -> dict[str, dict[str, str]]:
     """All changes of plain weights on all paths."""
     w1, w2 = full_weights(CASE)
-    found, outcome = layers(make_group(CASE), kernels), {}
+    found, outcome = layers(CASE, kernels), {}
     for change, changed in {"none": lambda *same: same, **SIZES, **OTHER_LAYERS, **TYPES, **STRIDES}.items():
         given = changed(w1.flatten(1, 2), w2)
-        outcome[change] = try_all(found, *given, partial(loop, *given), 1e-4)
+        outcome[change] = try_all(found, *given, partial(loop, CASE, *given), 1e-4)
     return outcome
 
 
@@ -189,7 +189,8 @@ def quantised(kind: type, w1: Tensor, w2: Tensor) -> tuple[Any, Any]:
 
 def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict[str, dict[str, str]]:
     """All changes of sizes and of strides on all paths that take such weights."""
-    w1, w2 = full_weights(CASE)
+    case = BLOCKS if kind is FP8 else CASE
+    w1, w2 = full_weights(case)
     right = quantised(kind, w1.flatten(1, 2), w2)
     given = {"none": right}
     for change, changed in {**SIZES, **OTHER_LAYERS}.items():
@@ -198,9 +199,9 @@ def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict
         given[f"scales: {view}"] = tuple(replace(weight, scales=seen(weight.scales)) for weight in right)
     for view in ("transposed", "every second"):
         given[f"elements: {view}"] = tuple(replace(weight, elements=VIEWS[view](weight.elements)) for weight in right)
-    found, outcome = layers(make_group(CASE), kernels, kind), {}
+    found, outcome = layers(case, kernels, kind), {}
     for change, weights in given.items():
-        exact = partial(loop, *(weight.dequantize() for weight in weights))
+        exact = partial(loop, case, *(weight.dequantize() for weight in weights))
         rounded = {"symmetric path": found.pop("symmetric path")} if kind is FP8 else {}
         outcome[change] = try_all(found, *weights, exact, 1e-4) | try_all(rounded, *weights, exact, 0.1)
         found |= rounded
