@@ -32,6 +32,7 @@ FP8_BLOCK = 128
 E4M3_MAX = 448.0
 E4M3_MAX_EXPONENT = 8
 E4M3_SATURATES_ABOVE = 464.0  # half way between 448 and the 480 that e4m3 has no code for; the tie goes to 448
+FLOAT16_MX_MAX = 61440.0  # 240 * 2^8; what e4m3 has next is 256 * 2^8 = 65536, which float16 does not have
 E8M0_BIAS = 127
 E8M0_NAN = 255
 LARGEST_CODE = E8M0_BIAS + 127 - E4M3_MAX_EXPONENT  # 448 * 2^119 is finite in float32, 256 * 2^120 is not
@@ -137,7 +138,8 @@ def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
         rule: How a block's scale 2^x follows from its largest magnitude, amax. ``floor`` is the OCP specification's
             x = floor(log2(amax)) - 8; amax / 2^x may reach 512, and what is past 448 saturates. ``fit`` adds one to x
             where amax would saturate; its mean square error is the smaller one on normal, uniform and heavy-tailed
-            weights. Both keep x within -127 .. 119; a block of zeros takes x = -127.
+            weights. Both keep x within -127 .. 119; a block of zeros takes x = -127. Under ``fit`` a float16 number
+            past 61440 saturates there: float16 does not have the next one.
 
     Returns:
         Elements and scales; the sign of zeros is kept.
@@ -154,6 +156,8 @@ def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
     blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
     amax = blocks.abs().amax(-1)
     _check_finite("weight", weight, amax)
+    if weight.dtype == torch.float16:
+        blocks, amax = blocks.clamp(-FLOAT16_MX_MAX, FLOAT16_MX_MAX), amax.clamp(max=FLOAT16_MX_MAX)
     scales = _e8m0_scales(amax, rule)
     return MXFP8(elements=_to_e4m3(blocks * _inverse_e8m0(scales).unsqueeze(-1)).flatten(-2), scales=scales)
 

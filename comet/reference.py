@@ -8,6 +8,9 @@ equal run of columns of gate, of up and of w2. With ``round`` meaning "to the dt
     partial_d = round(sum over the slots k of rank d, in slot order, of weight_k * output_k)
     y         = round(sum over d, in rank order, of partial_d)
 
+In float16 what is past 65504 before such a rounding becomes infinite: a partial sum too, though the other ranks' might
+bring y back, and then y is infinite or NaN, never a wrong number. Plain path and decode add before they round.
+
 Everything is differentiable by autograd. float64 tensors run in float64 throughout: the exact oracle.
 Not covered: communication (all experts are here), and speed beyond tiny models.
 """

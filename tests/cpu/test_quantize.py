@@ -243,6 +243,18 @@ def test_dequantised_half_types_are_rounded_once() -> None:
             assert packed.dequantize(dtype).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_largest_numbers_stay_finite_in_their_own_type(rule: str, dtype: torch.dtype) -> None:
+    """65504 is nearest to 256 * 2^8 = 65536, which is infinite in float16."""
+    values = torch.finfo(dtype).max * torch.linspace(-1, 1, 320, dtype=torch.float64).view(10, 32).to(dtype)
+    for packed in (quantize_mxfp8(values, rule=rule), quantize_fp8(values), quantize_rows(values)):
+        off = (packed.dequantize(dtype).double() - values.double()).abs()
+        assert (off <= 0.125 * values.double().abs().amax()).all()
+    if dtype == torch.float16:
+        assert quantize_mxfp8(values, rule="fit").dequantize(dtype)[-1, -1] == 61440
+
+
 def test_fit_has_the_smaller_mean_square_error() -> None:
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(64, 1024, generator=generator)
