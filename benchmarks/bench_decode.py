@@ -40,7 +40,7 @@ from decode_steps import WEIGHTS, make_set
 from decode_team import Team, open_team
 from decode_variants import ON_ONE_GPU, OVER_RANKS, Settings, configs
 from facts import gather_facts
-from points import Ranks, attempt
+from points import Ranks
 from routing import ROUTINGS
 from shapes import MODELS
 from start import run_and_leave, start_ranks, tell, whole_numbers, words
@@ -122,7 +122,7 @@ def measure_weights(team: Team, kind: str, tokens: Sequence[int], settings: Sett
     make = partial(make_set, team.config, team.layout, ranks.device, ranks.dtype, kind=kind)
     sets = [make(seed=seed) for seed in range(SETS * team.layout.world_size)]
     for num_tokens in tokens:
-        row, failure = attempt(partial(measure_point, team, sets, num_tokens, settings), ranks)
+        row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, settings))
         yield {"tokens": num_tokens} | (row or {"failures": {"point": failure}})
         release(ranks)
 

@@ -113,9 +113,10 @@ def prepare(
     cosines: dict[str, float] = {}
     failures: dict[str, str] = {}
     reference: Tensor | None = None
+    pool = paths.gpt.moe_layers()[0].group.workspace
     makers = paths.makers(contents, num_places, with_graphs=contents.is_cuda)
     for name in sorted(makers, key=lambda name: name != COMET):
-        made, failure = attempt(partial(warm_path, makers[name], first), ranks)
+        made, failure = attempt(partial(warm_path, makers[name], first), ranks, pool)
         if made is None:
             failures[name] = failure
             continue

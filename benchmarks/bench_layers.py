@@ -49,7 +49,6 @@ from comet.config import OverlapConfig, ParallelConfig, require
 from comet.group import make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.distributed import started_by_torchrun
-from comet.tuner.recovery import recover
 
 # One setting at a time leaves the default, so that a layer has at most ten launches.
 GRID: dict[str, tuple[Any, ...]] = {
@@ -165,9 +164,8 @@ def measure_model(
             measured, failure = attempt(
                 lambda: measure_point(opening(), ranks, arguments.rounds, compare=compare, watch=watch),  # noqa: B023
                 ranks,
+                group.workspace,
             )
-            if failure:
-                recover(group.workspace, ranks.process_group)
             failed: list[Row] = [{"failures": f"point: {failure}"}]
             yield num_tokens, measured or Measured(failed, failed if compare else [], [])
     group.close()

@@ -40,18 +40,21 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.distributed import started_by_torchrun
 from comet.tuner.timing import Variant
+from comet.workspace import Workspace
 
 TOLERANCE = 0.15  # of the root mean square, the largest deviation that rounding can explain; as in ``bench_moe.py``
 COLUMNS = ("model", "tokens", "ep", "sequential_ms", "grouped_ms", "comet_ms", "x_sequential", "x_grouped", "failures")
 
 
-def checked(layers: dict[str, nn.Module], xs: list[Tensor], ranks: Ranks) -> tuple[dict[str, Variant], dict[str, str]]:
+def checked(
+    layers: dict[str, nn.Module], xs: list[Tensor], ranks: Ranks, pool: Workspace | None = None
+) -> tuple[dict[str, Variant], dict[str, str]]:
     """What agrees with the first layer that runs, as variants, and why the others are not there; collective."""
     variants: dict[str, Variant] = {}
     failures: dict[str, str] = {}
     first, wanted = "", dict[str, Tensor]()
     for name, layer in layers.items():
-        found, failure = attempt(partial(train, layer, xs[0]), ranks)
+        found, failure = attempt(partial(train, layer, xs[0]), ranks, pool)
         if found is not None and not first:
             first, wanted = name, found
         elif found is not None:
@@ -70,7 +73,7 @@ def measure_point(config: MoEConfig, group: ExpertGroup, num_tokens: int, rounds
     draw = torch.Generator().manual_seed(ranks.rank)
     shape = (num_tokens, 1, config.hidden_size)
     xs = [torch.randn(shape, generator=draw).to(ranks.device, torch.bfloat16) for _ in range(ROTATE)]
-    variants, failures = checked(layers, xs, ranks)
+    variants, failures = checked(layers, xs, ranks, group.workspace)
     timings = time_by_protocol(variants, ranks, rounds=rounds, rotate=ROTATE)
     group.workspace.check()
     found: Row = {f"{name}_ms": timing.median_ms for name, timing in timings.items()}

@@ -85,7 +85,7 @@ def measure_point(
     inputs = shared.draw(layer.config, num_tokens, settings, ranks)
     failures = dict(layer.failures)
     variants, errors = checked_variants(layer, inputs, settings, ranks, failures, shared.graphs)
-    floors, failure = attempt(partial(floor_variants, layer, inputs, settings, ranks), ranks)
+    floors, failure = attempt(partial(floor_variants, layer, inputs, settings, ranks), ranks, layer.pool)
     variants |= floors or {}
     if failure:
         failures["gemm"] = failure
@@ -127,7 +127,7 @@ def checked_variants(
 
     def check(name: str, first: Callable[[], tuple[Tensor, ...]]) -> str:
         nonlocal wanted
-        output, failure = attempt(first, ranks)
+        output, failure = attempt(first, ranks, layer.pool)
         if output is not None:
             wanted = output if wanted is None and name == "plain" else wanted
             noise = layer.fp8.noise if layer.fp8 is not None and name in FP8_VARIANTS else None
@@ -139,7 +139,7 @@ def checked_variants(
         if graph is None:
             failure = check(name, partial(variant, 0))
             if not failure and name in GRAPHS and ranks.device.type == "cuda" and not settings.backward:
-                graph, failure = attempt(partial(record, variant, ROTATE), ranks)
+                graph, failure = attempt(partial(record, variant, ROTATE), ranks, layer.pool)
         if graph is not None:
             graphs[name], failure = graph, check(name, graph.first)
         if failure:

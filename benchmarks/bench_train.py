@@ -46,7 +46,6 @@ from comet.config import ParallelConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.launch.cli import Parser
 from comet.models.config import ModelConfig
-from comet.tuner.recovery import recover
 
 ROTATE = 4  # batches
 # Largest deviations from the plain path that rounding can explain (bf16 on CPUs: 1e-4, and 0.06 where tokens whose
@@ -64,9 +63,7 @@ def checked(model: SwitchedModel, names: Sequence[str], ranks: Ranks) -> tuple[l
     errors: Row = {}
     wanted: FirstSteps | None = None
     for name in sorted(names, key=lambda name: name != "plain"):
-        found, failure = attempt(partial(model.first_steps, name), ranks)
-        if failure:
-            recover(model.group.workspace, ranks.process_group)
+        found, failure = attempt(partial(model.first_steps, name), ranks, model.group.workspace)
         if name == "plain":
             wanted = found
         elif name != "rest" and found is not None and wanted is not None:

@@ -16,7 +16,7 @@ from decode_report import Row, clock_figures, figures
 from decode_steps import StepRun, WeightSet, make_steps
 from decode_team import Team
 from decode_variants import Settings, step_runs
-from points import Ranks, attempt
+from points import Ranks
 from torch import Tensor
 
 from comet.tuner.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
@@ -58,7 +58,7 @@ def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, settin
         slowest=max_over_ranks(ranks.device, ranks.process_group),
         warmup=3,
     )
-    _, failure = attempt(team.check, ranks)
+    _, failure = team.attempt(team.check)
     if failure:
         checked.failures["after timing"] = failure
     touched = ranks.worst(sum(step.touched_bytes for step in steps) / len(steps))
@@ -80,7 +80,7 @@ def repeat_alone(
             team.check()
             return value
 
-        return attempt(checked, team.ranks)
+        return team.attempt(checked)
 
     return clock_rows(variants, timings, command=command, opening=_nothing, guard=guard, ranks=team.ranks)
 
@@ -92,13 +92,13 @@ def _nothing() -> None:
 def check_variant(name: str, run: StepRun, exact: Tensor, num_steps: int, team: Team, checked: Checked) -> None:
     """Run a variant once, compare it, and make of it what is timed (collective)."""
     ranks = team.ranks
-    output, failure = attempt(partial(run, 0), ranks)
+    output, failure = team.attempt(partial(run, 0))
     if output is not None:
         accuracy, failure = judge(name, output, exact, team)
     timed: tuple[Variant, str] | None = None
     if not failure:
         form = partial(timed_form, run, num_steps, ranks.device, may_wait=name.startswith(PREFIX))
-        timed, failure = attempt(form, ranks)
+        timed, failure = team.attempt(form)
     if failure or timed is None:
         checked.failures[name] = failure
         return

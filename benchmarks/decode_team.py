@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch.distributed as dist
-from points import Ranks, attempt
+from points import Ranks, T, attempt
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
@@ -73,6 +73,10 @@ class Team:
             for decode in (self.shared.decode, *self.shared.own.values()):
                 if decode is not None:
                     decode.check()
+
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """``points.attempt`` with what the ranks share."""
+        return attempt(action, self.ranks, None if self.shared is None else self.shared.group.workspace)
 
 
 @contextmanager

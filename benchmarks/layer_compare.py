@@ -60,7 +60,7 @@ def compared_launches(point: Point, ranks: Ranks, failures: dict[str, str]) -> d
     usable = launches_of(point, ranks, failures, layer0_kernels, layer1_kernels)
     if not fits(point.layer.config, point.layer.layout):
         return usable
-    weights, failure = attempt(partial(quantize_weights, point), ranks)
+    weights, failure = attempt(partial(quantize_weights, point), ranks, point.workspace)
     in_fp8: dict[str, Kernel] = {}
     fp8_failures = {"weights": failure} if weights is None else {}
     if weights is not None:
@@ -161,7 +161,7 @@ def compile_kernels(point: Point, path: SymmetricPath, ranks: Ranks, layer0: Lay
         results = []
         for kernel in kernels.values():
             plan.counters.zero_()
-            results.append(attempt(kernel, ranks)[0])
+            results.append(attempt(kernel, ranks, point.workspace)[0])
         return [result for result in results if result is not None]
 
     for hidden in launch_all(layer0(point, path, plan))[:1]:

@@ -84,7 +84,7 @@ def timed_variants(
     pool = torch.cuda.graph_pool_handle()
     variants: dict[str, Variant] = {}
     for name, launch in launches.items():
-        graph, failure = attempt(partial(_record, launch, pool), ranks)
+        graph, failure = attempt(partial(_record, launch, pool), ranks, point.workspace)
         if graph is None:
             failures[name] = failure
         else:

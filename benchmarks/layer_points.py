@@ -20,7 +20,6 @@ from comet.config import OverlapConfig, Transport
 from comet.group import ExpertGroup
 from comet.paths import SymmetricPath
 from comet.plan import Plan
-from comet.tuner.recovery import recover
 from comet.workspace import Workspace
 
 T = TypeVar("T")
@@ -123,9 +122,9 @@ def compile_kernels(
     ops, workspace, settings = path.ops, path.workspace, path.settings
     plan = path.plan(torch.full_like(ids, -1), weights)
     hidden = tokens.new_zeros(plan.routed_row_ids.numel(), layer.w2.shape[2])
-    attempt(partial(ops.layer0, tokens, layer.w1, plan, workspace, settings, save_pre=False), ranks)
-    attempt(partial(ops.layer1, hidden, layer.w2, plan, workspace, settings), ranks)
-    attempt(partial(ops.dispatch, tokens, plan, workspace, settings), ranks)
+    attempt(partial(ops.layer0, tokens, layer.w1, plan, workspace, settings, save_pre=False), ranks, workspace)
+    attempt(partial(ops.layer1, hidden, layer.w2, plan, workspace, settings), ranks, workspace)
+    attempt(partial(ops.dispatch, tokens, plan, workspace, settings), ranks, workspace)
 
 
 def prepare(point: Point) -> None:
@@ -144,7 +143,4 @@ def try_launch(launch: Callable[[], T], point: Point, ranks: Ranks) -> tuple[T |
         point.workspace.check()
         return value
 
-    value, failure = attempt(action, ranks)
-    if failure:
-        recover(point.workspace, ranks.process_group)
-    return value, failure
+    return attempt(action, ranks, point.workspace)

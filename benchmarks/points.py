@@ -34,7 +34,9 @@ from comet.layout import ExpertLayout
 from comet.moe import MoE
 from comet.paths import SymmetricPath
 from comet.plain import make_exchange, plain_experts
+from comet.tuner.recovery import recover
 from comet.tuner.timing import Variant
+from comet.workspace import Workspace
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
 SEEDS_PER_RANK = 1000
@@ -105,6 +107,11 @@ class Layer:
     moe: MoE | None
     fp8: FP8Layer | None = None
     failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def pool(self) -> Workspace | None:
+        """What a failure may leave something in."""
+        return None if self.moe is None else self.moe.group.workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +247,11 @@ def floor_variants(layer: Layer, inputs: Inputs, settings: Settings, ranks: Rank
     return {name: variant for name, variant in variants.items() if name in settings.variants}
 
 
-def attempt(action: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
-    """Run an action that all ranks run; its value and "" if it succeeded on all of them, else ``None`` and why not."""
+def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:
+    """Run an action that all ranks run; its value and "" if it succeeded on all of them, else ``None`` and why not.
+
+    From a failure the ranks of ``pool`` recover: whatever it left there, what is tried next finds them in step.
+    """
     value: T | None = None
     failure = ""
     try:
@@ -251,6 +261,8 @@ def attempt(action: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     except FAILURES as error:
         failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if ranks.worst(float(bool(failure))):
+        if pool is not None:
+            recover(pool, ranks.process_group)
         return None, failure or ELSEWHERE
     return value, ""
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accounting import balanced_rows, geometric_mean, layer_flops, link_bytes, rows_to_ranks
 from baselines import all_gather_experts, pipelined_experts
 from bench_moe import parse
+from decode_team import open_team
 from gemms import gemm_variants, split_evenly, tile_table
 from points import Ranks, attempt, relative_error
 from ranks import run_ranks
@@ -23,7 +24,8 @@ from report import COLUMNS, append_csv, as_json, draw, figures, format_table
 from routing import make_routing
 from shapes import MODELS, model
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig
+from comet.decode import DecodeWeights, rank_slots
 from comet.layout import ExpertLayout
 from comet.paths import SymmetricPath
 from comet.plain import plain_experts
@@ -213,6 +215,43 @@ def test_a_failure_on_one_rank_is_one_on_all() -> None:
         (None, "failed on another rank"),
         (None, "IndexError: list index out of range"),
     ]
+
+
+def fail_in_steps(rank: int, world_size: int) -> list[str]:
+    """One rank breaks off in a layer, then in a decode step, then in neither; what the attempts say."""
+    ranks, config = Ranks(rank, CPU, dist.group.WORLD), MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
+    with open_team(config, ParallelConfig(ep=2), max_tokens=4, wants_fused=True, ranks=ranks) as team:
+        assert team.shared is not None
+        assert team.shared.decode is not None
+        group, decode = team.shared.group, team.shared.decode
+        tokens, ids, weights = torch.ones(2, 32), torch.tensor([[0, 3], [1, 2]]).int(), torch.ones(2, 2)
+        w1, w2 = torch.ones(2, 64, 32), torch.ones(2, 32, 32)
+        held = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(config), "cpu"))
+        calls = [lambda: team.shared.fused(tokens, ids, weights, w1, w2), lambda: decode(tokens, ids, weights, held)]
+        said = []
+        for owner, piece, call in zip((team.shared.fused.ops, decode), ("layer0", "_twin"), calls, strict=True):
+            before = getattr(owner, piece)
+            if rank == 1:
+                setattr(owner, piece, fail)
+            said.append(team.attempt(call)[1])
+            setattr(owner, piece, before)
+            for each in calls:
+                output, failure = team.attempt(each)
+                said.append(failure)
+                assert output is not None, said
+                assert (output == output[0, 0]).all()
+        team.check()
+    return said
+
+
+def fail(*arguments: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_after_a_failure_the_ranks_go_on_in_step() -> None:
+    first, second = run_ranks(fail_in_steps, 2, timeout=100)
+    assert second == ["OutOfMemoryError: out of memory", "", ""] * 2
+    assert [text.split(":")[0] for text in first] == ["StepFailedError", "", ""] * 2
 
 
 def baseline_errors(rank: int, world_size: int, ep: int, tp: int, num_tokens: int) -> list[float]:
