@@ -18,7 +18,7 @@ PIP = $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python
 TREE := build/tree/comet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint compile clean
+.PHONY: help setup train test vllm lint compile clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,8 @@ train: $(READY) ## run the main job: train a small MoE model (settings: make tra
 
 test: $(READY) ## run the tests this machine can run (GPU tests need GPUs)
 	$(BIN)/python -P -m pytest $(ARGS)
+
+vllm: build/vllm/ready ## install vLLM into build/vllm, for the tests of its adapters (0.8 GB; needs no GPU)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/python -m ruff check .
@@ -45,6 +47,12 @@ compile: $(READY) ## compile every kernel ahead of time (no GPU needed)
 clean: ## remove .venv, builds and caches; results in outputs/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Apart from .venv and without its dependencies: vLLM pins a torch of its own, and these tests need few of them.
+build/vllm/ready: tests/vllm.txt $(READY)
+	rm -rf build/vllm
+	$(PIP) install --quiet --no-deps --no-compile --target build/vllm -r tests/vllm.txt
+	touch $@
 
 # torch already on the machine is used as it is: .venv then looks where $(PYTHON) does, after its own folders (which works
 # for a $(PYTHON) inside a virtual environment too). Without a network the installation counts if everything imports.

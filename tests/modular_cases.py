@@ -68,10 +68,10 @@ def _product(*choices: tuple[type, ...]) -> Iterator[tuple[type, ...]]:
             yield (first, *rest)
 
 
-def make_group(case: LayerCase, device: str = "cpu") -> ExpertGroup:
+def make_group(case: LayerCase, device: str = "cpu", timeout_s: float = 60.0) -> ExpertGroup:
     max_tokens = max(1, *case.num_tokens)
     return make_expert_group(
-        case.config, case.parallel, max_tokens=max_tokens, dtype=case.dtype, device=device, timeout_s=60.0
+        case.config, case.parallel, max_tokens=max_tokens, dtype=case.dtype, device=device, timeout_s=timeout_s
     )
 
 

@@ -3,18 +3,18 @@
     kernel = FusedMoEKernel(adapt_prepare_finalize(AllToAll(config, group)),
                             adapt_experts(GroupedContiguous(config, group), moe_config, quant_config))
 
-Written for vLLM VERSIONS and tested against the package itself; vLLM has no registry for parts from outside, so a
-plug-in puts them in place. Covered: contiguous and batched rows, SiLU, weights unquantised, in FP8 with a scale per
-128 x 128 block or in MXFP8 (by the ``w1_scale`` and ``w2_scale`` of the quant_config), and activations in FP8 with a
-scale per 128 elements. Not covered: LoRA, router weights on the input, ``prepare_async`` and with it two micro-batches
-in flight at once (vLLM hands nothing from ``prepare`` to ``finalize``, so the adapter keeps it).
+For vLLM 0.25 to 0.33, whose abstract classes agree; tested inside 0.33.0 itself. vLLM has no registry for parts from
+outside, so a plug-in puts them in place. Covered: contiguous and batched rows, SiLU, weights unquantised, in FP8 with a
+scale per 128 x 128 block or in MXFP8 (by the ``w1_scale`` and ``w2_scale`` of the quant_config), and activations in FP8
+with a scale per 128 elements. Not covered: LoRA, router weights on the input, ``prepare_async`` and with it two
+micro-batches in flight at once (vLLM hands nothing from ``prepare`` to ``finalize``, so the adapter keeps it).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +44,7 @@ from comet.modular.symmetric import SymmetricBatched
 from comet.quantize import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
 
 PACKAGE = "vllm.model_executor.layers.fused_moe"
+NEEDS = "comet.integrations.vllm needs vLLM 0.25 to 0.33"
 BASES = ("FusedMoEPrepareAndFinalizeModular", "FusedMoEExpertsModular", "FusedMoEActivationFormat")
 REDUCTIONS: dict[str, type[TopKReduce]] = {
     "TopKWeightAndReduceNoOP": NoOpReduce,
@@ -53,6 +54,14 @@ REDUCTIONS: dict[str, type[TopKReduce]] = {
 }
 
 FORMATS = {ActivationFormat.CONTIGUOUS: "Standard", ActivationFormat.BATCHED: "BatchedExperts"}
+
+APPLY = Signature(
+    Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
+    for name in (
+        "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale "
+        "a2_scale workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
+    ).split()
+)
 
 # Rows, their scales, ExpertTokensMetadata, ids and weights.
 Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
@@ -70,13 +79,13 @@ def adapt_prepare_finalize(inner: PrepareFinalize, moe_config: Any = None, quant
         An instance of a subclass of vLLM's class.
 
     Raises:
-        UnavailableError: If vLLM is not importable, or older than these class names.
+        UnavailableError: If vLLM is not importable, or not of these versions.
         ValueError: If ``inner`` is one half of the fused layer.
     """
     name = type(inner).__name__
     require(inner.activation_format in FORMATS, f"{name} must hand out rows to be adapted to vLLM, not a handle")
     kernel = load_vllm()
-    kind = type(f"Comet{name}", (PrepareFinalizeAdapter, kernel.FusedMoEPrepareAndFinalizeModular), {"vllm": kernel})
+    kind = _subclass(name, PrepareFinalizeAdapter, kernel.FusedMoEPrepareAndFinalizeModular, vllm=kernel)
     return kind(inner, moe_config, quant_config)
 
 
@@ -93,7 +102,7 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_to
         An instance of a subclass of vLLM's class.
 
     Raises:
-        UnavailableError: If vLLM is not importable, or older than these class names.
+        UnavailableError: If vLLM is not importable, or not of these versions.
         ValueError: If ``inner`` is one half of the fused layer, cannot compute with such weights, or would have to
             reduce batched rows itself, for which vLLM does not tell experts which rows belong to one token.
     """
@@ -107,13 +116,10 @@ def adapt_experts(inner: Experts, moe_config: Any, quant_config: Any, max_num_to
     )
     kernel = load_vllm()
     ours = getattr(kernel.FusedMoEActivationFormat, FORMATS[formats[0]])
-    attributes = {
-        "vllm": kernel,
-        "weight_types": inner.weight_types,
-        "takes_fp8": inner.takes_fp8,
-        "activation_format": staticmethod(lambda: ours),
-    }
-    kind = type(f"Comet{name}", (ExpertsAdapter, kernel.FusedMoEExpertsModular), attributes)
+    supports = dict(weight_types=inner.weight_types, takes_fp8=inner.takes_fp8)
+    shape = staticmethod(lambda: ours)
+    base = kernel.FusedMoEExpertsModular
+    kind = _subclass(name, ExpertsAdapter, base, vllm=kernel, activation_format=shape, **supports)
     return kind(inner, moe_config, quant_config, max_num_tokens, inner.layout.world_size if batched else None)
 
 
@@ -122,11 +128,20 @@ def load_vllm() -> Any:
     try:
         kernel = importlib.import_module(f"{PACKAGE}.modular_kernel")
     except ImportError as error:
-        raise UnavailableError("comet.integrations.vllm needs vLLM 0.17 or later: pip install vllm") from error
+        raise UnavailableError(f"{NEEDS}: pip install vllm") from error
     missing = [name for name in BASES if not hasattr(kernel, name)]
     if missing:
-        raise UnavailableError(f"comet.integrations.vllm needs vLLM 0.17 or later: {', '.join(missing)} not found")
+        raise UnavailableError(f"{NEEDS}: {', '.join(missing)} not found")
     return kernel
+
+
+def _subclass(name: str, mixin: type, base: Any, **attributes: Any) -> Any:
+    """A class of vLLM's kind; raises ``UnavailableError`` where that has methods which are not adapted."""
+    kind = type(f"Comet{name}", (mixin, base), attributes)
+    missing = getattr(kind, "__abstractmethods__", ())
+    if missing:
+        raise UnavailableError(f"{NEEDS}: this one has other methods: {', '.join(sorted(missing))}")
+    return kind
 
 
 class PrepareFinalizeAdapter:
@@ -283,10 +298,6 @@ class ExpertsAdapter:
         """Whether rows must not be quantised before they travel."""
         return not self.inner.takes_fp8
 
-    def supports_expert_map(self) -> bool:
-        """Ids may be global, with a map to local experts."""
-        return True
-
     def finalize_weight_and_reduce_impl(self) -> Any:
         """vLLM's class for the reduction that is left to do."""
         reductions = importlib.import_module(f"{PACKAGE}.topk_weight_and_reduce")
@@ -322,9 +333,7 @@ class ExpertsAdapter:
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
         """Compute the outputs into ``output``; arguments as vLLM's class names them."""
-        call = SimpleNamespace(
-            **signature(self.vllm.FusedMoEExpertsModular.apply).bind(self, *args, **kwargs).arguments
-        )
+        call = SimpleNamespace(**APPLY.bind(self, *args, **kwargs).arguments)
         _require_weights_on_output(call.apply_router_weight_on_input)
         require(self._supports_activation(call.activation), f"activation={call.activation} must be silu")
         tokens, scales = call.hidden_states, call.a1q_scale
@@ -342,6 +351,8 @@ class ExpertsAdapter:
         outputs = self.inner.apply(rows, w1, w2, scratch)
         if outputs is not call.output:
             call.output.copy_(outputs)
+
+    apply.__signature__ = APPLY  # type: ignore[attr-defined]
 
     @property
     def _is_batched(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.quantize import FP8, FP8_BLOCK, MXFP8, Weight
+from comet.quantize import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
 
 
 class WeightCache:
@@ -58,10 +58,9 @@ def scheme(key: Any) -> tuple[int, ...] | None:
     """Rows and columns that share a scale, of a ``QuantKey`` of vLLM in e4m3; ``(0, 0)`` for what is not known here."""
     if key is None:
         return None
-    shape = getattr(key.scale, "group_shape", None)
-    if key.dtype != torch.float8_e4m3fn or shape is None:
-        return (0, 0)
-    return tuple(shape)
+    shape = tuple(getattr(key.scale, "group_shape", (0, 0)))
+    scales = torch.uint8 if shape == (1, MX_BLOCK) else torch.float32
+    return shape if key.dtype == torch.float8_e4m3fn and getattr(key.scale, "dtype", None) == scales else (0, 0)
 
 
 def wants_fp8(quant_config: Any, defer_input_quant: bool) -> bool:

@@ -1,9 +1,9 @@
-"""The adapters to vLLM against a stub of its signatures, driven in the order its kernel drives them."""
+"""The adapters inside vLLM's own kernel, in processes of their own, as importing vLLM changes much."""
 
 from __future__ import annotations
 
+import abc
 import itertools
-import math
 import sys
 import types
 from typing import Any
@@ -14,28 +14,23 @@ from layer_cases import LayerCase, assert_as_close, rank_inputs
 from modular_cases import expected, make_group, rank_weights
 from ranks import run_ranks
 from torch import Tensor
-from vllm_stub import (
-    PACKAGE,
-    FusedMoEActivationFormat,
-    FusedMoEExpertsModular,
-    FusedMoEPrepareAndFinalizeModular,
-    MoEActivation,
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceNaiveBatched,
-    TopKWeightAndReduceNoOP,
-    install_stub,
-)
+from vllm_package import contract_breaches, expert_map_of, modules, moe_config_of, needs_vllm, quant_config_of
 
-from comet.errors import UnavailableError
+from comet.errors import StepFailedError, UnavailableError
 from comet.group import ExpertGroup
-from comet.integrations.vllm import adapt_experts, adapt_prepare_finalize, global_routing, map_ids
-from comet.integrations.vllm_quant import WeightCache, weight_type_of
+from comet.integrations.vllm import BASES, PACKAGE, adapt_experts, adapt_prepare_finalize, global_routing, map_ids
+from comet.integrations.vllm_quant import WeightCache, scheme
 from comet.layout import ExpertLayout
 from comet.modular import (
     AllToAll,
+    BatchedReduce,
     ContiguousRows,
     DelegateReduce,
+    DequantizingBatched,
     DequantizingContiguous,
+    Experts,
+    FusedExperts,
+    FusedPrepareFinalize,
     GroupedBatched,
     GroupedContiguous,
     NoOpReduce,
@@ -49,63 +44,15 @@ from comet.modular.composer import elements
 from comet.quantize import MXFP8, WEIGHT_TYPES, Weight
 
 CASE = LayerCase("vllm", 1, 1, (13,), seed=8, routing="masked")
+TWO_RANKS = [
+    LayerCase("vllm ep2", 2, 1, (17, 4), seed=9, routing="masked", top_k=3),
+    LayerCase("vllm, no rows on a rank", 2, 1, (9, 2), seed=10, routing="first_half"),
+]
 
 
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_stub(monkeypatch.setitem)
-
-
-@pytest.fixture
-def group() -> ExpertGroup:
-    return make_group(CASE)
-
-
-QUANT = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128])
-NOT_QUANT = types.SimpleNamespace(quant_dtype=None, block_shape=None)
-
-
-def drive(prepare_finalize: Any, experts: Any, case: LayerCase, rank: int, *, positional: bool = False) -> Tensor:
-    """prepare -> allocate workspaces full of NaN, the output in the first of them -> apply -> finalize."""
-    layout = ExpertLayout.create(case.config, case.parallel, rank)
-    inputs = rank_inputs(case, rank)
-    w1, w2 = (elements(weight) for weight in rank_weights(case, rank, weight_type_of(experts.quant_config)))
-    quant = NOT_QUANT if experts.expects_unquantized_inputs else QUANT
-    expert_map = None
-    if case.ep > 1:
-        expert_map = torch.full((case.num_experts,), -1, dtype=torch.int32)
-        local = torch.arange(layout.experts_local, dtype=torch.int32)
-        expert_map[layout.first_expert : layout.first_expert + layout.experts_local] = local
-    routing = (inputs.top_k_weights, inputs.top_k_ids)
-    a, scale, meta, ids, weights = prepare_finalize.prepare(
-        inputs.tokens, *routing, case.num_experts, expert_map, False, quant, experts.expects_unquantized_inputs
-    )
-    sizes = (a.shape[0], w1.shape[1], a.shape[1], ids.shape[1], case.num_experts, w1.shape[0])
-    first, second, out = experts.workspace_shapes(*sizes, meta, MoEActivation.SILU)
-    workspace13 = torch.full((max(math.prod(first), math.prod(out)),), float("nan"))
-    workspace2 = torch.full((math.prod(second),), float("nan")).view(second)
-    output = workspace13[: math.prod(out)].view(out)
-    arguments = dict(
-        output=output, hidden_states=a, w1=w1, w2=w2, topk_weights=weights, topk_ids=ids, activation=MoEActivation.SILU,
-        global_num_experts=case.num_experts, expert_map=expert_map, a1q_scale=scale, a2_scale=None,
-        workspace13=workspace13, workspace2=workspace2, expert_tokens_meta=meta, apply_router_weight_on_input=False,
-    )  # fmt: skip
-    if positional:
-        experts.apply(*arguments.values())
-    else:
-        experts.apply(**arguments)
-    y = torch.full_like(inputs.tokens, float("nan"))
-    reduce = experts.finalize_weight_and_reduce_impl()
-    prepare_finalize.finalize(y, output, *routing, False, reduce)
-    return y
-
-
-def run_adapted(rank: int, world_size: int, case: LayerCase) -> None:
-    install_stub()
-    group, config = make_group(case), case.config
-    moe_config = types.SimpleNamespace(in_dtype=case.dtype)
-    transports = [AllToAll, SymmetricContiguous, *([SingleRank] if world_size == 1 else [])]
-    compute = [
+def contiguous_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
+    config = case.config
+    return [
         ReferenceExperts(config, group),
         ReferenceExperts(config, group, reduce=DelegateReduce()),
         GroupedContiguous(config, group),
@@ -114,120 +61,277 @@ def run_adapted(rank: int, world_size: int, case: LayerCase) -> None:
         WarpDecodeExperts(config, group),
         DequantizingContiguous(config, group),
     ]
-    for transport, weight_type, (index, inner) in itertools.product(transports, WEIGHT_TYPES, enumerate(compute)):
-        quant_config = quant_config_of(case, rank, weight_type)
-        adapted = adapt_prepare_finalize(transport(config, group)), adapt_experts(inner, moe_config, quant_config)
-        y = drive(*adapted, case, rank, positional=index == 2)
-        what_is = dict(quantized=inner.takes_fp8, weight_type=weight_type)
-        exact, same = (expected(case, rank, dtype, 0, **what_is) for dtype in (torch.float64, case.dtype))
-        parts = (transport, type(inner), type(inner.reduce), weight_type)
-        assert_as_close(y, exact, same, case.dtype, " + ".join(part.__name__ for part in parts) + f", rank {rank}")
+
+
+def batched_experts(case: LayerCase, group: ExpertGroup) -> list[Experts]:
+    config = case.config
+    return [
+        ReferenceExperts(config, group, reduce=BatchedReduce()),
+        GroupedBatched(config, group),
+        GroupedBatched(config, group, reduce=DelegateReduce()),
+        DequantizingBatched(config, group),
+    ]
+
+
+def make_kernel(transport: Any, inner: Experts, case: LayerCase, rank: int, weight_type: type[Weight] = Tensor) -> Any:
+    """vLLM's, of both parts."""
+    quant_config = quant_config_of(case, rank, weight_type, fp8_rows=inner.takes_fp8)
+    dispatch = adapt_prepare_finalize(transport)
+    experts = adapt_experts(inner, moe_config_of(case), quant_config, dispatch.max_num_tokens_per_rank())
+    return modules()[0].FusedMoEKernel(dispatch, experts)
+
+
+def run_kernel(kernel: Any, case: LayerCase, rank: int, weight_type: type[Weight] = Tensor) -> Tensor:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    inputs = rank_inputs(case, rank)
+    w1, w2 = (elements(weight) for weight in rank_weights(case, rank, weight_type))
+    return kernel.apply(
+        inputs.tokens.clone(), w1, w2, inputs.top_k_weights, inputs.top_k_ids, MoEActivation.SILU, case.num_experts,
+        expert_map_of(case, rank), False,
+    )  # fmt: skip
+
+
+def start_vllm() -> None:
+    modules()
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory, vLLM's workspaces too, with NaN
+    torch.accelerator.empty_cache = lambda: None  # which vLLM calls when its workspace grows, and needs a GPU
+    init_workspace_manager(torch.device("cpu"))
+
+
+def run_adapted(rank: int, world_size: int, cases: list[LayerCase]) -> int:
+    start_vllm()
+    num_pairs = 0
+    for case in cases:
+        group, config = make_group(case), case.config
+        rows = [AllToAll, SymmetricContiguous, *([SingleRank] if world_size == 1 else [])]
+        pairs = [*itertools.product(rows, contiguous_experts(case, group))]
+        pairs += itertools.product([SymmetricBatched], batched_experts(case, group))
+        for (transport, inner), weight_type in itertools.product(pairs, WEIGHT_TYPES):
+            kernel = make_kernel(transport(config, group), inner, case, rank, weight_type)
+            what_is = dict(quantized=inner.takes_fp8, weight_type=weight_type)
+            exact, same = (expected(case, rank, dtype, 0, **what_is) for dtype in (torch.float64, case.dtype))
+            parts = (transport, type(inner), type(inner.reduce), weight_type)
+            what = " + ".join(part.__name__ for part in parts) + f", {case.name}, rank {rank}"
+            for call in range(2):
+                y = run_kernel(kernel, case, rank, weight_type)
+                assert_as_close(y, exact, same, case.dtype, f"{what}, call {call}")
+        num_pairs += len(pairs)
+        group.close()
+    return num_pairs
+
+
+@needs_vllm
+def test_the_kernel_of_vllm_equals_the_reference() -> None:
+    assert run_ranks(run_adapted, 1, [CASE]) == [3 * 7 + 4]
+
+
+@needs_vllm
+def test_the_kernel_of_vllm_on_two_ranks_with_an_expert_map() -> None:
+    assert run_ranks(run_adapted, 2, TWO_RANKS) == [2 * (2 * 7 + 4)] * 2
+
+
+def run_contract(rank: int, world_size: int) -> None:
+    start_vllm()
+    kernel, _ = modules()
+    group, config = make_group(CASE), CASE.config
+    transports = [AllToAll, SingleRank, SymmetricContiguous, SymmetricBatched]
+    kinds: dict[type, Any] = {kind: adapt_prepare_finalize(kind(config, group)) for kind in transports}
+    for max_num_tokens, found in ((None, contiguous_experts(CASE, group)), (13, batched_experts(CASE, group)[1:])):
+        for inner in found:
+            quant_config = quant_config_of(CASE, 0, Tensor, fp8_rows=inner.takes_fp8)
+            part = adapt_experts(inner, moe_config_of(CASE), quant_config, max_num_tokens)
+            kinds.setdefault(type(inner), part)  # with the reduction that is the default
+    for part in kinds.values():
+        assert not contract_breaches(type(part)), f"{type(part).__name__}: {contract_breaches(type(part))}"
+    check_the_check(kernel, type(kinds[AllToAll]), type(kinds[GroupedContiguous]))
+    check_parts(kernel, kinds)
+    check_refusals(group)
+    check_schemes(kinds)
+    check_replaced_scales(group)
     group.close()
 
 
-def quant_config_of(case: LayerCase, rank: int, weight_type: type[Weight]) -> Any:
-    """vLLM's, which holds the scales of the weights, if they have any."""
-    scales = (getattr(weight, "scales", None) for weight in rank_weights(case, rank, weight_type))
-    return types.SimpleNamespace(**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)))
+def check_the_check(kernel: Any, dispatch: type, experts: type) -> None:
+    """It sees a method that is missing, one that differs, and what let 0.33 refuse all pairs."""
+    mixin = dispatch.__bases__[0]
+    methods = {name: item for name, item in vars(mixin).items() if name not in ("finalize", "__dict__", "__weakref__")}
+    base = kernel.FusedMoEPrepareAndFinalizeModular
+    assert contract_breaches(type("Part", (type("Less", (), methods), base), {})) == ["finalize is missing"]
+    claims = type("Claims", (mixin,), {"supports_async": lambda self: True})
+    assert contract_breaches(type("Part", (claims, base), {})) == [
+        "prepare_async is missing",
+        "finalize_async is missing",
+    ]
+    other = type("Other", (), {"apply": lambda self, output, hidden_states: None})
+    assert "apply differs" in contract_breaches(type("Part", (other, kernel.FusedMoEExpertsModular), {}))
 
 
-def test_adapted_parts_equal_the_reference(stub: None) -> None:
-    run_adapted(0, 1, CASE)
+def check_parts(kernel: Any, kinds: dict[type, Any]) -> None:
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as reductions
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    rows, batches = kernel.FusedMoEActivationFormat.Standard, kernel.FusedMoEActivationFormat.BatchedExperts
+    assert kinds[AllToAll].activation_format is kinds[GroupedContiguous].activation_format() is rows
+    assert kinds[SymmetricBatched].activation_format is kinds[GroupedBatched].activation_format() is batches
+    assert type(kinds[AllToAll]).__name__ == "CometAllToAll"
+    assert (kinds[AllToAll].topk_indices_dtype(), kinds[AllToAll].num_dispatchers()) == (torch.int32, 1)
+    assert not kinds[AllToAll].supports_async()
+    assert not kinds[AllToAll].supports_dbo()
+    assert kinds[AllToAll].output_is_reduced()
+    assert kinds[AllToAll].max_num_tokens_per_rank() is None
+    assert kinds[SymmetricBatched].max_num_tokens_per_rank() == 128
+    assert kinds[GroupedContiguous]._supports_activation(MoEActivation.SILU)
+    assert not kinds[GroupedContiguous]._supports_activation(MoEActivation.GELU)
+    assert kinds[DequantizingBatched].finalize_weight_and_reduce_impl() == reductions.TopKWeightAndReduceNaiveBatched(0)
+    wanted = reductions.TopKWeightAndReduceContiguous()
+    assert kinds[DequantizingContiguous].finalize_weight_and_reduce_impl() == wanted
 
 
-def test_adapted_parts_on_two_ranks_with_an_expert_map() -> None:
-    run_ranks(run_adapted, 2, LayerCase("vllm ep2", 2, 1, (17, 4), seed=9, routing="masked", top_k=3))
+def check_refusals(group: ExpertGroup) -> None:
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as reductions
 
-
-def test_adapters_are_vllm_classes(stub: None, group: ExpertGroup) -> None:
-    parts = (
-        adapt_prepare_finalize(AllToAll(CASE.config, group)),
-        adapt_experts(GroupedContiguous(CASE.config, group), None, None),
-    )
-    assert isinstance(parts[0], FusedMoEPrepareAndFinalizeModular)
-    assert isinstance(parts[1], FusedMoEExpertsModular)
-    assert [type(part).__name__ for part in parts] == ["CometAllToAll", "CometGroupedContiguous"]
-    assert parts[0].activation_format is parts[1].activation_format() is FusedMoEActivationFormat.Standard
-    assert (parts[0].topk_indices_dtype(), parts[0].num_dispatchers()) == (torch.int32, 1)
-    assert parts[0].supports_async()
-    assert parts[0].output_is_reduced()
-    assert parts[0].max_num_tokens_per_rank() is None
-    assert parts[1]._supports_activation(MoEActivation.SILU)
-    assert not parts[1]._supports_activation(MoEActivation.GELU)
-    assert isinstance(parts[1].finalize_weight_and_reduce_impl(), TopKWeightAndReduceContiguous)
-
-
-def test_without_vllm_the_error_says_what_to_install(group: ExpertGroup) -> None:
-    with pytest.raises(UnavailableError, match=r"needs vLLM 0.17 or later: pip install vllm"):
-        adapt_prepare_finalize(AllToAll(CASE.config, group))
-
-
-def test_an_old_vllm_is_named(stub: None, group: ExpertGroup) -> None:
-    delattr(sys.modules[f"{PACKAGE}.modular_kernel"], "FusedMoEExpertsModular")
-    with pytest.raises(UnavailableError, match=r"needs vLLM 0.17 or later: FusedMoEExpertsModular not found"):
-        adapt_experts(GroupedContiguous(CASE.config, group), None, None)
-
-
-def test_what_is_not_covered_is_refused(stub: None, group: ExpertGroup) -> None:
     config = CASE.config
-    with pytest.raises(ValueError, match="SymmetricBatched must work on contiguous rows"):
-        adapt_prepare_finalize(SymmetricBatched(config, group))
-    with pytest.raises(ValueError, match="GroupedBatched must work on contiguous rows"):
-        adapt_experts(GroupedBatched(config, group), None, None)
+    with pytest.raises(ValueError, match="FusedPrepareFinalize must hand out rows to be adapted to vLLM"):
+        adapt_prepare_finalize(FusedPrepareFinalize(config, group))
+    with pytest.raises(ValueError, match="FusedExperts must take rows to be adapted to vLLM"):
+        adapt_experts(FusedExperts(config, group), None, None)
+    with pytest.raises(ValueError, match="reduce=NoOpReduce of GroupedBatched must be BatchedReduce or DelegateReduce"):
+        adapt_experts(GroupedBatched(config, group, reduce=NoOpReduce()), None, None)
     adapted = adapt_prepare_finalize(AllToAll(config, group))
     inputs = rank_inputs(CASE, 0)
-    arguments = [inputs.tokens, inputs.top_k_weights, inputs.top_k_ids, CASE.num_experts, None, False, NOT_QUANT, False]
+    plain, fp8 = (quant_config_of(CASE, 0, Tensor, fp8_rows=quantized) for quantized in (False, True))
+    arguments = [inputs.tokens, inputs.top_k_weights, inputs.top_k_ids, CASE.num_experts, None, False, plain, False]
     with pytest.raises(ValueError, match="apply_router_weight_on_input=True must be False"):
         adapted.prepare(*arguments[:5], True, *arguments[6:])
     with pytest.raises(ValueError, match="num_experts=9 must be 4"):
         adapted.prepare(*arguments[:3], 9, *arguments[4:])
-    per_tensor = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=None)
+    per_tensor = modules()[1].FusedMoEQuantConfig.make(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"quant_dtype=torch.float8_e4m3fn with block_shape=None must be"):
         adapted.prepare(*arguments[:6], per_tensor, False)
     inner = SymmetricContiguous(config, group)
     inner.carries_fp8 = False
     with pytest.raises(ValueError, match="SymmetricContiguous cannot send rows in FP8"):
-        adapt_prepare_finalize(inner).prepare(*arguments[:6], QUANT, False)
+        adapt_prepare_finalize(inner).prepare(*arguments[:6], fp8, False)
+    rows = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="weight_and_reduce_impl=TopKWeightAndReduceNaiveBatched must be one of"):
-        adapted.finalize(None, None, None, None, False, TopKWeightAndReduceNaiveBatched())
+        adapted.finalize(None, rows, None, None, False, reductions.TopKWeightAndReduceNaiveBatched(0))
     with pytest.raises(ValueError, match="finalize needs the rows of a prepare that came before it"):
-        adapted.finalize(None, None, None, None, False, TopKWeightAndReduceNoOP())
+        adapted.finalize(None, rows, None, None, False, reductions.TopKWeightAndReduceNoOP())
 
-
-def key(group_shape: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
-    """A ``QuantKey`` of vLLM."""
-    return types.SimpleNamespace(dtype=dtype, scale=types.SimpleNamespace(group_shape=group_shape))
-
-
-def test_quant_schemes_are_those_of_the_experts(stub: None, group: ExpertGroup) -> None:
-    weights = [None, key((128, 128)), key((1, 32))]
-    unscaled = types.SimpleNamespace(dtype=torch.float8_e4m3fn, scale=None)
-    refused = [key((-1, -1)), key((1, 128)), key((1, 32), torch.uint8), unscaled]
-    for kind, rows in ((GroupedContiguous, None), (DequantizingContiguous, key((1, 128)))):
-        adapted = adapt_experts(kind(CASE.config, group), None, None)
-        assert all(type(adapted)._supports_quant_scheme(weight, rows) for weight in weights)
-        assert not any(adapted._supports_quant_scheme(weight, rows) for weight in refused)
-        for other in (None, key((1, 128)), key((1, -1))):
-            assert adapted._supports_quant_scheme(None, other) == (other == rows)
-
-
-def test_weights_that_are_not_covered_are_refused(stub: None, group: ExpertGroup) -> None:
     class PlainOnly(GroupedContiguous):
         weight_types = frozenset({Tensor})
 
-    config = quant_config_of(CASE, 0, MXFP8)
     with pytest.raises(ValueError, match="PlainOnly cannot compute with MXFP8 weights"):
-        adapt_experts(PlainOnly(CASE.config, group), None, config)
-    w1, w2 = (weight.elements for weight in rank_weights(CASE, 0, MXFP8))
+        adapt_experts(PlainOnly(config, group), moe_config_of(CASE), quant_config_of(CASE, 0, MXFP8, fp8_rows=False))
+
+
+def check_schemes(kinds: dict[type, Any]) -> None:
+    from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+
+    weights = [None, keys.kFp8Static128BlockSym, keys.kMxfp8Static]
+    refused = [keys.kFp8StaticTensorSym, keys.kFp8StaticChannelSym, keys.kFp8Static128BlockE8M0Sym, keys.kMxfp4Static]
+    for kind, rows in ((GroupedContiguous, None), (DequantizingContiguous, keys.kFp8Dynamic128Sym)):
+        supports = type(kinds[kind])._supports_quant_scheme
+        assert all(supports(weight, rows) for weight in weights)
+        assert not any(supports(weight, rows) for weight in refused)
+        for other in (None, keys.kFp8Dynamic128Sym, keys.kFp8DynamicTokenSym, keys.kMxfp8Dynamic):
+            assert supports(None, other) == (other == rows)
+
+
+def check_replaced_scales(group: ExpertGroup) -> None:
+    """What vLLM does when weights are loaded again: the elements stay where they are, the scales are new tensors."""
+    for weight_type in (kind for kind in WEIGHT_TYPES if kind is not Tensor):
+        for inner in (GroupedContiguous(CASE.config, group), WarpDecodeExperts(CASE.config, group)):
+            kernel = make_kernel(SingleRank(CASE.config, group), inner, CASE, 0, weight_type)
+            before = run_kernel(kernel, CASE, 0, weight_type)
+            held = kernel.fused_experts.quant_config._w2
+            held.scale = held.scale + 1 if held.scale.dtype == torch.uint8 else held.scale * 2
+            torch.testing.assert_close(run_kernel(kernel, CASE, 0, weight_type), 2 * before)
+
+
+@needs_vllm
+def test_adapters_keep_to_the_abstract_classes_of_vllm() -> None:
+    run_ranks(run_contract, 1)
+
+
+def run_failures(rank: int, world_size: int) -> str:
+    """Rank 1 fails between dispatch and combine; both refuse to go on, until they restart."""
+    start_vllm()
+    case = TWO_RANKS[0]
+    group = make_group(case, timeout_s=3.0)
+    inner = GroupedContiguous(case.config, group)
+    kernel = make_kernel(SymmetricContiguous(case.config, group), inner, case, rank)
+    right = run_kernel(kernel, case, rank)
+    if rank == 1:
+        inner.apply = lambda *_: (_ for _ in ()).throw(MemoryError("out of memory"))  # type: ignore[method-assign]
+    with pytest.raises(MemoryError if rank == 1 else (RuntimeError, StepFailedError)):
+        run_kernel(kernel, case, rank)
+    with pytest.raises(StepFailedError) as refusal:
+        run_kernel(kernel, case, rank)
+    vars(inner).pop("apply", None)
+    group.workspace.restart()
+    assert torch.equal(run_kernel(kernel, case, rank), right)
+    group.close()
+    return str(refusal.value)
+
+
+@needs_vllm
+def test_a_rank_that_fails_between_the_halves_is_noted() -> None:
+    assert all(
+        "in vLLM failed on rank" in text or "its combine is missing" in text for text in run_ranks(run_failures, 2)
+    )
+
+
+@pytest.fixture
+def group() -> ExpertGroup:
+    return make_group(CASE)
+
+
+def test_without_vllm_the_error_says_what_to_install(group: ExpertGroup) -> None:
+    with pytest.raises(UnavailableError, match=r"needs vLLM 0.25 to 0.33: pip install vllm"):
+        adapt_prepare_finalize(AllToAll(CASE.config, group))
+
+
+def test_a_vllm_that_demands_more_is_named(group: ExpertGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = f"{PACKAGE}.modular_kernel".split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.raises(UnavailableError, match=r"needs vLLM 0.25 to 0.33: FusedMoE.*Modular.* not found"):
+        adapt_prepare_finalize(AllToAll(CASE.config, group))
+
+    class Demanding(abc.ABC):
+        @abc.abstractmethod
+        def supports_chunking(self) -> bool: ...
+
+    for name in BASES:
+        monkeypatch.setattr(sys.modules[f"{PACKAGE}.modular_kernel"], name, Demanding, raising=False)
+    with pytest.raises(UnavailableError, match=r"0.25 to 0.33: this one has other methods: supports_chunking"):
+        adapt_prepare_finalize(AllToAll(CASE.config, group))
+
+
+def test_weights_are_made_anew_when_anything_is_replaced() -> None:
+    w1, w2 = rank_weights(CASE, 0, MXFP8)
+    config = types.SimpleNamespace(w1_scale=w1.scales, w2_scale=w2.scales)
     made = WeightCache(config)
-    assert all(first is second for first, second in zip(made(w1, w2), made(w1, w2), strict=True))
-    assert made(w1, w2)[0] is not made(w1.clone(), w2)[0]
+    first = made(w1.elements, w2.elements)
+    assert made(w1.elements, w2.elements) is first
+    assert made(w1.elements.clone(), w2.elements) is not first
+    first = made(w1.elements, w2.elements)
+    config.w2_scale = w2.scales + 1
+    again = made(w1.elements, w2.elements)
+    assert again[1].scales is config.w2_scale
+    assert made(w1.elements, w2.elements) is again is not first
     config.w2_scale = None
     with pytest.raises(ValueError, match="w1_scale and w2_scale of the quant_config must both be given, or neither"):
-        WeightCache(config)(w1, w2)
+        WeightCache(config)(w1.elements, w2.elements)
     per_tensor = types.SimpleNamespace(w1_scale=torch.ones(4), w2_scale=torch.ones(4))
     with pytest.raises(ValueError, match=r"scales of shape \(4,\) must be \(..., N/128, K/128\) = \(4, 1, 1\)"):
-        WeightCache(per_tensor)(w1, w2)
+        WeightCache(per_tensor)(w1.elements, w2.elements)
+    assert scheme(types.SimpleNamespace(dtype=torch.float8_e4m3fn, scale=None)) == (0, 0)
 
 
 def test_global_routing_and_map_ids_examples() -> None:
