@@ -30,6 +30,7 @@ EXAMPLES = """settings are Hydra overrides, name=value; a group picks a file:
   comet tune model=qwen3_30b_a3b tune.tokens=[2048,8192]
   comet explain model=qwen3_30b_a3b tune.tokens=[2048] parallel.ep=2 tune.machine=h200
   comet sweep sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep
+  comet modular modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4
   comet train --dry-run model=mixtral_8x7b      print the settings and the memory they need
 on several nodes, run on each:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m comet.launch train ...

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` of ``tune``, ``explain`` and ``sweep`` prints: the settings, and the bytes of each shape."""
+"""What ``--dry-run`` of ``tune``, ``explain``, ``sweep`` and ``modular`` prints: settings, and bytes of each shape."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from comet.launch.dry_run import MIB, check_overlap, resolved_yaml
+from comet.launch.modular import tokens_of
 from comet.launch.sweep import load_models
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
@@ -42,6 +43,12 @@ def describe_sweep(container: Mapping[str, Any], job: JobConfig, num_ranks: int,
     points = sweep_points(job, load_models(job.sweep.models))
     shapes = list(dict.fromkeys(point.shape for point in points))
     return describe_shapes(container, job, shapes, num_ranks, on_gpu=on_gpu)
+
+
+def describe_modular(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """As ``describe_tune``, of the one shape whose parts are matched."""
+    shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens_of(job))
+    return describe_shapes(container, job, [shape], num_ranks, on_gpu=on_gpu)
 
 
 def tuned_shapes(job: JobConfig, *, on_gpu: bool) -> list[tuple[Shape, Problem]]:

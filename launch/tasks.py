@@ -70,6 +70,14 @@ TASKS: Mapping[str, Task] = {
         dry_run="comet.launch.dry_run_layers.describe_sweep",
         shows_split=False,
     ),
+    "modular": Task(
+        "which dispatches and experts go together; time and trace a pair",
+        "comet.launch.modular",
+        "modular_job",
+        settings=("output_dir=outputs/modular-${now:%Y%m%d-%H%M%S}",),
+        dry_run="comet.launch.dry_run_layers.describe_modular",
+        shows_split=False,
+    ),
     "explain": Task(
         "predicted and measured time of each split",
         "comet.launch.explain",

@@ -55,13 +55,11 @@ REDUCTIONS: dict[str, type[TopKReduce]] = {
 
 FORMATS = {ActivationFormat.CONTIGUOUS: "Standard", ActivationFormat.BATCHED: "BatchedExperts"}
 
-APPLY = Signature(
-    Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
-    for name in (
-        "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale "
-        "a2_scale workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
-    ).split()
+APPLY_NAMES = (
+    "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts expert_map a1q_scale a2_scale "
+    "workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
 )
+APPLY = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in APPLY_NAMES.split()])
 
 # Rows, their scales, ExpertTokensMetadata, ids and weights.
 Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
@@ -213,11 +211,9 @@ class PrepareFinalizeAdapter:
     def _handed_out(self, rows: Rows) -> Prepared:
         """Rows as vLLM wants them; the ids of batched rows, which lie by expert, are those it has."""
         assert isinstance(rows, ContiguousRows | BatchedRows)
-        held, scales = rows.tokens, None
-        if isinstance(held, FP8):
-            tokens, scales = held.elements.contiguous(), held.scales.contiguous()
-        else:
-            tokens = held
+        tokens, scales = rows.tokens, None
+        if isinstance(tokens, FP8):
+            scales, tokens = tokens.scales.contiguous(), tokens.elements.contiguous()
         if isinstance(rows, BatchedRows):
             meta = self.vllm.ExpertTokensMetadata(expert_num_tokens=rows.counts, expert_num_tokens_cpu=None)
             return tokens, scales, meta, None, None

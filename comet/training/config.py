@@ -118,6 +118,26 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModularConfig:
+    """What the task ``modular`` runs beside the fused layer.
+
+    Args:
+        pair: Names of a prepare/finalize and of experts (see ``comet.modular``); none: nothing is run.
+        tokens: Tokens per rank; ``None`` takes those of a training step.
+        rounds: Counted calls of either.
+    """
+
+    pair: tuple[str, ...] = ()
+    tokens: int | None = None
+    rounds: int = 20
+
+    def __post_init__(self) -> None:
+        require(len(self.pair) in (0, 2), f"pair={list(self.pair)} must be two names, [PREPARE_FINALIZE,EXPERTS]")
+        require(self.tokens is None or self.tokens >= 1, f"tokens={self.tokens} must be at least 1")
+        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
     """Everything a training job needs.
 
@@ -136,6 +156,7 @@ class JobConfig:
         tune: What the tasks ``tune`` and ``explain`` look at.
         sweep: What the task ``sweep`` measures.
         generate: What the task ``generate`` continues, and how.
+        modular: What the task ``modular`` runs.
     """
 
     model: ModelConfig
@@ -150,6 +171,7 @@ class JobConfig:
     tune: TuneConfig = field(default_factory=TuneConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    modular: ModularConfig = field(default_factory=ModularConfig)
 
     def __post_init__(self) -> None:
         _require_choice("moe_path", self.moe_path, get_args(MoEPath))

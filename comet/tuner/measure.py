@@ -36,7 +36,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class MeasuredInputs:
     """``NUM_INPUTS`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``; one set of expert weights."""
 
     tokens: list[Tensor]
@@ -71,7 +71,7 @@ def measure_layer(
         ValueError: If ``rounds`` is below 1.
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
-    inputs = _make_inputs(problem, group, seed)
+    inputs = make_inputs(problem, group, seed)
     candidates: dict[OverlapConfig | None, list[Call]] = {}
     failures: dict[OverlapConfig | None, str] = {}
     for setting in settings:
@@ -186,11 +186,18 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
-def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
+def make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> MeasuredInputs:
+    """Random tokens and weights of this rank, on its device; every expert equally likely.
+
+    Args:
+        problem: Shape and tokens.
+        group: The ranks.
+        seed: Equal on all ranks, which draw different numbers from it.
+    """
     generator = torch.Generator(group.device).manual_seed(seed * 1_000 + group.rank)
     moe, width, local = problem.moe, problem.width, problem.experts_local
     drawn: dict[str, Any] = dict(generator=generator, device=group.device, dtype=torch.float32)
-    inputs = _Inputs(
+    inputs = MeasuredInputs(
         [], [], [],
         torch.empty(local, 2 * width, moe.hidden_size, device=group.device, dtype=problem.dtype),
         torch.empty(local, moe.hidden_size, width, device=group.device, dtype=problem.dtype),
@@ -208,7 +215,7 @@ def _make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> _Inputs:
 
 
 def _try_setting(
-    problem: Problem, setting: OverlapConfig | None, group: ExpertGroup, inputs: _Inputs
+    problem: Problem, setting: OverlapConfig | None, group: ExpertGroup, inputs: MeasuredInputs
 ) -> tuple[list[Call] | None, str]:
     """Build a path and run it once; its call for every input set, or ``None`` and the reason if any rank failed."""
     calls: list[Call] = []

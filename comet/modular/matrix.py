@@ -1,0 +1,80 @@
+"""Which prepare/finalize goes with which experts, and why the others do not: asked of the parts themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from comet.config import MoEConfig
+from comet.group import ExpertGroup
+from comet.modular import EXPERTS, PREPARE_FINALIZE
+from comet.modular.composer import incompatibility
+from comet.quantize import WEIGHT_TYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One prepare/finalize with one kind of experts, each as made by default.
+
+    Args:
+        prepare_finalize: Name of the class.
+        experts: Name of the class.
+        weights: Names of the types of weights the pair computes with; empty where it does not fit.
+        reason: Why not; ``None`` where it fits.
+    """
+
+    prepare_finalize: str
+    experts: str
+    weights: tuple[str, ...]
+    reason: str | None
+
+
+def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
+    """All pairs of the registries (collective), for this layer over these ranks.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks.
+
+    Returns:
+        One entry each, in the order of ``PREPARE_FINALIZE``, then of ``EXPERTS``.
+    """
+    experts = [make(kind, config, group) for kind in EXPERTS]
+    return [
+        _pair(kind.__name__, transport, other.__name__, inner)
+        for kind in PREPARE_FINALIZE
+        for transport in [make(kind, config, group)]
+        for other, inner in zip(EXPERTS, experts, strict=True)
+    ]
+
+
+def make(kind: Any, config: MoEConfig, group: ExpertGroup) -> Any:
+    """A part, or the reason why it cannot be made here."""
+    try:
+        return kind(config, group)
+    except ValueError as error:
+        return str(error)
+
+
+def table(found: Sequence[Pair]) -> str:
+    """One line for each pair: both names, then the types of weights, or why they do not fit."""
+    left, right = (
+        max(map(len, names)) for names in zip(*((p.prepare_finalize, p.experts) for p in found), strict=True)
+    )
+    lines = (
+        f"{pair.prepare_finalize:<{left}}  {pair.experts:<{right}}  "
+        + (f"no: {pair.reason}" if pair.reason else f"fits: {', '.join(pair.weights)} weights")
+        for pair in found
+    )
+    return "\n".join(lines)
+
+
+def _pair(left: str, transport: Any, right: str, experts: Any) -> Pair:
+    for part in (transport, experts):
+        if isinstance(part, str):
+            return Pair(prepare_finalize=left, experts=right, weights=(), reason=part)
+    reasons = {kind.__name__: incompatibility(transport, experts, kind) for kind in WEIGHT_TYPES}
+    weights = tuple(name for name, reason in reasons.items() if reason is None)
+    reason = None if weights else next(iter(reasons.values()))
+    return Pair(prepare_finalize=left, experts=right, weights=weights, reason=reason)
