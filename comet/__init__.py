@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from comet.comm import Communicator, make_communicator
     from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+    from comet.data_parallel import clip_grad_norm_, exclude_experts
     from comet.errors import CapacityError, CommTimeoutError, EpochError, UnavailableError
     from comet.graphed_moe import GraphedMoE
     from comet.group import ExpertGroup, make_expert_group
@@ -28,6 +29,8 @@ __all__ = [
     "OverlapConfig",
     "ParallelConfig",
     "UnavailableError",
+    "clip_grad_norm_",
+    "exclude_experts",
     "make_communicator",
     "make_expert_group",
 ]
@@ -44,6 +47,8 @@ _MODULES = {
     "OverlapConfig": "comet.config",
     "ParallelConfig": "comet.config",
     "UnavailableError": "comet.errors",
+    "clip_grad_norm_": "comet.data_parallel",
+    "exclude_experts": "comet.data_parallel",
     "make_communicator": "comet.comm",
     "make_expert_group": "comet.group",
 }

@@ -6,6 +6,7 @@ import logging
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,17 @@ class ExpertGroup:
     def layout(self, moe: MoEConfig) -> ExpertLayout:
         """This rank's place among the experts of ``moe``; raises ``ValueError`` where they do not divide."""
         return ExpertLayout.create(moe, self.parallel, self.rank)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """The group itself: a copy of a layer runs on the same ranks and memory."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: processes and their memory cannot be written down."""
+        raise TypeError(
+            "an ExpertGroup cannot be pickled, nor can a layer that runs on one: save its state_dict(), with "
+            "torch.distributed.checkpoint for several ranks, and make group and layer anew"
+        )
 
     def close(self) -> None:
         """Release the symmetric memory and the process groups (collective, idempotent); no layer runs afterwards.

@@ -6,9 +6,10 @@ itself cannot: it decides what the plan is made of.
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +72,18 @@ class MoE(nn.Module):
         self.router = Router(config, device=group.device, dtype=torch.float32)
         self.w1 = expert_parameter(torch.empty(experts, 2, width, config.hidden_size, **shard), group.mesh)
         self.w2 = expert_parameter(torch.empty(experts, config.hidden_size, width, **shard), group.mesh)
+        self._w2_shape = local(self.w2).shape
         self.shared = (
             SharedExpert(config.hidden_size, config.shared_ffn_size, **shard) if config.shared_ffn_size else None
         )
         self.reset_parameters(seed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A layer with weights of its own, of the same ranks and by the same path."""
+        copied = type(self).__new__(type(self))
+        memo |= {id(self): copied, id(self.experts): self.experts}
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -137,9 +146,12 @@ class MoE(nn.Module):
             ``(T, D)``: the weighted sum of each token's experts.
 
         Raises:
-            ValueError: If tokens or routing do not fit the group or each other.
+            ValueError: If tokens or routing do not fit the group or each other, or weights are not all there.
         """
-        return self.experts(tokens, top_k_ids, top_k_weights, *local_weights(self.w1, self.w2, tokens.dtype))
+        w1, w2 = local_weights(self.w1, self.w2, tokens.dtype)
+        if w2.shape != self._w2_shape:  # as fully_shard leaves it outside of forward()
+            raise ValueError(f"w2 of shape {tuple(w2.shape)} must be this rank's {tuple(self._w2_shape)}")
+        return self.experts(tokens, top_k_ids, top_k_weights, w1, w2)
 
     def tokens_of(self, x: Tensor) -> Tensor:
         """``(..., D)`` as ``(T, D)``; ValueError if size, device or type are not the layer's."""

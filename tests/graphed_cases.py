@@ -12,6 +12,7 @@ from torch import Tensor
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.config import Transport
 from comet.graphed_moe import GraphedMoE, Output
+from comet.sharding import local
 
 Compare = Callable[[dict[str, Tensor], dict[str, Tensor], str], None]
 
@@ -69,11 +70,11 @@ def pass_through(run: Callable[[Tensor], Output], tokens: Tensor, *, losses: str
 
 def gradients(layer: MoE) -> dict[str, Tensor]:
     """Of all parameters that have one, as they are: a later replay must not change them."""
-    return {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+    return {name: local(each.grad) for name, each in layer.named_parameters() if each.grad is not None}
 
 
 def weights(layer: MoE) -> dict[str, Tensor]:
-    return {name: each.detach() for name, each in layer.named_parameters()}
+    return {name: local(each).detach() for name, each in layer.named_parameters()}
 
 
 def make_steps(

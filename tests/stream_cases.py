@@ -11,6 +11,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
 from comet.moe import MoE
 from comet.router_losses import RouterStats
+from comet.sharding import local
 from comet.side_stream import SideStream
 
 CONFIG = MoEConfig(
@@ -60,7 +61,7 @@ def train_step(layer: MoE, tokens: Tensor, *, late: bool) -> dict[str, Tensor]:
     found = {"output": y.detach(), "loss": loss.detach(), "load": stats.expert_load, "x": x.grad}
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        found[name] = parameter.grad.clone()
+        found[name] = local(parameter.grad).clone()
     return found
 
 

@@ -1,0 +1,87 @@
+"""What torch's data-parallel wrappers, clipping and optimizers need beside ``DTensor`` parameters (``comet.sharding``).
+
+What torch does by itself: checkpoints, optimizers and norms of the experts are right; a list that mixes them with
+tensors, as in a ``foreach`` optimizer or in ``torch.nn.utils.clip_grad_norm_``, is refused (for optimizers, give the
+experts a parameter group of their own), and so are they by ``DistributedDataParallel`` and by ``fully_shard`` over any
+mesh but ``group.mesh["data"]``, over which it shards a layer further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from comet.group import ExpertGroup
+from comet.moe import MoE
+from comet.sharding import global_grad, local
+
+
+def exclude_experts(model: nn.Module) -> set[nn.Parameter]:
+    """Keep ``DistributedDataParallel`` and ``fully_shard`` from the expert weights; call it before either wraps.
+
+    From then on a backward pass leaves gradients of the experts that are means over all ranks, as the wrapper's are.
+    Calling it again changes nothing.
+
+    Example: ``fully_shard(model, ignored_params=exclude_experts(model))``; or ``exclude_experts(model)``, then
+    ``DistributedDataParallel(model)``, which finds their names in the model.
+
+    Args:
+        model: Holds ``MoE`` layers.
+
+    Returns:
+        The parameters that are sharded over an MoE group; none where a group is one rank.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, MoE) and layer.group.mesh is not None]
+    experts = {parameter: layer.group for layer in layers for parameter in layer.expert_parameters()}
+    for parameter, group in experts.items():
+        hooks = parameter._backward_hooks or {}
+        if not any(isinstance(hook, _Mean) for hook in hooks.values()):
+            parameter.register_hook(_Mean(group))
+    names = [name for name, parameter in model.named_parameters() if parameter in experts]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return set(experts)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, of tensors and ``DTensor``s of several meshes (collective).
+
+    Args:
+        parameters: In the same order on all ranks; those without a gradient are passed over. Tensors that are no
+            ``DTensor`` count as replicas.
+        max_norm: Longer gradients are scaled to it.
+
+    Returns:
+        ``()``: the 2-norm of all gradients before, equal on all ranks.
+    """
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    norms = [get_total_norm([each.grad for each in alike if each.grad is not None]) for alike in by_mesh.values()]
+    norm = get_total_norm([each.full_tensor() if isinstance(each, DTensor) else each for each in norms])
+    for alike in by_mesh.values():
+        clip_grads_with_norm_(alike, max_norm, norm)
+    return norm
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """Makes a gradient summed over an MoE group's tokens a mean over the ranks of the world (collective)."""
+
+    group: ExpertGroup
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        mean = local(grad) / self.group.world_size
+        if self.group.data_parallel > 1:
+            dist.all_reduce(mean, group=self.group.expert_data_group)
+        return global_grad(mean, grad)

@@ -1,0 +1,331 @@
+"""torch's own tools on layers of several ranks: each is right, compared with a layer of one rank, or refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from generate_cases import Captures, graphs_on_cpu
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from comet import MoE, MoEConfig, ParallelConfig, clip_grad_norm_, exclude_experts, make_expert_group
+from comet.sharding import local
+from comet.training_graphs import TrainingGraphs
+
+CONFIG = MoEConfig(hidden_size=16, ffn_size=48, num_experts=8, top_k=2, shared_ffn_size=16, balance="none")
+TOKENS = 24
+
+
+def make_layer(ep: int = 1, tp: int = 1, seed: int = 0) -> MoE:
+    group = make_expert_group(
+        CONFIG, ParallelConfig(ep=ep, tp=tp), max_tokens=4 * TOKENS, dtype=torch.float32, device="cpu"
+    )
+    return MoE(CONFIG, group, seed=seed)
+
+
+class Model(nn.Module):
+    """A layer and what is replicated beside it."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+        self.out = nn.Linear(CONFIG.hidden_size, CONFIG.hidden_size)
+        with torch.no_grad():
+            for parameter in self.out.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x)[0])
+
+
+def draw(rank: int, call: int = 0) -> Tensor:
+    return torch.randn(TOKENS, CONFIG.hidden_size, generator=torch.Generator().manual_seed(10 * call + rank))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(each) for name, each in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): whole(each.grad) for name, each in model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def stepped(ep: int, tp: int, seed: int = 0) -> tuple[MoE, AdamW]:
+    """A layer after one step, whose gradients are half the weights."""
+    layer = make_layer(ep, tp, seed)
+    optimizer = AdamW(layer.parameters(), lr=0.1)
+    for parameter in layer.parameters():
+        parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    return layer, optimizer
+
+
+def states(layer: MoE, optimizer: AdamW) -> dict[str, object]:
+    model, moments = get_state_dict(layer, optimizer)
+    return {"model": model, "optimizer": moments}
+
+
+def save(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
+    layer, optimizer = stepped(ep, tp)
+    dcp.save(states(layer, optimizer), checkpoint_id=folder)
+    dcp.save(layer.state_dict(), checkpoint_id=f"{folder}/plain")
+    layer.group.close()
+
+
+def load(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
+    """Weights and moments on this layout, bit for bit; and weights alone, by ``state_dict()``."""
+    wanted, wanted_moments = stepped(ep, tp)
+    layer, optimizer = stepped(ep, tp, seed=9)
+    found = states(layer, optimizer)
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(layer, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    for mine, theirs in zip(layer.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(local(mine), local(theirs))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(local(optimizer.state[mine][moment]), local(wanted_moments.state[theirs][moment]))
+    other = make_layer(ep, tp, seed=9)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}/plain")
+    for mine, theirs in zip(other.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(local(mine), local(theirs))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((2, 1), [(2, 1), (1, 2), (1, 1)]), ((2, 2), [(4, 1), (1, 2)]), ((1, 1), [(2, 2)])]
+)
+def test_checkpoints_of_torch_load_on_any_layout(
+    tmp_path: Path, saved: tuple[int, int], loaded: list[tuple[int, int]]
+) -> None:
+    run_ranks(save, saved[0] * saved[1], str(tmp_path), *saved)
+    for ep, tp in loaded:
+        run_ranks(load, ep * tp, str(tmp_path), ep, tp)
+
+
+def exchange_full_states(rank: int, world_size: int) -> None:
+    """The state of the whole layer, as one rank has it, and back onto the shards."""
+    alone, layer, other = make_layer(seed=3), make_layer(2, 2, seed=3), make_layer(2, 2, seed=9)
+    full = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(layer, options=full)
+    assert_same(state, alone.state_dict(), 0.0)
+    set_model_state_dict(other, state, options=full)
+    assert_same(weights(other), weights(alone), 0.0)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        other.load_state_dict(alone.state_dict())
+
+
+def test_states_of_whole_layers() -> None:
+    run_ranks(exchange_full_states, 4)
+
+
+def wrap_ddp(model: Model) -> nn.Module:
+    exclude_experts(model)
+    return DistributedDataParallel(model)
+
+
+def wrap_fsdp(model: Model) -> nn.Module:
+    fully_shard(model.out)
+    return fully_shard(model, ignored_params=exclude_experts(model))
+
+
+def train_wrapped(rank: int, world_size: int, ep: int, tp: int, wrap: Callable[[Model], nn.Module]) -> None:
+    """Steps of wrapped model and of one rank with all tokens: gradients, norm, clipping, weights."""
+    one, model = Model(make_layer()), wrap(Model(make_layer(ep, tp)))
+    exclude_experts(model)  # changes nothing
+    experts = [each for name, each in model.named_parameters() if name.endswith(("layer.w1", "layer.w2"))]
+    dense = [each for each in model.parameters() if all(each is not expert for expert in experts)]
+    optimizers = AdamW([{"params": dense}, {"params": experts}], foreach=True), AdamW(one.parameters(), foreach=False)
+    for call in range(3):
+        for part in range(2):  # gradients accumulate
+            model(draw(rank, 2 * call + part)).square().mean().backward()
+            for source in range(world_size):
+                (one(draw(source, 2 * call + part)).square().mean() / world_size).backward()
+        assert_same(gradients(model), gradients(one))
+        norm, wanted = clip_grad_norm_(model.parameters(), 0.5), nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        torch.testing.assert_close(norm, wanted)
+        assert wanted > 0.5
+        assert_same(gradients(model), gradients(one))
+        norms = [torch.zeros_like(norm) for _ in range(world_size)]
+        dist.all_gather(norms, norm)
+        assert len({each.item() for each in norms}) == 1
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(weights(model), weights(one), 1e-4)
+
+
+@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp])
+@pytest.mark.parametrize(("world_size", "ep", "tp"), [(2, 2, 1), (4, 1, 2), (4, 2, 2)])
+def test_wrapped_models_train_as_one_rank(
+    world_size: int, ep: int, tp: int, wrap: Callable[[Model], nn.Module]
+) -> None:
+    run_ranks(train_wrapped, world_size, ep, tp, wrap)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    """What would average or overwrite experts, or see those of one rank only, raises on every rank."""
+    layer = make_layer(2)
+    assert layer.group.mesh is not None
+    names = [name for name, parameter in layer.named_parameters() if isinstance(parameter, DTensor)]
+    assert names == ["w1", "w2"]
+    with pytest.raises(RuntimeError, match="DTensor"):
+        DistributedDataParallel(Model(copy.deepcopy(layer)))
+    unsynchronised = DistributedDataParallel(Model(copy.deepcopy(layer)), init_sync=False)
+    loss = unsynchronised(draw(rank)).sum()
+    with pytest.raises(RuntimeError, match="DTensor"):
+        loss.backward()
+    for mesh in (None, layer.group.mesh["ep"], dist.device_mesh.init_device_mesh("cpu", (world_size,))):
+        with pytest.raises(Exception, match=r"Invariant encountered|overlapping meshes|root"):
+            fully_shard(Model(make_layer(2)), mesh=mesh)
+    model = Model(layer)
+    model(draw(rank)).sum().backward()
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for options in ({"foreach": True}, {"fused": True}):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            AdamW(model.parameters(), weight_decay=0.0, **options).step()
+    assert_same(weights(model), before, 0.0)
+
+
+def test_what_would_mix_experts_is_refused() -> None:
+    run_ranks(refuse, 2)
+
+
+def compare_tools(rank: int, world_size: int) -> None:
+    """Norm, clipping and every AdamW on expert weights alone, against the same of one rank or of plain tensors."""
+    layer, one = make_layer(2, 2), make_layer()
+    layer(draw(rank))[0].square().sum().backward()
+    for source in range(world_size):
+        one(draw(source))[0].square().sum().backward()
+    experts = layer.expert_parameters()
+    norm, wanted = nn.utils.clip_grad_norm_(experts, 0.5), nn.utils.clip_grad_norm_(one.expert_parameters(), 0.5)
+    torch.testing.assert_close(whole(norm), wanted)
+    for mine, theirs in zip(experts, one.expert_parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), theirs.grad)
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        plain = [nn.Parameter(local(each).detach().clone()) for each in experts]
+        for mine, theirs in zip(plain, experts, strict=True):
+            mine.grad = local(theirs.grad).clone()
+        for parameters in (plain, experts):
+            optimizer = AdamW(parameters, lr=0.1, **options)
+            for _ in range(2):
+                optimizer.step()
+        for mine, theirs in zip(plain, experts, strict=True):
+            assert torch.equal(mine, local(theirs)), options
+
+
+def test_torch_clips_and_steps_experts_of_several_ranks() -> None:
+    run_ranks(compare_tools, 4)
+
+
+def shard_over_data(rank: int, world_size: int) -> None:
+    """``fully_shard`` over the MoE groups: experts are gathered for a call, their gradients means over the groups."""
+    one, layer = make_layer(), make_layer(2)
+    assert layer.group.mesh is not None
+    fully_shard(layer, mesh=layer.group.mesh["data"])
+    assert local(layer.w1).shape[0] == CONFIG.num_experts // 4
+    y, _ = layer(draw(rank))
+    y.square().sum().backward()
+    for source in range(world_size):
+        wanted, _ = one(draw(source))
+        (wanted.square().sum() / 2).backward()
+        if source == rank:
+            torch.testing.assert_close(y, wanted)
+    for mine, theirs in zip(layer.expert_parameters(), one.expert_parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-5)
+    layer.reshard()
+    with pytest.raises(ValueError, match=r"w2 of shape \(2, 16, 48\) must be this rank's \(4, 16, 48\)"):
+        layer.routed_experts(draw(rank), torch.zeros(TOKENS, 2, dtype=torch.int32), torch.ones(TOKENS, 2))
+
+
+def test_fully_shard_over_the_groups() -> None:
+    run_ranks(shard_over_data, 4)
+
+
+def copy_layers(rank: int, world_size: int) -> None:
+    layer = make_layer(2)
+    copied = copy.deepcopy(Model(layer)).layer
+    assert copied.group is layer.group
+    assert_same(weights(copied), weights(layer), 0.0)
+    with torch.no_grad():
+        outputs = [each(draw(rank))[0] for each in (layer, copied)]
+        assert torch.equal(*outputs)
+        copied.expert_weights()[0].zero_()
+        assert torch.equal(layer(draw(rank))[0], outputs[0])
+        assert not torch.equal(copied(draw(rank))[0], outputs[0])
+    with pytest.raises(TypeError, match=r"ExpertGroup cannot be pickled, nor can a layer .* save its state_dict\(\)"):
+        pickle.dumps(layer)
+    half = layer.to(torch.bfloat16)
+    assert half.w1.dtype == local(half.w1).dtype == torch.bfloat16
+    assert isinstance(half.w1, DTensor)
+
+
+def test_copies_of_layers() -> None:
+    run_ranks(copy_layers, 2)
+    alone = make_layer()
+    x = draw(0)
+    assert torch.equal(copy.deepcopy(alone)(x)[0], alone(x)[0])
+    with pytest.raises(TypeError, match="ExpertGroup cannot be pickled"):
+        pickle.dumps(alone)
+
+
+def replay(rank: int, world_size: int) -> None:
+    """Gradients of a backward pass out of a graph are those of the layer, as ``DTensor``s."""
+    layer = make_layer(2)
+    module = RoutedOnly(layer)
+    inputs = draw(rank).requires_grad_()
+    module(inputs)[0].square().sum().backward()
+    wanted = gradients(module)
+    layer.zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        graphs_on_cpu(patch)
+        patch.setattr("comet.training_graphs.capture", Captures())
+        graphs = TrainingGraphs(module, layer, (inputs,), None, [])
+        graphs(inputs)[0].square().sum().backward()
+    assert isinstance(layer.w1.grad, DTensor)
+    assert_same(gradients(module), wanted)
+
+
+def test_replayed_gradients() -> None:
+    run_ranks(replay, 2)
+
+
+class RoutedOnly(nn.Module):
+    """A layer's output as a tuple."""
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.layer(x)[0],)
