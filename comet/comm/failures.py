@@ -23,6 +23,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from comet.comm.signals import fence, poll
 from comet.errors import CommTimeoutError, StepFailedError
+from comet.graphs import is_capturing
 
 if TYPE_CHECKING:
     from comet.comm.lifecycle import CommunicatorBase
@@ -159,13 +160,9 @@ class Step:
         if error is None:
             return
         in_step = isinstance(error, REFUSALS) if self._refuses else not was_in_flight
-        if in_step or _is_capturing(comm.device):
+        if in_step or is_capturing(comm.device):
             return
         if comm.world_size == 1:
             comm.restart()
         else:
             comm.board.note(self._what, error, is_final=self._is_final)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
