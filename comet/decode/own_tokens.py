@@ -12,7 +12,7 @@ from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import Decoder, check_group
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.group import ExpertGroup
-from comet.paths import ExpertPath, make_path
+from comet.paths import ExpertPath, make_path, match_once, match_weights
 from comet.uncompiled import uncompiled
 
 
@@ -45,6 +45,7 @@ class OwnTokensRunner:
         self.decode = Decoder(moe.top_k, self.decode_tokens * ranks)
         self.slots = rank_slots(group.layout(moe), group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
+        self.match = match_once(match_weights, moe, group.layout(moe))
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks: RankDecode | None = None
         if self.decode_tokens:
@@ -78,13 +79,14 @@ class OwnTokensRunner:
             ``(T, D)``.
 
         Raises:
-            ValueError: If T is above ``most_tokens``.
+            ValueError: If T is above ``most_tokens``, or the weights are of another layer.
         """
         most = self._most_tokens(tokens) if most_tokens is None else most_tokens
         require(tokens.shape[0] <= most, f"T={tokens.shape[0]} tokens must be at most most_tokens={most}")
         learns = wants_grad(tokens, top_k_weights, w1, w2)
         if most > self.decode_tokens or self.decode_on_ranks is None or learns:
             return self.path(tokens, top_k_ids, top_k_weights, w1, w2)
+        self.match(w1, w2)  # slots name places that there have to be
         experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)

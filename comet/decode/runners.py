@@ -26,7 +26,7 @@ from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.graphs import is_capturing
 from comet.group import ExpertGroup
 from comet.layout import ExpertLayout
-from comet.paths import ExpertPath, SymmetricPath, make_path
+from comet.paths import ExpertPath, SymmetricPath, make_path, match_once, match_weights
 from comet.plain import plain_experts
 from comet.quantize import FP8, FP8_BLOCK
 from comet.uncompiled import uncompiled
@@ -155,7 +155,7 @@ class LocalRunner:
         """Nothing to do, for the same reason."""
 
     def _slots_like(self, w1: Tensor) -> Tensor:
-        if self._slots is None or self._slots.device != w1.device:
+        if self._slots is None or self._slots.device != w1.device or len(self._slots) != len(w1):
             self._slots = torch.arange(w1.shape[0], dtype=torch.int32, device=w1.device)
         return self._slots
 
@@ -183,6 +183,7 @@ class ReplicatedRunner:
         self.slots = rank_slots(group.layout(moe), group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
         self.takes_fp8 = computes_fp8(self.path, moe)
+        self.match = match_once(match_weights, moe, group.layout(moe))
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
 
@@ -200,7 +201,8 @@ class ReplicatedRunner:
         """See ``Runner``.
 
         Raises:
-            ValueError: If the tokens have another dtype than the group, or require a gradient.
+            ValueError: If the tokens have another dtype than the group, or require a gradient, or the weights are of
+                another layer.
         """
         dtype = self.group.workspace.shape.dtype
         require(tokens.dtype == dtype, f"dtype={tokens.dtype} of the tokens must be the group's {dtype}")
@@ -209,7 +211,9 @@ class ReplicatedRunner:
             "requires_grad=True of the tokens must be False: a converted model over a group is for inference, "
             "run it under torch.no_grad()",
         )
-        experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self.slots)
+        if experts is None:
+            self.match(w1, w2)  # slots name places that there have to be
+            experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
         if tokens.shape[0] > self.decode.max_tokens:
             return run_path_on_slices(tokens, top_k_ids, top_k_weights, experts, self.path, self.group)
         scratch = self.decode.scratch(tokens, experts)

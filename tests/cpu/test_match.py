@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.decode import DecodeWeights, warp_decode
+from comet.decode import DecodeWeights, OwnTokensRunner, ReplicatedRunner, warp_decode
 from comet.match import MatchOnce, Sizes
 from comet.modular import (
     FusedExperts,
@@ -117,9 +117,13 @@ def layers(case: LayerCase, kernels: bool, kind: type = Tensor) -> dict[str, Lay
         "symmetric": modular(SymmetricContiguous(config, group, **own), GroupedContiguous(config, group, **own)),
         "batched": modular(SymmetricBatched(config, group, **own), GroupedBatched(config, group, **own)),
         "modular reference": modular(SingleRank(config, group), ReferenceExperts(config, group)),
+        "own tokens": partial(OwnTokensRunner(config, group), *routed),
+        "replicated": partial(ReplicatedRunner(config, group), *routed),
         "modular decode": modular(SingleRank(config, group), WarpDecodeExperts(config, group, **own)),
         "symmetric path": partial(symmetric if kind is Tensor else symmetric.fp8, *routed),
     }
+    if kind is not Tensor or kernels:  # they choose themselves
+        del found["own tokens"], found["replicated"]
     if kind is Tensor:
         found["specification"] = partial(reference_experts, *routed)
         found |= {name: partial(make_path(name, config, group), *routed) for name in ("reference", "plain")}
@@ -171,6 +175,8 @@ def test_plain_weights_are_refused_or_right(kernels: bool) -> None:
     check(outcome, refused=SIZES | TYPES)
     for change, path in itertools.product(OTHER_LAYERS, ("symmetric path", "reference", "plain")):
         assert outcome[change][path] == REFUSED, change
+    for change, path in itertools.product(OTHER_LAYERS, ("own tokens", "replicated")):
+        assert kernels or outcome[change][path] == REFUSED, change
     for change, path in itertools.product(STRIDES, ("symmetric path", "fused", "plain", "reference")):
         assert outcome[change][path] == RIGHT, f"{path} copies what kernels find by address"
 
