@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 from torch.nn.functional import silu
 
-from comet.autocast import without_autocast
+from comet.autocast import product, without_autocast
 from comet.collectives import (
     accumulator_dtype,
     all_gather_stacked,
@@ -209,7 +209,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, expert_counts: tuple[int, ...]
     if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0:
         return torch._grouped_mm(rows, weights.transpose(1, 2), offs=expert_ends)
     runs = rows.split(list(expert_counts))
-    return torch.cat([run @ weight.T for run, weight in zip(runs, weights.unbind(), strict=True)])
+    return torch.cat([product(run, weight) for run, weight in zip(runs, weights.unbind(), strict=True)])
 
 
 def gather_reference_experts(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.autocast import without_autocast
+from comet.autocast import product, without_autocast
 from comet.config import require
 from comet.layout import ExpertLayout
 from comet.match import Sizes, check_id_dtype
@@ -168,9 +168,9 @@ def swiglu_expert(tokens: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         ``(R, D)``, dtype of ``tokens``.
     """
     accumulator = _accumulator(tokens.dtype)
-    gate, up = (tokens.to(accumulator) @ w1.to(accumulator).T).chunk(2, dim=-1)
+    gate, up = product(tokens.to(accumulator), w1.to(accumulator)).chunk(2, dim=-1)
     hidden = (silu(gate) * up).to(tokens.dtype)
-    return (hidden.to(accumulator) @ w2.to(accumulator).T).to(tokens.dtype)
+    return product(hidden.to(accumulator), w2.to(accumulator)).to(tokens.dtype)
 
 
 def sum_partials(partials: Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from comet.autocast import without_autocast
+from comet.autocast import product, without_autocast
 from comet.config import MoEConfig, Score, require
 from comet.router_losses import RouterStats, measure_routing, normalize
 
@@ -199,7 +199,7 @@ def compute_logits(tokens: Tensor, weight: Tensor) -> Tensor:
 
         return logits(tokens, weight)
     dtype = torch.promote_types(torch.promote_types(tokens.dtype, weight.dtype), torch.float32)
-    return nn.functional.linear(tokens.to(dtype), weight.to(dtype))
+    return product(tokens.to(dtype), weight.to(dtype))
 
 
 def check_finite(logits: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from comet.autocast import without_autocast
 from comet.config import MoEConfig
 from comet.kernels.router import router_logits
 from comet.kernels.router_gradients import measure_gradient, select_gradient
@@ -88,8 +89,9 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         tokens, weight = ctx.saved_tensors
         wants_tokens, wants_weight = ctx.needs_input_grad
-        grad_tokens = (grad @ weight.float()).to(tokens.dtype) if wants_tokens else None
-        grad_weight = (grad.T @ tokens.float()).to(weight.dtype) if wants_weight else None
+        with without_autocast(grad.device):
+            grad_tokens = (grad @ weight.float()).to(tokens.dtype) if wants_tokens else None
+            grad_weight = (grad.T @ tokens.float()).to(weight.dtype) if wants_weight else None
         return grad_tokens, grad_weight
 
 

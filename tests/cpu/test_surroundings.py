@@ -92,7 +92,8 @@ def whole_layer(path: str, dtype: torch.dtype) -> list[Tensor]:
     layer = MoE(config, group, path=path, seed=3)
     x = numbers((9, 32), 1, dtype).requires_grad_()
     y, stats = layer(x)
-    with without_autocast(x.device):  # torch's own backward passes multiply as autocast says
+    torch_refuses = path == "plain" and torch.get_autocast_dtype("cpu") == torch.float16  # to stack bfloat16 there
+    with without_autocast(x.device) if torch_refuses else nullcontext():
         (y.float().square().sum() + stats.loss).backward()
     group.workspace.check()
     group.close()
