@@ -22,7 +22,9 @@ SIZES = dict(hidden_size=256, intermediate_size=384, head_dim=64)
 
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
-@pytest.mark.parametrize(("family", "ffn_size"), [("qwen3_moe", 192), ("mixtral", 320), ("qwen3_moe", 256)])
+@pytest.mark.parametrize(
+    ("family", "ffn_size"), [("qwen3_moe", 192), ("mixtral", 320), ("qwen3_moe", 256), ("mixtral", 16)]
+)
 def test_folders_equal_what_transformers_makes_of_them(
     tmp_path: Path, family: str, ffn_size: int, scale_fmt: str
 ) -> None:

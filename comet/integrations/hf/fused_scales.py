@@ -41,8 +41,10 @@ def split_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         is_needed = fused not in tensors and not any(tensor.name + SCALES in tensors for _, _, tensor in experts)
         if scales is None or not is_needed:
             continue
-        _check_shape(fused, scales, experts)
         del found[fused + SCALES]
+        if not any(tensor.dtype == BLOCK_FP8 for _, _, tensor in experts):
+            continue  # transformers quantises whole blocks only, and never reads the scales it writes for the rest
+        _check_shape(fused, scales, experts)
         for expert, half, tensor in experts:
             rows = tensor.shape[0]
             blocks = range(half * rows // FP8_BLOCK, -(-(half + 1) * rows // FP8_BLOCK))
@@ -102,8 +104,7 @@ def _experts_by_fused(tensors: dict[str, StoredTensor]) -> dict[str, list[tuple[
 def _check_shape(fused: str, scales: StoredTensor, experts: list[tuple[int, int, StoredTensor]]) -> None:
     rows, columns = experts[0][2].shape
     is_gate_up = fused.endswith(GATE_UP)
-    is_fp8 = any(tensor.dtype == BLOCK_FP8 for _, _, tensor in experts)
-    require(not (is_gate_up and is_fp8 and is_ambiguous(rows)), ambiguity(scales, rows))
+    require(not (is_gate_up and is_ambiguous(rows)), ambiguity(scales, rows))
     count = 1 + max(expert for expert, _, _ in experts)
     wanted = count, -(-rows * (1 + is_gate_up) // FP8_BLOCK), -(-columns // FP8_BLOCK)
     require(scales.shape == wanted, f"{scales.name} of shape {scales.shape} must be {wanted} for {count} experts")
