@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from comet.launch.dry_run import MIB, check_overlap, resolved_yaml
-from comet.launch.modular import tokens_of
+from comet.launch.modular import find_parts, tokens_of
 from comet.launch.sweep import load_models
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
@@ -47,6 +47,7 @@ def describe_sweep(container: Mapping[str, Any], job: JobConfig, num_ranks: int,
 
 def describe_modular(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
     """As ``describe_tune``, of the one shape whose parts are matched."""
+    find_parts(job)
     shape = Shape(model=job.model.name, moe=job.model.moe, parallel=job.parallel, tokens=tokens_of(job))
     return describe_shapes(container, job, [shape], num_ranks, on_gpu=on_gpu)
 

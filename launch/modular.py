@@ -46,7 +46,7 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
     """
     dtype = activation_dtype(config.train.dtype, context.device)
     problem = Problem.create(config.model.moe, config.parallel, tokens_of(config), dtype)
-    kinds = [_find(name, known) for name, known in zip(config.modular.pair, (PREPARE_FINALIZE, EXPERTS), strict=False)]
+    kinds = find_parts(config)
     group = make_expert_group(
         problem.moe,
         config.parallel,
@@ -74,6 +74,11 @@ def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
 def tokens_of(config: JobConfig) -> int:
     """Tokens of each rank."""
     return config.modular.tokens or config.train.batch_size * config.model.context
+
+
+def find_parts(config: JobConfig) -> list[type]:
+    """The two classes of ``modular.pair``, none where it is empty; raises ``ValueError`` for a wrong name."""
+    return [_find(name, known) for name, known in zip(config.modular.pair, (PREPARE_FINALIZE, EXPERTS), strict=False)]
 
 
 def _find(name: str, known: tuple[type, ...]) -> type:

@@ -34,6 +34,8 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["explain", "tune.models=[nope]"], "model='nope' must be one of "),
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
         (["tune", "tune.machine=h200"], "tune.machine='h200' must be 'this'"),
+        (["modular", "modular.pair=[AllToAll]"], "modular: pair=['AllToAll'] must be two names, "),
+        (["modular", "modular.pair=[AllToAl,FusedExperts]"], "modular.pair: 'AllToAl' must be one of SingleRank, "),
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
         (
             ["sweep", "sweep.comm_blocks=[0]"],

@@ -75,8 +75,11 @@ def test_dry_run_prints_settings_and_memory_and_starts_nothing(tmp_path, capfd, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bake"], "task='bake' must be one of train, generate, tune, sweep, explain, compile"),
-        (["trian"], "task='trian' must be one of train, generate, tune, sweep, explain, compile; did you mean train?"),
+        (["bake"], "task='bake' must be one of train, generate, tune, sweep, modular, explain, compile"),
+        (
+            ["trian"],
+            "task='trian' must be one of train, generate, tune, sweep, modular, explain, compile; did you mean train?",
+        ),
         (["train", "--fast"], "unrecognized arguments: --fast"),
         (["train", "parallel.ep=3"], "num_experts=8 must be divisible by ep=3"),
         (["train", "model=foo"], "model='foo' must be one of "),
@@ -324,7 +327,7 @@ def test_more_ranks_than_gpus_is_refused():
 
 
 def test_find_task_lists_the_tasks():
-    with pytest.raises(ValueError, match=r"task='bake' must be one of train, generate, tune, sweep, explain, compile"):
+    with pytest.raises(ValueError, match=r"task='bake' must be one of train, generate, tune, sweep, modular, "):
         find_task("bake", TASKS)
 
 
