@@ -6,8 +6,8 @@
 For vLLM 0.25 to 0.33, whose abstract classes agree; tested inside 0.33.0 itself. vLLM has no registry for parts from
 outside, so a plug-in puts them in place. Covered: contiguous and batched rows, SiLU, weights unquantised, in FP8 with a
 scale per 128 x 128 block or in MXFP8 (by the ``w1_scale`` and ``w2_scale`` of the quant_config), and activations in FP8
-with a scale per 128 elements. Not covered: LoRA, router weights on the input, ``prepare_async`` and with it two
-micro-batches in flight at once (vLLM hands nothing from ``prepare`` to ``finalize``, so the adapter keeps it).
+with a scale per 128 elements. Not covered: LoRA, biases, clamps, router weights on the input, ``prepare_async`` and
+with it two micro-batches in flight at once (vLLM hands nothing from ``prepare`` to ``finalize``, so the adapter does).
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ REDUCTIONS: dict[str, type[TopKReduce]] = {
     "TopKWeightAndReduceDelegate": DelegateReduce,
 }
 
+NOT_COMPUTED = {
+    "w1_bias": "quant_config",
+    "w2_bias": "quant_config",
+    "gemm1_clamp_limit": "quant_config",
+    "swiglu_limit": "moe_config",
+}
 FORMATS = {ActivationFormat.CONTIGUOUS: "Standard", ActivationFormat.BATCHED: "BatchedExperts"}
 
 APPLY_NAMES = (
@@ -261,6 +267,9 @@ class ExpertsAdapter:
         self.inner = inner
         kind, name = weight_type_of(quant_config), type(inner).__name__
         require(kind in inner.weight_types, f"{name} cannot compute with {kind.__name__} weights")
+        for name, holder in NOT_COMPUTED.items():
+            value = getattr(moe_config if holder == "moe_config" else quant_config, name, None)
+            require(value is None, f"{name} of the {holder} must be None: it would be left out")
         self._weights = WeightCache(quant_config)
 
     @staticmethod

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 
+import launch_jobs
 import pytest
 import torch
 from modular_cases import combinations
@@ -26,11 +24,8 @@ PAIR = "SymmetricBatched", "GroupedBatched"
 def test_a_pair_is_timed_and_traced_beside_the_fused_layer(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     settings = (f"modular.pair=[{','.join(PAIR)}]", "modular.tokens=24", "modular.rounds=2", f"output_dir={folder}")
-    command = [sys.executable, "-P", "-m", "comet.launch", "modular", *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    status, lines, errors = launch_jobs.run("modular", *settings, program=("-P", "-m", "comet.launch"))
+    assert status == 0, errors
     facts = json.loads(lines[-1])
     label = " + ".join(PAIR)
     assert facts["times"].keys() == {label, "fused layer"}

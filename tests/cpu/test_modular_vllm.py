@@ -125,12 +125,12 @@ def run_adapted(rank: int, world_size: int, cases: list[LayerCase]) -> int:
 
 @needs_vllm
 def test_the_kernel_of_vllm_equals_the_reference() -> None:
-    assert run_ranks(run_adapted, 1, [CASE]) == [3 * 7 + 4]
+    assert run_ranks(run_adapted, 1, [CASE], timeout=400) == [3 * 7 + 4]
 
 
 @needs_vllm
 def test_the_kernel_of_vllm_on_two_ranks_with_an_expert_map() -> None:
-    assert run_ranks(run_adapted, 2, TWO_RANKS) == [2 * (2 * 7 + 4)] * 2
+    assert run_ranks(run_adapted, 2, TWO_RANKS, timeout=400) == [2 * (2 * 7 + 4)] * 2
 
 
 def run_contract(rank: int, world_size: int) -> None:
@@ -221,6 +221,14 @@ def check_refusals(group: ExpertGroup) -> None:
     with pytest.raises(ValueError, match="finalize needs the rows of a prepare that came before it"):
         adapted.finalize(None, rows, None, None, False, reductions.TopKWeightAndReduceNoOP())
 
+    clamped, grouped = moe_config_of(CASE), GroupedContiguous(config, group)
+    clamped.swiglu_limit = 7.0
+    with pytest.raises(ValueError, match="swiglu_limit of the moe_config must be None: it would be left out"):
+        adapt_experts(grouped, clamped, plain)
+    biased = modules()[1].FusedMoEQuantConfig.make(w2_bias=torch.zeros(CASE.num_experts, CASE.hidden_size))
+    with pytest.raises(ValueError, match="w2_bias of the quant_config must be None"):
+        adapt_experts(grouped, moe_config_of(CASE), biased)
+
     class PlainOnly(GroupedContiguous):
         weight_types = frozenset({Tensor})
 
@@ -254,7 +262,7 @@ def check_replaced_scales(group: ExpertGroup) -> None:
 
 @needs_vllm
 def test_adapters_keep_to_the_abstract_classes_of_vllm() -> None:
-    run_ranks(run_contract, 1)
+    run_ranks(run_contract, 1, timeout=400)
 
 
 def run_failures(rank: int, world_size: int) -> str:
@@ -281,7 +289,8 @@ def run_failures(rank: int, world_size: int) -> str:
 @needs_vllm
 def test_a_rank_that_fails_between_the_halves_is_noted() -> None:
     assert all(
-        "in vLLM failed on rank" in text or "its combine is missing" in text for text in run_ranks(run_failures, 2)
+        "in vLLM failed on rank" in text or "its combine is missing" in text
+        for text in run_ranks(run_failures, 2, timeout=400)
     )
 
 
