@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,8 @@ class FrozenExperts:
         """See ``ExpertPath``; equal on all ranks."""
         experts = None
         if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
-            experts = self.shared.weights(*map(local, self.parameters))
+            parts: Any = map(local, self.parameters)  # moved in place, as parameters are
+            experts = self.shared.weights(*parts)
             top_k_ids, top_k_weights = self.shared.routing(top_k_ids, top_k_weights)
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
             return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, experts=experts)

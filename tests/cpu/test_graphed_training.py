@@ -10,13 +10,17 @@ import torch
 from generate_cases import Captures, all_experts
 from graphed_cases import Steps, gradients, pass_through
 from layer_cases import LayerCase, full_weights, rank_inputs, shard
+from ranks import run_ranks
 from recorded_layers import LaterExperts, assert_equal, draw, leaf, make_layer, record_on_cpu
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from comet import GraphedMoE, make_expert_group
 from comet.config import OverlapConfig
 from comet.paths import SymmetricPath
 from comet.router_losses import RouterStats
+from comet.sharding import expert_parameter
 
 
 @pytest.fixture
@@ -42,6 +46,27 @@ def test_parts_of_the_loss_may_change_from_step_to_step(captures: Captures, path
     for seed, losses in enumerate(("output", "both", "output", "output", "both")):
         steps.step([draw(9, seed)], f"step {seed}", losses=losses)
     assert captures.replays == 8
+
+
+def step_with_sharded_weights(rank: int, world_size: int, path: str) -> None:
+    """Graphs get the local parts, whose gradients come back as ``DTensor``s."""
+    with pytest.MonkeyPatch.context() as patch:
+        captures, steps = record_on_cpu(patch), make_steps(path)
+        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data", "ep"))
+        for layer in (steps.layer, steps.eager):
+            layer.w1, layer.w2 = (expert_parameter(part, mesh) for part in layer.expert_weights())
+        steps.layer.w1.register_hook(lambda grad: kinds.append(type(grad)))
+        kinds: list[type] = []
+        steps.__post_init__()
+        for seed in range(4):
+            steps.step([draw(6, seed)], f"step {seed}")
+        assert captures.replays == 6
+        assert set(kinds) == {DTensor}
+
+
+@pytest.mark.parametrize("path", ["dense", "later"])
+def test_steps_with_sharded_weights(path: str) -> None:
+    run_ranks(step_with_sharded_weights, 1, path)
 
 
 def test_the_backward_pass_of_the_statistics_has_run_before_it_is_captured(

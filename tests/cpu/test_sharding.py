@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from generate_cases import Captures, graphs_on_cpu
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +27,6 @@ from torch.optim import AdamW
 
 from comet import MoE, MoEConfig, ParallelConfig, clip_grad_norm_, exclude_experts, make_expert_group
 from comet.sharding import local
-from comet.training_graphs import TrainingGraphs
 
 CONFIG = MoEConfig(hidden_size=16, ffn_size=48, num_experts=8, top_k=2, shared_ffn_size=16, balance="none")
 TOKENS = 24
@@ -297,35 +295,3 @@ def test_copies_of_layers() -> None:
     assert torch.equal(copy.deepcopy(alone)(x)[0], alone(x)[0])
     with pytest.raises(TypeError, match="ExpertGroup cannot be pickled"):
         pickle.dumps(alone)
-
-
-def replay(rank: int, world_size: int) -> None:
-    """Gradients of a backward pass out of a graph are those of the layer, as ``DTensor``s."""
-    layer = make_layer(2)
-    module = RoutedOnly(layer)
-    inputs = draw(rank).requires_grad_()
-    module(inputs)[0].square().sum().backward()
-    wanted = gradients(module)
-    layer.zero_grad()
-    with pytest.MonkeyPatch.context() as patch:
-        graphs_on_cpu(patch)
-        patch.setattr("comet.training_graphs.capture", Captures())
-        graphs = TrainingGraphs(module, layer, (inputs,), None, [])
-        graphs(inputs)[0].square().sum().backward()
-    assert isinstance(layer.w1.grad, DTensor)
-    assert_same(gradients(module), wanted)
-
-
-def test_replayed_gradients() -> None:
-    run_ranks(replay, 2)
-
-
-class RoutedOnly(nn.Module):
-    """A layer's output as a tuple."""
-
-    def __init__(self, layer: MoE) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (self.layer(x)[0],)
