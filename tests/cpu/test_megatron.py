@@ -5,6 +5,10 @@ Skipped without it; ``test_megatron_parts`` checks what does not need it. Passed
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +225,47 @@ def specs(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_specs() -> None:
     run_ranks(specs, 1, timeout=300)
+
+
+AFTER_THE_SNIPPET = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from megatron.core.transformer.moe import moe_utils
+from megatron_cases import use_cpu
+
+moe_utils.te_general_gemm = None
+torch.compiler.set_stance("force_eager")
+use_cpu()
+ids = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+inputs = (ids, torch.arange(16).expand(3, -1), torch.ones(1, 1, 16, 16).triu(1).bool())
+losses = [each.eval()(*inputs, labels=ids) for each in (stock, model)]
+torch.testing.assert_close(losses[1], losses[0])
+losses[1].mean().backward()
+assert all(layer.mlp.experts.w1.grad.any() for layer in model.decoder.layers)
+group.workspace.check()
+group.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
+    """As it stands, on two CPU ranks; then what it made is run, as far as Megatron can without a GPU."""
+    root, script = Path(__file__).parents[2], tmp_path / "train.py"
+    section = (root / "README.md").read_text().split("## Megatron-core")[1].split("\n## ")[0]
+    (snippet,) = re.findall("```python\n(.*?)```", section, re.DOTALL)
+    script.write_text(snippet + AFTER_THE_SNIPPET)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(script), str(root / "tests")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
