@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
 PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
 
+# Of places where a rank waits that has opened an epoch: flags of those who opened it by the other kind of pass.
+OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkspaceShape:
@@ -231,9 +234,15 @@ class Workspace:
         aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
         if not aborted:
             return ""
-        return (
+        text = (
             f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
             f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
+        )
+        flags, kind = OTHERWISE.get(place, ("", ""))
+        if not flags or int(getattr(self, flags).local[peer].max()) < expected:
+            return text
+        return (
+            f"{text}; rank {peer} began a {kind} pass: gradients must be wanted on all ranks of the group, or on none"
         )
 
     def join_stream(self) -> None:

@@ -285,6 +285,33 @@ def test_a_layer_frozen_on_one_rank_is_refused_on_all_and_costs_nothing(path: st
     assert all(text.endswith("freeze on all of them, or on none") for text in first)
 
 
+def freeze_on_kernels(rank: int, world_size: int) -> str:
+    """Rank 0 begins its backward pass, rank 1, whose layer is frozen, the next forward pass."""
+    moe, inputs = build_layer(CASE, rank, "fused"), rank_inputs(CASE, rank)
+    moe.requires_grad_(rank == 0)
+    arguments = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+    y = moe.routed_experts(*arguments)
+    dist.barrier()
+    moe.group.comm.timeout_s = 0.1
+    if rank == 0:
+        y.sum().backward()
+    else:
+        moe.routed_experts(*arguments)
+    dist.barrier()
+    said = moe.group.workspace.timeout()
+    with pytest.raises((CommTimeoutError, StepFailedError)):
+        moe.group.workspace.check()
+    dist.barrier()
+    return said
+
+
+def test_kernels_say_what_the_other_rank_did_instead() -> None:
+    first, second = run_ranks(freeze_on_kernels, 2, interpret=True, timeout=300)
+    rule = "gradients must be wanted on all ranks of the group, or on none"
+    assert re.fullmatch(rf"rank 0 waited .* for rank 1 \(barrier, .*\); rank 1 began a forward pass: {rule}", first)
+    assert re.fullmatch(rf"rank 1 waited .* for rank 0 \(exch.*\); rank 0 began a backward pass: {rule}", second)
+
+
 def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
     case = LayerCase("alone", 1, 1, (40,))
     moe = build_layer(case, 0, "twin")
