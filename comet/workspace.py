@@ -239,7 +239,7 @@ class Workspace:
             f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
         )
         flags, kind = OTHERWISE.get(place, ("", ""))
-        if not flags or int(getattr(self, flags).local[peer].max()) < expected:
+        if not flags or not (getattr(self, flags).local[peer : peer + 1] >= expected).any():
             return text
         return (
             f"{text}; rank {peer} began a {kind} pass: gradients must be wanted on all ranks of the group, or on none"
