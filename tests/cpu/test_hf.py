@@ -336,6 +336,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = (
         hf.register,
         lambda: hf.convert(torch.nn.Linear(1, 1)),
+        lambda: hf.check(torch.nn.Linear(1, 1)),
         lambda: hf.load_pretrained("somewhere"),
         lambda: hf.moe_config("somewhere"),
     )

@@ -59,6 +59,7 @@ def check_named(model: nn.Module) -> None:
     Raises:
         ValueError: If there is none, or Comet cannot compute one; classes of experts that ask no registry are named.
     """
+    require_transformers()
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _calls_comet(module)}
     deaf = {type(module).__name__ for module in modules.values() if not asks_registry(module)}
