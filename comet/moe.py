@@ -72,7 +72,6 @@ class MoE(nn.Module):
         self.router = Router(config, device=group.device, dtype=torch.float32)
         self.w1 = expert_parameter(torch.empty(experts, 2, width, config.hidden_size, **shard), group.mesh)
         self.w2 = expert_parameter(torch.empty(experts, config.hidden_size, width, **shard), group.mesh)
-        self._w2_shape = local(self.w2).shape
         self.shared = (
             SharedExpert(config.hidden_size, config.shared_ffn_size, **shard) if config.shared_ffn_size else None
         )
@@ -148,10 +147,7 @@ class MoE(nn.Module):
         Raises:
             ValueError: If tokens or routing do not fit the group or each other, or weights are not all there.
         """
-        w1, w2 = local_weights(self.w1, self.w2, tokens.dtype)
-        if w2.shape != self._w2_shape:  # as fully_shard leaves it outside of forward()
-            raise ValueError(f"w2 of shape {tuple(w2.shape)} must be this rank's {tuple(self._w2_shape)}")
-        return self.experts(tokens, top_k_ids, top_k_weights, w1, w2)
+        return self.experts(tokens, top_k_ids, top_k_weights, *local_weights(self.w1, self.w2, tokens.dtype))
 
     def tokens_of(self, x: Tensor) -> Tensor:
         """``(..., D)`` as ``(T, D)``; ValueError if size, device or type are not the layer's."""

@@ -262,7 +262,7 @@ def shard_over_data(rank: int, world_size: int) -> None:
     for mine, theirs in zip(layer.expert_parameters(), one.expert_parameters(), strict=True):
         torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-5)
     layer.reshard()
-    with pytest.raises(ValueError, match=r"w2 of shape \(2, 16, 48\) must be this rank's \(4, 16, 48\)"):
+    with pytest.raises(ValueError, match=r"w1 of shape \(2, 96, 16\) must be \(e, 2F, D\) = \(4, 96, 16\)"):
         layer.routed_experts(draw(rank), torch.zeros(TOKENS, 2, dtype=torch.int32), torch.ones(TOKENS, 2))
 
 

@@ -41,7 +41,7 @@ from comet.moe import MoE
 from comet.paths import SymmetricPath, make_path
 from comet.quantize import FP8, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp8, quantize_rows
 from comet.shared_expert import SharedExpert
-from comet.tuner.measure import NUM_INPUTS, _make_inputs
+from comet.tuner.measure import NUM_INPUTS, make_inputs
 from comet.tuner.problem import Problem
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -150,7 +150,7 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
 def inputs_to_measure() -> list[Tensor]:
     """What the tuner times layers with, and that a layer takes it."""
     group = make_expert_group(CASE.config, ParallelConfig(), max_tokens=128, dtype=torch.float32, device="cpu")
-    inputs = _make_inputs(Problem.create(CASE.config, ParallelConfig(), 9, torch.float32), group, seed=5)
+    inputs = make_inputs(Problem.create(CASE.config, ParallelConfig(), 9, torch.float32), group, seed=5)
     outputs = [inputs.run(make_path("twin", CASE.config, group), index) for index in range(NUM_INPUTS)]
     group.close()
     return [*inputs.tokens, *inputs.ids, *inputs.weights, inputs.w1, inputs.w2, *outputs]
