@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.collectives import accumulator_dtype
+from comet.config import check_kernel_dtype
 from comet.modular.base import KernelExperts, Regions, plain, weight_regions
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -179,6 +180,8 @@ def swiglu_experts(
     """
     from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
 
+    if use_kernels:  # not every transport asks for the pool's dtype
+        check_kernel_dtype(tokens.dtype, tokens.device)
     gemm = group_gemm if use_kernels else group_gemm_torch
     config = GemmConfig.select(tokens.dtype)
     gate_up, hidden = scratch.regions["gate_up"], scratch.regions["hidden"]

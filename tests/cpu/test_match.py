@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.decode import DecodeWeights, OwnTokensRunner, ReplicatedRunner, warp_decode
+from comet.decode import DecodeWeights, LocalRunner, OwnTokensRunner, ReplicatedRunner, warp_decode
 from comet.match import MatchOnce, Sizes
 from comet.modular import (
     FusedExperts,
@@ -261,3 +261,12 @@ def test_a_match_runs_once_for_tensors_that_are_alike() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="must be"):
             refuse(torch.zeros(2))
+
+
+def test_a_runner_of_layers_with_other_numbers_of_experts() -> None:
+    runner, wider = LocalRunner(CASE.top_k), replace(CASE, num_experts=6)
+    for case in (CASE, wider, CASE):
+        inputs, (w1, w2) = rank_inputs(case, 0), full_weights(case)
+        weights = (w1.flatten(1, 2), w2)
+        y = runner(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights, *weights)
+        assert torch.allclose(y.double(), loop(case, *weights), atol=1e-3)

@@ -293,6 +293,9 @@ def run_bfloat16_on_kernels(rank: int, world_size: int, what: str) -> str:
         "modular, grouped": grouped,
         "modular, decode": decoding,
         "modular, symmetric": symmetric,
+        "making a path": lambda: SymmetricPath(config, group, None, **kernels),
+        "making grouped experts": lambda: GroupedContiguous(config, group, **kernels),
+        "making a transport": lambda: SymmetricContiguous(config, group, **kernels),
     }
     with pytest.raises(ValueError) as refused:
         calls[what]()
@@ -300,7 +303,18 @@ def run_bfloat16_on_kernels(rank: int, world_size: int, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", ["fused", "decode", "decode over ranks", "modular, grouped", "modular, decode", "modular, symmetric"]
+    "what",
+    [
+        "fused",
+        "decode",
+        "decode over ranks",
+        "modular, grouped",
+        "modular, decode",
+        "modular, symmetric",
+        "making a path",
+        "making grouped experts",
+        "making a transport",
+    ],
 )
 def test_bfloat16_is_refused_by_interpreted_kernels(what: str) -> None:
     (words,) = run_ranks(run_bfloat16_on_kernels, 1, what, interpret=True)
