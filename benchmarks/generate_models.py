@@ -145,8 +145,8 @@ def library_state(gpt: GPT) -> dict[str, Tensor]:
             "input_layernorm.weight": block.attention_norm.weight.to(dtype),
             "post_attention_layernorm.weight": block.ffn_norm.weight.to(dtype),
             "mlp.gate.weight": moe.router.weight.to(dtype),
-            "mlp.experts.gate_up_proj": moe.w1.flatten(1, 2),
-            "mlp.experts.down_proj": moe.w2,
+            "mlp.experts.gate_up_proj": moe.expert_weights()[0].flatten(1, 2),
+            "mlp.experts.down_proj": moe.expert_weights()[1],
         }
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in of_layer.items()}
     return state

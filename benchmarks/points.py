@@ -34,6 +34,7 @@ from comet.layout import ExpertLayout
 from comet.moe import MoE
 from comet.paths import SymmetricPath
 from comet.plain import make_exchange, plain_experts
+from comet.sharding import local
 from comet.tuner.recovery import recover
 from comet.tuner.timing import Variant
 from comet.workspace import Workspace
@@ -316,7 +317,7 @@ def _variant(
     def forward_backward(index: int) -> tuple[Tensor, ...]:
         leaves = [inputs.tokens[index].detach().requires_grad_(), inputs.weights[index].detach().requires_grad_()]
         output = experts(leaves[0], inputs.ids[index], leaves[1])
-        return output, *torch.autograd.grad(output, (*leaves, *parameters), inputs.grads[index])
+        return output, *map(local, torch.autograd.grad(output, (*leaves, *parameters), inputs.grads[index]))
 
     return forward_backward if backward else forward
 

@@ -21,6 +21,7 @@ from comet.group import ExpertGroup
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
 from comet.paths import ExpertPath, make_path
+from comet.sharding import local
 from comet.training.config import TrainConfig
 from comet.training.loop import StepMetrics, Trainer
 from comet.training.optimizer import make_optimizer
@@ -139,8 +140,9 @@ def no_experts(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Ten
 @torch.no_grad()
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Give all parameters a type; tables such as the rotary one keep theirs."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            setattr(child, name, nn.Parameter(parameter.to(dtype)))
 
 
 @contextmanager
@@ -153,7 +155,7 @@ def noted_gradients(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
 
     def note(*_: Any) -> None:
         parameters = (each for group in optimizer.param_groups for each in group["params"])
-        norms.extend(row_norms(each.grad) for each in parameters)
+        norms.extend(row_norms(local(each.grad)) for each in parameters)
 
     handle = optimizer.register_step_pre_hook(note)
     try:
