@@ -74,7 +74,7 @@ def measure_with_harm(
         except RuntimeError as error:
             found.append(str(error))
     state = [int(group.workspace.epoch), *group.workspace.fault.tolist()]
-    inputs = measure._make_inputs(problem, group, seed=7)
+    inputs = measure.make_inputs(problem, group, seed=7)
     outputs = [inputs.run(make_path(name, MOE, group, OverlapConfig()), 0) for name in ("twin", "plain")]
     group.workspace.check()
     group.close()
