@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
@@ -219,6 +220,8 @@ def leave_groups(*groups: ProcessGroup) -> None:
     for group in groups:
         with suppress(ValueError):  # what torch says of a group it no longer knows
             dist.destroy_process_group(group)
+    # Of operations on ``DTensor``s torch remembers the mesh, by its ranks: the next group's would be taken for this one.
+    _clear_sharding_prop_cache()
 
 
 def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:

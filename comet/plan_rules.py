@@ -106,12 +106,12 @@ def check_tokens(tokens: Tensor, ids: Tensor, workspace: Workspace) -> None:
             f"shape={tuple(ids.shape)}"
         ),
     )
-    _check_placed("tokens", tokens, workspace.shape.dtype, workspace)
+    _check_placed("tokens", tokens, workspace.shape.dtype, workspace, whose="the group's ")
 
 
-def _check_placed(name: str, tensor: Tensor, dtype: torch.dtype, workspace: Workspace) -> None:
+def _check_placed(name: str, tensor: Tensor, dtype: torch.dtype, workspace: Workspace, whose: str = "") -> None:
     device = workspace.ids.local.device
-    require(tensor.dtype == dtype, lambda: f"dtype={tensor.dtype} of {name} must be {dtype}")
+    require(tensor.dtype == dtype, lambda: f"dtype={tensor.dtype} of {name} must be {whose}{dtype}")
     require(tensor.device == device, lambda: f"device={tensor.device} of {name} must be the group's {device}")
 
 

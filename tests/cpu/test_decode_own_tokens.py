@@ -37,7 +37,8 @@ def own_tokens(rank: int, world_size: int, tp: int) -> None:
             wanted, actual = layer(tokens)[0], decoding(tokens)[0]
             bound = max(counts) + number % 2  # a bound that all ranks know spares them from asking
             routing = layer.router(tokens)
-            inputs = tokens, routing.top_k_ids, routing.top_k_weights, layer.w1.flatten(1, 2), layer.w2
+            w1, w2 = layer.expert_weights()
+            inputs = tokens, routing.top_k_ids, routing.top_k_weights, w1.flatten(1, 2), w2
             routed = runner(*inputs, most_tokens=bound)
         torch.testing.assert_close(actual, wanted)
         torch.testing.assert_close(routed, layer.routed_experts(*inputs[:3]).detach())

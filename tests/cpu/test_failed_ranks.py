@@ -19,6 +19,7 @@ from ranks import run_ranks
 from comet.config import Transport
 from comet.moe import MoE
 from comet.paths import SymmetricPath
+from comet.sharding import local
 
 DEADLINE_S = 0.02
 FLAGS = ("ids_flags", "recv_flags", "combine_flags", "barrier_flags")
@@ -98,7 +99,7 @@ def compare(case: LayerCase, rank: int, call: int, found: dict[str, torch.Tensor
     for what, tensor in found.items():
         assert tensor is not None, what
         where = f"rank {rank}, call {call}: {what}"
-        assert_as_close(tensor, getattr(exact, what), getattr(same, what), case.dtype, where)
+        assert_as_close(local(tensor), getattr(exact, what), getattr(same, what), case.dtype, where)
 
 
 @pytest.mark.parametrize(("step", "transport"), CASES)

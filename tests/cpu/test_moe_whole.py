@@ -21,6 +21,7 @@ from comet.paths import pad_width
 from comet.reference import reference_experts
 from comet.router_losses import RouterStats
 from comet.settings import LayerSettings
+from comet.sharding import local
 
 SEED = 11
 CONFIG = MoEConfig(hidden_size=48, ffn_size=64, num_experts=8, top_k=3, shared_ffn_size=32, aux_loss_coef=0.1)
@@ -60,7 +61,7 @@ def train_step(layer: MoE, rank: int, forward: Callable[[MoE, Tensor], tuple[Ten
     leaves = {"x": x, **dict(layer.named_parameters())}
     missing = [name for name, leaf in leaves.items() if leaf.grad is None]
     assert not missing, f"no gradient reached {missing}"
-    gradients = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
+    gradients = {name: local(leaf.grad).clone() for name, leaf in leaves.items() if leaf.grad is not None}
     return Step(y.detach(), loss.item(), gradients)
 
 
@@ -135,7 +136,7 @@ def make_narrow(rank: int, world_size: int, ffn_size: int) -> tuple[list[str], l
     for layer in (*layers, *layers):
         layer(torch.randn(3, 16))
     group.close()
-    return told, [list(parameter.shape) for parameter in layers[0].expert_parameters()]
+    return told, [list(weight.shape) for weight in layers[0].expert_weights()]
 
 
 def test_padding_is_told_once_by_one_rank_and_parameters_stay_narrow() -> None:

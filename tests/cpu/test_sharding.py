@@ -295,3 +295,18 @@ def test_copies_of_layers() -> None:
     assert torch.equal(copy.deepcopy(alone)(x)[0], alone(x)[0])
     with pytest.raises(TypeError, match="ExpertGroup cannot be pickled"):
         pickle.dumps(alone)
+
+
+def groups_in_turn(rank: int, world_size: int) -> None:
+    """torch remembers operations by the ranks of their mesh: a second group's must not run on the first one's."""
+    norms = []
+    for _ in range(2):
+        layer = make_layer(2)
+        layer(draw(rank))[0].sum().backward()
+        norms.append(clip_grad_norm_(layer.parameters(), 1.0))
+        layer.group.close()
+    assert torch.equal(*norms)
+
+
+def test_one_group_after_another() -> None:
+    run_ranks(groups_in_turn, 2)

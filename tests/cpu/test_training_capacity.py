@@ -30,8 +30,8 @@ def dropped_by_job_and_plans(rank: int, world_size: int, folder, ep: int, tp: in
     """What the job says was dropped, and what this rank's own plans of training steps say."""
     dropped, make_plan = [], SymmetricPath.plan
 
-    def plan(path, ids, weights):
-        made = make_plan(path, ids, weights)
+    def plan(path, ids, weights, **settings):
+        made = make_plan(path, ids, weights, **settings)
         dropped.append(int(made.status[1]) if torch.is_grad_enabled() else 0)
         return made
 
