@@ -220,7 +220,7 @@ def leave_groups(*groups: ProcessGroup) -> None:
     for group in groups:
         with suppress(ValueError):  # what torch says of a group it no longer knows
             dist.destroy_process_group(group)
-    # Of operations on ``DTensor``s torch remembers the mesh, by its ranks: the next group's would be taken for this one.
+    # Of operations on ``DTensor``s torch remembers the mesh by its ranks: the next group's would pass for this one.
     _clear_sharding_prop_cache()
 
 
