@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
 from comet.comm.handshake import check_equal, gather
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
-from comet.sharding import make_mesh
+from comet.sharding import forget_meshes, make_mesh
 from comet.side_stream import SideStream
 from comet.tuner.choice import Resolver
 from comet.tuner.shared import shared_resolver
@@ -220,8 +219,7 @@ def leave_groups(*groups: ProcessGroup) -> None:
     for group in groups:
         with suppress(ValueError):  # what torch says of a group it no longer knows
             dist.destroy_process_group(group)
-    # Of operations on ``DTensor``s torch remembers the mesh by its ranks: the next group's would pass for this one.
-    _clear_sharding_prop_cache()
+    forget_meshes()
 
 
 def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:

@@ -50,6 +50,19 @@ def make_mesh(
     return DeviceMesh.from_group([same_shard, process_group], device_type, mesh=ranks, mesh_dim_names=names)
 
 
+def forget_meshes() -> None:
+    """Let torch forget the operations on ``DTensor``s that it knows.
+
+    It knows a mesh by its ranks, and would run an operation of the next group on process groups that are closed. The
+    function it has for this imports the compiler.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in every torch
+    if clear_native is not None:
+        clear_native()
+
+
 def expert_parameter(part: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
     """This rank's part as a parameter: of the global tensor, or the whole where ``mesh`` is ``None``."""
     if mesh is None:
