@@ -10,7 +10,7 @@ READY := $(VENV)/ready
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 TORCH := $(if $(filter-out 0,$(GPU)),torch==2.11.0,torch==2.13.0)
 TRITON := triton==3.6.0
-IMPORTS := comet.kernels, comet.launch, comet.configs, torch, triton, numpy, hydra, matplotlib, psutil, tqdm, pytest
+IMPORTS := comet.kernels, comet.launch, comet.configs, torch, triton, numpy, hydra, filelock, matplotlib, psutil, tqdm, pytest
 FOLDERS := import importlib.util, sys; found = importlib.util.find_spec("torch") is not None; \
   print(*[path for path in sys.path if found and path.endswith("-packages")], sep="\n")
 PIP = $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python

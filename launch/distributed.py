@@ -41,6 +41,7 @@ class LaunchContext:
         node: This node's number.
         num_nodes: Nodes of the job.
         device: Where this rank computes.
+        attempt: How often torchrun has started the ranks anew; 0 the first time.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class LaunchContext:
     node: int
     num_nodes: int
     device: torch.device
+    attempt: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], num_gpus: int) -> LaunchContext:
@@ -76,6 +78,7 @@ class LaunchContext:
             node=int(environment.get("GROUP_RANK", "0")),
             num_nodes=int(environment.get("GROUP_WORLD_SIZE", "1")),
             device=torch.device("cuda", local_rank) if num_gpus else torch.device("cpu"),
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
 
