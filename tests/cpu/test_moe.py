@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison, run_case
 from ranks import run_ranks
@@ -189,11 +189,13 @@ def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int, trans
     arguments = (plan, workspace, pieces.settings)
     dist.barrier()
     if rank == 1 and late_layer == 0:
-        time.sleep(LATE_S[path])
+        come_late("layer 0", LATE_S[path])
     hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
+    passed("layer 0")
     if rank == 1 and late_layer == 1:
-        time.sleep(LATE_S[path])
+        come_late("layer 1", LATE_S[path])
     y = pieces.ops.layer1(hidden, w2, *arguments)
+    passed("layer 1")
     exact, same = (oracle(case, rank, dtype).output for dtype in (torch.float64, case.dtype))
     assert_as_close(y, exact, same, case.dtype, f"rank {rank}")
 
@@ -219,10 +221,12 @@ def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str, tra
     dist.barrier()
     if rank == 1 and place == "layer 0 dispatch":
         return ""
-    group.comm.timeout_s = 0.02
+    if place == "layer 0 dispatch":
+        group.comm.timeout_s = 0.02
     try:
         hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
         dist.barrier() if place == "layer 1 combine" else None
+        group.comm.timeout_s = 0.02  # only here: rank 1 may have been slow before
         if rank == 0:
             pieces.ops.layer1(hidden, w2, *arguments)
         group.workspace.check()
