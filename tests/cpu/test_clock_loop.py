@@ -230,6 +230,7 @@ def test_clock_figures_example() -> None:
     assert clock_figures({"launch": "", "failures": "no"}, 4, 2e8, 4.0) == {"launch": "", "failures": "no"}
 
 
+@pytest.mark.slow
 def test_decode_with_clocks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

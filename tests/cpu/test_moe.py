@@ -13,6 +13,7 @@ from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison, run_case
 from ranks import run_ranks
+from tiers import slow, slow_but
 
 import comet.autograd
 import comet.twin
@@ -44,7 +45,7 @@ CASES = [
     LayerCase(
         "ep2 panel in 6 parts", 2, 1, (40, 31), hidden_size=416, num_panels=1, top_k=3, routing="masked", calls=2
     ),
-    LayerCase("ep2 panels in 4 parts", 2, 1, (150, 3), hidden_size=1040, num_panels=4, num_experts=8, top_k=4),
+    LayerCase("ep2 panels in 4 parts", 2, 1, (50, 3), hidden_size=1040, num_panels=4, num_experts=8, top_k=4),
     LayerCase("ep2 copied", 2, 1, (40, 40), transport="copy"),
     LayerCase("ep2 copied, unequal", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=2),
     LayerCase("ep2 copied, no tokens on rank 1", 2, 1, (33, 0), routing="masked", transport="copy", beside=False),
@@ -59,6 +60,10 @@ WIDE_CASES = [
     LayerCase("ep4 copied", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3, transport="copy", calls=2),
     LayerCase("ep2 x tp2 copied", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4, transport="copy"),
 ]
+QUICK = (
+    "one rank", "ep2 unequal", "ep2 no tokens at all", "ep2 masked slots", "ep2 odd widths", "ep2 split", "tp2",
+    "ep2 copied", "ep2 experts anywhere", "ep2 x tp2 of 8 columns",
+)  # fmt: skip
 LATE_S = {"twin": 0.5, "fused": 1.0}  # many times what the other rank needs to come to where it must wait
 
 
@@ -71,7 +76,7 @@ def test_twin(case: LayerCase) -> None:
     run_ranks(run_case, case.world_size, case, "twin")
 
 
-@pytest.mark.parametrize("case", CASES + WIDE_CASES, ids=case_id)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES + WIDE_CASES))
 def test_kernels_in_the_interpreter(case: LayerCase) -> None:
     run_ranks(run_case, case.world_size, case, "fused", interpret=True, timeout=300)
 
@@ -87,7 +92,7 @@ def test_half_precision_in_the_interpreter() -> None:
     run_ranks(run_case, case.world_size, case, "fused", interpret=True)
 
 
-@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("path", ["twin", slow("fused")])
 @pytest.mark.parametrize("transport", ["push", "copy"])
 def test_many_epochs_with_delayed_ranks(path: str, transport: Transport) -> None:
     case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=4, seed=3, transport=transport)
@@ -112,7 +117,7 @@ COPIED = [
 
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
-@pytest.mark.parametrize("case", COPIED, ids=case_id)
+@pytest.mark.parametrize("case", slow_but(["ep2"], COPIED))
 def test_copied_rows_give_the_bits_of_pushed_rows(case: LayerCase, path: str) -> None:
     pushed, copied = (
         run_ranks(run_both_ways, case.world_size, replace(case, transport=transport), path, interpret=path == "fused")
