@@ -52,7 +52,9 @@ class Row:
         """Its place in the table."""
         return self.job, PHASES.index(self.phase), FAULTS.index(self.fault), PATHS.index(self.path)
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """``SIGKILL, layer 0, twin``."""
         return f"{self.fault}, {self.phase}, {self.path}{' (job)' if self.job else ''}"
 
 

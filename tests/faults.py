@@ -100,7 +100,7 @@ def table(findings: Sequence[Finding], culprit: int) -> str:
 def listing(rows: Sequence[Row], device: str) -> str:
     """The rows, and what is left out."""
     reasons = [f"  {count:3} combinations: {why}" for why, count in left_out(device).items()]
-    return "\n".join([*map(str, rows), f"{len(rows)} rows; left out on {device}:", *reasons])
+    return "\n".join([*(row.name for row in rows), f"{len(rows)} rows; left out on {device}:", *reasons])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,10 +116,9 @@ def main(argv: list[str] | None = None) -> int:
     for found in run_rows(rows, options):
         findings.append(found)
         verdict = "FAILED" if found.wrong else "passed"
-        print(f"[{len(findings)}/{len(rows)}] {verdict} {found.row}: {found.seconds:.1f} s", flush=True)
+        lines = [f"[{len(findings)}/{len(rows)}] {verdict} {found.row.name}: {found.seconds:.1f} s"]
+        print("\n    ".join(lines + found.wrong), flush=True)
     failed = [found for found in findings if found.wrong]
-    for found in failed:
-        print("\n".join([f"\nFAILED {found.row}", *(f"  {what}" for what in found.wrong)]))
     print(f"\n{table(findings, options.culprit)}\n")
     summary = {
         "rows": len(findings),
@@ -128,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         "slowest_end_s": round(max((end for found in findings if math.isfinite(end := found.seconds)), default=0.0), 2),
         "device": options.device,
         "deadline_s": options.deadline,
-        "failed_rows": [str(found.row) for found in failed],
+        "failed_rows": [found.row.name for found in failed],
     }
     print(json.dumps(summary))
     return 1 if failed else 0
