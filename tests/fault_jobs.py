@@ -37,6 +37,7 @@ START_S = 300.0  # until a job reaches the fault, and for an undisturbed one: no
 HUNG_S = 60.0  # beyond the limit
 STEPS = 4
 TEXT = "text.txt"
+SAYS = r"comet: (error|stopped|skipped|saved)|[\w.]+(Error|Exception): "
 TINY = (
     "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
     "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0",
@@ -75,9 +76,8 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """What the command said of the end."""
-        lines = [line for line in self.error.splitlines() if re.match("comet: (error|stopped|skipped|saved)", line)]
-        return " ".join(lines)
+        """What the command said of the end: its own lines, and the last ones of tracebacks."""
+        return " ".join(line for line in self.error.splitlines() if re.match(SAYS, line))
 
 
 class Jobs:
