@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim import AdamW
 
+from comet.comm.deadline import meet, patience
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT
 from comet.training.checkpoint_folder import (
@@ -62,7 +62,7 @@ class Checkpointer:
         partial = partial_path(path)
         if is_writer:
             open_partial(path)
-        self._barrier()
+        meet(self.group.device)
         writer = dcp.FileSystemWriter(partial, sync_files=True)
         with _alone_on_purpose():
             dcp.save(self._tensors(), storage_writer=writer, no_dist=not dist.is_initialized())
@@ -70,7 +70,7 @@ class Checkpointer:
             parallel = self.group.parallel
             layout = {"world_size": self.group.world_size, "ep": parallel.ep, "tp": parallel.tp}
             complete(partial, step=step, config=self.model.config, layout=layout)
-        self._barrier()
+        meet(self.group.device)
         return path
 
     def load(self, checkpoint: Checkpoint) -> int:
@@ -101,13 +101,6 @@ class Checkpointer:
             tensors.update({f"optimizer.{name}.{moment}": state[moment] for moment in MOMENTS})
         return tensors
 
-    def _barrier(self) -> None:
-        if self.group.world_size > 1:
-            # An all-reduce rather than dist.barrier(): it works on whatever backend the device has.
-            dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.group.device))
-            if self.group.device.type == "cuda":
-                torch.cuda.synchronize(self.group.device)
-
 
 def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
     """Read the weights of a checkpoint of any EP, TP and world size, without the moments (collective).
@@ -136,7 +129,7 @@ def _read(path: Path, tensors: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Silence the warning that a single process without a process group gets."""
-    with warnings.catch_warnings():
+    """Be patient, and silence the warning that a single process without a process group gets."""
+    with patience(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
