@@ -21,7 +21,8 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.config import JobConfig
-from comet.training.run import RankContext, activation_dtype
+from comet.training.ranks import RankContext
+from comet.training.run import activation_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -168,6 +168,8 @@ class JobConfig:
         data: The text.
         resume: ``None`` starts anew; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if there
             is one; otherwise a checkpoint, or the output folder of another run.
+        resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
+        overwrite: Whether a run that ``output_dir`` holds may be removed.
         tune: What the tasks ``tune`` and ``explain`` look at.
         sweep: What the task ``sweep`` measures.
         generate: What the task ``generate`` continues, and how.
@@ -184,6 +186,8 @@ class JobConfig:
     overlap: OverlapConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)
     resume: str | None = None
+    resume_changes: tuple[str, ...] = ()
+    overwrite: bool = False
     tune: TuneConfig = field(default_factory=TuneConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)

@@ -26,7 +26,7 @@ from comet.launch.config import compose, make_job
 from comet.launch.distributed import LaunchContext
 from comet.launch.failures import is_peer_error, is_user_error, one_line
 from comet.launch.tasks import TASKS, find_task
-from comet.training.checkpoint_folder import choose_checkpoint
+from comet.training.checkpoint_folder import find_checkpoints
 from comet.training.run import train
 
 
@@ -171,8 +171,7 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
     assert sum("comet:" in line for line in earlier) == 2, f"more than split and data at the start: {earlier}"
     assert not any("Traceback" in line for line in lines)
     assert all_gone([child.pid for child in children])
-    newest, _ = choose_checkpoint("auto", str(folder))
-    assert newest is not None
+    newest = find_checkpoints("auto", str(folder))[0][0]
     assert newest.step >= saved
     words = [*settings, "resume=auto", f"train.steps={newest.step + 1}", "parallel=single"]
     assert train(make_job(compose(words), 1), Rank())["steps"] == newest.step + 1
