@@ -55,6 +55,14 @@ def all_gone(pids: Sequence[int]) -> bool:
     return not alive
 
 
+def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(folder.glob("step-??????")):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
+
+
 def run_two_agents(*words: str, ranks: int = 1) -> list[tuple[int, list[str], list[str]]]:
     """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each."""
     with socket.socket() as probe:
