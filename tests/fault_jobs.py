@@ -35,7 +35,7 @@ from comet.training.checkpoint_folder import list_checkpoints
 APP = (str(Path(__file__).with_name("fault_app.py")),)
 START_S = 300.0  # until a job reaches the fault, and for an undisturbed one: not counted
 HUNG_S = 60.0  # beyond the limit
-STEPS = 4
+STEPS = 6
 TEXT = "text.txt"
 SAYS = r"comet: (error|stopped|skipped|saved)|[\w.]+(Error|Exception): "
 TINY = (

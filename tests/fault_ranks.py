@@ -186,7 +186,7 @@ def is_interpreted(order: Order) -> bool:
 
 def wait_s(order: Order) -> float:
     """The deadline that ranks are given: the interpreter's clock counts polls as 20 us each, which take it longer."""
-    return order.deadline_s / 50 if is_interpreted(order) else order.deadline_s
+    return order.deadline_s / 100 if is_interpreted(order) else order.deadline_s
 
 
 def complaints(checks: Any) -> list[str]:

@@ -79,8 +79,8 @@ def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
 
 
 def is_job(phase: str, fault: str) -> bool:
-    """Whether it befalls a job of the command, and not a program's call: SIGTERM ends a program as SIGKILL does."""
-    return phase in CHECKPOINT or fault == "SIGTERM"
+    """Whether it befalls a job of the command: all of checkpoints, SIGTERM, and what ends a rank that tunes."""
+    return phase in CHECKPOINT or fault == "SIGTERM" or (phase == "tune" and fault in SIGNALS)
 
 
 def all_rows(device: str) -> list[Row]:
