@@ -107,10 +107,10 @@ class Jobs:
 
     def run(self, order: Order) -> Finding:
         """Run a row."""
-        trained = self.undisturbed(order)
         out = order.folder / "out"
         if order.row.phase == "tune":
             return run_tune(order, out)
+        trained = self.undisturbed(order)
         if order.row.phase == "decode":
             return run_generate(order, trained)
         if order.row.phase == "checkpoint load":

@@ -17,13 +17,14 @@ from faults import parse, run_row, table
 from tiers import slow_but
 
 QUICK = [
-    "exception, layer 0, twin",
+    "exception, plan, twin",
     "out of memory, plan, reference",
     "SIGSTOP, layer 1, plain",
     "SIGKILL, backward, twin",
+    "exception, backward, fused",
     "exception, decode, fused",
     "out of memory, tune, twin",
-    "flipped byte, checkpoint load, twin (job)",
+    "SIGTERM, tune, twin (job)",
 ]
 ROWS = all_rows("cpu")
 REFUSED = "StepFailedError: the forward pass failed on rank 1 (RuntimeError: injected by the fault matrix)"
