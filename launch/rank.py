@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from comet.launch.failures import POLL_S, STATUS_USER, report
 from comet.launch.tasks import Task
 from comet.training.config import JobConfig
 
+STATUS_STOPPED = 128 + signal.SIGTERM  # after a task that saved what it had
 SETTINGS_KEY = "comet/settings"
 READERS_KEY = "comet/settings/readers"
 READERS_S = 20.0  # ranks of another node may still be starting
@@ -45,7 +47,9 @@ def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoRe
         if config is None:
             leave(STATUS_USER)
         with process_group(context, store):
-            task.load()(config, context)
+            result = task.load()(config, context)
+        if isinstance(result, dict) and "stopped" in result:
+            outcome.status = STATUS_STOPPED
     if outcome.status and context.rank == 0:
         call_off(context, store)
     leave(outcome.status)
