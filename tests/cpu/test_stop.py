@@ -29,7 +29,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def stop_in_a_step(rank, world_size, job, told):
-    """Train while rank ``told`` gets SIGTERM inside its step 4, counted from 1; also whether the handler is restored."""
+    """Train while rank ``told`` gets SIGTERM in its step 4, counted from 1; also whether the handler is restored."""
 
     class Told(training.Trainer):
         def _backward(self, step, told_to_stop):

@@ -208,9 +208,9 @@ def test_divergence_names_step_and_setting(tmp_path, monkeypatch):
     ):
         train(make_job(tmp_path, lr=1e30, weight_decay=0.0, checkpoint_every=1), Rank())
     with pytest.raises(ValueError, match=r"diverged at step 2 \(router logits\[.*train\.lr=0\.01 must be lower"):
-        diverge(tmp_path, monkeypatch, "step")
+        diverge(tmp_path, monkeypatch, "step", overwrite=True)
     with pytest.raises(ValueError, match=r"diverged at step 3 \(held-out loss=nan\): train\.lr=0\.01 must be lower"):
-        diverge(tmp_path, monkeypatch, "held-out text", eval_every=3)
+        diverge(tmp_path, monkeypatch, "held-out text", eval_every=3, overwrite=True)
 
 
 def test_broken_newest_checkpoint_is_reported_and_passed_over(tmp_path, capsys):
