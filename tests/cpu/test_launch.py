@@ -17,6 +17,7 @@ import pytest
 import torch
 from launch_jobs import APP, TIMEOUT_S, all_gone, environment, rank_pids, run, start
 from terminal import Terminal
+from tiers import slow
 from training_cases import Rank
 
 from comet.errors import CapacityError
@@ -143,7 +144,7 @@ def press_ctrl_c(launcher: subprocess.Popen[str], ranks: dict[int, int]) -> None
     ("stop", "status", "message"),
     [
         (kill_rank_1, 1, "comet: error: rank 1 (pid {pid}) was killed by SIGKILL; the other ranks were ended"),
-        (press_ctrl_c, 130, "comet: stopped by SIGINT; all ranks were ended"),
+        slow(press_ctrl_c, 130, "comet: stopped by SIGINT; all ranks were ended"),
     ],
 )
 def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, status, message, tmp_path, capfd):
@@ -248,7 +249,7 @@ def test_a_bug_shows_one_traceback_and_names_the_rank(failed):
 
 @pytest.mark.parametrize(
     ("task", "signum", "status"),
-    [("deadlock", signal.SIGINT, 130), ("sleep", signal.SIGTERM, 143)],
+    [("deadlock", signal.SIGINT, 130), slow("sleep", signal.SIGTERM, 143)],
 )
 def test_a_signal_ends_every_rank(task, signum, status, tmp_path):
     process = start(task, f"output_dir={tmp_path}")
@@ -296,6 +297,7 @@ def test_two_agents_form_one_job_with_rank_0s_configuration(tmp_path):
     assert everything[0][3] == everything[1][3], "the time in output_dir is rank 0's on every rank"
 
 
+@pytest.mark.slow
 def test_two_agents_name_the_rank_that_was_killed(tmp_path):
     results = run_two_agents("kill", f"output_dir={tmp_path}")
     assert all(status != 0 for status, _, _ in results)
@@ -304,6 +306,7 @@ def test_two_agents_name_the_rank_that_was_killed(tmp_path):
     assert ours[0].startswith("comet: error: rank 0 lost rank 1 (no sign of life ")
 
 
+@pytest.mark.slow
 def test_two_agents_report_a_mistake_once():
     results = run_two_agents("report_context", "train.steps=-1", ranks=2)
     ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
