@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
+from comet.comm.deadline import patience
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT
 from comet.sharding import local
@@ -87,6 +88,10 @@ class Checkpointer:
         Raises:
             ValueError: If a file cannot be written; what was written of the checkpoint is gone, others are untouched.
         """
+        with patience():
+            return self._save(step)
+
+    def _save(self, step: int) -> Path:
         tensors, path = self._tensors(), self.root / folder_name(step)
         try:
             path = from_first_rank(partial(self._open, step))
@@ -187,7 +192,7 @@ def _model_tensors(model: GPT) -> dict[str, Tensor]:
 def _read(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors from a checkpoint, in place."""
     try:
-        with _alone_on_purpose():
+        with _alone_on_purpose(), patience():
             dcp.load(tensors, storage_reader=Reader(path), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         cause = _cause(error)

@@ -40,6 +40,20 @@ class CommConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """How ``comet`` starts the ranks of this machine; under torchrun its own options say that.
+
+    Args:
+        max_restarts: How often all ranks start anew, from the newest checkpoint, after one of them failed.
+    """
+
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Length, optimizer and bookkeeping of a run.
 
@@ -147,6 +161,7 @@ class JobConfig:
         train: How long and how fast.
         output_dir: Folder of checkpoints, pictures and the metrics; made if missing.
         comm: Communicator.
+        launch: How the ranks are started.
         moe_path: How the MoE layers run (see ``comet.moe.MoE``).
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
             the default.
@@ -166,6 +181,7 @@ class JobConfig:
     train: TrainConfig
     output_dir: str
     comm: CommConfig = field(default_factory=CommConfig)
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
     moe_path: MoEPath = "auto"
     overlap: OverlapConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)

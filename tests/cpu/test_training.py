@@ -196,10 +196,11 @@ def diverge(folder, monkeypatch, where, **changes):
                 self.model.moe_layers()[0].router.weight[0, 0] = float("nan")
         return step(self, number, **rest)
 
-    monkeypatch.setattr(run.Trainer, "step", spoiled)
-    if where == "held-out text":
-        monkeypatch.setattr(run, "heldout_loss", lambda *_, **__: float("nan"))
-    return train(make_job(folder, **changes), Rank())
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Trainer, "step", spoiled)
+        if where == "held-out text":
+            patch.setattr(run, "heldout_loss", lambda *_, **__: float("nan"))
+        return train(make_job(folder, **changes), Rank())
 
 
 def test_divergence_names_step_and_setting(tmp_path, monkeypatch):
