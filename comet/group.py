@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
+from comet.comm.deadline import set_deadline
 from comet.comm.handshake import check_equal, gather
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
@@ -156,6 +157,8 @@ def make_expert_group(
     mesh = make_mesh(parallel, device.type, group, expert_data_group)
     groups = [each for each in (group, expert_data_group) if each is not None]
     groups += [] if mesh is None else mesh.get_all_groups()
+    for each in groups:
+        set_deadline(each, timeout_s)
     shared = group if parallel.world_size > 1 else None
     with ExitStack() as opened:
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail

@@ -38,7 +38,7 @@ from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.epochs import check_epoch
 from comet.comm.lifecycle import settle
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
-from comet.errors import CapacityError, CommTimeoutError
+from comet.errors import CapacityError, CommTimeoutError, NotFiniteError
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Workspace:
         largest_logit = self.largest_logit.item()
         if not math.isfinite(largest_logit):
             self.largest_logit.zero_()
-            raise ValueError(
+            raise NotFiniteError(
                 f"router logits on rank {self.comm.rank}, {largest_logit} among them, must be finite: look for NaN or "
                 "Inf in tokens or router weight"
             )

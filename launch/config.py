@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dat
 from importlib.resources import files
 from typing import Any, get_args, get_origin
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -201,11 +200,6 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         f"world_size={world_size} must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}",
     )
     return job
-
-
-def to_yaml(container: Mapping[str, Any]) -> str:
-    """The resolved configuration as YAML text; not by OmegaConf, which would read a prompt's ``${``."""
-    return yaml.safe_dump(dict(container), sort_keys=False, allow_unicode=True)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

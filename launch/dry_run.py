@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from comet.config import OverlapConfig
-from comet.launch.config import to_yaml
 from comet.models.config import ModelConfig
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
+from comet.training.settings import to_yaml
 from comet.tuner.choice import check_setting
 from comet.tuner.machine import H200, Machine
 from comet.tuner.problem import Problem

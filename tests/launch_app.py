@@ -93,7 +93,31 @@ def time_out(config: JobConfig, context: LaunchContext) -> None:
     note(config, context)
     if context.rank == FAILING_RANK:
         raise CommTimeoutError("rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)")
+    while True:
+        time.sleep(0.1)
+
+
+def late(config: JobConfig, context: LaunchContext) -> None:
+    """Rank 1 does not come to a collective."""
+    note(config, context)
+    while context.rank == FAILING_RANK:
+        time.sleep(0.1)
     dist.barrier()
+
+
+def freeze(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def refuse_while_others_wait(config: JobConfig, context: LaunchContext) -> None:
+    """The others wait in what has no deadline."""
+    note(config, context)
+    require(context.rank != FAILING_RANK, "tokens=7 must please everyone")
+    while True:
+        time.sleep(0.1)
 
 
 def sleep(config: JobConfig, context: LaunchContext) -> None:
@@ -115,6 +139,7 @@ def plain(arguments: list[str]) -> int:
 
 FUNCTIONS = (
     add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,
+    late, freeze, refuse_while_others_wait,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
 TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False, dry_run=None)

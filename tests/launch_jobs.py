@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -52,3 +53,21 @@ def rank_pids(folder: Path, num_ranks: int, job: subprocess.Popen[str] | None = 
 def all_gone(pids: Sequence[int]) -> bool:
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
     return not alive
+
+
+def run_two_agents(*words: str, ranks: int = 1) -> list[tuple[int, list[str], list[str]]]:
+    """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    program = ["-m", "torch.distributed.run", *options, "--rdzv-endpoint", f"localhost:{port}", APP]
+    agents = [start(*words, program=program) for _ in range(2)]
+    try:
+        texts = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    return [
+        (agent.returncode, out.splitlines(), err.splitlines()) for agent, (out, err) in zip(agents, texts, strict=True)
+    ]

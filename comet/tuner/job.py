@@ -18,7 +18,8 @@ from comet.comm.base import require_memory
 from comet.config import MoEConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
-from comet.training.run import RankContext, activation_dtype
+from comet.training.ranks import RankContext, from_first_rank
+from comet.training.run import activation_dtype
 from comet.tuner.candidates import propose
 from comet.tuner.choice import resolve
 from comet.tuner.explain import Explained, explain_facts, explain_text
@@ -30,7 +31,6 @@ from comet.tuner.problem import Problem
 from comet.tuner.profile import Kernels, ProfileStore, profile_path
 from comet.tuner.regret import Tuned, regret_text, regrets
 from comet.tuner.shared_file import require_writable
-from comet.tuner.sweep_job import from_first_rank
 from comet.tuner.tune import tune
 from comet.workspace import Workspace, WorkspaceShape
 
@@ -55,9 +55,9 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     """
     start = time.perf_counter()
     require_this_machine(config)
-    models = from_first_rank(lambda: load_models(config.tune.models), context)
+    models = from_first_rank(lambda: load_models(config.tune.models))
     points = job_points(config, models, context.device)
-    machine, store = from_first_rank(lambda: _open_store(config, context.device), context)
+    machine, store = from_first_rank(lambda: _open_store(config, context.device))
     first = next(iter(points.values()))[0]
     group = make_expert_group(
         first.moe,

@@ -128,6 +128,7 @@ def test_the_kernel_of_vllm_equals_the_reference() -> None:
     assert run_ranks(run_adapted, 1, [CASE], timeout=400) == [3 * 7 + 4]
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_the_kernel_of_vllm_on_two_ranks_with_an_expert_map() -> None:
     assert run_ranks(run_adapted, 2, TWO_RANKS, timeout=400) == [2 * (2 * 7 + 4)] * 2
