@@ -47,6 +47,28 @@ def test_a_job_of_two_agents_shares_experts_over_both(tmp_path: Path) -> None:
     assert re.match(f"comet: {NODES}. So its layers take path 'plain'", warnings[0])
 
 
+def test_the_slurm_script_starts_an_agent_on_each_node(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```bash\n(#!/bin/bash.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.S)
+    commands = {
+        "scontrol": 'test "$*" = "show hostnames node[1-2]" && printf "node1\nnode2\n"',
+        "srun": 'test "$1" = --kill-on-bad-exit=1 && shift && "$@" && "$@"',
+        "torchrun": 'echo "$*"',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    out = subprocess.run(
+        ["bash", "-ec", script], env={"PATH": path, **slurm}, check=True, capture_output=True, text=True
+    )
+    line = (
+        "--nnodes 2 --nproc-per-node 8 --rdzv-id 7 --rdzv-backend c10d --rdzv-endpoint node1:29500 "
+        "-m comet.launch train parallel.ep=16 output_dir=outputs/7 resume=auto"
+    )
+    assert out.stdout.splitlines() == [line] * 2
+
+
 # An agent whose only rank is frozen does not hear of it: srun --kill-on-bad-exit ends it, or whoever started it.
 @pytest.mark.parametrize(("number", "state", "per_node"), [(signal.SIGKILL, "gone", 1), (signal.SIGSTOP, "frozen", 2)])
 def test_a_rank_of_the_other_node_is_named_with_its_host(
