@@ -37,6 +37,7 @@ class OpenParallel:
 
     ep: int | None = None
     tp: int = 1
+    node_size: int | None = None
 
 
 @dataclass
@@ -194,7 +195,7 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         require(world_size % tp == 0, f"world_size={world_size} must be a multiple of parallel.tp={tp}")
         ep = world_size // tp
     overlap = {name: value for name, value in values["overlap"].items() if value is not None}
-    job = build(JobConfig, {**values, "parallel": {"ep": ep, "tp": tp}, "overlap": overlap or None})
+    job = build(JobConfig, {**values, "parallel": {**values["parallel"], "ep": ep}, "overlap": overlap or None})
     job.parallel.check(job.model.moe)
     group = job.parallel.world_size
     require(

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.failures import Board, board_bytes
-from comet.comm.handshake import check_one_host, check_size, gather
+from comet.comm.handshake import check_size, gather
 from comet.comm.lifecycle import CommunicatorBase
 from comet.comm.signals import fence, poll, signal
 from comet.config import require
@@ -50,13 +50,12 @@ class CpuShmCommunicator(CommunicatorBase):
 
     Raises:
         ValueError: If ``device`` is not the CPU.
-        UnavailableError: If the ranks run on several hosts or cannot open each other's files.
+        UnavailableError: If the ranks cannot open each other's files.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
         require(device.type == "cpu", f"device={device} must be 'cpu' for backend='cpu_shm'")
-        check_one_host(group, "cpu_shm", "use backend='nvshmem' on GPUs")
         self._group = group
         self._epoch = 0
         self.board = shared_board(group)
