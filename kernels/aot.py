@@ -14,6 +14,7 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import os
 import pkgutil
 import re
 import subprocess
@@ -263,7 +264,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modules", nargs="+", metavar="MODULE", help="modules with aot_cases(); default: comet.kernels"
     )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compiler processes (default: %(default)s)")
+    cores = os.cpu_count() or 1
+    parser.add_argument(
+        "--jobs", type=int, default=cores, metavar="N", help="compiler processes (default: %(default)s)"
+    )
     return parser
 
 

@@ -290,6 +290,7 @@ def run_failures(rank: int, world_size: int) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_rank_that_fails_between_the_halves_is_noted() -> None:
     assert all(
