@@ -21,7 +21,7 @@ from comet.config import require
 
 
 def all_to_all_rows(
-    rows: Tensor, send_counts: tuple[int, ...], recv_counts: tuple[int, ...], process_group: ProcessGroup | None
+    rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], process_group: ProcessGroup | None
 ) -> Tensor:
     """Send consecutive runs of rows to the ranks, in rank order; the backward pass sends the gradients back.
 
@@ -137,19 +137,22 @@ class _AllToAllRows(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         rows: Tensor,
-        send_counts: tuple[int, ...],
-        recv_counts: tuple[int, ...],
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
         process_group: ProcessGroup | None,
     ) -> Tensor:
-        ctx.saved = (send_counts, recv_counts, process_group)  # type: ignore[attr-defined]
+        # A tensor, so that a checkpoint hands the backward pass the counts of the forward pass that it ran again.
+        ctx.save_for_backward(torch.tensor([send_counts, recv_counts]))
+        ctx.process_group = process_group  # type: ignore[attr-defined]
         received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), list(recv_counts), list(send_counts), group=process_group)
         return received
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        send_counts, recv_counts, process_group = ctx.saved  # type: ignore[attr-defined]
-        return _AllToAllRows.apply(grads[0], recv_counts, send_counts, process_group), None, None, None
+        send_counts, recv_counts = ctx.saved_tensors[0].tolist()  # type: ignore[attr-defined]
+        group = ctx.process_group  # type: ignore[attr-defined]
+        return _AllToAllRows.apply(grads[0], recv_counts, send_counts, group), None, None, None
 
 
 class _AllGatherStacked(torch.autograd.Function):
