@@ -265,7 +265,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modules", nargs="+", metavar="MODULE", help="modules with aot_cases(); default: comet.kernels"
     )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compiler processes (default: %(default)s)")
+    words = "compiler processes (default: one for each core)"
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=words)
     return parser
 
 

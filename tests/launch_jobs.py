@@ -51,7 +51,7 @@ def rank_pids(folder: Path, num_ranks: int, job: subprocess.Popen[str] | None = 
 
 
 def all_gone(pids: Sequence[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     return not alive
 
 
