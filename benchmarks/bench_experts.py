@@ -1,6 +1,6 @@
 """Decode with experts beyond GPU memory: time of a token against the share of the experts that GPU memory holds.
 
-    python benchmarks/bench_experts.py --model qwen3_30b_a3b --layers 4 --budgets 0.1,0.2,0.3,0.5,1.0 --out outputs/experts
+    python benchmarks/bench_experts.py --model qwen3_30b_a3b --layers 4 --budgets 0.1,0.3,1.0 --out outputs/experts
     python benchmarks/bench_experts.py --device cpu --model tiny --layers 2 --budgets 0.5,1.0 --steps 8
 
 A step runs the routed experts of some layers for one token, on a GPU as one CUDA graph, over a routing trace: a token
@@ -84,7 +84,7 @@ class Layers:
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
 
     def ids(self) -> Callable[[], Tensor]:
-        """What gives the ids of the next step, ``(num_layers, 1, K)``; counted on the device, so that a graph goes on."""
+        """What gives the next step's ids, ``(num_layers, 1, K)``; it counts on the device, so that a graph goes on."""
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
         return lambda: self.trace.index_select(0, at.add_(1).remainder_(len(self.trace)))[0]
 
@@ -117,10 +117,8 @@ class Layers:
         top_k, host_trace = self.config.top_k, self.trace.cpu().tolist()
         slots = torch.zeros(self.config.num_experts, dtype=torch.int32, device=self.device)
         w1, w2 = (weight.new_empty(top_k, *weight.shape[1:], device=self.device) for weight in self.host[0])
-        held, taken = (
-            DecodeWeights(w1=w1, w2=w2, slots=slots),
-            torch.arange(top_k, dtype=torch.int32, device=self.device),
-        )
+        held = DecodeWeights(w1=w1, w2=w2, slots=slots)
+        taken = torch.arange(top_k, dtype=torch.int32, device=self.device)
         at = 0
 
         def step() -> None:
@@ -217,9 +215,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3, 0.5, 1.0), help="shares of the experts")
     parser.add_argument("--sticky", type=float, default=0.5, help="chance that an expert serves the next token, too")
     parser.add_argument("--steps", type=int, default=256, help="tokens of the trace")
-    parser.add_argument(
-        "--rounds", type=int, default=20, help=f"counted calls of each variant, {STEPS_PER_CALL} steps each"
-    )
+    parser.add_argument("--rounds", type=int, default=20, help=f"counted calls of {STEPS_PER_CALL} steps each")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args(command_line)
