@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from training_cases import MODEL, MOE
+from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
 from comet.experts import slots_of_budget
+from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
+from comet.generation.job import generate_job
 from comet.group import make_expert_group
 from comet.kernels.expert_cache import CacheTables, fetch, fetch_torch, lookup, lookup_torch
 from comet.models.gpt import GPT
+from comet.training.run import train
 
 FIELDS = ("slots", "owners", "last_used", "clock", "counts")
 
@@ -108,6 +112,20 @@ def test_a_budget_in_slots(budget: float, slots: int) -> None:
 def test_a_budget_that_is_too_small_says_what_it_needs(budget: float) -> None:
     with pytest.raises(ValueError, match="expert_budget="):
         slots_of_budget(budget, MOE, 4, torch.float32)
+
+
+def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) -> None:
+    train(make_job(tmp_path, model=MODEL, steps=20, eval_batches=1, sample_bytes=0), Rank())
+    found = []
+    for budget in (None, 0.5):
+        settings = GenerateConfig(
+            source=str(tmp_path / "out"), prompt="1", max_new_tokens=20, temperature=0.0, expert_budget=budget
+        )
+        found.append(generate_job(replace(make_job(tmp_path, model=MODEL), generate=settings), Rank()))
+    assert found[0]["text"] == found[1]["text"]
+    assert "expert_cache" not in found[0]
+    assert found[1]["expert_cache"]["slots"] == MOE.num_experts // 2
+    assert 0 < found[1]["expert_cache"]["hits"] < 1
 
 
 def test_experts_over_ranks_are_not_there_yet() -> None:
