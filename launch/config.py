@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
+from comet.launch.resume import with_saved_settings
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks import did_you_mean
 from comet.training.config import JobConfig
@@ -36,6 +37,7 @@ class OpenParallel:
 
     ep: int | None = None
     tp: int = 1
+    node_size: int | None = None
 
 
 @dataclass
@@ -80,7 +82,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
             and ``generate.stop=`` is taken as it is.
 
     Returns:
-        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``.
+        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
+        named is that of the run that ``resume`` names.
 
     Raises:
         ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, or if
@@ -101,7 +104,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     job = {str(key): value for key, value in container.items()}
     for name, text in texts.items():
         job["generate"][name] = text
-    return with_source_model(job, overrides)
+    named = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    return with_source_model(with_saved_settings(job, [*named, *(f"generate.{name}" for name in texts)]), overrides)
 
 
 def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -191,7 +195,7 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         require(world_size % tp == 0, f"world_size={world_size} must be a multiple of parallel.tp={tp}")
         ep = world_size // tp
     overlap = {name: value for name, value in values["overlap"].items() if value is not None}
-    job = build(JobConfig, {**values, "parallel": {"ep": ep, "tp": tp}, "overlap": overlap or None})
+    job = build(JobConfig, {**values, "parallel": {**values["parallel"], "ep": ep}, "overlap": overlap or None})
     job.parallel.check(job.model.moe)
     group = job.parallel.world_size
     require(

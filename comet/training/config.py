@@ -198,6 +198,16 @@ class JobConfig:
         require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")
         require(self.resume is None or bool(self.resume), f"resume={self.resume!r} must not be empty")
         self.parallel.check(self.model.moe)
+        if self.parallel.declares_nodes:
+            nodes = (
+                f"groups of {self.parallel.world_size} ranks span nodes of parallel.node_size={self.parallel.node_size}"
+            )
+            without_memory = self.moe_path in ("plain", "reference")
+            require(
+                without_memory or self.moe_path == "auto",
+                f"moe_path={self.moe_path!r} must be auto, plain or reference: {nodes}",
+            )
+            require(without_memory or self.overlap is None, f"overlap must be left out: {nodes}, which run plain")
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

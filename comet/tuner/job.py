@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from comet.comm.base import require_memory
 from comet.config import MoEConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
@@ -50,6 +51,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
 
     Raises:
         ValueError: If no candidate of a point runs, the store cannot be written, or a setting breaks its rule.
+        UnavailableError: If the group spans several nodes.
     """
     start = time.perf_counter()
     require_this_machine(config)
@@ -66,6 +68,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
     )
+    require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []
     for model, problems in points.items():
