@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
+from comet.launch.resume import with_saved_settings
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks import did_you_mean
 from comet.training.config import JobConfig
@@ -81,7 +82,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
             and ``generate.stop=`` is taken as it is.
 
     Returns:
-        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``.
+        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
+        named is that of the run that ``resume`` names.
 
     Raises:
         ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, or if
@@ -102,7 +104,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     job = {str(key): value for key, value in container.items()}
     for name, text in texts.items():
         job["generate"][name] = text
-    return with_source_model(job, overrides)
+    named = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    return with_source_model(with_saved_settings(job, [*named, *(f"generate.{name}" for name in texts)]), overrides)
 
 
 def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -6,6 +6,7 @@ cause                                          status  printed
 configuration, input, something unavailable    2       one line, by the first rank that noticed
 a peer died, froze or is late                  1       one line that names those ranks
 anything else                                  1       the traceback of the first rank that failed
+SIGTERM, after a checkpoint                    143     as at any other end
 =============================================  ======  ==========================================
 
 The first rank to fail claims the report in the rendezvous store, and the others end with its status once it is printed.
@@ -30,6 +31,7 @@ from comet.launch.signs import Inquiry, Signs, describe_places, place_of
 
 STATUS_FAILED = 1
 STATUS_USER = 2
+STATUS_SAVED = 128 + signal.SIGTERM
 PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "gloo")
 
 

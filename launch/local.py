@@ -21,11 +21,10 @@ import psutil
 import torch.distributed as dist
 
 from comet.launch.distributed import POLL_S, SETTINGS_KEY, START_S, rank_environment
-from comet.launch.failures import STATUS_FAILED, STATUS_USER, say
+from comet.launch.failures import STATUS_FAILED, STATUS_SAVED, STATUS_USER, say
 from comet.launch.signs import call_off
 
 SIGNAL_STATUS = 128
-SAVED_STATUS = SIGNAL_STATUS + signal.SIGTERM  # of ranks that were told to stop and saved first
 END_GRACE_S = 2.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -55,7 +54,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, settings: Mapping[st
     with _signals() as heard:
         for attempt in range(most + 1):
             status = _run_once([sys.executable, *command], num_ranks, environment, heard, store)
-            if status in (0, STATUS_USER, SAVED_STATUS) or heard:
+            if status in (0, STATUS_USER, STATUS_SAVED) or heard:
                 break
             if attempt < most:
                 say(f"all ranks start anew, restart {attempt + 1} of {most}")
@@ -100,12 +99,12 @@ def _run_once(
 def _wait(ranks: Ranks, heard: Sequence[int], store: dist.Store) -> int:
     while not heard:
         codes = [rank.poll() for rank in ranks]
-        failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, SAVED_STATUS)}
+        failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STATUS_SAVED)}
         if failed:
             call_off(store)
             return _end_after(failed, ranks)
         if None not in codes:
-            return SAVED_STATUS if SAVED_STATUS in codes else 0
+            return STATUS_SAVED if STATUS_SAVED in codes else 0
         time.sleep(POLL_S)
     return _stop(ranks, heard)
 
@@ -125,7 +124,7 @@ def _stop(ranks: Ranks, heard: Sequence[int]) -> int:
     if number == signal.SIGTERM:
         _signal(ranks, number)
         while len(heard) == 1 and None in (codes := [rank.poll() for rank in ranks]):
-            if any(code not in (None, 0, SAVED_STATUS, -number) for code in codes):
+            if any(code not in (None, 0, STATUS_SAVED, -number) for code in codes):
                 break
             _kill_stopped(ranks)
             time.sleep(POLL_S)

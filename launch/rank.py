@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from comet.launch.distributed import (
     open_store,
     process_group,
 )
-from comet.launch.failures import report, say_silent
+from comet.launch.failures import STATUS_SAVED, report, say_silent
 from comet.launch.signs import Signs
 from comet.launch.tasks import Task
 from comet.training.config import JobConfig
@@ -45,8 +45,10 @@ def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoRe
         config = share_config(context, store, part, [*task.settings, *overrides])
         signs.watch(config.comm.timeout_s)
         with process_group(context, part, config.comm.timeout_s):
-            task.load()(config, context)
+            result = task.load()(config, context)
         signs.finish()
+        if isinstance(result, Mapping) and result.get("stopped"):
+            leave(STATUS_SAVED)
     leave(outcome.status)
 
 
@@ -78,7 +80,7 @@ def share_config(context: LaunchContext, store: dist.Store, part: dist.Store, ov
 
 
 def _compose(context: LaunchContext, overrides: Sequence[str]) -> tuple[JobConfig, str]:
-    named = any(word.startswith("output_dir=") for word in overrides)
+    named = any(word.startswith("output_dir=") and "${" not in word for word in overrides)
     require(
         context.attempt == 0 or named,
         "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",

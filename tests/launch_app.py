@@ -6,11 +6,13 @@ Run as ``python tests/launch_app.py TASK [settings]``; the folder for notes is `
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
 from comet.launch.tasks import Task
 from comet.training.config import JobConfig
+from comet.training.loop import Trainer
+from comet.training.run import train
 
 FAILING_RANK = 1
 
@@ -132,12 +136,32 @@ def deadlock(config: JobConfig, context: LaunchContext) -> None:
     dist.recv(torch.zeros(1), src=(context.rank + 1) % context.world_size)
 
 
+def train_and_be_killed(config: JobConfig, context: LaunchContext) -> None:
+    """Trains; who is killed in which attempt, and where, stands beside the text."""
+    kills = json.loads(Path(str(config.data.path)).with_name("kills.json").read_text())
+    rank, number, place = kills[context.attempt] if context.attempt < len(kills) else (None, 0, "step")
+    if rank == context.rank:
+        owner, name = KILLED_AT[place]
+        function, calls = getattr(owner, name), itertools.count(1)
+
+        def die_some_time(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        setattr(owner, name, die_some_time)
+    train(config, context)
+
+
 def plain(arguments: list[str]) -> int:
     print(arguments)
     return len(arguments)
 
 
+# Calls of fsync and rename are those of a checkpoint that is being written.
+KILLED_AT: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "fsync": (os, "fsync"), "rename": (Path, "rename")}
 FUNCTIONS = (
+    train_and_be_killed,
     add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,
     late, freeze, refuse_while_others_wait,
 )  # fmt: skip

@@ -51,8 +51,16 @@ def rank_pids(folder: Path, num_ranks: int, job: subprocess.Popen[str] | None = 
 
 
 def all_gone(pids: Sequence[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     return not alive
+
+
+def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(folder.glob("step-??????")):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
 
 
 def start_two_agents(*words: str, ranks: int = 1, program: Sequence[str] = (APP,)) -> list[subprocess.Popen[str]]:

@@ -37,7 +37,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     interpret: bool = False,
-    timeout: float = 120,
+    timeout: float = 300,
     backend: str = "gloo",
     may_die: Sequence[int] = (),
 ) -> list[Any]:

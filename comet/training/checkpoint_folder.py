@@ -247,6 +247,8 @@ def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Chec
         if not (damage := find_damage(checkpoint)):
             return checkpoint, skipped
         skipped = [*skipped, damage]
+    if len(found) == 1:
+        require_intact(found[0])
     require(not found, "; ".join(skipped))
     return None, skipped
 

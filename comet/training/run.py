@@ -139,7 +139,8 @@ class Job:
         with StopRequest(self.group.device) as request:
             while self.step < settings.steps and not self.stopped:
                 self.step += 1
-                with self._divergence(self.step - len(window)):
+                unseen = len(window) if self.group.device.type == "cuda" else 0
+                with self._divergence(self.step - unseen):
                     metrics = self.trainer.step(self.step - 1, told_to_stop=request.told)
                     is_last = self.step == settings.steps
                     self.stopped = request.agreed(metrics.told_to_stop) and not is_last

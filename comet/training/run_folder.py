@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Self
 
 from filelock import FileLock, Timeout
 
@@ -70,8 +71,14 @@ class FolderLock:
             (self.folder / OWNER).unlink(missing_ok=True)
             self._lock.release()
 
+    def __enter__(self) -> Self:
+        return self
 
-class RunFolder:
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class RunFolder(FolderLock):
     """The output folder of a training run on rank 0; other ranks hold it for nothing.
 
     Args:
@@ -80,12 +87,11 @@ class RunFolder:
     """
 
     def __init__(self, config: JobConfig, attempt: int) -> None:
-        self.path = Path(config.output_dir)
+        patience = RESTART_S if attempt else 0.0
+        super().__init__(Path(config.output_dir), f"output_dir={config.output_dir!r}", patience_s=patience)
         self.resume = config.resume
         self.overwrite = config.overwrite and not attempt
         self.attempt = attempt
-        patience = RESTART_S if attempt else 0.0
-        self._lock = FolderLock(self.path, f"output_dir={config.output_dir!r}", patience_s=patience)
 
     def find_checkpoints(self) -> tuple[list[Checkpoint], list[str]]:
         """What to continue from, as ``checkpoint_folder.find_checkpoints``; for rank 0.
@@ -94,14 +100,14 @@ class RunFolder:
             ValueError: If another job writes into the folder, or a run there would be lost.
         """
         resume = self.resume
-        if self.path.is_dir():
-            self._lock.acquire()
-            steps = [found.step for found in list_checkpoints(self.path)[0]]
+        if self.folder.is_dir():
+            self.acquire()
+            steps = [found.step for found in list_checkpoints(self.folder)[0]]
             if self.attempt == 0:
                 self._require_own(steps)
             elif steps:
                 resume = "auto"
-        return find_checkpoints(resume, str(self.path))
+        return find_checkpoints(resume, str(self.folder))
 
     def begin(self, settings: str) -> None:
         """Make the folder this run's, with its settings in it; for rank 0.
@@ -109,31 +115,25 @@ class RunFolder:
         Args:
             settings: YAML text.
         """
-        self._lock.acquire()
+        self.acquire()
         if self.overwrite:
             for name in RUN_FILES:
-                (self.path / name).unlink(missing_ok=True)
-            for path in self.path.glob("step-*"):
+                (self.folder / name).unlink(missing_ok=True)
+            for path in self.folder.glob("step-*"):
                 remove_checkpoint(path)
-        write_whole(self.path / SETTINGS_FILE, settings)
+        write_whole(self.folder / SETTINGS_FILE, settings)
 
     def _require_own(self, steps: list[int]) -> None:
         source = None if self.resume in (None, "auto") else Path(str(self.resume))
         if source is not None:
             source = source.parent if names_checkpoint(source) else source
-        goes_on = self.resume == "auto" or (source is not None and source.resolve() == self.path.resolve())
+        goes_on = self.resume == "auto" or (source is not None and source.resolve() == self.folder.resolve())
         both = f"overwrite=true removes what resume={self.resume} is to continue: leave one of them out"
         require(not (goes_on and self.overwrite), both)
-        history = self.path / HISTORY_FILE
+        history = self.folder / HISTORY_FILE
         is_run = bool(steps) or (history.is_file() and history.stat().st_size > 0)
-        ways = f"resume={self.path} continues it, " if steps else "no step of it was saved, "
+        ways = f"resume={self.folder} continues it" if steps else "no step of it was saved"
         require(
             goes_on or self.overwrite or not is_run,
-            f"output_dir={str(self.path)!r} holds a run: {ways}overwrite=true removes it, or choose another output_dir",
+            f"{self.setting} holds a run: {ways}, overwrite=true removes it, or choose another output_dir",
         )
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

@@ -20,6 +20,7 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.training.config import JobConfig
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run import activation_dtype
+from comet.training.run_folder import FolderLock
 from comet.tuner.layers import counted
 from comet.tuner.machine import Machine
 from comet.tuner.measure import first_failure, measure_layer
@@ -50,15 +51,26 @@ def run_sweep(
         ValueError: If a setting breaks its rule, every point does, or the CSV file cannot be read or written. A point
             that fails is no error.
     """
-    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
     name, value = folder_setting(job)
-    folder = Path(value)
+    with FolderLock(Path(value), f"{name}={value!r}") as lock:
+        return _sweep_into(lock, job, context, load_models)
+
+
+def _sweep_into(
+    lock: FolderLock,
+    job: JobConfig,
+    context: RankContext,
+    load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]],
+) -> dict[str, Any]:
+    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
+    name, folder = folder_setting(job)[0], lock.folder
     log = SweepLog(folder / CSV_NAME)
 
     def prepare() -> tuple[list[Point], Todo]:
         require(name == "output_dir" or log.path.exists(), f"resume={job.resume!r} must be a folder with {CSV_NAME}")
         points = sweep_points(job, load_models(job.sweep.models))
-        require_writable(log.path, f"{name}={value!r}")
+        lock.acquire()
+        require_writable(log.path, lock.setting)
         broken = {point.key(dtype, device): point.broken_rule for point in points if point.broken_rule}
         log.put({key: Outcome(ms=None, failure=f"ValueError: {rule}") for key, rule in broken.items()})
         return points, pending(points, log, dtype, device)

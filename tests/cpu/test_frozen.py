@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch_jobs import TIMEOUT_S, all_gone, rank_pids, run_two_agents, start
+from launch_jobs import TIMEOUT_S, all_gone, rank_pids, run_two_agents, start, wait_for_checkpoint
 
 from comet.launch.cli import PROGRAM
 
@@ -27,14 +27,6 @@ def processes_of(job: subprocess.Popen[str]) -> dict[int, int]:
     """The process id of each rank of a local job."""
     children = psutil.Process(job.pid).children(recursive=True)
     return {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
-
-
-def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not list(folder.glob("step-??????")):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline, "no checkpoint appeared"
-        time.sleep(0.05)
 
 
 def start_training(folder: Path, *words: str) -> tuple[subprocess.Popen[str], dict[int, int]]:

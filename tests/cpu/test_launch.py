@@ -174,6 +174,7 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
     newest = find_checkpoints("auto", str(folder))[0][0]
     assert newest.step >= saved
     words = [*settings, "resume=auto", f"train.steps={newest.step + 1}", "parallel=single"]
+    words += ["resume_changes=[train.steps]"]
     assert train(make_job(compose(words), 1), Rank())["steps"] == newest.step + 1
     assert f"continuing {newest.path} from step {newest.step}" in capfd.readouterr().err
 

@@ -282,4 +282,4 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
         "ValueError: num_phases",
         "ValueError: world_size",
     }
-    assert {path.name for path in tmp_path.iterdir()} == {CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {".comet.lock", CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}
