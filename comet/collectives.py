@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator
 from comet.config import require
+from comet.layout import ExpertLayout
 
 
 def all_to_all_rows(
@@ -87,6 +88,28 @@ def check_grad_modes(modes: Sequence[int], *names: str) -> None:
             f"requires_grad={flags} of {name} on ranks 0 to {len(flags) - 1} must be equal on all ranks of the group, "
             "which exchange gradients in the backward pass; freeze on all of them, or on none",
         )
+
+
+def bad_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
+    """Where ids, of any shape, are neither -1 nor those of an expert."""
+    return (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
+
+
+def check_ids(num_bad: Sequence[int], top_k_ids: Tensor, layout: ExpertLayout) -> None:
+    """Raise ``ValueError`` on all ranks, naming the first one that has bad ids; there also such an id.
+
+    Args:
+        num_bad: W, bad ids of each rank.
+        top_k_ids: This rank's.
+        layout: Of the experts, and which rank this is.
+    """
+    for rank, num in enumerate(num_bad):
+        if num:
+            shown = int(top_k_ids[bad_ids(top_k_ids, layout)][0]) if rank == layout.rank else f"{num} bad ids"
+            raise ValueError(
+                f"top_k_ids of rank {rank} contain {shown}; every id must be -1 (masked) or in "
+                f"[0, num_experts={layout.num_experts})"
+            )
 
 
 def in_steps(comm: Communicator, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

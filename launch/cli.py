@@ -122,7 +122,7 @@ def _run_with_ranks(task: Task, words: Sequence[str], options: argparse.Namespac
     from comet.launch.config import compose, default_ranks, make_job
     from comet.launch.distributed import speaks_for_job, started_by_torchrun
 
-    if started_by_torchrun() and not options.dry_run:
+    if not options.dry_run and started_by_torchrun():
         from comet.launch.failures import say_logged
         from comet.launch.rank import run_rank
 
@@ -138,4 +138,4 @@ def _run_with_ranks(task: Task, words: Sequence[str], options: argparse.Namespac
         return 0
     from comet.launch.local import run_local_ranks
 
-    return run_local_ranks([*program, *words], num_ranks)
+    return run_local_ranks([*program, *words], num_ranks, container)

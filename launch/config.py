@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dat
 from importlib.resources import files
 from typing import Any, get_args, get_origin
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -22,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
+from comet.launch.resume import with_saved_settings
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks import did_you_mean
 from comet.training.config import JobConfig
@@ -37,6 +37,7 @@ class OpenParallel:
 
     ep: int | None = None
     tp: int = 1
+    node_size: int | None = None
 
 
 @dataclass
@@ -81,7 +82,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
             and ``generate.stop=`` is taken as it is.
 
     Returns:
-        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``.
+        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
+        named is that of the run that ``resume`` names.
 
     Raises:
         ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, or if
@@ -102,7 +104,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     job = {str(key): value for key, value in container.items()}
     for name, text in texts.items():
         job["generate"][name] = text
-    return with_source_model(job, overrides)
+    named = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    return with_source_model(with_saved_settings(job, [*named, *(f"generate.{name}" for name in texts)]), overrides)
 
 
 def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -192,7 +195,7 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         require(world_size % tp == 0, f"world_size={world_size} must be a multiple of parallel.tp={tp}")
         ep = world_size // tp
     overlap = {name: value for name, value in values["overlap"].items() if value is not None}
-    job = build(JobConfig, {**values, "parallel": {"ep": ep, "tp": tp}, "overlap": overlap or None})
+    job = build(JobConfig, {**values, "parallel": {**values["parallel"], "ep": ep}, "overlap": overlap or None})
     job.parallel.check(job.model.moe)
     group = job.parallel.world_size
     require(
@@ -200,11 +203,6 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         f"world_size={world_size} must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}",
     )
     return job
-
-
-def to_yaml(container: Mapping[str, Any]) -> str:
-    """The resolved configuration as YAML text; not by OmegaConf, which would read a prompt's ``${``."""
-    return yaml.safe_dump(dict(container), sort_keys=False, allow_unicode=True)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

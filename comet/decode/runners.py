@@ -166,7 +166,7 @@ class ReplicatedRunner:
     Args:
         moe: Shape of the model's MoE layers.
         group: The ranks; any number of tokens may come, ``max_tokens`` only bounds how many are computed at once.
-        decode_tokens: Most tokens that take warp decode; 0: none do.
+        decode_tokens: Most tokens that take warp decode; 0: none do, as always where the group spans several nodes.
         shared_columns: What a shared expert adds to K in a decode step (``comet.decode.shared_columns``).
 
     Raises:
@@ -179,13 +179,16 @@ class ReplicatedRunner:
     ) -> None:
         check_group(moe, group)
         self.group = group
-        self.decode = Decoder(moe.top_k + shared_columns, decode_tokens)
+        spans_nodes = bool(group.comm.memory_obstacle)
+        self.decode = Decoder(moe.top_k + shared_columns, 0 if spans_nodes else decode_tokens)
         self.slots = rank_slots(group.layout(moe), group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
         self.takes_fp8 = computes_fp8(self.path, moe)
         self.match = match_once(match_weights, moe, group.layout(moe))
         # Last, because it allocates symmetric memory on all ranks.
-        self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
+        self.decode_on_ranks: RankDecode | None = None
+        if not spans_nodes:
+            self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
 
     @uncompiled
     def __call__(
@@ -214,7 +217,7 @@ class ReplicatedRunner:
         if experts is None:
             self.match(w1, w2)  # slots name places that there have to be
             experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
-        if tokens.shape[0] > self.decode.max_tokens:
+        if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
             return run_path_on_slices(tokens, top_k_ids, top_k_weights, experts, self.path, self.group)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
@@ -236,7 +239,8 @@ class ReplicatedRunner:
             CapacityError: If a plan needed more routed rows than were reserved.
         """
         self.group.workspace.check()
-        self.decode_on_ranks.check()
+        if self.decode_on_ranks is not None:
+            self.decode_on_ranks.check()
 
     def restart(self) -> None:
         """See ``Runner``; ``Workspace.restart``, which goes for decode steps as well."""

@@ -186,7 +186,7 @@ def memory_outlives_close(rank: int, world_size: int) -> list[int]:
 def two_hosts(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "this_host", lambda: handshake.Host(f"node{rank}", f"boot{rank}"))
-        with pytest.raises(UnavailableError, match="all ranks on one host, but rank 0 on node0, rank 1 on node1; use"):
+        with pytest.raises(UnavailableError, match="on one node, but there are rank 0 on node0, rank 1 on node1; use"):
             make_communicator("cpu_shm", dist.group.WORLD, "cpu")
 
 
