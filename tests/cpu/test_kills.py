@@ -70,6 +70,7 @@ def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, nu
     assert len(disturbed) == STEPS_PER_ATTEMPT * (number + 1)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_with_143(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
     words = [*TINY, f"data.path={tmp_path}/text.txt", f"output_dir={tmp_path}/run", "train.steps=1000000"]

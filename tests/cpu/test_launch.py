@@ -264,6 +264,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     assert all_gone(pids)
 
 
+@pytest.mark.slow
 def test_two_agents_form_one_job_with_rank_0s_configuration(tmp_path):
     results = run_two_agents("report_context", f"output_dir={tmp_path}/${{now:%f}}")
     assert [status for status, _, _ in results] == [0, 0], results
