@@ -23,8 +23,7 @@ import sys
 import traceback
 from types import FrameType
 
-import torch.distributed as dist
-
+from comet.comm.failures import is_peer_error
 from comet.errors import CapacityError, CommTimeoutError, StepFailedError, UnavailableError
 from comet.launch.distributed import another_connection
 from comet.launch.signs import Inquiry, Signs, describe_places, place_of
@@ -32,7 +31,6 @@ from comet.launch.signs import Inquiry, Signs, describe_places, place_of
 STATUS_FAILED = 1
 STATUS_USER = 2
 STATUS_SAVED = 128 + signal.SIGTERM
-PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "gloo")
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -40,13 +38,6 @@ def is_user_error(error: BaseException) -> bool:
     return isinstance(error, ValueError | CapacityError | UnavailableError) or (
         isinstance(error, OSError) and error.filename is not None
     )
-
-
-def is_peer_error(error: BaseException) -> bool:
-    """Whether a wait for another rank failed: it is gone, frozen or late."""
-    if isinstance(error, dist.DistError | CommTimeoutError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in PEER_WORDS)
 
 
 def one_line(error: BaseException) -> str:

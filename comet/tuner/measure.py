@@ -95,9 +95,11 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
     if process_group is None:
         return failure
-    found = list(filter(None, gather(process_group, failure)))
-    own = [reason for reason in found if not reason.startswith(StepFailedError.__name__)]  # not told of by another
-    return next(iter(own + found), "")
+    found = {rank: reason for rank, reason in enumerate(gather(process_group, failure)) if reason}
+    told = {rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)}  # of by another
+    first = min(found.keys() - told or found, default=-1)
+    where = f"rank {first}: " if 0 < len(found.keys() - told) < process_group.size() else ""
+    return where + found[first] if found else ""
 
 
 class _Watch:
@@ -129,6 +131,8 @@ class _Watch:
             if setting is None or not self.failure:
                 calls[index]()
         except (RuntimeError, ValueError) as error:
+            if self.group.comm.board.is_final:  # the collectives in which ranks would agree what failed, do, too
+                raise
             self.failure = self.failure or _reason(error)
 
     def culprit(self) -> tuple[OverlapConfig | None, str] | None:
@@ -231,6 +235,8 @@ def _try_setting(
         if group.device.type == "cuda" and setting is not None:
             calls = _as_graphs(calls)
     except (RuntimeError, ValueError) as error:
+        if group.comm.board.is_final:
+            raise
         failure = _reason(error)
     failure = first_failure(failure, group.process_group)
     if not failure:
