@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from comet.config import OverlapConfig
-from comet.launch.config import compose, default_ranks, make_job
+from comet.launch.config import default_ranks, make_job
 from comet.launch.sweep import load_models
 from comet.tuner import Explained, explain_facts, explain_text, propose, resolve
 from comet.tuner.job import job_points
@@ -20,11 +21,11 @@ from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
 
 
-def explain_job(arguments: Sequence[str]) -> int:
+def explain_job(container: Mapping[str, Any]) -> int:
     """Print a table per point and, as the last line, the same as JSON.
 
     Args:
-        arguments: Hydra overrides, as for ``tune``.
+        container: The composed configuration; settings as for ``tune``.
 
     Returns:
         0.
@@ -32,7 +33,6 @@ def explain_job(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: If a setting breaks its rule.
     """
-    container = compose(arguments)
     job = make_job(container, default_ranks(container, torch.cuda.device_count()))
     on_h200 = job.tune.machine == "h200"
     device = torch.device("cuda" if on_h200 or torch.cuda.is_available() else "cpu")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from comet.launch.config import compose, make_job
+from comet.launch.config import make_job
 from comet.launch.distributed import (
     LaunchContext,
     current_context,
@@ -29,19 +29,19 @@ READERS_KEY = "comet/settings/readers"
 READERS_S = 20.0  # ranks of another node may still be starting
 
 
-def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoReturn:
+def run_rank(task: Task, compose: Callable[[], dict[str, Any]], with_traceback: bool) -> NoReturn:
     """Run a task as the rank this process was started as, and end the process with the status of its outcome.
 
     Args:
         task: What to run; returning normally means success.
-        overrides: Hydra overrides; read by rank 0 only.
+        compose: Makes the configuration; called on rank 0 only.
         with_traceback: Print the traceback of errors of the user as well.
     """
     end_with_supervisor()
     context = current_context()
     store = open_store(context)
     with Outcome(context, store, with_traceback) as outcome:
-        config = share_config(context, store, [*task.settings, *overrides])
+        config = share_config(context, store, compose)
         if config is None:
             leave(STATUS_USER)
         with process_group(context, store):
@@ -51,13 +51,13 @@ def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoRe
     leave(outcome.status)
 
 
-def share_config(context: LaunchContext, store: dist.Store, overrides: Sequence[str]) -> JobConfig | None:
+def share_config(context: LaunchContext, store: dist.Store, compose: Callable[[], dict[str, Any]]) -> JobConfig | None:
     """Compose and validate on rank 0, and give the result to every rank.
 
     Args:
         context: This rank.
         store: The job's rendezvous store.
-        overrides: Hydra overrides; read by rank 0 only.
+        compose: Makes the configuration; called on rank 0 only.
 
     Returns:
         The same configuration on every rank; ``None`` on the other ranks when rank 0 called the job off.
@@ -71,7 +71,7 @@ def share_config(context: LaunchContext, store: dist.Store, overrides: Sequence[
             _meet(context, store)
             return None
         return make_job(container, context.world_size)
-    container = compose(overrides)
+    container = compose()
     job = make_job(container, context.world_size)
     store.set(SETTINGS_KEY, json.dumps(container))
     return job

@@ -81,15 +81,14 @@ def model_of(source: Source) -> ModelConfig:
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo the dots: ``{"a": 1, "moe.b": 2}`` becomes ``{"a": 1, "moe": {"b": 2}}``."""
+    """Undo the dots: ``{"a": 1, "moe.b": 2, "moe": {"c": 3}}`` becomes ``{"a": 1, "moe": {"b": 2, "c": 3}}``."""
     tree: dict[str, Any] = {}
     for name, value in fields.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            tree.setdefault(outer, {})[inner] = value
-        else:
-            tree[outer] = value
-    return tree
+        outer, _, inner = str(name).partition(".")
+        part = {inner: value} if inner else value
+        known = tree.get(outer)
+        tree[outer] = {**known, **part} if isinstance(part, dict) and isinstance(known, dict) else part
+    return {name: nested(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _hf_model(folder: Path) -> ModelConfig:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from comet.tuner.regret import Tuned, regret_text, regrets
 from comet.tuner.shared_file import require_writable
 from comet.tuner.sweep_job import from_first_rank
 from comet.tuner.tune import tune
+from comet.version import comet_version
 from comet.workspace import Workspace, WorkspaceShape
 
 LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
@@ -131,7 +131,7 @@ def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: 
     measure = measure_layer(problem, settings, group, rounds=rounds)
     date = datetime.now(UTC).date().isoformat()
     kernels: Kernels = "auto" if machine.cuda_kernels else "triton"
-    entry = tune(problem, settings, measure, device=machine.name, commit=_version(), date=date, kernels=kernels)
+    entry = tune(problem, settings, measure, device=machine.name, commit=comet_version(), date=date, kernels=kernels)
     if group.world_rank == 0:
         store.put(entry)
     else:
@@ -147,10 +147,3 @@ def _explained(point: Tuned, machine: Machine, store: ProfileStore) -> Explained
         resolved=resolve(point.problem, store, machine),
         entry=point.entry,
     )
-
-
-def _version() -> str:
-    try:
-        return version("comet-moe")
-    except PackageNotFoundError:  # a source tree on the path
-        return "unknown"

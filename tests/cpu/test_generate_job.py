@@ -24,10 +24,11 @@ from comet.generation.report import table
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
-from comet.launch.cli import help_page, main
+from comet.launch.cli import main
 from comet.launch.config import compose, split_verbatim, to_yaml
 from comet.launch.config import make_job as job_of_command
 from comet.launch.dry_run_generate import memory_needs
+from comet.launch.help import help_page
 from comet.launch.tasks import TASKS
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
