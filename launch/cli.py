@@ -58,7 +58,7 @@ def main(
     except BrokenPipeError:  # whoever reads the output has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
         return 128 + signal.SIGPIPE
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         from comet.launch.distributed import speaks_for_job
         from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
 
@@ -87,6 +87,8 @@ def _run(words: Sequence[str], tasks: Mapping[str, Task], program: Sequence[str]
         return 0
     from comet.launch.config import compose
 
+    if not options.dry_run:
+        task.require_packages()
     composed = partial(compose, options.overrides, file=options.config, defaults=task.settings)
     if not task.ranks and not options.dry_run:
         return int(task.load()(composed()) or 0)

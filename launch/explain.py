@@ -46,7 +46,7 @@ def explain_job(container: Mapping[str, Any]) -> int:
             found = _explained(problem, machine, store, job.overlap)
             sys.stdout.write(f"{model}\n{explain_text(found)}\n\n")
             facts.append({"model": model, **explain_facts(found)})
-    sys.stdout.write(json.dumps({"task": "explain", "profile": str(store.path), "points": facts}) + "\n")
+    sys.stdout.write(json.dumps({"task": "explain", "points": facts}) + "\n")
     return 0
 
 
@@ -59,4 +59,11 @@ def _explained(problem: Problem, machine: Machine, store: ProfileStore, forced: 
     measured = [item.setting for item in entry.measured if item.setting not in known] if entry else []
     predictions += [predict(problem, setting, machine) for setting in measured]
     resolved = resolve(problem, store, machine, forced=forced, default=OverlapConfig())
-    return Explained(problem=problem, machine=machine, predictions=predictions, resolved=resolved, entry=entry)
+    return Explained(
+        problem=problem,
+        machine=machine,
+        predictions=predictions,
+        resolved=resolved,
+        entry=entry,
+        profile=store.source(entry),
+    )

@@ -5,6 +5,7 @@ cause                                          status  printed
 =============================================  ======  ==========================================
 configuration, input, something unavailable    2       one line, by the first rank that noticed
 a peer died or fell silent                     1       one line that names the silent ranks
+nothing that was to be measured ran            1       one line, by the first rank that noticed
 anything else                                  1       the traceback of the first rank that failed
 =============================================  ======  ==========================================
 
@@ -23,21 +24,30 @@ import traceback
 
 import torch.distributed as dist
 
-from comet.errors import CapacityError, CommTimeoutError, UnavailableError
+from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, UnavailableError
 from comet.launch.distributed import LaunchContext
 
 STATUS_FAILED = 1
 STATUS_USER = 2
 PEER_GRACE_S = 3.0
 POLL_S = 0.05
+SAID_IN_A_LINE = (CommTimeoutError, NothingMeasuredError)
 PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "gloo")
 
 
 def is_user_error(error: BaseException) -> bool:
     """Whether the user can mend it: a bad value, a capacity too small, a missing package, a path of no use."""
-    return isinstance(error, ValueError | CapacityError | UnavailableError) or (
-        isinstance(error, OSError) and error.filename is not None
+    return (
+        isinstance(error, ValueError | CapacityError | UnavailableError)
+        or (isinstance(error, OSError) and error.filename is not None)
+        or bool(missing_package(error))
     )
+
+
+def missing_package(error: BaseException) -> str:
+    """The package of others that could not be imported; "" if that is not what went wrong."""
+    name = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")[0]
+    return "" if name == "comet" else name
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -53,6 +63,8 @@ def one_line(error: BaseException) -> str:
     Example: ``FileNotFoundError(errno.ENOENT, "must be a folder", "nope")`` gives "must be a folder: 'nope'".
     """
     text = str(error)
+    if name := missing_package(error):
+        text = f"the package {name!r} is not installed: pip install {name}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.strerror}: {error.filename!r}"
     return " ".join(text.split()) or type(error).__name__
@@ -109,9 +121,9 @@ def report(error: BaseException, context: LaunchContext, store: dist.Store, with
         return status
     if is_peer_error(error):
         say(f"error: rank {context.rank} lost {_silent_ranks(context, store)}: {one_line(error)}")
-    elif status == STATUS_USER or isinstance(error, CommTimeoutError):
+    elif status == STATUS_USER or isinstance(error, SAID_IN_A_LINE):
         say(f"error: {one_line(error)}")
-    if with_traceback or not (status == STATUS_USER or is_peer_error(error) or isinstance(error, CommTimeoutError)):
+    if with_traceback or not (status == STATUS_USER or is_peer_error(error) or isinstance(error, SAID_IN_A_LINE)):
         text = "".join(traceback.format_exception(error))
         say_text(f"{text}comet: error: rank {context.rank} failed with {type(error).__name__}\n")
     return status

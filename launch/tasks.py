@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ class Task:
         examples: Words that follow the task's name, each with what they do.
         dry_run: Module and function that make the text of ``--dry-run``; ``None`` where the words after the task's name
             are all its own, instead of the common options and Hydra overrides.
+        needs: Packages it cannot end without; what it imports at once need not be named.
         shows_split: Whether rank 0 says which split its layers take; not where many are tried, and a table tells.
     """
 
@@ -36,12 +38,19 @@ class Task:
     reads: tuple[str, ...] = ()
     examples: Mapping[str, str] = field(default_factory=dict)
     dry_run: str | None = "comet.launch.dry_run.describe"
+    needs: tuple[str, ...] = ()
     shows_split: bool = True
 
     def load(self) -> Callable[..., Any]:
         """Import the task's module and return its function."""
         function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
         return function
+
+    def require_packages(self) -> None:
+        """Raise ``ModuleNotFoundError`` if one is missing, before hours of work need it."""
+        for name in self.needs:
+            if importlib.util.find_spec(name) is None:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     def load_dry_run(self) -> Callable[..., str]:
         """Import the module of the dry run and return its function."""
@@ -70,6 +79,7 @@ TASKS: Mapping[str, Task] = {
             "--config my.yaml train.steps=10": "settings of a YAML file, and others on top",
             "--dry-run model=mixtral_8x7b": "print the settings and the memory they need",
         },
+        needs=("matplotlib",),
     ),
     "generate": Task(
         "continue texts with a trained or a Hugging Face model",
@@ -99,6 +109,7 @@ TASKS: Mapping[str, Task] = {
         reads=("sweep", "output_dir", "resume", "overlap", "train.dtype", *LAYER),
         examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
         dry_run="comet.launch.dry_run_layers.describe_sweep",
+        needs=("matplotlib",),
         shows_split=False,
     ),
     "modular": Task(

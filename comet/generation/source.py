@@ -94,12 +94,11 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
     from comet.integrations.hf.block_fp8 import is_block_fp8
-    from comet.integrations.hf.families import moe_config, shared_ffn_size
+    from comet.integrations.hf.families import moe_config, read_config, require_transformers, shared_ffn_size
 
-    moe = moe_config(folder)
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    require_transformers()
+    config = read_config(folder)
+    moe = moe_config(config)
     is_block_fp8(config)  # refuses other quantisations before a rank starts
     return ModelConfig(
         name=str(config.model_type),
