@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +48,7 @@ class Task:
     def require_packages(self) -> None:
         """Raise ``ModuleNotFoundError`` if one is missing, before hours of work need it."""
         for name in self.needs:
-            if importlib.util.find_spec(name) is None:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            importlib.import_module(name)
 
     def load_dry_run(self) -> Callable[..., str]:
         """Import the module of the dry run and return its function."""

@@ -199,7 +199,7 @@ class ProfileStore:
 
     def source(self, entry: ProfileEntry | None) -> Path | None:
         """The file an entry of this store was read from or written to; ``None`` of none."""
-        return entry and self.sources.get(entry.key, self.path)
+        return None if entry is None else self.sources.get(entry.key, self.path)
 
     def put(self, entry: ProfileEntry) -> None:
         """Add or replace an entry, in memory and in the file; entries other processes wrote meanwhile are kept.

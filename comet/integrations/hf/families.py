@@ -60,13 +60,17 @@ def read_config(folder: str | Path) -> Any:
     require(path.is_file(), f"folder={str(folder)!r} must hold a config.json")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
         raise ValueError(f"{path} must be JSON, is it complete? {error}") from error
     require(isinstance(content, dict), f"{path} must hold settings by name, not {content!r:.40}")
     family = content.get("model_type")
-    require(family in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
-    missing = ", ".join(name for name in SIZES if name not in content)
-    require(not missing, f"{path} must give {missing}: it is not the one of a whole {family} model")
+    require(str(family) in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
+    experts, width = FAMILIES[
+        family
+    ]  # the number of experts may have a name that transformers gives it in all families
+    found = content | {experts: content.get(experts, content.get("num_local_experts"))}
+    missing = ", ".join(name for name in (*SIZES, experts, width) if not isinstance(found.get(name), int))
+    require(not missing, f"{path} must hold whole numbers for {missing}, as that of a {family} model does")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (TypeError, KeyError, AttributeError, StrictDataclassError) as error:
