@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= logical
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,22 +15,31 @@ IMPORTS := comet.kernels, comet.launch, comet.configs, torch, triton, numpy, hyd
 FOLDERS := import importlib.util, sys; found = importlib.util.find_spec("torch") is not None; \
   print(*[path for path in sys.path if found and path.endswith("-packages")], sep="\n")
 PIP = $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python
+# As many processes as cores, which share the GPUs where there are any; one without pytest-xdist.
+SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && printf '%s' '-n $(WORKERS) --maxprocesses 12 --dist worksteal')
+PYTEST = $(BIN)/python -P -m pytest $(SPREAD)
 # Linting sees one package tree, as installed: the folders kernels/, launch/ and configs/ under comet.
 TREE := build/tree/comet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test vllm lint compile clean
+.PHONY: help setup train test test-slow test-all vllm lint compile clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(READY) ## create or reuse .venv and install what is missing
 
 train: $(READY) ## run the main job: train a small MoE model (settings: make train ARGS="train.steps=200")
 	$(BIN)/comet train $(ARGS)
 
-test: $(READY) ## run the tests this machine can run (GPU tests need GPUs)
-	$(BIN)/python -P -m pytest $(ARGS)
+test: $(READY) ## every kernel family and user path, under ten minutes on two cores (WORKERS=N processes; GPU tests need GPUs)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## what make test leaves out: exhaustive cases, and runs of the command line that take long
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(READY) ## all tests this machine can run
+	$(PYTEST) $(ARGS)
 
 vllm: build/vllm/ready ## install vLLM into build/vllm, for the tests of its adapters (0.8 GB; needs no GPU)
 

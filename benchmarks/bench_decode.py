@@ -1,7 +1,7 @@
 """Decode: microseconds and TB/s of distinct touched weight bytes, warp decode against every other way to do it.
 
     python benchmarks/bench_decode.py --models qwen3_30b_a3b,mixtral_8x7b --tokens 1,2,4,8,16,32,64,128,256
-    python benchmarks/bench_decode.py --weights bf16,mxfp8,fp8 --variants comet,triton --clocks
+    python benchmarks/bench_decode.py --weights bf16,mxfp8,fp8 --variants comet,triton
     python benchmarks/bench_decode.py --try form=matrix,gate_up.rows=64 --try dependent=1 --tokens 1,4
     torchrun --nproc-per-node 4 benchmarks/bench_decode.py --ep 4 --tokens 1,8,32
     torchrun --nproc-per-node 2 benchmarks/bench_decode.py --ep 2 --tokens 2,16,64 --variants comet,local,own
@@ -10,9 +10,8 @@
 One timed call runs a step on each of several weight sets, so that L2 does not flatter; a step's time is a part of it.
 On a GPU the call is a CUDA graph, but for variants that wait for the device (``no_graph`` names them). All variants run
 interleaved (``comet.tuner.timing``) after their output was compared with float64. ``--try`` adds a variant: the
-selected blocks with some fields changed. ``--clocks`` then repeats each variant alone and records the clocks, in a
-table and a file ``bench_decode_clocks.csv``. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every
-row, at the end ``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON.
+selected blocks with some fields changed. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every row,
+at the end ``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON.
 Variants, columns and protocol: ``RESULTS.md`` beside this file.
 
 ``--tokens`` are those of a step. Over ranks all of them hold these; but for ``own``, ``own_nccl`` and ``own_fused``
@@ -32,7 +31,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from clocks import watch_command
 from decode_library import find_library
 from decode_points import measure_point
 from decode_report import Row, draw, format_table, write_results
@@ -66,7 +64,6 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports (collective)."""
     start = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    watch = watch_command(ranks.device, speaks=ranks.rank == 0) if arguments.clocks else None
     library = find_library() if "transformers" in arguments.variants else None
     facts = gather_facts(ranks) | {
         "read_roof_tbs": read_roof_tbs(ranks),
@@ -80,7 +77,6 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         rounds=arguments.rounds,
         library=library,
         roof_tbs=facts["read_roof_tbs"],
-        watch=watch,
     )
     rows: list[Row] = []
     line = ""
@@ -182,7 +178,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         "--try", dest="trials", action="append", default=[], help="form=matrix,down.rows=64,dependent=1"
     )
     parser.add_argument("--rounds", type=int, default=30, help="counted calls of each variant")
-    parser.add_argument("--clocks", action="store_true", help="repeat each variant alone for a second, with its clocks")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_decode"))
     arguments = parser.parse_args(command_line)

@@ -3,16 +3,15 @@
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --models mixtral_8x7b,deepseek_v3 --tokens 2048,8192 --ep 4
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try comm_blocks=8 --try comm_blocks=32,num_panels=8
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try transport=copy --try transport=copy,num_phases=4
-    torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --compare --clocks --try num_panels=6
+    torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --compare --try num_panels=6
     torchrun --nproc-per-node 2 benchmarks/bench_layers.py --device cpu --models tiny --tokens 64 --ep 2
 
 All launches of a point are timed in one interleaved loop, on a GPU as CUDA graphs. Rank 0 writes ``bench_layers.csv``
 (a point's rows as soon as they are measured) and ``.json`` to ``--out``, prints one table and, as the last line, the
 best split of every point as JSON. A launch that fails or hangs is recorded and the run goes on. With ``--compare`` the
 kernels of both layers in Triton and in CUDA C++ are in the same loop, whatever the size of the layer, also those in
-block FP8 where D and F/TP are multiples of 128; they get a table and ``bench_layers_compare.csv`` of their own. With
-``--clocks`` each launch is then repeated alone, and the clocks at which it ran get a table and
-``bench_layers_clocks.csv``. Columns and protocol: ``RESULTS.md`` beside this file.
+block FP8 where D and F/TP are multiples of 128; they get a table and ``bench_layers_compare.csv`` of their own.
+Columns and protocol: ``RESULTS.md`` beside this file.
 """
 
 from __future__ import annotations
@@ -27,20 +26,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from clock_loop import FIGURES as CLOCK_FIGURES
-from clock_loop import clock_rows
-from clocks import watch_command
 from facts import gather_facts
 from layer_compare import COLUMNS as COMPARED_COLUMNS
 from layer_compare import TABLE as COMPARED_TABLE
 from layer_compare import compared_launches, compared_rows, what_cuda_lacks
 from layer_launches import checked_launches, timed_variants
-from layer_points import Point, open_point, try_launch
-from layer_report import COLUMNS, KEYS, TABLE_KEYS, format_table, make_rows, summary
+from layer_points import Point, open_point
+from layer_report import COLUMNS, KEYS, format_table, make_rows, summary
 from overlap import parse_overlap
 from points import Ranks, Settings, attempt, open_layer
 from protocol import time_by_protocol
-from report import Row, append_csv, cell, table_of
+from report import Row, append_csv
 from routing import ROUTINGS
 from shapes import model
 from start import run_and_leave, start_ranks, tell, whole_numbers, words
@@ -59,25 +55,17 @@ GRID: dict[str, tuple[Any, ...]] = {
     "transport": ("copy",),
 }
 TIMEOUT_S = 5.0  # a hang is reported quickly
-CLOCK_COLUMNS = (*KEYS, "launch", *CLOCK_FIGURES)
-CLOCK_TABLE = (*TABLE_KEYS, "launch", *CLOCK_FIGURES)
 
 
 class Measured(NamedTuple):
-    """Of one point: a row per split; if asked for rows of ``layer_compare``, and one per launch with its clocks."""
+    """Of one point: a row per split, and if asked for rows of ``layer_compare``."""
 
     splits: list[Row]
     compared: list[Row]
-    clocks: list[Row]
 
 
-def measure_point(
-    point: Point, ranks: Ranks, rounds: int, *, compare: bool, watch: Sequence[str] | None = None
-) -> Measured:
-    """Check and time every launch of one point, those of ``layer_compare`` as well if ``compare`` (collective).
-
-    ``watch`` prints samples of the clocks, which each launch then gets, too.
-    """
+def measure_point(point: Point, ranks: Ranks, rounds: int, *, compare: bool) -> Measured:
+    """Check and time every launch of one point, those of ``layer_compare`` as well if ``compare`` (collective)."""
     failures: dict[str, str] = {}
     compare_failures: dict[str, str] = {}
     launches = checked_launches(point, ranks, failures)
@@ -87,26 +75,21 @@ def measure_point(
     timings = time_by_protocol(variants, ranks, rounds=rounds, rotate=1, opening=opening)
     point.workspace.check()
     rows = compared_rows(point, timings, compare_failures) if compare else []
-    clocks: list[Row] = []
-    if watch is not None:
-        guard = partial(try_launch, point=point, ranks=ranks)
-        clocks = clock_rows(variants, timings, command=watch, opening=opening, guard=guard, ranks=ranks)
-    return Measured(make_rows(point.paths, timings, failures), rows, clocks)
+    return Measured(make_rows(point.paths, timings, failures), rows)
 
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports."""
     if ranks.rank == 0:
         arguments.out.mkdir(parents=True, exist_ok=True)
-    watch = watch_command(ranks.device, speaks=ranks.rank == 0) if arguments.clocks else None
     facts = gather_facts(ranks)
     lacking = what_cuda_lacks(ranks) if arguments.compare else ""
     if lacking:
         tell(ranks, f"--compare: no kernels in CUDA C++ to compare with: {lacking}")
     compare = arguments.compare and not lacking
-    all_measured = Measured([], [], [])
+    all_measured = Measured([], [])
     for name in arguments.models:
-        for num_tokens, measured in measure_model(name, arguments, settings, ranks, compare=compare, watch=watch):
+        for num_tokens, measured in measure_model(name, arguments, settings, ranks, compare=compare):
             parallel = settings.parallel
             keys = dict(zip(KEYS, (name, num_tokens, parallel.ep, parallel.tp, settings.routing), strict=True))
             new = Measured(*([keys | row for row in rows] for rows in measured))
@@ -116,8 +99,6 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
                 append_csv(arguments.out / "bench_layers.csv", new.splits, COLUMNS)
                 if compare:
                     append_csv(arguments.out / "bench_layers_compare.csv", new.compared, COMPARED_COLUMNS)
-                if watch is not None:
-                    append_csv(arguments.out / "bench_layers_clocks.csv", new.clocks, CLOCK_COLUMNS)
             tell(ranks, f"{name} {num_tokens}: done")
         gc.collect()
         if ranks.device.type == "cuda":
@@ -129,13 +110,11 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
 def report(measured: Measured, facts: Row, out: Path) -> None:
     """Write the JSON file, print the tables and the line of JSON."""
     found = summary(measured.splits, facts)
-    rows = {"rows": measured.splits, "compared": measured.compared, "clocks": measured.clocks}
+    rows = {"rows": measured.splits, "compared": measured.compared}
     (out / "bench_layers.json").write_text(json.dumps(found | rows) + "\n")
     print(format_table(measured.splits), flush=True)
     if measured.compared:
         print(format_table(measured.compared, COMPARED_TABLE), flush=True)
-    if measured.clocks:
-        print(table_of(measured.clocks, CLOCK_TABLE, cell), flush=True)
     print(json.dumps(found))
 
 
@@ -146,7 +125,6 @@ def measure_model(
     ranks: Ranks,
     *,
     compare: bool,
-    watch: Sequence[str] | None,
 ) -> Iterator[tuple[int, Measured]]:
     """Rows of one number of tokens after the other; the model's weights live only here (collective)."""
     config = model(name)
@@ -162,12 +140,12 @@ def measure_model(
         for num_tokens in arguments.tokens:
             opening = partial(open_point, layer, group, num_tokens, settings.routing, arguments.tries, ranks)
             measured, failure = attempt(
-                lambda: measure_point(opening(), ranks, arguments.rounds, compare=compare, watch=watch),  # noqa: B023
+                lambda: measure_point(opening(), ranks, arguments.rounds, compare=compare),  # noqa: B023
                 ranks,
                 group.workspace,
             )
             failed: list[Row] = [{"failures": f"point: {failure}"}]
-            yield num_tokens, measured or Measured(failed, failed if compare else [], [])
+            yield num_tokens, measured or Measured(failed, failed if compare else [])
     group.close()
 
 
@@ -195,7 +173,6 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     )
     parser.add_argument("--rounds", type=int, default=7, help="counted calls of each launch")
     parser.add_argument("--compare", action="store_true", help="time both layers in Triton and in CUDA C++ as well")
-    parser.add_argument("--clocks", action="store_true", help="repeat each launch alone for a second, with its clocks")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_layers"))
     arguments = parser.parse_args(command_line)

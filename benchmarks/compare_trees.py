@@ -8,6 +8,7 @@ other's. Without a GPU kernels are not run: what remains is what the host does f
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -99,6 +100,24 @@ def calls(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.d
     }
 
 
+def training_step(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    """A step of the active tree's ``comet train`` on its default model, on one rank."""
+    from comet import make_expert_group
+    from comet.launch.config import compose, make_job
+    from comet.models.gpt import GPT
+    from comet.training.loop import Trainer
+    from comet.training.optimizer import make_optimizer
+
+    job = make_job(compose(["parallel=single"]), 1)
+    tokens = job.train.batch_size * job.model.context
+    group = make_expert_group(job.model.moe, job.parallel, max_tokens=tokens, dtype=dtype, device=device)
+    model = GPT(job.model, group)
+    text = torch.randint(256, (2**20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    steps = itertools.cycle(range(job.train.steps))
+    trainer = Trainer(model, make_optimizer(model, job.train), group, text, job.train)
+    return lambda: trainer.step(next(steps))
+
+
 def measure(call: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
     """Microseconds of the host and of the device for a call, over ``count`` calls."""
     if device.type == "cpu":
@@ -139,7 +158,10 @@ def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device:
                 "ratio": round(ratio, 4)}  # fmt: skip
 
     row: dict[str, Any] = {"call": name, "host": figures(0)}
-    return row if device.type == "cpu" else row | {"device": figures(1)}
+    if device.type == "cuda":
+        row["device"] = figures(1)
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
 
 
 def main() -> None:
@@ -160,11 +182,15 @@ def main() -> None:
         for tree in trees:
             with tree.active():
                 pairs.append(calls(shape, device, dtype))
-        for name in pairs[0]:
-            row = compare(f"{model}: {name}", [pair[name] for pair in pairs], trees, device, options.rounds)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            rows.append(row)
+        rows += [compare(f"{model}: {name}", [pair[name] for pair in pairs], trees, device, options.rounds)
+                 for name in pairs[0]]  # fmt: skip
         del pairs
+    if device.type == "cuda":
+        steps = []
+        for tree in trees:
+            with tree.active():
+                steps.append(training_step(device, dtype))
+        rows.append(compare("training step", steps, trees, device, options.rounds))
     print(json.dumps({"task": "compare_trees", "device": str(device), "rows": rows}))
 
 

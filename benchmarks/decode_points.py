@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from clock_loop import clock_rows
 from decode_library import PREFIX
 from decode_own import OWN, in_place
-from decode_report import Row, clock_figures, figures
+from decode_report import Row, figures
 from decode_steps import StepRun, WeightSet, make_steps
 from decode_team import Team
 from decode_variants import Settings, step_runs
 from points import Ranks
 from torch import Tensor
 
-from comet.tuner.timing import Timing, Variant, capture, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Variant, capture, max_over_ranks, rank_barrier, time_interleaved
 
 FLUSH_BYTES = 2**28
 # Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
@@ -63,30 +61,7 @@ def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, settin
         checked.failures["after timing"] = failure
     touched = ranks.worst(sum(step.touched_bytes for step in steps) / len(steps))
     row = figures(timings, checked.accuracy, len(steps), touched, settings.roof_tbs)
-    if settings.watch is not None:
-        repeated = repeat_alone(checked.variants, timings, settings.watch, team)
-        row["clocks"] = [clock_figures(each, len(steps), touched, settings.roof_tbs) for each in repeated]
     return row | {"no_graph": checked.no_graph, "failures": checked.failures}
-
-
-def repeat_alone(
-    variants: Mapping[str, Variant], timings: Mapping[str, Timing], command: Sequence[str], team: Team
-) -> list[Row]:
-    """The clocks of every variant, call after call with nothing between them (collective)."""
-
-    def guard(action: Callable[[], Any]) -> tuple[Any, str]:
-        def checked() -> Any:
-            value = action()
-            team.check()
-            return value
-
-        return team.attempt(checked)
-
-    return clock_rows(variants, timings, command=command, opening=_nothing, guard=guard, ranks=team.ranks)
-
-
-def _nothing() -> None:
-    """The sets of weights are larger than L2 together, and what the ranks share orders itself."""
 
 
 def check_variant(name: str, run: StepRun, exact: Tensor, num_steps: int, team: Team, checked: Checked) -> None:

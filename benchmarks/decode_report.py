@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from clock_loop import FIGURES as CLOCK_FIGURES
 from decode_library import PREFIX
 from decode_own import OWN
-from report import align, cell, table_of
+from report import align, cell
 
 from comet.tuner.timing import Timing
 
@@ -24,9 +23,8 @@ CENTRIC = "triton"
 OTHERS = ("torch", "fused", "local", "local_nccl", *OWN)
 # ``local`` is a part of decode over ranks, not another way to do it; tokens of the ranks' own are another task.
 NO_RIVAL = ("comet", "local", *OWN)
-IN_JSON_ONLY = ("times_us", "quantiles", "accuracy", "clocks")
+IN_JSON_ONLY = ("times_us", "quantiles", "accuracy")
 BELOW_TABLE = ("no_graph", "failures")
-CLOCK_COLUMNS = (*KEYS, "launch", "us", "repeated_us", "repeated_of_roof", *CLOCK_FIGURES[2:])
 
 
 def figures(
@@ -68,26 +66,6 @@ def figures(
     return row | {"times_us": times_us, "quantiles": quantiles, "accuracy": dict(accuracy)}
 
 
-def clock_figures(repeated: Row, num_steps: int, touched_bytes: float, roof_tbs: float) -> Row:
-    """A row of ``clock_loop`` with microseconds of a step instead of milliseconds of a call, and the part of the roof.
-
-    Example: 0.4 ms in the rounds, 0.5 when repeated, for 4 steps that touch 2e8 bytes each, roof 4 TB/s: 100 us, 125 us
-    and 0.4 of the roof.
-    """
-    row = {name: value for name, value in repeated.items() if name not in ("ms", "repeated_ms")}
-    for milliseconds, name in (("ms", "us"), ("repeated_ms", "repeated_us")):
-        if milliseconds in repeated:
-            row[name] = repeated[milliseconds] * 1e3 / num_steps
-    if "repeated_us" in row:
-        row["repeated_of_roof"] = touched_bytes / (row["repeated_us"] * 1e6) / roof_tbs
-    return row
-
-
-def clock_table(rows: Sequence[Row]) -> list[Row]:
-    """A row for each variant that was repeated alone, with the ``KEYS`` of its point."""
-    return [{name: row[name] for name in KEYS} | each for row in rows for each in row.get("clocks", ())]
-
-
 def crossovers(rows: Sequence[Row]) -> list[Row]:
     """For each model, kind of weights and split over ranks: where warp decode stops being the fastest.
 
@@ -127,15 +105,12 @@ def format_table(rows: Sequence[Row]) -> str:
     hidden = (*IN_JSON_ONLY, *BELOW_TABLE)
     shown = [name for name in columns(rows, hidden) if any(row.get(name) is not None for row in rows)]
     table = align([shown, *([cell(row.get(name), near_one=7) for name in shown] for row in rows)])
-    clocks = [table_of(clock_table(rows), CLOCK_COLUMNS, cell)] if clock_table(rows) else []
-    return "\n".join([*table, *clocks, *_remarks(rows), *map(_sentence, crossovers(rows))])
+    return "\n".join([*table, *_remarks(rows), *map(_sentence, crossovers(rows))])
 
 
 def write_results(folder: Path, rows: Sequence[Row], facts: Row) -> str:
     """CSV and JSON of all rows so far, so that an interruption loses nothing; returns the JSON, one line."""
     _write_csv(folder / "bench_decode.csv", rows, columns(rows, IN_JSON_ONLY))
-    if clock_table(rows):
-        _write_csv(folder / "bench_decode_clocks.csv", clock_table(rows), CLOCK_COLUMNS)
     line = json.dumps({"facts": facts, "crossover": crossovers(rows), "rows": list(rows)})
     (folder / "bench_decode.json").write_text(line + "\n")
     return line

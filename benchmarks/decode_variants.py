@@ -46,7 +46,6 @@ class Settings:
         rounds: Counted calls of each variant.
         library: transformers, where it is installed and asked for.
         roof_tbs: What reading memory can reach.
-        watch: Prints samples of this GPU's clocks; ``None`` leaves them alone.
     """
 
     variants: tuple[str, ...]
@@ -55,7 +54,6 @@ class Settings:
     rounds: int = 30
     library: Library | None = None
     roof_tbs: float = 1.0
-    watch: tuple[str, ...] | None = None
 
 
 def step_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[str, StepRun]:

@@ -18,10 +18,11 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator
 from comet.config import require
+from comet.layout import ExpertLayout
 
 
 def all_to_all_rows(
-    rows: Tensor, send_counts: tuple[int, ...], recv_counts: tuple[int, ...], process_group: ProcessGroup | None
+    rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], process_group: ProcessGroup | None
 ) -> Tensor:
     """Send consecutive runs of rows to the ranks, in rank order; the backward pass sends the gradients back.
 
@@ -89,6 +90,28 @@ def check_grad_modes(modes: Sequence[int], *names: str) -> None:
         )
 
 
+def bad_ids(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
+    """Where ids, of any shape, are neither -1 nor those of an expert."""
+    return (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
+
+
+def check_ids(num_bad: Sequence[int], top_k_ids: Tensor, layout: ExpertLayout) -> None:
+    """Raise ``ValueError`` on all ranks, naming the first one that has bad ids; there also such an id.
+
+    Args:
+        num_bad: W, bad ids of each rank.
+        top_k_ids: This rank's.
+        layout: Of the experts, and which rank this is.
+    """
+    for rank, num in enumerate(num_bad):
+        if num:
+            shown = int(top_k_ids[bad_ids(top_k_ids, layout)][0]) if rank == layout.rank else f"{num} bad ids"
+            raise ValueError(
+                f"top_k_ids of rank {rank} contain {shown}; every id must be -1 (masked) or in "
+                f"[0, num_experts={layout.num_experts})"
+            )
+
+
 def in_steps(comm: Communicator, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``compute(*tensors)`` by collectives: forward and backward are a step of the group each, of all that is in them.
 
@@ -137,19 +160,22 @@ class _AllToAllRows(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         rows: Tensor,
-        send_counts: tuple[int, ...],
-        recv_counts: tuple[int, ...],
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
         process_group: ProcessGroup | None,
     ) -> Tensor:
-        ctx.saved = (send_counts, recv_counts, process_group)  # type: ignore[attr-defined]
+        # A tensor, so that a checkpoint hands the backward pass the counts of the forward pass that it ran again.
+        ctx.save_for_backward(torch.tensor([send_counts, recv_counts]))
+        ctx.process_group = process_group  # type: ignore[attr-defined]
         received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), list(recv_counts), list(send_counts), group=process_group)
         return received
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        send_counts, recv_counts, process_group = ctx.saved  # type: ignore[attr-defined]
-        return _AllToAllRows.apply(grads[0], recv_counts, send_counts, process_group), None, None, None
+        send_counts, recv_counts = ctx.saved_tensors[0].tolist()  # type: ignore[attr-defined]
+        group = ctx.process_group  # type: ignore[attr-defined]
+        return _AllToAllRows.apply(grads[0], recv_counts, send_counts, group), None, None, None
 
 
 class _AllGatherStacked(torch.autograd.Function):

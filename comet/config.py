@@ -158,19 +158,34 @@ class ParallelConfig:
         ep: Expert-parallel shards; must divide ``num_experts``.
         tp: Ranks each expert's F is split over; must divide ``ffn_size``. Where F / TP is no multiple of 16, each call
             pads the weights (``comet.paths.pad_width``).
+        node_size: Consecutive ranks that reach each other's memory, a multiple or a divisor of ep x tp; ``None``: the
+            ranks of a host. A group of several nodes has no symmetric memory and runs ``plain`` or ``reference``.
     """
 
     ep: int = 1
     tp: int = 1
+    node_size: int | None = None
 
     def __post_init__(self) -> None:
         require(self.ep >= 1, f"ep={self.ep} must be at least 1")
         require(self.tp >= 1, f"tp={self.tp} must be at least 1")
+        if self.node_size is not None:
+            require(self.node_size >= 1, f"node_size={self.node_size} must be at least 1")
+            require(
+                self.node_size % self.world_size == 0 or self.world_size % self.node_size == 0,
+                f"node_size={self.node_size} must be a multiple or a divisor of ep x tp = {self.world_size}, so that "
+                "all groups lie in one node or all in several",
+            )
 
     @property
     def world_size(self) -> int:
         """W, the ranks of one MoE group."""
         return self.ep * self.tp
+
+    @property
+    def declares_nodes(self) -> bool:
+        """Whether ``node_size`` says that a group spans several nodes."""
+        return self.node_size is not None and self.node_size < self.world_size
 
     def check(self, moe: MoEConfig) -> None:
         """Raise ``ValueError`` unless the experts and their width divide over the ranks."""

@@ -23,3 +23,7 @@ class NothingMeasuredError(RuntimeError):
 
 class UnavailableError(RuntimeError):
     """A backend or an optional package cannot work on this machine; the message says what to use instead."""
+
+
+class NotFiniteError(ValueError):
+    """The router met NaN or infinity: training has diverged, or a layer was given such tokens."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
+from comet.comm.deadline import set_deadline
 from comet.comm.handshake import check_equal, gather
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
@@ -32,7 +33,7 @@ class ExpertGroup:
     """This rank's MoE group: W = EP x TP consecutive ranks of the world; the groups are data-parallel to each other.
 
     Args:
-        parallel: EP and TP.
+        parallel: EP and TP, and the ranks of a node.
         world_rank: This rank among all ranks.
         world_size: All ranks.
         process_group: The W ranks of this MoE group; ``None`` when the world is one rank.
@@ -41,7 +42,7 @@ class ExpertGroup:
             ``None`` where an MoE group is one rank.
         process_groups: All that ``close`` destroys.
         comm: Communicator over the MoE group.
-        workspace: The pool all MoE layers share.
+        workspace: The pool all MoE layers share; without memory where the group spans several nodes.
         cuda_kernels: Whether all ranks of the group have the kernels in CUDA C++.
         spare_multiprocessors: How many layer 1 leaves to other kernels.
         resolver: What a layer without a setting of its own asks for one.
@@ -123,11 +124,11 @@ def make_expert_group(
 
     Args:
         moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
-        parallel: EP and TP; EP x TP must divide the world size.
+        parallel: EP and TP, and the ranks of a node; EP x TP must divide the world size.
         max_tokens: Most tokens a rank passes to a layer; equal on all ranks, as capacities and settings follow from it.
         dtype: Element type of the tokens; equal on all ranks.
         device: This rank's device; a GPU has to be the current one, on which kernels start (``torch.cuda.set_device``).
-        backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``.
+        backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``; between nodes ``auto``.
         timeout_s: Deadline of every wait for another rank, in seconds.
         profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
             shipped with Comet only.
@@ -136,7 +137,7 @@ def make_expert_group(
             channels, of which ``NCCL_MAX_CTAS=32`` allows 32).
 
     Returns:
-        The group, with symmetric memory allocated.
+        The group, with symmetric memory allocated if its ranks run on one node.
 
     Raises:
         ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, the
@@ -156,13 +157,16 @@ def make_expert_group(
     mesh = make_mesh(parallel, device.type, group, expert_data_group)
     groups = [each for each in (group, expert_data_group) if each is not None]
     groups += [] if mesh is None else mesh.get_all_groups()
+    for each in groups:
+        set_deadline(each, timeout_s)
+    shared = group if parallel.world_size > 1 else None
     with ExitStack() as opened:
         if device.type == "cpu":  # NCCL might wait for ranks that did not fail
             opened.callback(leave_groups, *groups)
         if group is not None:
-            check_equal(group, asdict(shape))
+            check_equal(group, {**asdict(shape), "node_size": parallel.node_size})
         comm = opened.enter_context(
-            make_communicator(backend, group if parallel.world_size > 1 else None, device, timeout_s=timeout_s)
+            make_communicator(backend, shared, device, timeout_s=timeout_s, node_size=parallel.node_size)
         )
         made = ExpertGroup(
             parallel=parallel,

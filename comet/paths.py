@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from comet.autograd import Pieces, fp8_experts, routed_experts
 from comet.collectives import in_steps, wants_grad
+from comet.comm.base import require_memory
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, Path, check_kernel_dtype, require
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
@@ -32,6 +33,8 @@ from comet.tuner.choice import Resolved
 from comet.tuner.problem import Problem
 from comet.tuner.profile import token_bucket
 from comet.uncompiled import uncompiled
+
+WITHOUT_MEMORY = "use path 'plain' (moe_path=plain, or auto), or groups of ep x tp ranks that fit a node"
 
 
 class ExpertPath(Protocol):
@@ -55,11 +58,13 @@ class SymmetricPath:
 
     Raises:
         ValueError: If the layer does not fit the pool, or the setting the ranks.
+        UnavailableError: If the group spans several nodes.
     """
 
     def __init__(
         self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
     ) -> None:
+        require_memory(group.comm, f"path={'fused' if use_kernels else 'twin'!r}", WITHOUT_MEMORY)
         group.workspace.shape.check(config)
         dtype, device = group.workspace.shape.dtype, group.device
         if use_kernels:
@@ -300,11 +305,20 @@ def make_path(
 ) -> ExpertPath:
     """The path called ``name``.
 
-    ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU, or ``plain`` where that was measured to be faster.
+    ``auto`` is ``fused`` on a GPU and ``twin`` on a CPU, or ``plain`` where that was measured to be faster or the group
+    spans several nodes.
 
     Raises:
         ValueError: If there is no such path, or it cannot honour the configuration or the setting.
+        UnavailableError: If it needs symmetric memory and the group has none.
     """
+    if name == "auto" and group.comm.memory_obstacle:
+        require(overlap is None, f"overlap={overlap} must be left out for path 'plain': {group.comm.memory_obstacle}")
+        group.resolver.warn(
+            f"{group.comm.memory_obstacle}. So its layers take path 'plain', also to decode, whose communication no "
+            "computation hides; groups of ep x tp ranks that fit a node are faster"
+        )
+        name = "plain"
     if name == "auto":
         name = "fused" if group.device.type == "cuda" else "twin"
         if config.capacity_factor is None and layer_choice(config, group, overlap).setting is None:
@@ -315,6 +329,7 @@ def make_path(
         return SymmetricPath(config, group, overlap, use_kernels=name == "fused")
     require(
         config.capacity_factor is None,
-        f"capacity_factor={config.capacity_factor} needs path 'fused' or 'twin'; {name!r} is dropless",
+        f"capacity_factor={config.capacity_factor} needs path 'fused' or 'twin'; {name!r} is dropless"
+        + (group.comm.memory_obstacle and f", and {group.comm.memory_obstacle}: only groups within a node drop rows"),
     )
     return CollectivePath(plain_experts if name == "plain" else gather_reference_experts, config, group)

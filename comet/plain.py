@@ -26,7 +26,9 @@ from comet.collectives import (
     accumulator_dtype,
     all_gather_stacked,
     all_to_all_rows,
+    bad_ids,
     check_grad_modes,
+    check_ids,
     grad_mode,
     wants_grad,
 )
@@ -124,7 +126,7 @@ def make_exchange(
     """
     check_group(layout, process_group)
     num_ranks, num_local = layout.world_size, layout.experts_local
-    bad = (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
+    bad = bad_ids(top_k_ids, layout)
     bins = _destination_bins(top_k_ids.masked_fill(bad, -1), layout)
     counts = torch.zeros(num_ranks * num_local + 1, dtype=torch.int64, device=bins.device)
     counts.scatter_add_(0, bins, torch.ones_like(bins))
@@ -138,7 +140,7 @@ def make_exchange(
         dist.all_to_all_single(received, sent, group=process_group)
     sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
     check_grad_modes([row.pop() for row in received_host], "tokens", "tokens, w1 or w2")
-    _raise_for_bad_ids([row.pop() for row in received_host], top_k_ids, bad, layout)
+    check_ids([row.pop() for row in received_host], top_k_ids, layout)
     send_counts = tuple(sum(row[:num_local]) for row in sent_host)
     recv_counts = tuple(map(sum, received_host))
     received = received[:, :num_local]
@@ -291,16 +293,6 @@ def check_shapes(
     check_id_dtype(top_k_ids)
     sizes.match("w2", w2, "e D F", dtype=dtype, device=device)
     sizes.match("w1", w1, "e 2F D", dtype=dtype, device=device)
-
-
-def _raise_for_bad_ids(num_bad: list[int], top_k_ids: Tensor, bad: Tensor, layout: ExpertLayout) -> None:
-    for rank, num in enumerate(num_bad):
-        if num:
-            shown = f" {int(top_k_ids[bad][0])}" if rank == layout.rank else f" {num} bad ids"
-            raise ValueError(
-                f"top_k_ids of rank {rank} contain{shown}; every id must be -1 (masked) or in "
-                f"[0, num_experts={layout.num_experts})"
-            )
 
 
 def _destination_bins(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from comet.collectives import check_grad_modes, grad_mode
+from comet.collectives import bad_ids, check_grad_modes, check_ids, grad_mode
 from comet.comm.signals import signal, wait, waited
 from comet.config import require
 from comet.kernels.buffers import allocate, cut
@@ -39,13 +39,8 @@ def start(
     """
     device = workspace.comm.device
     require(device.type == "cpu", f"use_kernels=False needs a workspace on the CPU, this one is on {device}")
-    low, high = (int(bound) for bound in ids.aminmax()) if ids.numel() else (0, 0)
-    require(
-        low >= -1 and high < layout.num_experts,
-        f"top_k_ids between {low} and {high} must be between -1 and num_experts - 1 = {layout.num_experts - 1}",
-    )
     exchange_ids(ids, weights, workspace, trains=trains)
-    return lambda: plan_tensors(*receive_ids(layout.top_k, workspace), layout, rules)
+    return lambda: plan_tensors(*receive_ids(ids, layout, workspace), layout, rules)
 
 
 def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: bool) -> None:
@@ -63,11 +58,16 @@ def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: 
         signal(workspace.ids_flags.peers[peer], rank * _chunks(workspace), epoch)
 
 
-def receive_ids(top_k: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tuple[Tensor, Tensor]:
     """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool.
 
+    Args:
+        ids: ``(T, K)`` of this rank.
+        layout: Of the experts.
+        workspace: Where all ids arrive.
+
     Raises:
-        ValueError: On all ranks, if some of them want gradients and some do not.
+        ValueError: On all ranks, if ids of any are out of range, or some of them want gradients and some do not.
         CommTimeoutError: If a rank is late.
     """
     rank, epoch, timeout_s = workspace.comm.rank, int(workspace.epoch) + 1, workspace.comm.timeout_s
@@ -83,8 +83,10 @@ def receive_ids(top_k: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
     workspace.epoch.fill_(epoch)
     workspace.comm.in_flight = False  # should all ranks raise
     check_grad_modes(workspace.grad_modes.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
+    received = _half(workspace.ids.local, epoch, layout.top_k)
+    check_ids(bad_ids(received, layout).flatten(1).sum(1).tolist(), ids, layout)
     workspace.comm.in_flight = True
-    return _half(workspace.ids.local, epoch, top_k), _half(workspace.weights.local, epoch, top_k)
+    return received, _half(workspace.weights.local, epoch, layout.top_k)
 
 
 def _half(region: Tensor, epoch: int, top_k: int) -> Tensor:

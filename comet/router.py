@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from comet.autocast import product, without_autocast
 from comet.config import MoEConfig, Score, require
+from comet.errors import NotFiniteError
 from comet.router_losses import RouterStats, measure_routing, normalize
 
 FEW_TOKENS = 64  # up to so many, logits are a product that torch's library cuts into more blocks than there are tokens
@@ -214,7 +215,7 @@ def check_finite(logits: Tensor) -> None:
     bad = (~logits.isfinite()).nonzero()
     if len(bad):
         token, expert = bad[0].tolist()
-        raise ValueError(
+        raise NotFiniteError(
             f"router logits[{token}, {expert}]={logits[token, expert].item()} must be finite ({len(bad)} of "
             f"{logits.numel()} are not): look for NaN or Inf in tokens or router weight"
         )

@@ -28,6 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
+from comet.comm.base import require_memory
 from comet.comm.handshake import gather
 from comet.config import require
 from comet.graphs import hold_if_captured, is_capturing
@@ -191,7 +192,9 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
         ValueError: If ``capacity`` is not between 1 and a million, or there is no kernel to record: on a CPU they run
             under Triton's interpreter only.
         CommTimeoutError: If another rank does not come.
+        UnavailableError: If the group spans several nodes, whose layers launch no such kernels.
     """
+    require_memory(group.comm, "recording", "trace the collectives of path 'plain' with torch.profiler")
     require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")
     require(
         group.device.type != "cpu" or triton.knobs.runtime.interpret,

@@ -37,8 +37,8 @@ import torch
 from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.epochs import check_epoch
 from comet.comm.lifecycle import settle
-from comet.config import MOE_DTYPES, MoEConfig, require
-from comet.errors import CapacityError, CommTimeoutError
+from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
+from comet.errors import CapacityError, CommTimeoutError, NotFiniteError
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
 
 if TYPE_CHECKING:
@@ -120,8 +120,13 @@ def workspace_bytes(shape: WorkspaceShape) -> int:
     return sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
+def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig) -> int:
+    """``workspace_bytes``, or 0 where ``parallel.node_size`` says that there is no symmetric memory."""
+    return 0 if parallel.declares_nodes else workspace_bytes(shape)
+
+
 class Workspace:
-    """The pool, cut into regions, with its epoch and fault record.
+    """The pool, cut into regions, with its epoch and fault record; no regions where a group has no symmetric memory.
 
     Args:
         comm: The communicator of the MoE group; the workspace does not close it.
@@ -158,17 +163,15 @@ class Workspace:
         )
         self.comm = comm
         self.shape = shape
-        self.num_bytes = workspace_bytes(shape)
-        pool, offset = self._alloc(), 0
-        for name, (dims, dtype) in shape.regions().items():
-            setattr(self, name, pool.view(offset, dims, dtype))
-            offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
+        self.num_bytes = 0 if comm.memory_obstacle else workspace_bytes(shape)
+        if self.num_bytes:
+            self._cut(self._alloc())
         self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
         self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
         self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
         self.recorder: Recorder | None = None
         self.recorder_in_graph = False
-        flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags")]
+        flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags") and self.num_bytes]
         comm.renew_at_restart(self.epoch, self.fault, flags)
         self.forward_step = comm.step("forward pass")
         self.backward_step = comm.step("backward pass")
@@ -182,6 +185,12 @@ class Workspace:
                 f"max_tokens={shape.max_tokens} with hidden_size={shape.hidden_size}, top_k={shape.top_k} and "
                 f"world_size={shape.world_size} needs {self.num_bytes} bytes of symmetric memory per rank: {error}"
             ) from error
+
+    def _cut(self, pool: SymmTensor) -> None:
+        offset = 0
+        for name, (dims, dtype) in self.shape.regions().items():
+            setattr(self, name, pool.view(offset, dims, dtype))
+            offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
 
     @property
     def max_tokens(self) -> int:
@@ -224,7 +233,7 @@ class Workspace:
         largest_logit = self.largest_logit.item()
         if not math.isfinite(largest_logit):
             self.largest_logit.zero_()
-            raise ValueError(
+            raise NotFiniteError(
                 f"router logits on rank {self.comm.rank}, {largest_logit} among them, must be finite: look for NaN or "
                 "Inf in tokens or router weight"
             )

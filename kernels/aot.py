@@ -14,16 +14,16 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import os
 import pkgutil
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -138,11 +138,9 @@ def compile_case(case: KernelCase | CudaCase) -> Quality:
 
 def measure(ptx: str, shared_bytes: int) -> Quality:
     """Count instructions in the PTX and ask the assembler for registers and spills."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx, encoding="ascii")
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={ARCHITECTURE}", str(path), "-o", f"{path}.cubin"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    log = _ask(
+        triton.knobs.nvidia.ptxas, ptx.encode("ascii"), "-v", f"--gpu-name={ARCHITECTURE}", "-o", os.devnull
+    ).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     assert spills is not None, log
@@ -162,13 +160,8 @@ def measure(ptx: str, shared_bytes: int) -> Quality:
 
 def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
     """Count instructions in the machine code; a stack frame is where registers are spilled to."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        usage, code = (
-            subprocess.run([tool.path, option, str(path)], capture_output=True, text=True, check=True).stdout
-            for tool, option in ((triton.knobs.nvidia.cuobjdump, "-res-usage"), (triton.knobs.nvidia.nvdisasm, "-c"))
-        )
+    tools = triton.knobs.nvidia
+    usage, code = _ask(tools.cuobjdump, cubin, "-res-usage").stdout, _ask(tools.nvdisasm, cubin, "-c").stdout
     used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert used is not None, usage
     return Quality(
@@ -182,6 +175,15 @@ def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
         narrow_stores=count(r"\bSTG\.E\S*\.[US](?:8|16)\b", code),
         serialized=waited_alone(code),
     )
+
+
+def _ask(tool: Any, text: bytes, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a tool on a file in memory, of which nothing stays behind however this process ends."""
+    with open(os.memfd_create("kernel"), "wb") as file:
+        file.write(text)
+        file.flush()
+        command = [tool.path, *options, f"/proc/self/fd/{file.fileno()}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=(file.fileno(),))
 
 
 def waited_alone(code: str) -> tuple[str, ...]:
@@ -263,7 +265,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modules", nargs="+", metavar="MODULE", help="modules with aot_cases(); default: comet.kernels"
     )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compiler processes (default: %(default)s)")
+    words = "compiler processes (default: one for each core)"
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=words)
     return parser
 
 

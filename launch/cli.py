@@ -107,13 +107,13 @@ def _run_with_ranks(
     from comet.launch.config import default_ranks, make_job
     from comet.launch.distributed import speaks_for_job, started_by_torchrun
 
-    if started_by_torchrun() and not options.dry_run:
+    if not options.dry_run and started_by_torchrun():
         from comet.launch.failures import say_logged
         from comet.launch.rank import run_rank
 
         if task.shows_split and speaks_for_job():
             say_logged("comet.tuner.choice")
-        run_rank(task, composed, options.traceback)
+        run_rank(task, options)
     container = composed()
     num_gpus = torch.cuda.device_count()
     num_ranks = default_ranks(container, num_gpus)
@@ -123,4 +123,4 @@ def _run_with_ranks(
         return 0
     from comet.launch.local import run_local_ranks
 
-    return run_local_ranks([*program, *words], num_ranks)
+    return run_local_ranks([*program, *words], num_ranks, container)

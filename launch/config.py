@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
 from importlib.resources import files
 from typing import Any, get_args, get_origin
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
 from comet.launch.help import config_groups
+from comet.launch.resume import with_saved_settings
 from comet.launch.schema import build, schema_of, setting_names
 from comet.launch.settings_file import Settings
 from comet.launch.tasks import did_you_mean
@@ -40,6 +40,7 @@ class OpenParallel:
 
     ep: int | None = None
     tp: int = 1
+    node_size: int | None = None
 
 
 @dataclass
@@ -88,18 +89,20 @@ def compose(
         defaults: Settings of the task that both come before.
 
     Returns:
-        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``.
+        A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
+        named is that of the run that ``resume`` names.
 
     Raises:
         ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, if the
             file cannot be read or breaks a rule, or if ``generate.source`` holds no usable model.
         UnavailableError: If it holds a Hugging Face model and transformers is missing.
     """
+    named = [word.lstrip("+").partition("=")[0] for word in overrides]
     overrides, texts = split_verbatim(overrides)
     schema = OmegaConf.structured(job_schema())
     names = [*setting_names(OmegaConf.to_container(schema)), *config_groups()]
     parsed = [_parse(text, names) for text in overrides]
-    settings = Settings.read(file, schema).without([override.key_or_group for override in parsed])
+    settings = Settings.read(file, schema).without(named)
     primary = {"defaults": ["config", "_self_"], **(defaults or {}), **settings.values}
     ConfigStore.instance().store(name="command_schema", node=schema)
     ConfigStore.instance().store(name="command", node=primary)
@@ -114,7 +117,14 @@ def compose(
     assert isinstance(container, dict), "the root of the configuration is a mapping"
     job = {str(key): value for key, value in container.items()}
     job["generate"] |= settings.texts | texts
-    return with_source_model(job, overrides)
+    return with_source_model(with_saved_settings(job, [*named, *settings.names()]), overrides)
+
+
+def names_folder(overrides: Sequence[str], file: str | None) -> bool:
+    """Whether the user gave ``output_dir``, and so that it is the same whenever it is composed."""
+    given = [text for name, _, text in (word.partition("=") for word in overrides) if name == "output_dir"]
+    in_file = Settings.read(file, OmegaConf.structured(job_schema())).values.get("output_dir", "${")
+    return "${" not in (given or [in_file])[-1]
 
 
 def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -204,7 +214,7 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         require(world_size % tp == 0, f"world_size={world_size} must be a multiple of parallel.tp={tp}")
         ep = world_size // tp
     overlap = {name: value for name, value in values["overlap"].items() if value is not None}
-    job = build(JobConfig, {**values, "parallel": {"ep": ep, "tp": tp}, "overlap": overlap or None})
+    job = build(JobConfig, {**values, "parallel": {**values["parallel"], "ep": ep}, "overlap": overlap or None})
     job.parallel.check(job.model.moe)
     group = job.parallel.world_size
     require(
@@ -212,11 +222,6 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
         f"world_size={world_size} must be a multiple of parallel.ep={ep} x parallel.tp={tp} = {group}",
     )
     return job
-
-
-def to_yaml(container: Mapping[str, Any]) -> str:
-    """The resolved configuration as YAML text; not by OmegaConf, which would read a prompt's ``${``."""
-    return yaml.safe_dump(dict(container), sort_keys=False, allow_unicode=True)
 
 
 def _parse(text: str, names: Sequence[str]) -> Override:

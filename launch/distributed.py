@@ -6,20 +6,31 @@ The only place that reads environment variables. They are the ones ``torchrun`` 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from comet.comm.deadline import set_deadline
+from comet.comm.handshake import Host, this_host
+from comet.config import require
+from comet.errors import CommTimeoutError
+
 PR_SET_PDEATHSIG = 1
-COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+START_S = 300.0  # a rank of another node may import from a slow disk
+POLL_S = 0.05
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SETTINGS_KEY, ROUND_KEY, MEMBERS_KEY, SIGN_KEY = "comet/settings", "comet/round", "members", "sign"
 
 GPU_LIBRARIES = {
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -41,7 +52,7 @@ class LaunchContext:
         node: This node's number.
         num_nodes: Nodes of the job.
         device: Where this rank computes.
-        attempt: How often torchrun has started the ranks anew; 0 the first time.
+        attempt: How often the ranks have been started anew; 0 the first time.
     """
 
     rank: int
@@ -65,8 +76,10 @@ class LaunchContext:
             The context.
 
         Raises:
-            ValueError: If there are GPUs, but fewer than ranks on this node.
+            ValueError: If a number is none, or there are GPUs, but fewer than ranks on this node.
         """
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            require(environment[name].isdecimal(), f"{name}={environment[name]!r} in the environment must be a number")
         local_rank, local_world_size = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
         if 0 < num_gpus < local_world_size:
             raise ValueError(f"nproc={local_world_size} must be at most the {num_gpus} visible GPUs of this machine")
@@ -82,14 +95,34 @@ class LaunchContext:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process that is a rank of this attempt: its number, its host, and what no other process has."""
+
+    pid: int
+    host: Host
+    name: str
+
+
 def started_by_torchrun() -> bool:
-    """Whether this process is one rank of a job (otherwise it has to start the ranks itself)."""
-    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    """Whether this process is one rank of a job (otherwise it has to start the ranks itself).
+
+    Raises:
+        ValueError: If the environment has some of what torchrun sets, but not all.
+    """
+    missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
+    there = [name for name in OF_TORCHRUN[:4] if os.environ.get(name)]
+    require(
+        not (missing and there),
+        f"{', '.join(there)} in the environment must come with {', '.join(missing)}, as torchrun sets them: start the "
+        f"ranks with torchrun, or unset {' '.join(there)} to start them here",
+    )
+    return not missing
 
 
 def speaks_for_job() -> bool:
     """Whether a message that every rank would print is this process's to print."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK") in (None, "0") or not all(map(os.environ.get, OF_TORCHRUN))
 
 
 def current_context() -> LaunchContext:
@@ -103,13 +136,29 @@ def current_context() -> LaunchContext:
     return LaunchContext.from_environment(os.environ, torch.cuda.device_count())
 
 
-def prepare_environment(num_ranks: int) -> None:
-    """Set what the ranks about to be started inherit, unless the user already chose.
+def rank_environment(num_ranks: int, port: int) -> dict[str, str]:
+    """What the ranks of this machine inherit: this environment, and the loopback interface unless the user chose.
 
-    This machine's cores are shared among them, and one that ignores a signal is killed after ten seconds.
+    Nobody else can reach them there. Each also gets its share of the cores.
+
+    Args:
+        num_ranks: Ranks to start.
+        port: Of the rendezvous store, on 127.0.0.1.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_ranks, 1)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
+    return {
+        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // num_ranks, 1)),
+        **dict.fromkeys(interfaces, loopback),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def end_with_supervisor() -> None:
@@ -124,17 +173,93 @@ def end_with_supervisor() -> None:
 
 def open_store(context: LaunchContext) -> dist.Store:
     """Connect to the job's rendezvous store."""
-    store, _, _ = next(dist.rendezvous("env://", context.rank, context.world_size, timeout=COLLECTIVE_TIMEOUT))
+    timeout = timedelta(seconds=START_S)
+    store, _, _ = next(dist.rendezvous("env://", context.rank, context.world_size, timeout=timeout))
     return store
 
 
+def another_connection(store: dist.Store) -> dist.Store:
+    """The same store through a connection of its own: one that waits for a key keeps other threads waiting."""
+    connection: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return connection
+
+
+def join(context: LaunchContext, store: dist.Store) -> tuple[LaunchContext, dist.Store, dict[int, Member]]:
+    """Wait for the other ranks of this attempt (collective).
+
+    The store may hold what an earlier attempt left, and agents of several nodes may count attempts differently. So rank
+    0 opens a round, which has a part of the store of its own, and whoever finds itself among its members is in it.
+
+    Args:
+        context: This rank.
+        store: From ``open_store``.
+
+    Returns:
+        The context with the number of the attempt, the same on all ranks; the round's part of the store; its members.
+
+    Raises:
+        CommTimeoutError: If ranks did not come; names them.
+    """
+    mine = json.dumps([context.attempt, asdict(Member(os.getpid(), this_host(), uuid.uuid4().hex))])
+    found = _open_round(context, store, mine) if context.rank == 0 else _find_round(context, store, mine)
+    number, texts = found
+    entries = [json.loads(text) for text in texts]
+    attempt = max(number - 1, *(attempt for attempt, _ in entries))
+    members = {rank: _member(**fields) for rank, (_, fields) in enumerate(entries)}
+    return replace(context, attempt=attempt), round_part(store, number), members
+
+
+def _open_round(context: LaunchContext, store: dist.Store, mine: str) -> tuple[int, list[str]]:
+    number = store.add(ROUND_KEY, 1)
+    part = round_part(store, number)
+    part.set(f"{SIGN_KEY}/0", mine)
+    names = [f"{SIGN_KEY}/{rank}" for rank in range(context.world_size)]
+    try:
+        part.wait(names, timedelta(seconds=START_S))
+    except dist.DistStoreError as error:
+        late = ", ".join(str(rank) for rank, name in enumerate(names) if not part.check([name]))
+        raise CommTimeoutError(f"rank 0 waited {START_S:.0f} s for rank {late} to start") from error
+    texts = [part.get(name).decode() for name in names]
+    part.set(MEMBERS_KEY, json.dumps(texts))
+    return number, texts
+
+
+def _find_round(context: LaunchContext, store: dist.Store, mine: str) -> tuple[int, list[str]]:
+    entered, deadline = 0, time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        number = store.add(ROUND_KEY, 0)
+        part = round_part(store, number)
+        if number != entered:
+            part.set(f"{SIGN_KEY}/{context.rank}", mine)
+            entered = number
+        if part.check([MEMBERS_KEY]):
+            texts: list[str] = json.loads(part.get(MEMBERS_KEY))
+            if texts[context.rank : context.rank + 1] == [mine]:
+                return number, texts
+        time.sleep(POLL_S)
+    raise CommTimeoutError(f"rank {context.rank} waited {START_S:.0f} s for the others to start")
+
+
+def round_part(store: dist.Store, number: int) -> dist.Store:
+    """The part of the store that attempt ``number``, counted from 1, has for itself."""
+    return dist.PrefixStore(f"comet/{number}", store)
+
+
+def _member(pid: int, host: dict[str, Any], name: str) -> Member:
+    return Member(pid, Host(**host), name)
+
+
 @contextmanager
-def process_group(context: LaunchContext, store: dist.Store) -> Iterator[None]:
+def process_group(context: LaunchContext, store: dist.Store, timeout_s: float = START_S) -> Iterator[None]:
     """Set the device and hold the default process group open while the body runs.
 
-    A collective that a living but silent peer keeps waiting fails after five minutes; a dead peer fails it at once.
-    The group is destroyed when the body ends well. After an error it is left to ``leave``: destroying it could wait for
-    peers that are gone.
+    A dead peer fails a collective at once. The group is destroyed when the body ends well. After an error it is left to
+    ``leave``: destroying it could wait for peers that are gone.
+
+    Args:
+        context: This rank.
+        store: From ``join``; from ``open_store`` where nobody starts ranks anew.
+        timeout_s: How long a collective may wait for a living peer, in seconds.
     """
     on_gpu = context.device.type == "cuda"
     if on_gpu:
@@ -144,9 +269,10 @@ def process_group(context: LaunchContext, store: dist.Store) -> Iterator[None]:
         store=dist.PrefixStore("comet/group", store),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timedelta(seconds=timeout_s),
         device_id=context.device if on_gpu else None,
     )
+    set_deadline(dist.group.WORLD, timeout_s)
     yield
     dist.destroy_process_group()
 

@@ -6,19 +6,20 @@ It touches no GPU either, unless ``overlap`` is given: then it asks how many mul
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from comet.config import OverlapConfig
-from comet.launch.config import to_yaml
 from comet.models.config import ModelConfig
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
+from comet.training.settings import to_yaml
 from comet.tuner.choice import check_setting
 from comet.tuner.machine import H200, Machine
 from comet.tuner.problem import Problem
-from comet.workspace import WorkspaceShape, workspace_bytes
+from comet.workspace import WorkspaceShape, rank_pool_bytes
 
 FLOAT32_BYTES = 4
 ADAMW_STATES = 2
@@ -59,7 +60,7 @@ def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on
 
 def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) -> str:
     """The composed configuration with what was open filled in."""
-    return to_yaml({**container, "nproc": num_ranks, "parallel": {"ep": job.parallel.ep, "tp": job.parallel.tp}})
+    return to_yaml({**container, "nproc": num_ranks, "parallel": asdict(job.parallel)})
 
 
 def check_model_overlap(job: JobConfig, dtype: torch.dtype, *, on_gpu: bool) -> None:
@@ -91,7 +92,7 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
         "parameters": parameters,
         "gradients": parameters,
         "optimizer states": ADAMW_STATES * parameters,
-        "symmetric memory": workspace_bytes(shape),
+        "symmetric memory": rank_pool_bytes(shape, job.parallel),
         "activations (estimate)": activation_elements(job.model, job.parallel.tp, tokens) * dtype.itemsize,
     }
 

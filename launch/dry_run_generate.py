@@ -14,7 +14,7 @@ from comet.layout import ExpertLayout
 from comet.models.cache import allocated_places
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
-from comet.workspace import WorkspaceShape, workspace_bytes
+from comet.workspace import WorkspaceShape, rank_pool_bytes
 
 
 def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
@@ -56,7 +56,7 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
     columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
     piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
     moe_layers = model.num_layers - model.dense_layers
-    pieces = moe_layers * columns * piece
+    pieces = 0 if job.parallel.declares_nodes else moe_layers * columns * piece
     kept = moe_layers * layout.experts_local * piece if keep_fp8 else 0
     bytes_while_loading = dtype.itemsize if is_hf_folder(job.generate.source) else FLOAT32_BYTES
     return {
@@ -64,5 +64,5 @@ def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
         "weights": (weights - kept) * dtype.itemsize + kept,
         "shared experts in decode steps": pieces * (1 if keep_fp8 else dtype.itemsize),
         "keys and values": cached * dtype.itemsize,
-        "symmetric memory": workspace_bytes(shape),
+        "symmetric memory": rank_pool_bytes(shape, job.parallel),
     }

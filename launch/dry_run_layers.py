@@ -15,7 +15,7 @@ from comet.training.run import activation_dtype
 from comet.tuner.job import job_points, require_this_machine
 from comet.tuner.problem import Problem
 from comet.tuner.sweep import Shape, sweep_points
-from comet.workspace import WorkspaceShape, workspace_bytes
+from comet.workspace import WorkspaceShape, rank_pool_bytes
 
 
 def describe_tune(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
@@ -99,5 +99,5 @@ def shape_bytes(shape: Shape, num_ranks: int, dtype: torch.dtype) -> tuple[int, 
     moe, parallel = shape.moe, shape.parallel
     parallel.check(moe)
     parallel.check_world(num_ranks)
-    pool = workspace_bytes(WorkspaceShape.create(moe, parallel.world_size, shape.tokens, dtype))
+    pool = rank_pool_bytes(WorkspaceShape.create(moe, parallel.world_size, shape.tokens, dtype), parallel)
     return pool, 3 * moe.hidden_size * moe.ffn_size * moe.num_experts // parallel.world_size * dtype.itemsize

@@ -4,13 +4,15 @@
 cause                                          status  printed
 =============================================  ======  ==========================================
 configuration, input, something unavailable    2       one line, by the first rank that noticed
-a peer died or fell silent                     1       one line that names the silent ranks
+a peer died, froze or is late                  1       one line that names those ranks
 nothing that was to be measured ran            1       one line, by the first rank that noticed
 anything else                                  1       the traceback of the first rank that failed
+SIGTERM, after a checkpoint                    143     as at any other end
 =============================================  ======  ==========================================
 
-The first rank to fail claims the report in the rendezvous store. A rank that lost a peer first waits ``PEER_GRACE_S``:
-the others leave a sign of life within that time, unless they are dead; a local launcher ends the rank before that.
+The first rank to fail claims the report in the rendezvous store, and the others end with its status once it is printed.
+A rank that met a deadline or lost a peer first asks the others what they do (see ``signs``). One that only heard of a
+failure leaves the report to whoever had it.
 """
 
 from __future__ import annotations
@@ -19,19 +21,18 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
+from types import FrameType
 
 import torch.distributed as dist
 
-from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, UnavailableError
-from comet.launch.distributed import LaunchContext
+from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, StepFailedError, UnavailableError
+from comet.launch.distributed import another_connection
+from comet.launch.signs import Inquiry, Signs, describe_places, place_of
 
 STATUS_FAILED = 1
 STATUS_USER = 2
-PEER_GRACE_S = 3.0
-POLL_S = 0.05
-SAID_IN_A_LINE = (CommTimeoutError, NothingMeasuredError)
+STATUS_SAVED = 128 + signal.SIGTERM
 PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "gloo")
 
 
@@ -51,8 +52,8 @@ def missing_package(error: BaseException) -> str:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone."""
-    if isinstance(error, dist.DistError):
+    """Whether a wait for another rank failed: it is gone, frozen or late."""
+    if isinstance(error, dist.DistError | CommTimeoutError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in PEER_WORDS)
 
@@ -104,52 +105,66 @@ def start_of_line(columns: int) -> str:
     return " " * columns + "\r" if columns else "\n"
 
 
-def report(error: BaseException, context: LaunchContext, store: dist.Store, with_traceback: bool = False) -> int:
+def report(error: BaseException, signs: Signs | None, with_traceback: bool = False) -> int:
     """Print what has to be printed about ``error`` on this rank.
 
     Args:
         error: What ended the task on this rank.
-        context: This rank.
-        store: The job's rendezvous store.
+        signs: How this rank talks with the others; ``None`` if it did not meet them.
         with_traceback: Print the traceback of errors of the user as well.
 
     Returns:
         The exit status of this rank.
     """
-    status = STATUS_USER if is_user_error(error) else STATUS_FAILED
-    if not _claim(context, store):
-        return status
-    if is_peer_error(error):
-        say(f"error: rank {context.rank} lost {_silent_ranks(context, store)}: {one_line(error)}")
-    elif status == STATUS_USER or isinstance(error, SAID_IN_A_LINE):
-        say(f"error: {one_line(error)}")
-    if with_traceback or not (status == STATUS_USER or is_peer_error(error) or isinstance(error, SAID_IN_A_LINE)):
-        text = "".join(traceback.format_exception(error))
-        say_text(f"{text}comet: error: rank {context.rank} failed with {type(error).__name__}\n")
-    return status
-
-
-def _claim(context: LaunchContext, store: dist.Store) -> bool:
-    """Leave a sign of life and return whether this rank is the first to fail."""
-    try:
-        store.set(f"comet/alive/{context.rank}", "1")
-        return store.compare_set("comet/first_failure", "", str(context.rank)) == str(context.rank).encode()
-    except RuntimeError:  # the store went down with its node: nobody else can report for this rank
-        return True
-
-
-def _silent_ranks(context: LaunchContext, store: dist.Store) -> str:
-    """Watch for signs of life until the grace is over, or until the store goes down with the node that held it."""
+    if signs is None:
+        _print(error, "a rank that met no other", f"error: {one_line(error)}", with_traceback)
+        return _status(error)
+    context, where = signs.context, place_of(_inwards(error)[::-1])
+    signs.place = where
     if context.num_nodes > 1:  # this node's agent would end the rank before it can name the other node's
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    silent, end = set(range(context.world_size)), f"within {PEER_GRACE_S:.0f} s"
-    deadline = time.monotonic() + PEER_GRACE_S
+    found = Inquiry({}, {})
     try:
-        while time.monotonic() < deadline:
-            silent -= {rank for rank in silent if store.check([f"comet/alive/{rank}"])}
-            time.sleep(POLL_S)
-    except RuntimeError:
-        end = "before the rendezvous store closed"
-    if not silent:
-        return "a peer that has since reported"
-    return f"rank {', '.join(map(str, sorted(silent)))} (no sign of life {end})"
+        store = another_connection(signs.store)
+        if isinstance(error, StepFailedError):
+            signs.await_claim(store)
+        if is_peer_error(error):
+            found = signs.ask(store)
+        if not signs.claim(store):
+            return signs.hear(store)
+        _print(error, f"rank {context.rank}", _line(error, context.rank, where, found), with_traceback)
+        signs.tell(store, _status(error), len(found.silent))
+    except RuntimeError:  # the store went down with its node: nobody else can report for this rank
+        line = f"error: rank {context.rank} lost the node of rank 0, which has the rendezvous store, in {where}"
+        _print(error, f"rank {context.rank}", line, with_traceback)
+    return _status(error)
+
+
+def say_silent(found: Inquiry) -> None:
+    """Name the ranks that are silent."""
+    say(f"error: {'; '.join(found.silent.values())}; the other ranks were ended")
+
+
+def _status(error: BaseException) -> int:
+    return STATUS_USER if is_user_error(error) else STATUS_FAILED
+
+
+def _line(error: BaseException, rank: int, where: str, found: Inquiry) -> str:
+    """The line about an error: who is to blame for it comes first, then what the error itself says."""
+    if not is_peer_error(error):
+        return f"error: {one_line(error)}"
+    if found.silent:
+        return f"error: {'; '.join(found.silent.values())}; rank {rank} waited in {where}"
+    said = one_line(error) if isinstance(error, CommTimeoutError) else f"rank {rank} waited too long in {where}"
+    return f"error: {said}; {describe_places(found, where) or 'no other rank answers'}"
+
+
+def _print(error: BaseException, who: str, line: str, with_traceback: bool) -> None:
+    short = _status(error) == STATUS_USER or is_peer_error(error) or isinstance(error, NothingMeasuredError)
+    text = "" if short and not with_traceback else "".join(traceback.format_exception(error))
+    last = line if short else f"error: {who} failed with {type(error).__name__}"
+    say_text(f"{text}comet: {last}\n")
+
+
+def _inwards(error: BaseException) -> list[tuple[FrameType, int]]:
+    return list(traceback.walk_tb(error.__traceback__))

@@ -1,24 +1,37 @@
-"""Start the ranks of a job on this machine through torchrun's own API, and wait for them."""
+"""Start the ranks of a job on this machine, watch over them, and start them anew after a failure if told to.
+
+Whatever they say to each other goes over the loopback interface: the rendezvous store is here, bound to 127.0.0.1.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
+import os
 import signal
+import socket
+import subprocess
 import sys
-import uuid
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import psutil
+import torch.distributed as dist
 
-from comet.launch.distributed import prepare_environment
-from comet.launch.failures import STATUS_FAILED, say
+from comet.launch.distributed import POLL_S, SETTINGS_KEY, START_S, rank_environment
+from comet.launch.failures import STATUS_FAILED, STATUS_SAVED, STATUS_USER, say
+from comet.launch.signs import call_off
 
 SIGNAL_STATUS = 128
+END_GRACE_S = 2.0
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+Ranks = Sequence[subprocess.Popen[bytes]]
 
 
-def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
+def run_local_ranks(command: Sequence[str], num_ranks: int, settings: Mapping[str, Any]) -> int:
     """Run ``command`` once per rank and wait until all have ended; the first failure ends the others.
 
     Ranks inherit standard output and standard error. Each rank says itself why it failed; only a rank that was killed
@@ -27,46 +40,126 @@ def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
     Args:
         command: Arguments for this Python interpreter.
         num_ranks: Ranks to start.
+        settings: The composed configuration, which every attempt gets; ``launch.max_restarts`` says how often ranks
+            start anew after a failure that is no mistake of the user.
 
     Returns:
         The exit status: 0, the status of the rank that failed first, 1 when a rank was killed, 128 + signal when this
         process was told to stop (130 for Ctrl-C).
     """
-    prepare_environment(num_ranks)
-    silence(logging.getLogger("torch.distributed.elastic"))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
+    store = _loopback_store()
+    store.set(SETTINGS_KEY, json.dumps(settings))
+    environment = rank_environment(num_ranks, store.port)
+    most = settings["launch"]["max_restarts"]
+    with _signals() as heard:
+        for attempt in range(most + 1):
+            status = _run_once([sys.executable, *command], num_ranks, environment, heard, store)
+            if status in (0, STATUS_USER, STATUS_SAVED) or heard:
+                break
+            if attempt < most:
+                say(f"all ranks start anew, restart {attempt + 1} of {most}")
+    return status
+
+
+def _loopback_store() -> dist.TCPStore:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, descriptor = listening.getsockname()[1], os.dup(listening.fileno())
+    timeout = timedelta(seconds=START_S)
+    return dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """While the body runs, collect the numbers of signals that would end this process; ignored ones stay so."""
+    heard: list[int] = []
+    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda got, _: heard.append(got)) for number in handled}
     try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as failure:
-        return _failed_status(failure)
-    except SignalException as stop:
-        say(f"stopped by {signal.Signals(stop.sigval).name}; all ranks were ended")
-        return SIGNAL_STATUS + int(stop.sigval)
-    return 0
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def silence(logger: logging.Logger) -> None:
-    """Drop what the supervisor logs about failed ranks: the ranks speak for themselves."""
-    logger.handlers = [logging.NullHandler()]
-    logger.propagate = False
+def _run_once(
+    words: Sequence[str], num_ranks: int, environment: Mapping[str, str], heard: Sequence[int], store: dist.Store
+) -> int:
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num_ranks):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(words, env=own, start_new_session=True))
+        return _wait(ranks, heard, store)
+    finally:
+        for each in ranks:
+            _send(each, signal.SIGKILL)
+            each.wait()
 
 
-def _failed_status(failure: ChildFailedError) -> int:
-    exits = [item.exitcode for item in failure.failures.values() if item.exitcode > 0]
-    killed = {rank: item for rank, item in failure.failures.items() if item.exitcode < 0}
-    # SIGTERM is how the supervisor ends the others: it explains a failure only when nothing else does.
-    causes = {rank: item for rank, item in killed.items() if item.exitcode != -signal.SIGTERM}
-    if not (causes or exits):
-        causes = killed
-    for rank, item in sorted(causes.items()):
-        say(f"error: rank {rank} (pid {item.pid}) was killed by {item.signal_name()}; the other ranks were ended")
-    return STATUS_FAILED if causes else max(exits)
+def _wait(ranks: Ranks, heard: Sequence[int], store: dist.Store) -> int:
+    while not heard:
+        codes = [rank.poll() for rank in ranks]
+        failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STATUS_SAVED)}
+        if failed:
+            call_off(store)
+            return _end_after(failed, ranks)
+        if None not in codes:
+            return STATUS_SAVED if STATUS_SAVED in codes else 0
+        time.sleep(POLL_S)
+    return _stop(ranks, heard)
+
+
+def _end_after(failed: Mapping[int, int | None], ranks: Ranks) -> int:
+    _end(ranks, signal.SIGTERM)
+    exits = {rank: code for rank, code in failed.items() if code is not None}
+    killed = {rank: signal.Signals(-code).name for rank, code in exits.items() if code < 0}
+    for rank, name in killed.items():
+        say(f"error: rank {rank} (pid {ranks[rank].pid}) was killed by {name}; the other ranks were ended")
+    return STATUS_FAILED if killed else max(exits.values())
+
+
+def _stop(ranks: Ranks, heard: Sequence[int]) -> int:
+    """Hand a signal on; what SIGTERM makes the ranks save takes its time, which a second signal or a failure ends."""
+    number = heard[0]
+    if number == signal.SIGTERM:
+        _signal(ranks, number)
+        while len(heard) == 1 and None in (codes := [rank.poll() for rank in ranks]):
+            if any(code not in (None, 0, STATUS_SAVED, -number) for code in codes):
+                break
+            _kill_stopped(ranks)
+            time.sleep(POLL_S)
+        if all(rank.poll() == 0 for rank in ranks):
+            return 0
+    _end(ranks, number)
+    say(f"stopped by {signal.Signals(number).name}; all ranks were ended")
+    return SIGNAL_STATUS + number
+
+
+def _end(ranks: Ranks, number: int) -> None:
+    """Tell the ranks to end, and kill those that do not: nothing depends on a rank leaving in order."""
+    _signal(ranks, number)
+    deadline = time.monotonic() + END_GRACE_S
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        _kill_stopped(ranks)
+        time.sleep(POLL_S)
+    _signal(ranks, signal.SIGKILL)
+
+
+def _kill_stopped(ranks: Ranks) -> None:
+    """A process that was stopped reacts to nothing else."""
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            if rank.poll() is None and psutil.Process(rank.pid).status() == psutil.STATUS_STOPPED:
+                _send(rank, signal.SIGKILL)
+
+
+def _signal(ranks: Ranks, number: int) -> None:
+    for rank in ranks:
+        _send(rank, number)
+
+
+def _send(rank: subprocess.Popen[bytes], number: int) -> None:
+    """Also to what the rank has started; it leads a process group of its own."""
+    if rank.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.pid, number)

@@ -20,7 +20,7 @@ from comet.launch.distributed import LaunchContext
 from comet.launch.tasks import did_you_mean
 from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
 from comet.modular.matrix import pairs, table
-from comet.paths import make_path
+from comet.paths import CollectivePath, make_path
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
 from comet.tuner.measure import NUM_INPUTS, make_inputs
@@ -90,11 +90,12 @@ def _find(name: str, known: tuple[type, ...]) -> type:
 
 
 def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: JobConfig) -> dict[str, Call]:
-    """By name: the pair, and the fused layer (its torch twin on a CPU) of the same weights and tokens."""
+    """By name: the pair, and the layer of the same inputs: fused, on a CPU its torch twin, between nodes plain."""
     transport, experts = (kind(problem.moe, group) for kind in kinds)
+    layer = make_path("auto", problem.moe, group, config.overlap)
     layers = {
         f"{kinds[0].__name__} + {kinds[1].__name__}": ModularMoE(transport, experts),
-        "fused layer": make_path("auto", problem.moe, group, config.overlap),
+        "plain layer" if isinstance(layer, CollectivePath) else "fused layer": layer,
     }
     inputs = make_inputs(problem, group, seed=0)
     return {name: torch.no_grad()(partial(inputs.run, layer)) for name, layer in layers.items()}

@@ -1,116 +1,112 @@
-"""One rank of a job: get the configuration from rank 0, join the process group, run the task, say what went wrong."""
+"""One rank of a job: meet the others, get the configuration, run the task, say what went wrong."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from argparse import Namespace
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from comet.launch.config import make_job
+from comet.config import require
+from comet.launch.config import compose, make_job, names_folder
 from comet.launch.distributed import (
+    SETTINGS_KEY,
     LaunchContext,
     current_context,
     end_with_supervisor,
+    join,
     leave,
     open_store,
     process_group,
 )
-from comet.launch.failures import POLL_S, STATUS_USER, report
+from comet.launch.failures import STATUS_SAVED, report, say_silent
+from comet.launch.signs import Signs
 from comet.launch.tasks import Task
 from comet.training.config import JobConfig
 
-SETTINGS_KEY = "comet/settings"
-READERS_KEY = "comet/settings/readers"
-READERS_S = 20.0  # ranks of another node may still be starting
 
-
-def run_rank(task: Task, compose: Callable[[], dict[str, Any]], with_traceback: bool) -> NoReturn:
+def run_rank(task: Task, options: Namespace) -> NoReturn:
     """Run a task as the rank this process was started as, and end the process with the status of its outcome.
 
     Args:
         task: What to run; returning normally means success.
-        compose: Makes the configuration; called on rank 0 only.
-        with_traceback: Print the traceback of errors of the user as well.
+        options: Of the command line: ``overrides`` and ``config``, and whether errors of the user get a ``traceback``.
     """
     end_with_supervisor()
     context = current_context()
-    store = open_store(context)
-    with Outcome(context, store, with_traceback) as outcome:
-        config = share_config(context, store, compose)
-        if config is None:
-            leave(STATUS_USER)
-        with process_group(context, store):
-            task.load()(config, context)
-    if outcome.status and context.rank == 0:
-        call_off(context, store)
+    with Outcome(None, options.traceback) as outcome:
+        store = open_store(context)
+        context, part, members = join(context, store)
+        signs = outcome.signs = Signs(context, part, members, say_silent)
+        signs.start()
+        config = share_config(context, store, part, task, options)
+        signs.watch(config.comm.timeout_s)
+        with process_group(context, part, config.comm.timeout_s):
+            result = task.load()(config, context)
+        signs.finish()
+        if isinstance(result, Mapping) and result.get("stopped"):
+            leave(STATUS_SAVED)
     leave(outcome.status)
 
 
-def share_config(context: LaunchContext, store: dist.Store, compose: Callable[[], dict[str, Any]]) -> JobConfig | None:
-    """Compose and validate on rank 0, and give the result to every rank.
+def share_config(
+    context: LaunchContext, store: dist.Store, part: dist.Store, task: Task, options: Namespace
+) -> JobConfig:
+    """Compose on rank 0, unless the launcher or an earlier attempt did, and validate on every rank.
 
     Args:
         context: This rank.
-        store: The job's rendezvous store.
-        compose: Makes the configuration; called on rank 0 only.
+        store: The job's rendezvous store, which keeps the settings from one attempt to the next.
+        part: The part of it that this attempt has for itself.
+        task: Whose defaults count.
+        options: ``overrides`` and ``config``, the user's file; read by rank 0 only.
 
     Returns:
-        The same configuration on every rank; ``None`` on the other ranks when rank 0 called the job off.
+        The same configuration on every rank.
 
     Raises:
         ValueError: On rank 0 only, if the configuration is wrong.
     """
     if context.rank:
-        container = json.loads(store.get(SETTINGS_KEY))
-        if container is None:
-            _meet(context, store)
-            return None
-        return make_job(container, context.world_size)
-    container = compose()
-    job = make_job(container, context.world_size)
-    store.set(SETTINGS_KEY, json.dumps(container))
+        return make_job(json.loads(part.get(SETTINGS_KEY)), context.world_size)
+    if store.check([SETTINGS_KEY]):
+        text = store.get(SETTINGS_KEY).decode()
+        job = make_job(json.loads(text), context.world_size)
+    else:
+        job, text = _compose(context, task, options)
+        store.set(SETTINGS_KEY, text)
+    part.set(SETTINGS_KEY, text)
     return job
 
 
-def call_off(context: LaunchContext, store: dist.Store) -> None:
-    """Tell the ranks that wait for settings that there are none, once rank 0 has said why; nothing if they have them.
-
-    Args:
-        context: Rank 0.
-        store: The job's rendezvous store.
-    """
-    nothing = json.dumps(None)
-    if store.compare_set(SETTINGS_KEY, "", nothing) == nothing.encode():
-        _meet(context, store)
-
-
-def _meet(context: LaunchContext, store: dist.Store) -> None:
-    """Let no rank leave before all know that the job is off: one that finds the store gone would report a lost rank.
-
-    The first rank to leave has the supervisor of its node end the others, and the store goes with the node of rank 0.
-    """
-    store.add(READERS_KEY, 1)
-    deadline = time.monotonic() + READERS_S
-    with suppress(RuntimeError):  # the store is gone: the others have met and left
-        while store.add(READERS_KEY, 0) < context.world_size and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+def _compose(context: LaunchContext, task: Task, options: Namespace) -> tuple[JobConfig, str]:
+    require(
+        context.attempt == 0 or names_folder(options.overrides, options.config),
+        "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",
+    )
+    container = compose(options.overrides, file=options.config, defaults=task.settings)
+    job = make_job(container, context.world_size)
+    restarts = job.launch.max_restarts
+    require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")
+    return job, json.dumps(container)
 
 
 class Outcome:
     """Context manager that turns whatever ends its body into a report and an exit status.
 
+    Args:
+        signs: How this rank talks with the others; ``None`` until they have met.
+        with_traceback: Print the traceback of errors of the user as well.
+
     Attributes:
         status: 0 while nothing failed.
     """
 
-    def __init__(self, context: LaunchContext, store: dist.Store, with_traceback: bool) -> None:
-        self.context = context
-        self.store = store
+    def __init__(self, signs: Signs | None, with_traceback: bool) -> None:
+        self.signs = signs
         self.with_traceback = with_traceback
         self.status = 0
 
@@ -119,6 +115,6 @@ class Outcome:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
         if isinstance(error, Exception):
-            self.status = report(error, self.context, self.store, self.with_traceback)
+            self.status = report(error, self.signs, self.with_traceback)
             return True
         return False

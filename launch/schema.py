@@ -34,12 +34,14 @@ def schema_of(cls: type, replaced: Mapping[type, type] | None = None) -> type:
     return make_dataclass(f"{cls.__name__}Schema", members, kw_only=True)
 
 
-def setting_names(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Names of all settings in a schema or a container, with dots, and of the sections that hold them."""
+def setting_names(tree: Any, prefix: str = "", *, sections: bool = True) -> Iterator[str]:
+    """Names of all settings in a schema or a container, with dots, and of the ``sections`` that hold them."""
     for name, value in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            yield from setting_names(value, f"{prefix}{name}.")
+        is_section = isinstance(value, Mapping)
+        if sections or not is_section:
+            yield f"{prefix}{name}"
+        if is_section:
+            yield from setting_names(value, f"{prefix}{name}.", sections=sections)
 
 
 def build(cls: type[Built], values: Mapping[str, Any], path: str = "") -> Built:

@@ -91,6 +91,15 @@ class Settings:
             raise ValueError(f"--config={path}: {error.full_key}: {str(error).splitlines()[0]}") from error
         return cls(values=values, choices=[f"{name}={choice}" for name, choice in chosen.items()], texts=texts)
 
+    def names(self) -> list[str]:
+        """Of all that the file sets: settings, and groups that it chooses from."""
+        settings = setting_names(self.values, sections=False)
+        return [
+            *settings,
+            *(choice.partition("=")[0] for choice in self.choices),
+            *(f"generate.{name}" for name in self.texts),
+        ]
+
     def without(self, names: Sequence[str]) -> Settings:
         """What is left beside overrides of these names: a group's choice replaces all that the file says of it."""
         chosen = [name for name in names if name in config_groups()]

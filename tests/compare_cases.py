@@ -27,9 +27,9 @@ class HalfRanks(Ranks):
 
 
 @contextmanager
-def opened(config: MoEConfig, ranks: Ranks, parallel: ParallelConfig, timeout_s: float = 30.0) -> Iterator[Point]:
+def opened(config: MoEConfig, ranks: Ranks, parallel: ParallelConfig) -> Iterator[Point]:
     """A point of 200 tokens with the default split."""
-    group = make_expert_group(config, parallel, max_tokens=200, dtype=ranks.dtype, device=CPU, timeout_s=timeout_s)
+    group = make_expert_group(config, parallel, max_tokens=200, dtype=ranks.dtype, device=CPU)
     with open_layer(config, Settings(parallel=parallel, max_tokens=200, variants=()), ranks) as layer:
         yield open_point(layer, group, 200, "zipf", [OverlapConfig()], ranks)
     group.close()

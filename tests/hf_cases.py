@@ -142,11 +142,13 @@ class Expected:
         return logits
 
 
-def make_group(model_or_config: Any, ep: int = 1, tp: int = 1, max_tokens: int = 64, **settings: Any) -> ExpertGroup:
+def make_group(
+    model_or_config: Any, ep: int = 1, tp: int = 1, max_tokens: int = 64, node_size: int | None = None, **settings: Any
+) -> ExpertGroup:
     """A group for a model, on the CPU unless a device is given."""
     config = getattr(model_or_config, "config", model_or_config)
     arguments = dict(max_tokens=max_tokens, dtype=torch.float32, device="cpu", timeout_s=60.0) | settings
-    return make_expert_group(hf.moe_config(config), ParallelConfig(ep=ep, tp=tp), **arguments)
+    return make_expert_group(hf.moe_config(config), ParallelConfig(ep=ep, tp=tp, node_size=node_size), **arguments)
 
 
 def save_fused(model: Any, folder: Path) -> None:
@@ -210,13 +212,15 @@ class CountedReads:
         return sum(num_bytes for name, num_bytes in self.reads if ".experts." in name)
 
 
-def check_families(rank: int, ep: int, tp: int, families: tuple[str, ...]) -> list[Tensor]:
+def check_families(
+    rank: int, ep: int, tp: int, families: tuple[str, ...], node_size: int | None = None
+) -> list[Tensor]:
     """Every family converted over the group, against the stock model; returns the logits."""
     answers = []
     for family in families:
         model = tiny_model(family)
         expected = Expected.of(model)
-        group = make_group(model, ep, tp)
+        group = make_group(model, ep, tp, node_size=node_size)
         hf.convert(model, group, decode_tokens=DECODE_TOKENS)
         answers.append(expected.check(model, f"{family}, ep {ep}, tp {tp}, rank {rank}"))
         hf.check(model)

@@ -6,11 +6,13 @@ Run as ``python tests/launch_app.py TASK [settings]``; the folder for notes is `
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
 from comet.launch.tasks import Task
 from comet.training.config import JobConfig
+from comet.training.loop import Trainer
+from comet.training.run import train
 
 FAILING_RANK = 1
 
@@ -93,7 +97,31 @@ def time_out(config: JobConfig, context: LaunchContext) -> None:
     note(config, context)
     if context.rank == FAILING_RANK:
         raise CommTimeoutError("rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)")
+    while True:
+        time.sleep(0.1)
+
+
+def late(config: JobConfig, context: LaunchContext) -> None:
+    """Rank 1 does not come to a collective."""
+    note(config, context)
+    while context.rank == FAILING_RANK:
+        time.sleep(0.1)
     dist.barrier()
+
+
+def freeze(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def refuse_while_others_wait(config: JobConfig, context: LaunchContext) -> None:
+    """The others wait in what has no deadline."""
+    note(config, context)
+    require(context.rank != FAILING_RANK, "tokens=7 must please everyone")
+    while True:
+        time.sleep(0.1)
 
 
 def sleep(config: JobConfig, context: LaunchContext) -> None:
@@ -108,13 +136,34 @@ def deadlock(config: JobConfig, context: LaunchContext) -> None:
     dist.recv(torch.zeros(1), src=(context.rank + 1) % context.world_size)
 
 
+def train_and_be_killed(config: JobConfig, context: LaunchContext) -> None:
+    """Trains; who is killed in which attempt, and where, stands beside the text."""
+    kills = json.loads(Path(str(config.data.path)).with_name("kills.json").read_text())
+    rank, number, place = kills[context.attempt] if context.attempt < len(kills) else (None, 0, "step")
+    if rank == context.rank:
+        owner, name = KILLED_AT[place]
+        function, calls = getattr(owner, name), itertools.count(1)
+
+        def die_some_time(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        setattr(owner, name, die_some_time)
+    train(config, context)
+
+
 def plain(arguments: list[str]) -> int:
     print(arguments)
     return len(arguments)
 
 
+# Calls of fsync and rename are those of a checkpoint that is being written.
+KILLED_AT: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "fsync": (os, "fsync"), "rename": (Path, "rename")}
 FUNCTIONS = (
+    train_and_be_killed,
     add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,
+    late, freeze, refuse_while_others_wait,
 )  # fmt: skip
 TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
 TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False, dry_run=None)

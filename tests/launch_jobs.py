@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -50,5 +51,40 @@ def rank_pids(folder: Path, num_ranks: int, job: subprocess.Popen[str] | None = 
 
 
 def all_gone(pids: Sequence[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     return not alive
+
+
+def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(folder.glob("step-??????")):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.05)
+
+
+def start_two_agents(*words: str, ranks: int = 1, program: Sequence[str] = (APP,)) -> list[subprocess.Popen[str]]:
+    """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    program = ["-m", "torch.distributed.run", *options, "--rdzv-endpoint", f"localhost:{port}", *program]
+    return [start(*words, program=program) for _ in range(2)]
+
+
+def end_of(agents: Sequence[subprocess.Popen[str]]) -> list[tuple[int, list[str], list[str]]]:
+    """Of each: exit status, lines of standard output, lines of standard error."""
+    try:
+        texts = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    return [
+        (agent.returncode, out.splitlines(), err.splitlines()) for agent, (out, err) in zip(agents, texts, strict=True)
+    ]
+
+
+def run_two_agents(*words: str, ranks: int = 1) -> list[tuple[int, list[str], list[str]]]:
+    """``end_of`` two agents."""
+    return end_of(start_two_agents(*words, ranks=ranks))

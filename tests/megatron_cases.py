@@ -136,9 +136,10 @@ def make_config(**changes: Any) -> Any:
     return TransformerConfig(**{**FIELDS, **sizes, **changes})
 
 
-def make_group(config: Any, **changes: Any) -> ExpertGroup:
+def make_group(config: Any, node_size: int | None = None, **changes: Any) -> ExpertGroup:
     """Comet's group for Megatron's ranks."""
-    parallel = ParallelConfig(ep=config.expert_model_parallel_size, tp=config.expert_tensor_parallel_size)
+    ep, tp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    parallel = ParallelConfig(ep=ep, tp=tp, node_size=node_size)
     settings: dict[str, Any] = dict(max_tokens=SEQUENCE * BATCH, dtype=torch.float32, device="cpu")
     return make_expert_group(moe_config(config), parallel, **{**settings, **changes})
 

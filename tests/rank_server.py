@@ -35,6 +35,7 @@ PRELOADED = (
     "pytest torch torch._dynamo triton comet.training.run comet.modular comet.decode comet.trace "
     "comet.fused comet.plan_kernels comet.router_kernels"
 ).split()
+CUDA_DEVICE = "/dev/nvidia-uvm"  # what a process opens with CUDA; a fork of it has no use of CUDA
 MESSAGE_BYTES = 4096
 POLL_S = 0.01
 LOG_TAIL = 4000
@@ -203,21 +204,24 @@ def _become_forked_rank(folder: Path, rank: int, server: int) -> NoReturn:
     become_rank(folder, rank, server)
 
 
-def _refuse_threads(imported: str) -> None:
+def _refuse_what_forks_lack(imported: str) -> None:
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"{threads} threads after importing {imported}: a fork would lack all but one")
+    opened = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+    if CUDA_DEVICE in opened:
+        raise RuntimeError(f"{CUDA_DEVICE} is open after importing {imported}: no fork could use a GPU")
 
 
 def _main(descriptor: int, sys_path: list[str]) -> None:
     sys.path[:] = sys_path
     for name in PRELOADED:
         importlib.import_module(name)
-        _refuse_threads(name)
+        _refuse_what_forks_lack(name)
     if os.environ.get("TRITON_INTERPRET") == "1":
         from quick_interpreter import quicken
 
         quicken()
-        _refuse_threads("quick_interpreter")
+        _refuse_what_forks_lack("quick_interpreter")
     gc.freeze()  # a collection in a fork leaves these objects alone, and their pages shared
     serve(socket.socket(fileno=descriptor))
 

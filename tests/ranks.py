@@ -1,8 +1,8 @@
 """Run one function in several fresh processes that form a ``torch.distributed`` group, and collect what it returns.
 
 The processes inherit nothing from the test: they load the test file themselves and find modules as after their import.
-They are forks of a server that has imported torch (``rank_server``); with any backend but ``gloo`` they are new
-interpreters (``rank_child``), because devices and forks do not go together.
+They are forks of a server that has imported torch and touched no device (``rank_server``); with any backend but
+``gloo`` and ``ON_GPUS`` they are new interpreters (``rank_child``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     interpret: bool = False,
-    timeout: float = 120,
+    timeout: float = 300,
     backend: str = "gloo",
     may_die: Sequence[int] = (),
 ) -> list[Any]:
@@ -52,8 +52,8 @@ def run_ranks(
         *args: Further arguments, picklable.
         interpret: Set ``TRITON_INTERPRET=1`` in the children before anything is imported (unset it otherwise).
         timeout: Seconds after which every rank is killed and those still running are named.
-        backend: Backend of the process group; ``gloo`` alone forks the processes, any other starts new interpreters.
-            ``ON_GPUS``: see ``gpus.backend_of``.
+        backend: Backend of the process group; ``gloo`` and ``ON_GPUS`` (see ``gpus.backend_of``) fork the processes,
+            any other starts new interpreters.
         may_die: Ranks that may end by a signal (a test kills them on purpose); they count as returning ``None``.
 
     Returns:
@@ -86,7 +86,7 @@ def run_ranks(
         children: list[Child] = []
         try:
             for rank in range(world_size):
-                children.append(_start(rank, folder, interpret, fork=backend == "gloo"))
+                children.append(_start(rank, folder, interpret, fork=backend in ("gloo", ON_GPUS)))
             _wait(children, folder, timeout, may_die)
         finally:
             for child in children:

@@ -33,6 +33,7 @@ class Rank:
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
+    attempt: int = 0
 
 
 def make_text(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Symmetric memory: ``make_communicator`` is the only place that knows the names of the backends."""
+"""Symmetric memory, where there is any: ``make_communicator`` alone knows the names of the backends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator, SymmTensor
+from comet.comm.handshake import separate_nodes
 from comet.comm.local import EmulatedCommunicator, LocalCommunicator, emulated_group
 from comet.config import require
+from comet.errors import UnavailableError
 
 __all__ = [
     "Backend",
@@ -31,16 +33,19 @@ def make_communicator(
     *,
     timeout_s: float = 30.0,
     world_size: int | None = None,
+    node_size: int | None = None,
 ) -> Communicator:
     """Make this rank's communicator of a group (collective over the group).
 
     Args:
         backend: ``cpu_shm`` (processes of one host), ``symm_mem`` (GPUs of one host, nothing to install), ``nvshmem``
-            (needs nvshmem4py), or ``auto``: ``cpu_shm`` on the CPU and ``symm_mem`` on GPUs.
+            (needs nvshmem4py), or ``auto``: ``cpu_shm`` on the CPU, ``symm_mem`` on GPUs, and no symmetric memory for
+            ranks of several nodes.
         group: The ranks; ``None`` means this process alone, not all ranks (that is ``torch.distributed.group.WORLD``).
         device: Where symmetric memory lives; ``"cuda"`` without an index is the current GPU.
         timeout_s: Deadline of every wait, in seconds.
         world_size: Ranks the caller expects in the group; ``None`` accepts any number.
+        node_size: Consecutive ranks of the job that are a node; ``None``: the ranks of a host.
 
     Returns:
         The communicator; for a group of one rank plain local memory, whatever the backend.
@@ -61,6 +66,16 @@ def make_communicator(
     require(world_size in (None, size), f"world_size={world_size} must equal the {size} ranks of the group")
     if group is None or size == 1:
         return LocalCommunicator(device, timeout_s)
+    nodes = separate_nodes(group, node_size)
+    if nodes and backend == "auto":
+        from comet.comm.collective import CollectiveCommunicator
+
+        return CollectiveCommunicator(group, device, timeout_s, nodes)
+    if nodes and (backend != "nvshmem" or (node_size or size) < size):
+        raise UnavailableError(
+            f"backend={backend!r} needs all ranks of a group on one node, but there are {nodes}; use backend='auto' "
+            "and path 'plain', or backend='nvshmem' for GPUs that NVLink joins over hosts"
+        )
     if backend == "nvshmem":
         from comet.comm.nvshmem import NvshmemCommunicator
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from comet.errors import UnavailableError
+
 if TYPE_CHECKING:
     from comet.comm.failures import Board, Step
     from comet.comm.stream_order import StreamOrder
@@ -84,15 +86,28 @@ def pointer_table(peers: Sequence[Tensor]) -> Tensor:
     return torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=peers[0].device)
 
 
+def require_memory(comm: Communicator, what: str, instead: str) -> None:
+    """Raise ``UnavailableError`` unless a group has symmetric memory.
+
+    Args:
+        comm: The group.
+        what: What needs it: ``path='fused'``.
+        instead: What to use instead.
+    """
+    if comm.memory_obstacle:
+        raise UnavailableError(f"{what} needs one node, but {comm.memory_obstacle}; {instead}")
+
+
 @runtime_checkable
 class Communicator(Protocol):
-    """A group of ranks that can allocate symmetric memory; as a context manager it closes itself.
+    """A group of ranks that can mostly allocate symmetric memory; as a context manager it closes itself.
 
     Attributes:
         rank: This rank in the group.
         world_size: W.
         device: Where symmetric memory lives.
         timeout_s: Deadline of every wait, in seconds.
+        memory_obstacle: Why there is no symmetric memory, in words; empty where there is.
         all_left: Once closed, whether all ranks have closed it, or none waits for them.
         in_flight: Whether the present step has begun to send and not yet got all; set by what sends first.
         board: Where ranks leave notes of steps that failed.
@@ -103,6 +118,7 @@ class Communicator(Protocol):
     world_size: int
     device: torch.device
     timeout_s: float
+    memory_obstacle: str
     all_left: bool
     in_flight: bool
     board: Board

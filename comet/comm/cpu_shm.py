@@ -1,17 +1,22 @@
 """Symmetric memory between processes of one host: one shared file per allocation, mapped by every rank.
 
 The file lives in ``/dev/shm``, or in the folder for temporary files where ``/dev/shm`` is too small (containers often
-have 64 MiB). Its name is removed as soon as every rank has mapped it, so a job that is killed leaves nothing behind;
-the memory itself goes when the last tensor over it is gone. Pages are reserved at once: a full disk is an error at
-``alloc`` and never a SIGBUS in the middle of a step.
+have 64 MiB). Its name is removed as soon as every rank has mapped it; the memory itself goes when the last tensor over
+it is gone. Rank 0 holds a lock on the file while it has a name, so one that a kill left behind is known by having none,
+and the next allocation removes it. Pages are reserved at once: a full disk is an error at ``alloc`` and never a SIGBUS
+in the middle of a step.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
 import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.failures import Board, board_bytes
-from comet.comm.handshake import check_one_host, check_size, gather
+from comet.comm.handshake import check_size, gather
 from comet.comm.lifecycle import CommunicatorBase
 from comet.comm.signals import fence, poll, signal
 from comet.config import require
@@ -30,6 +35,8 @@ from comet.layout import round_up
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "comet-"
+LEFT_S = 60.0  # a file is locked right after it was made, so without a lock one of this age was left behind
 FLAG_BYTES = 64  # one cache line, so that ranks polling different flags do not disturb each other
 
 
@@ -43,13 +50,12 @@ class CpuShmCommunicator(CommunicatorBase):
 
     Raises:
         ValueError: If ``device`` is not the CPU.
-        UnavailableError: If the ranks run on several hosts or cannot open each other's files.
+        UnavailableError: If the ranks cannot open each other's files.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
         require(device.type == "cpu", f"device={device} must be 'cpu' for backend='cpu_shm'")
-        check_one_host(group, "cpu_shm", "use backend='nvshmem' on GPUs")
         self._group = group
         self._epoch = 0
         self.board = shared_board(group)
@@ -95,20 +101,18 @@ def share_memory(group: ProcessGroup, num_bytes: int) -> tuple[torch.Tensor, ...
     check_size(group, num_bytes)
     rank, world_size = group.rank(), group.size()
     stride = round_up(num_bytes, mmap.PAGESIZE)
-    offer = _create(stride * world_size) if rank == 0 else None
-    offer = gather(group, offer)[0]
-    require(
-        not offer.error,
-        f"num_bytes={num_bytes} on each of {world_size} ranks must fit: {offer.error}; "
-        "lower max_tokens or free some space",
-    )
-    try:
-        pool, error = _map(offer.path, stride * world_size), ""
-    except OSError as failure:
-        pool, error = torch.empty(0, dtype=torch.uint8), f"rank {rank}: {failure}"
-    errors = [text for text in gather(group, error) if text]
-    if rank == 0:
-        os.unlink(offer.path)
+    with ExitStack() as held:
+        offer = gather(group, _create(stride * world_size, held) if rank == 0 else None)[0]
+        require(
+            not offer.error,
+            f"num_bytes={num_bytes} on each of {world_size} ranks must fit: {offer.error}; "
+            "lower max_tokens or free some space",
+        )
+        try:
+            pool, error = _map(offer.path, stride * world_size), ""
+        except OSError as failure:
+            pool, error = torch.empty(0, dtype=torch.uint8), f"rank {rank}: {failure}"
+        errors = [text for text in gather(group, error) if text]
     if errors:
         raise UnavailableError(f"backend='cpu_shm' needs a file system all ranks share, but {'; '.join(errors)}")
     return tuple(pool[rank * stride : rank * stride + num_bytes] for rank in range(world_size))
@@ -135,9 +139,10 @@ def free_bytes(folder: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def _create(num_bytes: int) -> _Offer:
-    """Make a file of ``num_bytes`` zeroes, pages reserved, in the first folder with room."""
+def _create(num_bytes: int, held: ExitStack) -> _Offer:
+    """Make a file of ``num_bytes`` zeroes, pages reserved, in the first folder with room, named until ``held`` ends."""
     folders = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+    remove_left_files(folders)
     room = {folder: free_bytes(folder) for folder in folders}
     spaces = ", ".join(f"{free} bytes free in {folder}" for folder, free in room.items())
     folder = next((folder for folder, free in room.items() if num_bytes <= free), None)
@@ -146,22 +151,35 @@ def _create(num_bytes: int) -> _Offer:
     if folder != SHARED_MEMORY:
         logger.warning("symmetric memory of %d bytes goes to files: %s", num_bytes, spaces)
     try:
-        return _Offer(path=_reserve(folder, num_bytes))
+        return _Offer(path=_reserve(folder, num_bytes, held))
     except OSError as failure:
         return _Offer(error=f"{num_bytes} bytes needed in {folder}, {failure.strerror}")
 
 
-def _reserve(folder: Path, num_bytes: int) -> str:
-    """The path of a new file of ``num_bytes`` zeroes; nothing stays behind if the pages cannot be had."""
-    descriptor, path = tempfile.mkstemp(prefix="comet-", dir=folder)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(descriptor)
+def _reserve(folder: Path, num_bytes: int, held: ExitStack) -> str:
+    """The path of a new file of ``num_bytes`` zeroes, locked; nothing stays behind if the pages cannot be had."""
+    descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    held.callback(os.close, descriptor)
+    held.callback(os.unlink, path)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.posix_fallocate(descriptor, 0, num_bytes)
     return path
+
+
+def remove_left_files(folders: Iterable[Path]) -> None:
+    """Remove this user's files that jobs which were killed have left, and nobody else's.
+
+    Args:
+        folders: Where symmetric memory may lie; one that is missing has none.
+    """
+    for path in (path for folder in folders for path in folder.glob(f"{PREFIX}*")):
+        with suppress(OSError):  # gone meanwhile, or in use
+            state = path.lstat()
+            is_left = path.is_file() and state.st_uid == os.getuid() and time.time() - state.st_mtime > LEFT_S
+            if is_left and not path.is_symlink():
+                with path.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def _map(path: str, num_bytes: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from comet.config import require
-from comet.errors import UnavailableError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -62,18 +61,38 @@ def check_equal(group: ProcessGroup, fields: Mapping[str, Any]) -> None:
             require(other[name] == value, f"{name}={other[name]} of rank {rank} must equal the {value} of rank 0")
 
 
-def check_one_host(group: ProcessGroup, backend: str, instead: str) -> None:
-    """Raise the same ``UnavailableError`` on every rank, naming the hosts, unless all run on one host (collective).
+def separate_nodes(group: ProcessGroup, node_size: int | None) -> str:
+    """Which ranks of the job run on which nodes, in words; empty where all run on one (collective).
 
     Args:
         group: The ranks.
-        backend: Name for the message.
-        instead: What to use instead, for the message.
+        node_size: Consecutive ranks of the job that are a node; ``None``: the ranks of a host.
+
+    Example:
+        ``"ranks 0 to 7 on host-a, ranks 8 to 15 on host-b"``; of declared nodes
+        ``"ranks 0 to 1 on host-a (node 0), ranks 2 to 3 on host-a (node 1)"``.
     """
-    hosts: list[Host] = gather(group, this_host())
-    if len({host.boot_id for host in hosts}) > 1:
-        places = ", ".join(f"rank {rank} on {host.name}" for rank, host in enumerate(hosts))
-        raise UnavailableError(f"backend={backend!r} needs all ranks on one host, but {places}; {instead}")
+    names: dict[tuple[str, int | None], str] = {}
+    nodes: dict[tuple[str, int | None], list[int]] = {}
+    for rank, host in zip(dist.get_process_group_ranks(group), gather(group, this_host()), strict=True):
+        node = (host.boot_id, None if node_size is None else rank // node_size)
+        names.setdefault(node, host.name)
+        nodes.setdefault(node, []).append(rank)
+    if len(nodes) == 1:
+        return ""
+    return ", ".join(
+        f"{_counted_ranks(ranks)} on {names[node]}" + ("" if node[1] is None else f" (node {node[1]})")
+        for node, ranks in nodes.items()
+    )
+
+
+def _counted_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 to 7``, or ``ranks 0, 2`` where they do not follow each other."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def who_shares(group: ProcessGroup, device: torch.device) -> str:

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from comet.comm.base import SymmTensor
+from comet.comm.base import SymmTensor, require_memory
 from comet.comm.failures import Board, Step
 from comet.comm.stream_order import StreamOrder
 from comet.config import require
@@ -47,6 +47,7 @@ class CommunicatorBase(ABC):
         self.device = device
         self.timeout_s = timeout_s
         self.closed = False
+        self.memory_obstacle = ""
         self.all_left = False
         self.in_flight = False
         self.board = Board.alone()
@@ -59,9 +60,10 @@ class CommunicatorBase(ABC):
         Raises:
             RuntimeError: After ``close``.
             ValueError: If the size is not positive, differs between ranks or does not fit.
-            UnavailableError: If the ranks cannot map each other's memory.
+            UnavailableError: If the ranks cannot map each other's memory, or run on several nodes.
         """
         self.require_open()
+        require_memory(self, "symmetric memory", "the paths 'plain' and 'reference' do without")
         require(num_bytes >= 1, f"num_bytes={num_bytes} must be at least 1")
         return self._alloc(num_bytes)
 

@@ -15,7 +15,7 @@ from torch.distributed import _symmetric_memory as torch_symm_mem
 from comet.comm.base import SymmTensor, pointer_table
 from comet.comm.cpu_shm import shared_board
 from comet.comm.device_barrier import DeviceBarrier
-from comet.comm.handshake import check_one_host, check_size, gather, refusal, who_shares
+from comet.comm.handshake import check_size, gather, refusal, who_shares
 from comet.comm.lifecycle import CommunicatorBase, settle
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -35,7 +35,7 @@ class SymmMemCommunicator(CommunicatorBase):
 
     Raises:
         ValueError: If two ranks share a GPU and torch does not allow it.
-        UnavailableError: If there is no GPU, the ranks run on several hosts or the GPUs cannot address each other.
+        UnavailableError: If there is no GPU, or the GPUs cannot address each other.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
@@ -45,7 +45,6 @@ class SymmMemCommunicator(CommunicatorBase):
         self._group = group
         self._pools: list[SymmTensor] = []
         with torch.cuda.device(device):
-            check_one_host(group, "symm_mem", INSTEAD)
             self.board = shared_board(group)
             self._shared = who_shares(group, device)
         flags = self.alloc(4 * self.world_size).view(0, (self.world_size,), torch.int32)

@@ -25,17 +25,20 @@ class OwnTokensRunner:
     Args:
         moe: Shape of the MoE layers.
         group: The ranks.
-        decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W.
+        decode_tokens: Most tokens of one rank that take warp decode; 0: none do; ``None``: 64 / W, or 0 where the group
+            spans several nodes.
 
     Raises:
         ValueError: If the experts do not divide over the group, its pool is for another shape, or warp decode cannot
             take so many tokens.
+        UnavailableError: If warp decode is asked for and the group spans several nodes.
     """
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int | None = None) -> None:
         ranks = group.parallel.world_size
         most = MAX_DECODE_TOKENS // ranks
-        self.decode_tokens = most if decode_tokens is None else decode_tokens
+        default = 0 if group.comm.memory_obstacle else most
+        self.decode_tokens = default if decode_tokens is None else decode_tokens
         require(
             0 <= self.decode_tokens <= most,
             f"decode_tokens={self.decode_tokens} must be between 0 and {MAX_DECODE_TOKENS} / W={ranks}",

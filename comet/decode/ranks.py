@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.comm.base import Communicator
+from comet.comm.base import Communicator, require_memory
 from comet.comm.epochs import check_epoch
 from comet.comm.lifecycle import settle
 from comet.config import require, resolve_kernels
@@ -72,6 +72,7 @@ class RankDecode:
 
     Raises:
         ValueError: If a size breaks its rule or the symmetric memory does not fit.
+        UnavailableError: If the group spans several nodes.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RankDecode:
         replicated: bool = True,
         use_kernels: bool | None = None,
     ) -> None:
+        require_memory(comm, "warp decode over ranks", "use the layer's own path")
         world_size = comm.world_size
         batches = 1 if replicated else world_size
         max_tokens = max(1, MAX_DECODE_TOKENS // batches) if max_tokens is None else max_tokens

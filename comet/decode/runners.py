@@ -166,7 +166,7 @@ class ReplicatedRunner:
     Args:
         moe: Shape of the model's MoE layers.
         group: The ranks; any number of tokens may come, ``max_tokens`` only bounds how many are computed at once.
-        decode_tokens: Most tokens that take warp decode; 0: none do.
+        decode_tokens: Most tokens that take warp decode; 0: none do, as always where the group spans several nodes.
         shared_columns: What a shared expert adds to K in a decode step (``comet.decode.shared_columns``).
 
     Raises:
@@ -177,6 +177,7 @@ class ReplicatedRunner:
     def __init__(
         self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int = DECODE_TOKENS, *, shared_columns: int = 0
     ) -> None:
+        decode_tokens = 0 if group.comm.memory_obstacle else decode_tokens
         check_group(moe, group, decode_tokens)
         self.group = group
         self.decode = Decoder(moe.top_k + shared_columns, decode_tokens)
@@ -185,7 +186,9 @@ class ReplicatedRunner:
         self.takes_fp8 = computes_fp8(self.path, moe)
         self.match = match_once(match_weights, moe, group.layout(moe))
         # Last, because it allocates symmetric memory on all ranks.
-        self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
+        self.decode_on_ranks: RankDecode | None = None
+        if decode_tokens:
+            self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=decode_tokens)
 
     @uncompiled
     def __call__(
@@ -213,7 +216,7 @@ class ReplicatedRunner:
         )
         if experts is None:
             self.match(w1, w2)  # slots name places that there have to be
-        if tokens.shape[0] > self.decode.max_tokens or not self.decode.max_tokens:
+        if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
             compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2)
             if experts is not None and experts.w1_scales is not None:
                 compute = partial(fp8_path(self.path), **fp8_weights(experts))
@@ -239,7 +242,8 @@ class ReplicatedRunner:
             CapacityError: If a plan needed more routed rows than were reserved.
         """
         self.group.workspace.check()
-        self.decode_on_ranks.check()
+        if self.decode_on_ranks is not None:
+            self.decode_on_ranks.check()
 
     def restart(self) -> None:
         """See ``Runner``; ``Workspace.restart``, which goes for decode steps as well."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comet.comm.deadline import meet
 from comet.config import require
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
@@ -20,7 +21,8 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.config import JobConfig
-from comet.training.run import RankContext, activation_dtype
+from comet.training.ranks import RankContext
+from comet.training.run import activation_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         profiles=config.tune.profiles,
     )
     engine = _open_engine(source, config, group)
+    meet(context.device)
     roof = read_bytes_per_second(context.device)
     warm_up(engine, prompts, settings, context=config.model.context)
     printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None

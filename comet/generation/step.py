@@ -67,5 +67,5 @@ def batch_obstacle(num_sequences: int, decode_tokens: int) -> str:
     if num_sequences <= decode_tokens:
         return ""
     if not decode_tokens:
-        return "warp decode is off (decode_tokens=0), and other paths wait for the host"
+        return "warp decode is off, and other paths wait for the host"
     return f"{num_sequences} sequences are more than the {decode_tokens} of warp decode"

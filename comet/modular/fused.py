@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig, resolve_kernels
 from comet.group import ExpertGroup
 from comet.modular.base import ExpertsBase
@@ -51,6 +52,7 @@ class FusedPrepareFinalize:
         overlap: OverlapConfig | None = None,
         use_kernels: bool | None = None,
     ) -> None:
+        require_memory(group.comm, type(self).__name__, "use AllToAll")
         self.path = SymmetricPath(config, group, overlap, use_kernels=resolve_kernels(group.device, use_kernels))
         self.layout = self.path.layout
         self.comm = group.comm

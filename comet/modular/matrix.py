@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comet.config import MoEConfig
+from comet.errors import UnavailableError
 from comet.group import ExpertGroup
 from comet.modular import EXPERTS, PREPARE_FINALIZE
 from comet.modular.composer import incompatibility
@@ -53,7 +54,7 @@ def make(kind: Any, config: MoEConfig, group: ExpertGroup) -> Any:
     """A part, or the reason why it cannot be made here."""
     try:
         return kind(config, group)
-    except ValueError as error:
+    except (ValueError, UnavailableError) as error:
         return str(error)
 
 

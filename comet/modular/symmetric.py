@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
@@ -53,6 +54,7 @@ class _Symmetric(ABC):
         overlap: OverlapConfig | None = None,
         use_kernels: bool | None = None,
     ) -> None:
+        require_memory(group.comm, type(self).__name__, "use AllToAll")
         self.transport = SymmetricTransport(config, group, overlap, use_kernels)
         self.layout = self.transport.layout
         self.comm = group.comm

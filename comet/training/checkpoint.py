@@ -7,27 +7,42 @@ the step are all its state, since batches and learning rates are functions of th
 
 from __future__ import annotations
 
+import math
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
+from comet.comm.deadline import patience
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT
+from comet.sharding import local
 from comet.training.checkpoint_folder import (
     Checkpoint,
     complete,
     folder_name,
+    list_checkpoints,
     open_partial,
     partial_path,
     read_checkpoint,
+    remove_checkpoint,
+    require_intact,
 )
+from comet.training.ranks import from_first_rank, gather
+from comet.training.settings import SETTINGS_FILE, flat, to_yaml
+from comet.training.storage import Reader, Writer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -40,13 +55,26 @@ class Checkpointer:
         model: Saved and loaded in place.
         optimizer: From ``make_optimizer``.
         group: The ranks; collective.
+        settings: Of the run, kept in every checkpoint.
+        text: Fingerprint of the text that the run learns from, likewise.
     """
 
-    def __init__(self, root: Path, model: GPT, optimizer: AdamW, group: ExpertGroup) -> None:
+    def __init__(
+        self,
+        root: Path,
+        model: GPT,
+        optimizer: AdamW,
+        group: ExpertGroup,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        text: str = "",
+    ) -> None:
         self.root = root
         self.model = model
         self.optimizer = optimizer
         self.group = group
+        self.settings = settings or {}
+        self.text = text
 
     def save(self, step: int) -> Path:
         """Write a checkpoint (collective).
@@ -56,22 +84,34 @@ class Checkpointer:
 
         Returns:
             Its folder; it exists, complete, when any rank returns.
+
+        Raises:
+            ValueError: If a file cannot be written; what was written of the checkpoint is gone, others are untouched.
         """
-        is_writer = self.group.world_rank == 0
-        path = self.root / folder_name(step)
-        partial = partial_path(path)
-        if is_writer:
-            open_partial(path)
-        self._barrier()
-        writer = dcp.FileSystemWriter(partial, sync_files=True)
-        with _alone_on_purpose():
-            dcp.save(self._tensors(), storage_writer=writer, no_dist=not dist.is_initialized())
-        if is_writer:
-            parallel = self.group.parallel
-            layout = {"world_size": self.group.world_size, "ep": parallel.ep, "tp": parallel.tp}
-            complete(partial, step=step, config=self.model.config, layout=layout)
-        self._barrier()
+        with patience():
+            return self._save(step)
+
+    def _save(self, step: int) -> Path:
+        tensors, path = self._tensors(), self.root / folder_name(step)
+        try:
+            path = from_first_rank(partial(self._open, step))
+            writer = Writer(partial_path(path))
+            with _alone_on_purpose():
+                dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+            checksums = dict(ChainMap(*gather(writer.checksums)))
+            from_first_rank(partial(self._complete, path, step, checksums))
+        except (CheckpointException, OSError) as error:  # which all ranks raise
+            self._refuse(path, _cause(error), sum(tensor.nbytes for tensor in tensors.values()))
         return path
+
+    def not_finite(self) -> list[str]:
+        """Names of weights and moments that hold NaN or Inf on any rank (collective)."""
+        tensors = {name: local(tensor) for name, tensor in self._tensors().items() if tensor.is_floating_point()}
+        largest = torch.stack(torch._foreach_norm(list(tensors.values()), math.inf, torch.float32))
+        bad = (~largest.isfinite()).int()
+        if self.group.world_size > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return [name for name, is_bad in zip(tensors, bad.tolist(), strict=True) if is_bad]
 
     def load(self, checkpoint: Checkpoint) -> int:
         """Read a checkpoint of any EP, TP and world size into the model and the optimizer (collective).
@@ -101,12 +141,32 @@ class Checkpointer:
             tensors.update({f"optimizer.{name}.{moment}": state[moment] for moment in MOMENTS})
         return tensors
 
-    def _barrier(self) -> None:
-        if self.group.world_size > 1:
-            # An all-reduce rather than dist.barrier(): it works on whatever backend the device has.
-            dist.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.group.device))
-            if self.group.device.type == "cuda":
-                torch.cuda.synchronize(self.group.device)
+    def _open(self, step: int) -> Path:
+        path = open_partial(self.root, step)
+        with _naming(path):
+            (partial_path(path) / SETTINGS_FILE).write_text(to_yaml(self.settings), encoding="utf-8")
+        return path
+
+    def _complete(self, path: Path, step: int, checksums: Mapping[str, str]) -> None:
+        parallel = self.group.parallel
+        layout = {"world_size": self.group.world_size, "ep": parallel.ep, "tp": parallel.tp}
+        manifest = {"step": step, "layout": layout, "model": flat(asdict(self.model.config)), "text": self.text}
+        with _naming(path):
+            complete(path, manifest, checksums)
+
+    def _refuse(self, path: Path, cause: BaseException, num_bytes: int) -> NoReturn:
+        """Remove what was written and say why in one line (collective)."""
+
+        def tidy_up() -> str:
+            remove_checkpoint(partial_path(path))
+            whole = [str(found.path) for found in list_checkpoints(self.root)[0]]
+            free = shutil.disk_usage(self.root).free
+            return f"it needs {num_bytes:,} bytes, {free:,} are free; the last whole one is {[*whole, 'none'][0]}"
+
+        facts = from_first_rank(tidy_up)
+        if not isinstance(cause, OSError):
+            raise RuntimeError(f"checkpoint {path} was not written: {cause}") from cause
+        raise ValueError(f"checkpoint {path} cannot be written: {cause.strerror}: {facts}") from cause
 
 
 def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
@@ -117,9 +177,10 @@ def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
         checkpoint: Complete, as ``choose_checkpoint`` returns it.
 
     Raises:
-        ValueError: If the checkpoint is of another model.
+        ValueError: If the checkpoint is of another model, damaged, or holds more than tensors.
     """
     checkpoint.check_model(model.config)
+    require_intact(checkpoint)
     _read(checkpoint.path, _model_tensors(model))
 
 
@@ -130,8 +191,31 @@ def _model_tensors(model: GPT) -> dict[str, Tensor]:
 
 def _read(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors from a checkpoint, in place."""
-    with _alone_on_purpose():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=not dist.is_initialized())
+    try:
+        with _alone_on_purpose(), patience():
+            dcp.load(tensors, storage_reader=Reader(path), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        cause = _cause(error)
+        if isinstance(cause, ValueError):
+            raise cause from error
+        raise ValueError(f"checkpoint {path} cannot be read: {str(cause).splitlines()[0]}") from error
+
+
+def _cause(error: CheckpointException | OSError) -> BaseException:
+    """What failed on a rank; of several ranks, rather what the system says."""
+    if isinstance(error, OSError):
+        return error
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error of the system name a file, as none does that comes of writing to an open one."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
 
 
 @contextmanager

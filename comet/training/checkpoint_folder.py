@@ -1,16 +1,18 @@
 """Checkpoint folders: names, the manifest that makes one complete, and the choice of the one to continue from.
 
-``step-000200.tmp`` is being written. When all ranks are done, rank 0 adds the manifest ``comet.json`` with the size of
-every file and renames the folder to ``step-000200``. A kill at any moment therefore leaves either the old state of
-affairs or the new one, and a file that was cut off later is noticed before anything is read from it.
+``step-000200.tmp`` is being written. When all ranks are done, rank 0 adds the manifest ``comet.json`` with size and
+checksum of every file and renames the folder to ``step-000200``. A kill at any moment therefore leaves either the old
+state of affairs or the new one, and a file that was cut off or changed later is noticed before anything is read from
+it. Files and folders that are not a checkpoint's own are left alone, whatever their names.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
-import shutil
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,11 +21,16 @@ from typing import Any
 
 from comet.config import require
 from comet.models.config import ModelConfig
+from comet.training.ranks import from_first_rank, gather, this_rank
+from comet.training.settings import SETTINGS_FILE, flat
+from comet.training.storage import checksum
 
 MANIFEST = "comet.json"
-FORMAT = 1
+FORMATS = (1, 2)  # 1 had sizes only
 KEPT = 2
 PARTIAL_SUFFIX = ".tmp"
+OWN_FOLDERS = re.compile(r"step-\d{6,}(-\d+)?(-replaced)?(\.tmp)?")
+OWN_FILES = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(SETTINGS_FILE)}")
 FREE_FIELDS = frozenset({"name", "moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_rate", "moe.capacity_factor"})
 
 
@@ -37,6 +44,8 @@ class Checkpoint:
         model: Fields of the model configuration, nested ones with dots.
         saved_at: Unix time in seconds.
         layout: World size, EP and TP it was saved at.
+        checksums: By file name; none in a checkpoint of format 1.
+        text: Fingerprint of the text it was trained on; empty in a checkpoint of format 1.
     """
 
     path: Path
@@ -44,10 +53,12 @@ class Checkpoint:
     model: Mapping[str, Any]
     saved_at: float
     layout: Mapping[str, int]
+    checksums: Mapping[str, str]
+    text: str
 
     def check_model(self, config: ModelConfig) -> None:
         """Raise ``ValueError`` naming every field in which the checkpoint's model differs from ``config``."""
-        wanted = model_fields(config)
+        wanted = flat(asdict(config))
         names = sorted((wanted.keys() | self.model.keys()) - FREE_FIELDS)
         different = [
             f"{name}={self.model.get(name)!r} there but {wanted.get(name)!r} here"
@@ -55,17 +66,6 @@ class Checkpoint:
             if self.model.get(name) != wanted.get(name)
         ]
         require(not different, f"checkpoint {self.path} must be of the same model, but has {', '.join(different)}")
-
-
-def model_fields(config: ModelConfig) -> dict[str, Any]:
-    """The configuration as one flat dictionary, ``moe.top_k`` and so on."""
-    fields: dict[str, Any] = {}
-    for name, value in asdict(config).items():
-        if isinstance(value, dict):
-            fields.update({f"{name}.{inner}": item for inner, item in value.items()})
-        else:
-            fields[name] = value
-    return fields
 
 
 def folder_name(step: int) -> str:
@@ -78,51 +78,65 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
 
-def open_partial(path: Path) -> None:
-    """Make the folder to write the checkpoint ``path`` into, removing what killed jobs left beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f"step-*{PARTIAL_SUFFIX}"):
-        shutil.rmtree(leftover)
-    partial_path(path).mkdir()
+def names_checkpoint(path: Path) -> bool:
+    """Whether a folder that the user names is meant as one checkpoint, not as a folder of checkpoints."""
+    return path.name.startswith("step-") or (path / MANIFEST).exists()
 
 
-def complete(partial: Path, *, step: int, config: ModelConfig, layout: Mapping[str, int]) -> Checkpoint:
+def open_partial(root: Path, step: int) -> Path:
+    """Make the folder to write a checkpoint into, removing what killed jobs left beside it.
+
+    Returns:
+        Where the checkpoint will be when it is complete; another name where somebody else's file has the usual one.
+    """
+    for leftover in root.glob(f"step-*{PARTIAL_SUFFIX}"):
+        remove_checkpoint(leftover)
+    names = itertools.chain([folder_name(step)], (f"{folder_name(step)}-{count}" for count in itertools.count(2)))
+    path = next(path for path in map(root.joinpath, names) if _is_ours(path) and not partial_path(path).exists())
+    partial_path(path).mkdir(parents=True)
+    return path
+
+
+def _is_ours(path: Path) -> bool:
+    return not path.exists() or (path / MANIFEST).is_file()
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove the files of a checkpoint, and its folder unless somebody else keeps files in it."""
+    if not (OWN_FOLDERS.fullmatch(path.name) and path.is_dir()) or path.is_symlink():
+        return
+    for file in path.iterdir():
+        if OWN_FILES.fullmatch(file.name):
+            file.unlink()
+    if not any(path.iterdir()):
+        path.rmdir()
+
+
+def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
     """Add the manifest, rename the folder into place and delete all but the newest two checkpoints.
 
     Args:
-        partial: From ``open_partial``, with the files of all ranks.
-        step: Optimizer steps taken.
-        config: Of the model.
-        layout: World size, EP and TP.
-
-    Returns:
-        The checkpoint.
+        path: From ``open_partial``; the files of all ranks are in its ``partial_path``.
+        manifest: ``step``, ``layout``, ``model`` and ``text`` of the ``Checkpoint``.
+        checksums: Of the tensors' files, by name.
     """
-    root, final = partial.parent, partial.with_suffix("")
-    others = [found.path for found in list_checkpoints(root)[0] if found.path != final]
-    outdated = others[KEPT - 1 :]
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "saved_at": time.time(),
-        "layout": dict(layout),
-        "model": model_fields(config),
-        "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
-    }
+    root, partial = path.parent, partial_path(path)
+    outdated = [found.path for found in list_checkpoints(root)[0] if found.path != path][KEPT - 1 :]
+    checksums = {**checksums, SETTINGS_FILE: checksum(partial / SETTINGS_FILE)}
+    files = {name: {"bytes": (partial / name).stat().st_size, "blake2b": checksums[name]} for name in sorted(checksums)}
     with (partial / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump({"format": FORMATS[-1], "saved_at": time.time(), **manifest, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
-    replaced = partial_path(final.with_name(final.name + "-replaced"))
-    if final.exists():  # of an earlier run in this folder; out of the way under a name that nobody loads
-        final.rename(replaced)
+    replaced = partial_path(path.with_name(path.name + "-replaced"))
+    if path.exists():  # of an earlier run in this folder; out of the way under a name that nobody loads
+        path.rename(replaced)
         outdated.append(replaced)
-    partial.rename(final)
+    partial.rename(path)
     _sync_folder(root)
-    for old in outdated:
-        shutil.rmtree(old)
-    return read_checkpoint(final)
+    for old in outdated:  # under a name that the next checkpoint clears away, should this be killed
+        remove_checkpoint(old if old == replaced else old.rename(partial_path(old)))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -146,20 +160,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        files = dict(manifest["files"])
+        known = manifest["format"] in FORMATS
+        require(known, f"format={manifest['format']} must be one of {', '.join(map(str, FORMATS))}: a newer version's")
+        entries = {
+            name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in manifest["files"].items()
+        }
         found = Checkpoint(
             path=path,
             step=int(manifest["step"]),
             model=dict(manifest["model"]),
             saved_at=float(manifest["saved_at"]),
             layout=dict(manifest["layout"]),
+            checksums={name: entry["blake2b"] for name, entry in entries.items() if "blake2b" in entry},
+            text=str(manifest.get("text", "")),
         )
-    except (ValueError, KeyError, TypeError) as error:
+        sizes = {name: entry["bytes"] for name, entry in entries.items()}
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({error})") from error
-    require(
-        manifest["format"] == FORMAT, f"checkpoint {path} has format={manifest['format']}, this version reads {FORMAT}"
-    )
-    for name, size in files.items():
+    for name, size in sizes.items():
         file = path / name
         actual = f"has {file.stat().st_size} bytes" if file.is_file() else "is gone"
         require(
@@ -173,6 +191,8 @@ def list_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
     """The complete checkpoints of a folder, newest first, and why each other one was skipped."""
     found, skipped = [], []
     for path in sorted(root.glob("step-*")):
+        if not (OWN_FOLDERS.fullmatch(path.name) and path.is_dir()):
+            continue
         try:
             found.append(read_checkpoint(path))
         except ValueError as error:
@@ -180,38 +200,83 @@ def list_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
     return sorted(found, key=lambda item: (item.saved_at, item.step), reverse=True), skipped
 
 
-def choose_checkpoint(resume: str | None, output_dir: str) -> tuple[Checkpoint | None, list[str]]:
-    """What to continue from.
+def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoint], list[str]]:
+    """What there is to continue from, the best first.
 
     Args:
-        resume: ``None``; ``auto``; a checkpoint; or a folder of checkpoints, of which the newest complete one is taken.
+        resume: ``None``; ``auto``; a checkpoint; or a folder of checkpoints.
         output_dir: Where ``auto`` looks.
 
     Returns:
-        The checkpoint, ``None`` to start anew, and why newer ones were skipped.
+        The checkpoints, none to start anew, and why newer ones were skipped. No checksum has been looked at.
 
     Raises:
         FileNotFoundError: If ``resume`` names nothing.
-        ValueError: If the checkpoint is broken, or the folder holds no complete one.
+        ValueError: If the named checkpoint is broken, or the named folder holds no complete one.
     """
     if resume is None:
-        return None, []
+        return [], []
     if resume == "auto":
-        found, skipped = list_checkpoints(Path(output_dir))
-        return (found[0] if found else None), skipped
+        return list_checkpoints(Path(output_dir))
     root = Path(resume)
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "resume must be 'auto', a checkpoint or a folder of checkpoints", resume)
-    if root.name.startswith("step-") or (root / MANIFEST).exists():
+    if names_checkpoint(root):
         try:
-            return read_checkpoint(root), []
+            return [read_checkpoint(root)], []
         except ValueError as error:
             others = [str(other.path) for other in list_checkpoints(root.parent)[0]]
             hint = f"; complete is {others[0]}" if others else ""
             raise ValueError(f"resume={resume!r}: {error}{hint}") from error
     found, skipped = list_checkpoints(root)
     require(bool(found), f"resume={resume!r} must hold a complete checkpoint; {'; '.join(skipped) or 'it has none'}")
-    return found[0], skipped
+    return found, skipped
+
+
+def choose_checkpoint(found: list[Checkpoint], skipped: list[str]) -> tuple[Checkpoint | None, list[str]]:
+    """The first checkpoint whose files hold what was written, and why others were skipped (collective).
+
+    Args:
+        found: From ``find_checkpoints``; none gives ``None``.
+        skipped: Likewise.
+
+    Raises:
+        ValueError: If all are damaged; names a file of each.
+    """
+    for checkpoint in found:
+        if not (damage := find_damage(checkpoint)):
+            return checkpoint, skipped
+        skipped = [*skipped, damage]
+    if len(found) == 1:
+        require_intact(found[0])
+    require(not found, "; ".join(skipped))
+    return None, skipped
+
+
+def require_intact(checkpoint: Checkpoint) -> None:
+    """Raise ``ValueError`` if a file of the checkpoint does not hold what was written (collective).
+
+    The message names the file, the step, and the newest other checkpoint of the folder that is intact.
+    """
+    if not (damage := find_damage(checkpoint)):
+        return
+    others = from_first_rank(lambda: list_checkpoints(checkpoint.path.parent)[0])
+    intact = (str(other.path) for other in others if other.path != checkpoint.path and not find_damage(other))
+    raise ValueError(f"{damage}; {next(intact, 'no other checkpoint beside it')} is intact")
+
+
+def find_damage(checkpoint: Checkpoint) -> str:
+    """Which file does not hold what was written, empty if all do; each rank reads its share of them (collective)."""
+    rank, world_size = this_rank()
+    mine = sorted(checkpoint.checksums.items())[rank::world_size]
+    bad = [name for name, written in mine if checksum(checkpoint.path / name) != written]
+    names = [name for part in gather(bad) for name in part]
+    if not names:
+        return ""
+    return (
+        f"checkpoint {checkpoint.path} of step {checkpoint.step} is damaged: the bytes of {', '.join(names)} are not "
+        f"those that were written (checksums in {MANIFEST})"
+    )
 
 
 def _sync_folder(path: Path) -> None:

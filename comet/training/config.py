@@ -40,6 +40,20 @@ class CommConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """How ``comet`` starts the ranks of this machine; under torchrun its own options say that.
+
+    Args:
+        max_restarts: How often all ranks start anew, from the newest checkpoint, after one of them failed.
+    """
+
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Length, optimizer and bookkeeping of a run.
 
@@ -147,12 +161,15 @@ class JobConfig:
         train: How long and how fast.
         output_dir: Folder of checkpoints, pictures and the metrics; made if missing.
         comm: Communicator.
+        launch: How the ranks are started.
         moe_path: How the MoE layers run (see ``comet.moe.MoE``).
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
             the default.
         data: The text.
         resume: ``None`` starts anew; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if there
             is one; otherwise a checkpoint, or the output folder of another run.
+        resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
+        overwrite: Whether a run that ``output_dir`` holds may be removed.
         tune: What the tasks ``tune`` and ``explain`` look at.
         sweep: What the task ``sweep`` measures.
         generate: What the task ``generate`` continues, and how.
@@ -164,10 +181,13 @@ class JobConfig:
     train: TrainConfig
     output_dir: str
     comm: CommConfig = field(default_factory=CommConfig)
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
     moe_path: MoEPath = "auto"
     overlap: OverlapConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)
     resume: str | None = None
+    resume_changes: tuple[str, ...] = ()
+    overwrite: bool = False
     tune: TuneConfig = field(default_factory=TuneConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -178,6 +198,16 @@ class JobConfig:
         require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")
         require(self.resume is None or bool(self.resume), f"resume={self.resume!r} must not be empty")
         self.parallel.check(self.model.moe)
+        if self.parallel.declares_nodes:
+            nodes = (
+                f"groups of {self.parallel.world_size} ranks span nodes of parallel.node_size={self.parallel.node_size}"
+            )
+            without_memory = self.moe_path in ("plain", "reference")
+            require(
+                without_memory or self.moe_path == "auto",
+                f"moe_path={self.moe_path!r} must be auto, plain or reference: {nodes}",
+            )
+            require(without_memory or self.overlap is None, f"overlap must be left out: {nodes}, which run plain")
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

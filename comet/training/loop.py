@@ -29,12 +29,14 @@ class StepMetrics:
         grad_norm: ``()`` float32: global gradient norm before clipping.
         expert_load: ``(L, E)`` float32: routed rows per MoE layer and expert, those that were dropped included.
         dropped_rows: ``()`` float32: routed rows of all layers beyond the experts' capacity; 0 if nothing is dropped.
+        told_to_stop: ``()`` float32: ranks that had been told to stop when they began the step.
     """
 
     loss: Tensor
     grad_norm: Tensor
     expert_load: Tensor
     dropped_rows: Tensor
+    told_to_stop: Tensor
 
 
 class Trainer:
@@ -69,9 +71,9 @@ class Trainer:
         """Why the last step was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
         return self.passes.why_eager
 
-    def step(self, step: int) -> StepMetrics:
-        """Take optimizer step ``step``, counted from 0 (collective)."""
-        loss, dropped_rows, expert_load = self._backward(step)
+    def step(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
+        """Take optimizer step ``step``, counted from 0, and let the ranks know who was told to stop (collective)."""
+        loss, dropped_rows, told, expert_load = self._backward(step, told_to_stop)
         sum_gradients(self.model, self.group)
         grad_norm = global_norm(self.model, self.group)
         self.optimizer.clip(grad_norm, self.config.grad_clip, num_summed=self.group.world_size)
@@ -82,10 +84,10 @@ class Trainer:
         for layer, load in zip(self.model.moe_layers(), expert_load, strict=True):
             if layer.config.balance == "bias":
                 layer.router.update_bias(load)
-        return StepMetrics(loss, grad_norm, expert_load, dropped_rows)
+        return StepMetrics(loss, grad_norm, expert_load, dropped_rows, told)
 
-    def _backward(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill the gradients; return the mean loss, and dropped rows and expert load of all ranks."""
+    def _backward(self, step: int, told_to_stop: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Fill the gradients; return the mean loss, and of all ranks dropped rows, those told to stop, and load."""
         batch = sample_batch(
             self.text,
             batch_size=self.config.batch_size,
@@ -96,10 +98,11 @@ class Trainer:
         )
         loss, expert_load = self.passes(send(batch, self.group.device))
         dropped_rows = count_dropped_rows(expert_load, self.capacity, self.group)
-        sums = torch.cat([loss.view(1), dropped_rows.view(1), expert_load.flatten()])
+        told = loss.new_full((1,), float(told_to_stop))
+        sums = torch.cat([loss.view(1), dropped_rows.view(1), told, expert_load.flatten()])
         if self.group.world_size > 1:
             dist.all_reduce(sums)
-        return sums[0] / self.group.world_size, sums[1], sums[2:].view_as(expert_load)
+        return sums[0] / self.group.world_size, sums[1], sums[2], sums[3:].view_as(expert_load)
 
 
 def send(batch: Tensor, device: torch.device) -> Tensor:

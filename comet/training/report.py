@@ -98,6 +98,16 @@ class Reporter:
         )
         sys.stdout.flush()
 
+    def stopped(self, result: Mapping[str, Any]) -> None:
+        """Say where a job that was told to stop can go on; the last line of standard output is ``result``."""
+        self.bar.close()
+        if self.enabled:
+            sys.stdout.write(
+                f"stopped by {result['stopped']} after step {result['steps']}, checkpoint {result['checkpoint']}; "
+                f"comet train resume={result['output_dir']} continues\n{json.dumps(result)}\n"
+            )
+            sys.stdout.flush()
+
 
 def printable(text: bytes) -> str:
     """Bytes as ASCII for a terminal: ``printable(b"a\\x1b\\n") == "a\\\\x1b\\n"``."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from comet.config import require
+from comet.errors import NotFiniteError
 from comet.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import Checkpointer
@@ -21,29 +25,14 @@ from comet.training.evaluate import generate, heldout_loss
 from comet.training.history import Window
 from comet.training.loop import StepMetrics, Trainer, deterministic
 from comet.training.optimizer import learning_rate, make_optimizer
+from comet.training.ranks import RankContext, from_first_rank, gather
 from comet.training.report import Reporter, peak_memory_bytes
+from comet.training.run_folder import RunFolder
+from comet.training.settings import read_settings, require_same, settings_of, to_yaml
+from comet.training.stop import StopRequest
 
 WINDOW_STEPS = 10
 PROMPT_BYTES = 32
-
-
-class RankContext(Protocol):
-    """Who this process is; the process group is initialised when there are several ranks."""
-
-    @property
-    def rank(self) -> int:
-        """Rank in the whole job."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in the whole job."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        ...
 
 
 def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
@@ -56,33 +45,38 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
         context: This rank.
 
     Returns:
-        The result, equal on all ranks; rank 0 has printed it as the last line of standard output.
+        The result, equal on all ranks; rank 0 has printed it as the last line of standard output. After SIGTERM, which
+        ends the job early with a checkpoint, ``stopped`` names the signal.
 
     Raises:
-        ValueError: If the text, the checkpoint or a setting cannot be used, or the training diverged.
+        ValueError: If text, checkpoint, output folder or a setting cannot be used, or the training diverged.
         FileNotFoundError: If the text or the checkpoint is missing.
     """
     corpus = read_corpus(config.data, config.model.context)
-    checkpoint, skipped = choose_checkpoint(config.resume, config.output_dir)
-    if checkpoint is not None:
-        checkpoint.check_model(config.model)
-    group = make_expert_group(
-        config.model.moe,
-        config.parallel,
-        max_tokens=config.train.batch_size * config.model.context,
-        dtype=activation_dtype(config.train.dtype, context.device),
-        device=context.device,
-        backend=config.comm.backend,
-        timeout_s=config.comm.timeout_s,
-        profiles=config.tune.profiles,
-    )
-    _check_same_text(corpus, group)
-    with deterministic(context.device):
-        job = Job(config, group, corpus, checkpoint)
-        job.report_start(skipped)
-        job.run_steps()
-        result = job.finish()
-    group.close()
+    text = _same_on_all_ranks(corpus)
+    with RunFolder(config, context.attempt) as folder:
+        checkpoint, skipped = choose_checkpoint(*from_first_rank(folder.find_checkpoints))
+        if checkpoint is not None:
+            checkpoint.check_model(config.model)
+        notes = [f"skipped: {reason}" for reason in skipped]
+        notes += from_first_rank(lambda: _require_same(config, checkpoint, text, context.world_size))
+        from_first_rank(lambda: folder.begin(to_yaml(settings_of(config, context.world_size))))
+        group = make_expert_group(
+            config.model.moe,
+            config.parallel,
+            max_tokens=config.train.batch_size * config.model.context,
+            dtype=activation_dtype(config.train.dtype, context.device),
+            device=context.device,
+            backend=config.comm.backend,
+            timeout_s=config.comm.timeout_s,
+            profiles=config.tune.profiles,
+        )
+        with deterministic(context.device):
+            job = Job(config, group, corpus, checkpoint)
+            job.report_start(notes)
+            job.run_steps()
+            result = job.finish()
+        group.close()
     return result
 
 
@@ -104,9 +98,17 @@ class Job:
         self.model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, seed=config.train.seed)
         optimizer = make_optimizer(self.model, config.train)
         self.trainer = Trainer(self.model, optimizer, group, corpus.train, config.train)
-        self.checkpointer = Checkpointer(self.output_dir, self.model, optimizer, group)
+        self.checkpointer = Checkpointer(
+            self.output_dir,
+            self.model,
+            optimizer,
+            group,
+            settings=settings_of(config, group.world_size),
+            text=corpus.digest(),
+        )
         self.checkpoint_path = checkpoint.path if checkpoint else None
-        self.first_step = self.checkpointer.load(checkpoint) if checkpoint else 0
+        self.first_step = self.step = self.checkpointer.load(checkpoint) if checkpoint else 0
+        self.stopped = False
         self.steps_timed, self.seconds = 0, 0.0
         self.reporter = Reporter(
             self.output_dir,
@@ -116,11 +118,11 @@ class Job:
             earlier=self.checkpoint_path.parent if self.checkpoint_path else None,
         )
 
-    def report_start(self, skipped: list[str]) -> None:
-        """Say what is about to run, and which broken checkpoints were passed over."""
+    def report_start(self, notes: list[str]) -> None:
+        """Say what is about to run, and what is to be known of the checkpoint it goes on from."""
         config, group = self.config, self.group
-        for reason in skipped:
-            self.reporter.note(f"skipped: {reason}")
+        for note in notes:
+            self.reporter.note(note)
         if self.first_step:
             self.reporter.note(f"continuing {self.checkpoint_path} from step {self.first_step}")
         self.reporter.note(
@@ -130,44 +132,65 @@ class Job:
         )
 
     def run_steps(self) -> None:
-        """Train to the last step, evaluating and saving on the way."""
+        """Train to the last step, evaluating and saving on the way, or until a rank is told to stop."""
         settings = self.config.train
         window: list[StepMetrics] = []
         started = time.perf_counter()
-        for done in range(self.first_step + 1, settings.steps + 1):
-            window.append(self.trainer.step(done - 1))
-            evaluate = _is_due(done, settings.eval_every) and done < settings.steps
-            save = _is_due(done, settings.checkpoint_every) or done == settings.steps
-            if len(window) < WINDOW_STEPS and not (evaluate or save):
-                continue
-            self._close_window(done, window, started)
-            if evaluate:
-                self.reporter.heldout(done, self.evaluate())
-            if save:
-                self.checkpoint_path = self.checkpointer.save(done)
-            window, started = [], time.perf_counter()
+        with StopRequest(self.group.device) as request:
+            while self.step < settings.steps and not self.stopped:
+                self.step += 1
+                unseen = len(window) if self.group.device.type == "cuda" else 0
+                with self._divergence(self.step - unseen):
+                    metrics = self.trainer.step(self.step - 1, told_to_stop=request.told)
+                    is_last = self.step == settings.steps
+                    self.stopped = request.agreed(metrics.told_to_stop) and not is_last
+                window.append(metrics)
+                evaluate = _is_due(self.step, settings.eval_every) and not (is_last or self.stopped)
+                save = _is_due(self.step, settings.checkpoint_every) or is_last or self.stopped
+                if len(window) < WINDOW_STEPS and not (evaluate or save):
+                    continue
+                self._close_window(window, started)
+                if evaluate:
+                    self.evaluate()
+                if save:
+                    self._save()
+                window, started = [], time.perf_counter()
 
     def evaluate(self) -> float:
-        """Held-out loss in nats per byte (collective)."""
+        """Report the held-out loss in nats per byte, and return it (collective)."""
         settings = self.config.train
-        return heldout_loss(
-            self.model,
-            self.group,
-            self.corpus.heldout,
-            num_batches=settings.eval_batches,
-            batch_size=settings.batch_size,
-        )
+        with self._divergence(self.step):
+            loss = heldout_loss(
+                self.model,
+                self.group,
+                self.corpus.heldout,
+                num_batches=settings.eval_batches,
+                batch_size=settings.batch_size,
+            )
+        require(math.isfinite(loss), self._diverged(self.step, f"held-out loss={loss}"))
+        self.reporter.heldout(self.step, loss)
+        return loss
 
     def finish(self) -> dict[str, Any]:
-        """Judge the model, draw the sample, and report (collective)."""
-        config, group = self.config, self.group
+        """Judge the model, draw the sample, and report (collective); only report, if the job was stopped."""
+        if self.stopped:
+            result = {**self._facts(), "stopped": signal.SIGTERM.name}
+            self.reporter.stopped(result)
+            return result
         loss = self.evaluate()
-        self.reporter.heldout(max(self.first_step, config.train.steps), loss)
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
-        sample = generate(self.model, group, prompt, num_bytes=config.train.sample_bytes, seed=config.train.seed)
+        settings = self.config.train
+        sample = generate(self.model, self.group, prompt, num_bytes=settings.sample_bytes, seed=settings.seed)
+        result = {**self._facts(), "heldout_nats_per_byte": loss}
+        self.reporter.finish(result, prompt, sample)
+        return result
+
+    def _facts(self) -> dict[str, Any]:
+        """What there is to say of a run however it ends (collective)."""
+        config, group = self.config, self.group
         tokens = self.steps_timed * self.trainer.tokens_per_step
         peak_memory, seconds, any_eager = self._slowest()
-        result = {
+        return {
             "task": "train",
             "model": config.model.name,
             "parameters": self.model.num_parameters(),
@@ -179,8 +202,7 @@ class Job:
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "moe_path": config.moe_path,
             "cuda_graph": not any_eager,
-            "steps": max(self.first_step, config.train.steps),
-            "heldout_nats_per_byte": loss,
+            "steps": self.step,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
             "train_seconds": seconds,
             "peak_memory_bytes": peak_memory,
@@ -188,38 +210,57 @@ class Job:
             "output_dir": str(self.output_dir),
             "checkpoint": str(self.checkpoint_path),
         }
-        self.reporter.finish(result, prompt, sample)
-        return result
 
-    def _close_window(self, done: int, window: list[StepMetrics], started: float) -> None:
-        """Wait for the device and record ``window``; everything after it may rely on finite weights."""
-        losses = torch.stack([metrics.loss for metrics in window]).tolist()
-        norms = torch.stack([metrics.grad_norm for metrics in window]).tolist()
-        seconds = time.perf_counter() - started
-        self.group.workspace.check()
-        settings = self.config.train
-        self._check_finite(done - len(window) + 1, losses, norms)
+    def _save(self) -> None:
+        """Write a checkpoint, unless it would put NaN where a good one is (collective)."""
+        names = self.checkpointer.not_finite()
+        what = f"NaN or Inf in {names[0]} and {len(names) - 1} other tensors, which are not saved" if names else ""
+        require(not names, self._diverged(self.step, what))
+        self.checkpoint_path = self.checkpointer.save(self.step)
+
+    def _close_window(self, window: list[StepMetrics], started: float) -> None:
+        """Wait for the device and record ``window``; everything after it may rely on finite losses."""
+        first = self.step - len(window) + 1
+        with self._divergence(first):
+            losses = torch.stack([metrics.loss for metrics in window]).tolist()
+            norms = torch.stack([metrics.grad_norm for metrics in window]).tolist()
+            seconds = time.perf_counter() - started
+            self.group.workspace.check()
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
+            is_finite = math.isfinite(loss) and math.isfinite(norm)
+            require(is_finite, self._diverged(step, f"loss={loss}, gradient norm={norm}"))
         self.steps_timed += len(window)
         self.seconds += seconds
         record = Window(
-            step=done,
+            step=self.step,
             losses=losses,
             grad_norms=norms,
-            learning_rate=learning_rate(done - 1, settings),
+            learning_rate=learning_rate(self.step - 1, self.config.train),
             expert_load=torch.stack([metrics.expert_load for metrics in window]).sum(0).tolist(),
             tokens_per_second=len(window) * self.trainer.tokens_per_step / seconds,
             dropped_rows=float(sum(metrics.dropped_rows for metrics in window)),
         )
         self.reporter.window(record, peak_memory_bytes(self.group.device, self.group.workspace.num_bytes))
 
-    def _check_finite(self, first: int, losses: list[float], norms: list[float]) -> None:
+    @contextmanager
+    def _divergence(self, first: int) -> Iterator[None]:
+        """Let what the router says about NaN, of a step from ``first`` on, name the steps and the setting."""
+        try:
+            yield
+        except NotFiniteError as error:
+            raise ValueError(self._diverged(first, str(error))) from error
+        except RuntimeError as error:
+            if "device-side assert" not in str(error):
+                raise
+            raise ValueError(self._diverged(first, "the GPU says above what must be finite")) from error
+
+    def _diverged(self, first: int, what: str) -> str:
         settings = self.config.train
-        for step, values in enumerate(zip(losses, norms, strict=True), start=first):
-            require(
-                all(map(math.isfinite, values)),
-                f"training diverged at step {step} (loss={values[0]}, gradient norm={values[1]}): "
-                f"train.lr={settings.lr} must be lower or train.warmup_steps={settings.num_warmup_steps} higher",
-            )
+        when = f"at step {self.step}" if first == self.step else f"at one of the steps {first} to {self.step}"
+        return (
+            f"training diverged {when} ({what}): train.lr={settings.lr} must be lower or "
+            f"train.warmup_steps={settings.num_warmup_steps} higher; the last checkpoint is {self.checkpoint_path}"
+        )
 
     def _slowest(self) -> tuple[int, float, bool]:
         """Peak memory in bytes, seconds of training, whether steps were not replayed; each of any rank (collective)."""
@@ -239,14 +280,26 @@ def activation_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _check_same_text(corpus: Corpus, group: ExpertGroup) -> None:
-    """Raise ``ValueError`` unless all ranks read the same bytes (nodes may differ in files or Python version)."""
-    if group.world_size == 1:
-        return
-    digests: list[Any] = [None] * group.world_size
-    dist.all_gather_object(digests, corpus.digest())
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+def _same_on_all_ranks(corpus: Corpus) -> str:
+    """The digest of the text; raises ``ValueError`` unless all ranks read the same bytes, which nodes may not."""
+    digest = corpus.digest()
+    digests = gather(digest)
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     require(not different, f"{corpus.source} must be the same on all ranks, but differs between rank 0 and {different}")
+    return digest
+
+
+def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, world_size: int) -> list[str]:
+    """Raise ``ValueError`` for settings other than the checkpoint's; return what else the user should know."""
+    if checkpoint is None:
+        return []
+    saved, notes = read_settings(checkpoint.path), []
+    if saved is None:
+        notes.append(f"{checkpoint.path} keeps no settings: those of the command line are taken")
+    require_same(saved or {}, config, checkpoint.path, same_text=checkpoint.text in ("", text))
+    if (ranks := checkpoint.layout["world_size"]) != world_size:
+        notes.append(f"{checkpoint.path} was written by {ranks} ranks: batches of {world_size} ranks are others")
+    return notes
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -132,6 +132,7 @@ class Resolver:
         self.default = default
         self.logs = logs
         self._choices: dict[tuple[ProfileKey, OverlapConfig | None], Resolved] = {}
+        self._warned: set[str] = set()
 
     def __call__(self, problem: Problem, *, forced: OverlapConfig | None = None) -> Resolved:
         """The choice for ``problem``; raises as ``resolve`` does."""
@@ -143,6 +144,12 @@ class Resolver:
             if self.logs:
                 self._log(key, choice, bucket)
         return self._choices[key, forced]
+
+    def warn(self, message: str) -> None:
+        """Log a warning about all choices, once."""
+        if self.logs and message not in self._warned:
+            logger.warning(message)
+        self._warned.add(message)
 
     def _log(self, key: ProfileKey, choice: Resolved, bucket: Problem) -> None:
         found = self.store.lookup(bucket) if choice.passed_over and self.store is not None else None

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from comet.comm.base import require_memory
 from comet.config import MoEConfig, require
 from comet.errors import NothingMeasuredError
 from comet.group import ExpertGroup, make_expert_group
 from comet.progress import Measuring
 from comet.training.config import JobConfig
-from comet.training.run import RankContext, activation_dtype
+from comet.training.ranks import RankContext, from_first_rank
+from comet.training.run import activation_dtype
 from comet.tuner.candidates import propose
 from comet.tuner.choice import resolve
 from comet.tuner.explain import Explained, explain_facts, explain_text
@@ -30,7 +32,6 @@ from comet.tuner.problem import Problem
 from comet.tuner.profile import Kernels, ProfileStore, profile_path
 from comet.tuner.regret import Tuned, regret_text, regrets
 from comet.tuner.shared_file import require_writable
-from comet.tuner.sweep_job import from_first_rank
 from comet.tuner.tune import tune
 from comet.version import comet_version
 from comet.workspace import Workspace, WorkspaceShape
@@ -53,12 +54,13 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     Raises:
         ValueError: If the store cannot be written, or a setting breaks its rule.
         NothingMeasuredError: If no candidate of any point runs; where one of a point's does not, the point is told.
+        UnavailableError: If the group spans several nodes.
     """
     start = time.perf_counter()
     require_this_machine(config)
-    models = from_first_rank(lambda: load_models(config.tune.models), context)
+    models = from_first_rank(lambda: load_models(config.tune.models))
     points = job_points(config, models, context.device)
-    machine, store = from_first_rank(lambda: _open_store(config, context.device), context)
+    machine, store = from_first_rank(lambda: _open_store(config, context.device))
     first = next(iter(points.values()))[0]
     group = make_expert_group(
         first.moe,
@@ -69,6 +71,7 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
     )
+    require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []
     progress = Measuring(sum(map(len, points.values())), "point", enabled=context.rank == 0)

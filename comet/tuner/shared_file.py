@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One writer at a time among all processes that use this; the lock dies with its process."""
-    with path.with_name(path.name + ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+
+def locked(path: Path) -> FileLock:
+    """One writer at a time among all processes that hold this while they write; the lock dies with its process."""
+    return FileLock(path.with_name(path.name + ".lock"))
 
 
 def write_whole(path: Path, text: str) -> None:

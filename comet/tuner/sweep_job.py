@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +20,9 @@ from comet.errors import NothingMeasuredError
 from comet.group import ExpertGroup, make_expert_group
 from comet.progress import Measuring
 from comet.training.config import JobConfig
-from comet.training.run import RankContext, activation_dtype
+from comet.training.ranks import RankContext, from_first_rank
+from comet.training.run import activation_dtype
+from comet.training.run_folder import FolderLock
 from comet.tuner.layers import counted
 from comet.tuner.machine import Machine
 from comet.tuner.measure import first_failure, measure_layer
@@ -31,7 +33,6 @@ from comet.tuner.sweep_plot import plot_sweep
 
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 
-Made = TypeVar("Made")
 Todo = dict[Shape, list[Point]]
 
 
@@ -52,20 +53,31 @@ def run_sweep(
         ValueError: If a setting breaks its rule, every point does, or the CSV file cannot be read or written.
         NothingMeasuredError: If every point failed, now or before; one that fails beside others is no error.
     """
-    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
     name, value = folder_setting(job)
-    folder = Path(value)
+    with FolderLock(Path(value), f"{name}={value!r}") as lock:
+        return _sweep_into(lock, job, context, load_models)
+
+
+def _sweep_into(
+    lock: FolderLock,
+    job: JobConfig,
+    context: RankContext,
+    load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]],
+) -> dict[str, Any]:
+    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
+    name, folder = folder_setting(job)[0], lock.folder
     log = SweepLog(folder / CSV_NAME)
 
     def prepare() -> tuple[list[Point], Todo]:
         require(name == "output_dir" or log.path.exists(), f"resume={job.resume!r} must be a folder with {CSV_NAME}")
         points = sweep_points(job, load_models(job.sweep.models))
-        require_writable(log.path, f"{name}={value!r}")
+        lock.acquire()
+        require_writable(log.path, lock.setting)
         broken = {point.key(dtype, device): point.broken_rule for point in points if point.broken_rule}
         log.put({key: Outcome(ms=None, failure=f"ValueError: {rule}") for key, rule in broken.items()})
         return points, pending(points, log, dtype, device)
 
-    points, todo = from_first_rank(prepare, context)
+    points, todo = from_first_rank(prepare)
     if context.rank == 0:
         told = f"sweep of {counted(len(points), 'point')}, {sum(map(len, todo.values()))} to measure in {folder}"
         sys.stderr.write(f"comet: {told}\n")
@@ -80,7 +92,7 @@ def run_sweep(
         sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
         return facts
 
-    facts = from_first_rank(finish, context)
+    facts = from_first_rank(finish)
     if facts["failed"] == facts["points"]:
         raise NothingMeasuredError(f"sweep: none of {facts['points']} points ran, the first: {facts['first_failure']}")
     return facts
@@ -110,23 +122,6 @@ def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> 
         if not point.broken_rule and (known is None or known.ms is None):
             todo.setdefault(point.shape, []).append(point)
     return todo
-
-
-def from_first_rank(make: Callable[[], Made], context: RankContext) -> Made:
-    """What ``make`` returns on rank 0, on all ranks; a ``ValueError`` or ``OSError`` ends all (collective)."""
-    made: list[Any] = [None, ""]
-    cause: ValueError | OSError | None = None
-    if context.rank == 0:
-        try:
-            made[0] = make()
-        except (ValueError, OSError) as error:
-            cause, made[1] = error, str(error) or type(error).__name__
-    if context.world_size > 1:
-        dist.broadcast_object_list(made, src=0)
-    if made[1]:
-        raise ValueError(made[1]) from cause
-    value: Made = made[0]
-    return value
 
 
 def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, list[Outcome]]]:

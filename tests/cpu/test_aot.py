@@ -116,6 +116,7 @@ def test_bad_code_fails_and_is_named(compile_kernels):
     assert "[6/6]" in progress
 
 
+@pytest.mark.slow
 def test_good_code_passes(compile_kernels):
     code, output, summary, progress = compile_kernels("--filter", "aligned", "--jobs", "1")
     assert code == 1, "unaligned also has 'aligned' in its name"

@@ -143,6 +143,7 @@ def check_rows(folder: Path, ep: int, tp: int, tokens: list[int]) -> list[dict[s
     return rows
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_quantised(tmp_path: Path) -> None:
     words = [*TINY, "--tp", "2", "--tokens", "1,5,70", "--weights", "mxfp8", "--out", str(tmp_path)]
     run_ranks(run_on_rank, 2, words)

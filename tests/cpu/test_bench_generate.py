@@ -193,6 +193,7 @@ def test_expert_parallel_run(tmp_path: Path) -> None:
     check_run(tmp_path, 2, 1)
 
 
+@pytest.mark.slow
 def test_torchrun_end_to_end(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     child = subprocess.run(

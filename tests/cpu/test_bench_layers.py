@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_layers import default_grid, measure_point, parse
+from late import stopped
 from layer_launches import checked_launches
 from layer_points import Split, open_point
 from layer_report import COLUMNS, format_table, make_rows, overlap_figures, summary
@@ -23,6 +25,7 @@ from ranks import run_ranks
 from report import append_csv
 
 from comet import twin
+from comet.comm import Communicator
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
 from comet.tuner.timing import Timing
@@ -147,31 +150,32 @@ def test_reports_survive_missing_figures(tmp_path: Path) -> None:
     assert summary(rows[:1], {})["geometric_mean"] == {"efficiency0": None, "efficiency1": None}
 
 
-def measure(rank: int, world_size: int, routing: str, timeout_s: float, trouble: str) -> dict[str, Any]:
+def measure(rank: int, world_size: int, routing: str, trouble: str) -> dict[str, Any]:
     """What one rank finds; ``trouble`` says which launch goes wrong, and how."""
     parallel = ParallelConfig(ep=world_size)
     ranks = Ranks(rank, CPU, dist.group.WORLD if world_size > 1 else None)
-    group = make_expert_group(MODEL, parallel, max_tokens=200, dtype=torch.float32, device=CPU, timeout_s=timeout_s)
+    group = make_expert_group(MODEL, parallel, max_tokens=200, dtype=torch.float32, device=CPU)
     with open_layer(MODEL, Settings(parallel=parallel, max_tokens=200, variants=()), ranks) as layer:
         point = open_point(layer, group, 200, routing, TRIES, ranks)
         if trouble:
-            make_trouble(point.paths, trouble, rank)
+            make_trouble(point.paths, trouble, rank, group.comm)
         failures: dict[str, str] = {}
         launches = checked_launches(point, ranks, failures)
         first = dict(failures)
-        rows, compared, clocks = measure_point(point, ranks, rounds=1, compare=False)
-        assert compared == clocks == []
+        rows, compared = measure_point(point, ranks, rounds=1, compare=False)
+        assert compared == []
     group.close()
     return {"launches": set(launches), "failures": first, "rows": rows}
 
 
-def make_trouble(paths: dict[Split, Any], trouble: str, rank: int) -> None:
+def make_trouble(paths: dict[Split, Any], trouble: str, rank: int, comm: Communicator) -> None:
     """Replace the functions of one split."""
 
     def layer0(*args: Any, **keywords: Any) -> Any:
-        if trouble == "raises" or (trouble == "stops" and rank == 1):
+        if trouble == "raises":
             raise RuntimeError(f"rank {rank} gave up")
-        hidden, pre = twin.layer0(*args, **keywords)
+        with stopped(rank, comm) if trouble == "stops" else nullcontext():
+            hidden, pre = twin.layer0(*args, **keywords)
         return (hidden + 1e-3 if trouble == "differs" and rank == 1 else hidden), pre
 
     def silent(*args: Any, **keywords: Any) -> Any:
@@ -185,7 +189,7 @@ def make_trouble(paths: dict[Split, Any], trouble: str, rank: int) -> None:
 @pytest.mark.parametrize("routing", ["uniform", "hot"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_launch_runs_and_agrees(world_size: int, routing: str) -> None:
-    for found in run_ranks(measure, world_size, routing, 30.0, ""):
+    for found in run_ranks(measure, world_size, routing, ""):
         assert found["failures"] == {}
         assert found["launches"] >= PIECES
         assert len(found["rows"]) == 4  # phases beyond the ranks are no other split
@@ -210,7 +214,7 @@ def test_every_launch_runs_and_agrees(world_size: int, routing: str) -> None:
     ],
 )
 def test_a_failure_is_named_and_the_others_go_on(trouble: str, name: str, reasons: tuple[str, str]) -> None:
-    found = run_ranks(measure, 2, "uniform", 1.0, trouble)
+    found = run_ranks(measure, 2, "uniform", trouble)
     for rank, reason in enumerate(reasons):
         failures, rows = found[rank]["failures"], found[rank]["rows"]
         assert list(failures) == [name]

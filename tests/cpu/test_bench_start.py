@@ -16,6 +16,7 @@ import start
 import torch
 from points import Ranks
 from start import tell, whole_numbers, words
+from tiers import slow
 
 from comet.launch.distributed import LaunchContext
 
@@ -27,9 +28,9 @@ CPU = torch.device("cpu")
     ("words", "message"),
     [
         (("bench_moe.py", "--ep", "3"), "nproc=2 must equal ep x tp = 3"),
-        (("record_timeline.py", "--modelz", "x"), "unrecognized arguments: --modelz x"),
-        (("bench_decode.py", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
-        (("bench_generate.py", "--contexts", "0"), "contexts=[0] must each be at least 1"),
+        slow(("record_timeline.py", "--modelz", "x"), "unrecognized arguments: --modelz x"),
+        slow(("bench_decode.py", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
+        slow(("bench_generate.py", "--contexts", "0"), "contexts=[0] must each be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:

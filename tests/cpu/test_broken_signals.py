@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,17 +16,18 @@ from types import ModuleType
 from typing import Any
 
 import comm_conformance
-import layer_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from comm_conformance import Site
+from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
-from layer_ranks import build_layer
+from layer_ranks import build_layer, poison
 from ranks import run_ranks
 
 import comet.autograd
 import comet.copy_engine
+import comet.fused
 import comet.plan_kernels
 import comet.plan_twin
 import comet.twin
@@ -41,8 +41,9 @@ from comet.sharding import local
 from comet.workspace import Workspace
 
 COPY = "broken_"  # before the name of a test file that runs over broken ranks
-WINDOW_S = 0.3  # between a flag that comes too early and its payload
-LATE_S = 1.0
+LATE_S = 1.0  # many times what the other rank needs to come to where it must wait
+PATIENCE_S = 30.0  # how late a rank is that others do not wait for, as they should; it comes once they are past
+DEADLINE_S = 0.1
 WRONG = r"(not finite|error [\d.e+-]+ > )"
 FAILED = r"(AssertionError|DID NOT RAISE)"
 NO_RESULT = r"^$"  # the bare assertion of a test that compares what the ranks returned
@@ -68,11 +69,18 @@ def skip(module: ModuleType, function: str, rank: int) -> None:
     setattr(module, function, nothing)
 
 
-def skip_with_deadline(module: ModuleType, function: str, rank: int) -> None:
-    """The same, and who waits in vain gives up soon."""
+def skip_with_deadline(module: ModuleType, function: str, layer: str, rank: int) -> None:
+    """The same, and who waits in vain in ``layer`` gives up soon, once all ranks are there."""
     skip(module, function, rank)
-    make_group = layer_ranks.make_expert_group
-    layer_ranks.make_expert_group = lambda *args, **kwargs: make_group(*args, **{**kwargs, "timeout_s": 0.1})
+    for ops in (comet.fused, comet.twin):
+        setattr(ops, layer, partial(with_deadline, getattr(ops, layer)))
+
+
+def with_deadline(layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    (workspace,) = (each for each in args if isinstance(each, Workspace))
+    dist.barrier()
+    workspace.comm.timeout_s = DEADLINE_S
+    return layer(*args, **options)
 
 
 def never_late(module: ModuleType, rank: int) -> None:
@@ -80,8 +88,8 @@ def never_late(module: ModuleType, rank: int) -> None:
     module.poll = lambda condition, timeout_s: True
 
 
-def flag_first(module: ModuleType, payload: str, rank: int) -> None:
-    """On rank 1, raise each flag before the rows that ``payload`` stores, instead of after them."""
+def flag_first(module: ModuleType, payload: str, place: str, rank: int) -> None:
+    """On rank 1, raise each flag before the rows that ``payload`` stores, which come when rank 0 is past ``place``."""
     if rank != 1:
         return
     store, raise_flag, waiting = getattr(module, payload), module.signal, []
@@ -89,7 +97,7 @@ def flag_first(module: ModuleType, payload: str, rank: int) -> None:
     def raise_then_store(flag_ptr: Any, epoch: Any) -> None:
         raise_flag(flag_ptr, epoch)
         if waiting:
-            time.sleep(WINDOW_S)
+            come_late(place, PATIENCE_S)
         while waiting:
             store(*waiting.pop())
 
@@ -99,18 +107,24 @@ def flag_first(module: ModuleType, payload: str, rank: int) -> None:
 
 def ids_flag_first(rank: int) -> None:
     """On rank 1, raise the flags of the ids before the kernel that stores both."""
-    exchange = comet.plan_kernels.exchange
+    exchange, place_plan = comet.plan_kernels.exchange, comet.plan_kernels.place_plan
 
     def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any, part: Any) -> None:
         chunks = pool.max_tokens // CHUNK_ROWS
         for address in pool.flag_pointers.tolist():
             for chunk in range(chunks):
                 ctypes.c_int32.from_address(address + 4 * (rank * chunks + chunk)).value = int(pool.epoch) + 1
-        time.sleep(WINDOW_S)
+        come_late("plan", PATIENCE_S)
         exchange(ids, weights, pool, *others, part=part)
+
+    def place_then_tell(*args: Any) -> None:
+        place_plan(*args)
+        passed("plan")
 
     if rank == 1:
         comet.plan_kernels.exchange = raise_then_exchange
+    else:
+        comet.plan_kernels.place_plan = place_then_tell
 
 
 def copied_flag_first(rank: int) -> None:
@@ -120,7 +134,7 @@ def copied_flag_first(rank: int) -> None:
     def raise_then_copy(x: torch.Tensor, epochs: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
         for flags in workspace.recv_flags.peers:
             comet.copy_engine._raise_flags(flags, rank, epochs)
-        time.sleep(WINDOW_S)
+        come_late("layer 0", PATIENCE_S)
         copy_rows(x, epochs, plan, workspace)
 
     if rank == 1:
@@ -132,16 +146,16 @@ BREAKS: dict[str, Callable[[int], None]] = {
     "plan does not wait": partial(skip, counting, "wait_flags"),
     "plan's flag first": ids_flag_first,
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
-    "layer 0's flag first": partial(flag_first, dispatch, "push_chunk"),
+    "layer 0's flag first": partial(flag_first, dispatch, "push_chunk", "layer 0"),
     "copies' flag first": copied_flag_first,
-    "copies do not signal": partial(skip_with_deadline, comet.copy_engine, "_raise_flags"),
-    "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal"),
+    "copies do not signal": partial(skip_with_deadline, comet.copy_engine, "_raise_flags", "layer0"),
+    "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal", "layer0"),
     "backward dispatch does not wait": partial(skip, dispatch, "wait_flags"),
     "reduce does not wait": partial(skip, combine, "wait_flag"),
     "final sum does not wait": partial(skip, combine, "wait_flags"),
-    "layer 1's flag first": partial(flag_first, combine, "reduce_rows"),
-    "gradients' flag first": partial(flag_first, combine, "send_grads"),
-    "layer 1 does not signal": partial(skip_with_deadline, combine, "signal"),
+    "layer 1's flag first": partial(flag_first, combine, "reduce_rows", "layer 1"),
+    "gradients' flag first": partial(flag_first, combine, "send_grads", "grad_tokens"),
+    "layer 1 does not signal": partial(skip_with_deadline, combine, "signal", "layer1"),
     "device barrier does not wait": partial(skip, primitives, "wait_flags"),
     "twin does not wait": partial(skip, comet.twin, "wait"),
     "twin's plan does not wait": partial(skip, comet.plan_twin, "wait"),
@@ -168,9 +182,18 @@ def run_broken(broken: str, fn: Callable[..., Any], world_size: int, *args: Any,
     return run_ranks(broken_rank, world_size, broken, fn.__module__, fn.__qualname__, args, **options)
 
 
+def lateness(broken: str) -> float:
+    """How long a late rank waits for others that do not wait for it."""
+    if "flag first" in broken:
+        return 0.0  # they do until its flag comes, and ``flag_first`` waits then
+    return LATE_S if broken == "nothing" else PATIENCE_S
+
+
 def broken_rank(rank: int, world_size: int, broken: str, name: str, function: str, args: tuple[Any, ...]) -> Any:
     """Break something, then do what the test wants of a rank."""
     module = load(name.removeprefix(COPY)) if name.startswith(COPY) else importlib.import_module(name)
+    if hasattr(module, "LATE_S"):
+        module.LATE_S = dict.fromkeys(module.LATE_S, lateness(broken))
     BREAKS[broken](rank)
     return getattr(module, function)(rank, world_size, *args)
 
@@ -255,13 +278,14 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
     assert isinstance(moe.experts, SymmetricPath)
     module = comet.autograd if place == "keep_rows" else moe.experts.ops
     slept: list[str] = []
-    if rank == 1:
-        setattr(module, place, partial(after_sleep, slept, getattr(module, place)))
+    step = getattr(module, place)
+    late = partial(after_others, slept, lateness(broken), moe.group.workspace, step)
+    setattr(module, place, late if rank == 1 else partial(then_tell, step))
     inputs = rank_inputs(case, rank)
     x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
     y = moe.routed_experts(x, inputs.top_k_ids, weights)
     if place != "keep_rows":
-        layer_ranks.poison(moe.group)
+        poison(moe.group)
     y.backward(inputs.grad_output)
     moe.group.workspace.check()
     assert len(slept) == rank, "rank 1 was late"
@@ -273,10 +297,22 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
     dist.barrier()
 
 
-def after_sleep(slept: list[str], step: Callable[..., Any], *args: Any) -> Any:
+def then_tell(step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    found = step(*args, **options)
+    if step.__name__ != "keep_rows":
+        passed(step.__name__)
+    return found
+
+
+def after_others(
+    slept: list[str], most_s: float, workspace: Workspace, step: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """Do a step late: when another rank is past it, or has overwritten rows that are to be kept."""
     slept.append(step.__name__)
-    time.sleep(LATE_S)
-    return step(*args)
+    rows = workspace.recv_rows.local.view(torch.int32)  # NaN equals nothing
+    before, keeps = rows.clone(), step.__name__ == "keep_rows"
+    come_late(step.__name__, most_s, lambda: keeps and not torch.equal(rows, before))
+    return step(*args, **options)
 
 
 @pytest.mark.parametrize("place", ["keep_rows", "grad_hidden", "grad_tokens"])

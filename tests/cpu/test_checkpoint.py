@@ -19,7 +19,7 @@ from comet.launch.failures import is_user_error
 from comet.sharding import local
 from comet.training import checkpoint_folder
 from comet.training.checkpoint import Checkpointer
-from comet.training.checkpoint_folder import choose_checkpoint, list_checkpoints, read_checkpoint
+from comet.training.checkpoint_folder import choose_checkpoint, find_checkpoints, list_checkpoints, read_checkpoint
 from comet.training.loop import Trainer
 from comet.training.optimizer import make_optimizer
 
@@ -55,7 +55,7 @@ def save_and_go_on(rank, world_size, folder, ep, tp):
     saved_logits = logits(trainer).tolist()
     losses = [trainer.step(step).loss.item() for step in range(2, 5)]
     resumed, loader = make_trainer(folder, ep=ep, tp=tp, seed=9)
-    first = loader.load(choose_checkpoint(folder, folder)[0])
+    first = loader.load(find_checkpoints(folder, folder)[0][0])
     resumed_losses = [resumed.step(step).loss.item() for step in range(first, 5)]
     same = [
         torch.equal(left, right)
@@ -68,7 +68,7 @@ def save_and_go_on(rank, world_size, folder, ep, tp):
 
 def load_logits(rank, world_size, folder, ep, tp):
     trainer, checkpointer = make_trainer(folder, ep=ep, tp=tp, seed=9)
-    assert checkpointer.load(choose_checkpoint(folder, folder)[0]) == 2
+    assert checkpointer.load(find_checkpoints(folder, folder)[0][0]) == 2
     states = [trainer.optimizer.state[weight] for weight in trainer.model.expert_parameters()]
     moments = [local(state["exp_avg_sq"]).sum() for state in states]
     found = logits(trainer).tolist()
@@ -123,18 +123,18 @@ def test_selection_bias_is_saved(tmp_path):
 def test_newest_two_are_kept_and_found(tmp_path):
     save_steps(tmp_path, [1, 2, 3])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
-    assert choose_checkpoint("auto", str(tmp_path))[0].step == 3
-    assert choose_checkpoint(str(tmp_path), "unused")[0].step == 3
-    assert choose_checkpoint(str(tmp_path / "step-000002"), "unused")[0].step == 2
-    assert choose_checkpoint(None, str(tmp_path)) == (None, [])
-    assert choose_checkpoint("auto", str(tmp_path / "new")) == (None, [])
+    assert find_checkpoints("auto", str(tmp_path))[0][0].step == 3
+    assert find_checkpoints(str(tmp_path), "unused")[0][0].step == 3
+    assert find_checkpoints(str(tmp_path / "step-000002"), "unused")[0][0].step == 2
+    assert find_checkpoints(None, str(tmp_path)) == ([], [])
+    assert find_checkpoints("auto", str(tmp_path / "new")) == ([], [])
 
 
 def test_a_new_run_in_an_old_folder_replaces_what_it_reaches(tmp_path):
     save_steps(tmp_path, [2, 3])
     save_steps(tmp_path, [2])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
-    assert choose_checkpoint("auto", str(tmp_path))[0].step == 2  # newest by time, not by number
+    assert find_checkpoints("auto", str(tmp_path))[0][0].step == 2  # newest by time, not by number
 
 
 def kill_while_saving(rank, world_size, folder, moment):
@@ -163,8 +163,8 @@ def test_kill_while_saving_leaves_the_previous_one(tmp_path, moment):
         run_ranks(kill_while_saving, 1, str(tmp_path), moment)
     assert (tmp_path / "step-000002.tmp").is_dir()
     with pytest.raises(ValueError, match=r"step-000002\.tmp is half-written.*complete is .*step-000001"):
-        choose_checkpoint(str(tmp_path / "step-000002.tmp"), "unused")
-    checkpoint, skipped = choose_checkpoint("auto", str(tmp_path))
+        find_checkpoints(str(tmp_path / "step-000002.tmp"), "unused")
+    checkpoint, skipped = choose_checkpoint(*find_checkpoints("auto", str(tmp_path)))
     assert checkpoint.step == 1
     assert len(skipped) == 1
     assert "step-000002.tmp is half-written" in skipped[0]
@@ -188,7 +188,7 @@ def kill_one_of_two(rank, world_size, folder):
 
 def test_death_of_a_peer_while_saving_leaves_the_previous_one(tmp_path):
     run_ranks(kill_one_of_two, 2, str(tmp_path), may_die=[1])
-    assert choose_checkpoint("auto", str(tmp_path))[0].step == 1
+    assert find_checkpoints("auto", str(tmp_path))[0][0].step == 1
     load_one = make_trainer(tmp_path)[1]
     assert load_one.load(list_checkpoints(tmp_path)[0][0]) == 1
 
@@ -214,8 +214,8 @@ def test_damaged_newest_is_named_and_passed_over(tmp_path, damage):
     with pytest.raises(ValueError, match=message):
         read_checkpoint(newest)
     with pytest.raises(ValueError, match=message + r".*complete is .*step-000001"):
-        choose_checkpoint(str(newest), "unused")
-    checkpoint, skipped = choose_checkpoint(str(tmp_path), "unused")
+        find_checkpoints(str(newest), "unused")
+    checkpoint, skipped = choose_checkpoint(*find_checkpoints(str(tmp_path), "unused"))
     assert checkpoint.step == 1
     assert len(skipped) == 1
     assert "step-000002" in skipped[0]
@@ -223,7 +223,7 @@ def test_damaged_newest_is_named_and_passed_over(tmp_path, damage):
 
 def test_damage_between_choice_and_load_is_noticed(tmp_path):
     save_steps(tmp_path, [1])
-    checkpoint = choose_checkpoint("auto", str(tmp_path))[0]
+    checkpoint = find_checkpoints("auto", str(tmp_path))[0][0]
     (checkpoint.path / ".metadata").write_bytes(b"")
     with pytest.raises(ValueError, match=r"truncated: \.metadata has 0 bytes"):
         make_trainer(tmp_path)[1].load(checkpoint)
@@ -231,19 +231,19 @@ def test_damage_between_choice_and_load_is_noticed(tmp_path):
 
 def test_folder_without_checkpoints(tmp_path):
     with pytest.raises(ValueError, match=r"resume=.* must hold a complete checkpoint; it has none"):
-        choose_checkpoint(str(tmp_path), "unused")
+        find_checkpoints(str(tmp_path), "unused")
     with pytest.raises(FileNotFoundError, match=r"resume must be 'auto', a checkpoint or a folder.*nowhere") as caught:
-        choose_checkpoint(str(tmp_path / "nowhere"), "unused")
+        find_checkpoints(str(tmp_path / "nowhere"), "unused")
     assert is_user_error(caught.value)
     with pytest.raises(FileNotFoundError, match=r"resume must be"):
-        choose_checkpoint(str(tmp_path / "step-000007"), "unused")
+        find_checkpoints(str(tmp_path / "step-000007"), "unused")
 
 
 def test_other_version(tmp_path):
     save_steps(tmp_path, [1])
     manifest = tmp_path / "step-000001" / "comet.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    with pytest.raises(ValueError, match=r"has format=99, this version reads 1"):
+    with pytest.raises(ValueError, match=r"format=99 must be one of 1, 2"):
         read_checkpoint(manifest.parent)
 
 

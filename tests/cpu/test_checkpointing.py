@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from comet.collectives import all_to_all_rows
 from comet.reference import reference_experts
 from comet.sharding import local
 
@@ -107,3 +108,21 @@ def backward_twice(rank: int, world_size: int, path: str) -> None:
 @pytest.mark.parametrize("path", ["twin", "plain", "reference"])
 def test_a_second_backward_pass(path: str) -> None:
     run_ranks(backward_twice, 2, path)
+
+
+def exchange_recomputed(rank: int, world_size: int) -> None:
+    """As many rows in all, but to other ranks: rank 0 sends (1, 2), then (2, 1), and rank 1 the other way round."""
+    counts = [(1, 2), (2, 1)] if rank == 0 else [(2, 1), (1, 2)]
+
+    def exchange(rows: Tensor) -> Tensor:
+        both = counts.pop(0)
+        return all_to_all_rows(rows, both, both, None)
+
+    rows = torch.zeros(3, 1, requires_grad=True)
+    checkpoint(exchange, rows, use_reentrant=False).backward(torch.arange(3.0).view(3, 1) + 10 * rank + 10)
+    assert rows.grad is not None
+    assert rows.grad.flatten().tolist() == ([10, 11, 20] if rank == 0 else [12, 21, 22])
+
+
+def test_rows_go_back_to_where_the_last_pass_had_them_from() -> None:
+    run_ranks(exchange_recomputed, 2)

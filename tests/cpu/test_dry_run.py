@@ -30,6 +30,14 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
     [
         (["train", "overlap.comm_blocks=500"], SPLIT),
         (["train", "parallel=ep2", "overlap.num_phases=5"], "num_phases=5 must be between 2 and 2 for world_size=2"),
+        (
+            ["train", "parallel=ep4", "parallel.node_size=2", "moe_path=twin"],
+            "moe_path='twin' must be auto, plain or reference: groups of 4 ranks span nodes of parallel.node_size=2",
+        ),
+        (
+            ["train", "parallel=ep2", "parallel.node_size=1", "overlap.num_panels=2"],
+            "overlap must be left out: groups of",
+        ),
         (["explain", "tune.machine=h200", "overlap.comm_blocks=500"], SPLIT),
         (["explain", "tune.models=[nope]"], "model='nope' must be one of "),
         (["tune", "tune.models=[nope]"], "model='nope' must be one of "),
@@ -49,6 +57,23 @@ def test_a_dry_run_refuses_what_the_run_would(words, message, capfd, monkeypatch
     out, err = capfd.readouterr()
     assert (out, len(err.splitlines())) == ("", 1), err
     assert err.startswith(f"comet: error: {message}")
+
+
+@pytest.mark.parametrize("task", ["train", "generate"])
+def test_a_dry_run_counts_no_symmetric_memory_between_nodes(task, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = {}
+    for node_size in (2, 4):
+        words = ["parallel=ep4", f"parallel.node_size={node_size}", "model.moe.shared_ffn_size=128"]
+        assert main([task, "--dry-run", *words]) == 0
+        out = capfd.readouterr().out
+        assert yaml.safe_load(out)["parallel"] == {"ep": 4, "tp": 1, "node_size": node_size}
+        lines = (line[1:].rsplit(maxsplit=1) for line in out.splitlines() if line.startswith("#   "))
+        found[node_size] = {name.strip(): float(size.replace(",", "")) for name, size in lines}
+    memory = ("symmetric memory", "shared experts in decode steps")
+    assert all(found[2].get(name, 0) == 0 < found[4].get(name, 1) for name in memory)
+    same = found[2].keys() - {*memory, "total"}
+    assert [found[2][name] for name in same] == [found[4][name] for name in same]
 
 
 def test_a_dry_run_takes_what_the_run_would(capfd, monkeypatch):

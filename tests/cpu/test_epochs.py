@@ -12,6 +12,7 @@ from decode_ranks import compare_step, gathered_inputs, open_rank
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison
 from ranks import run_ranks
+from tiers import slow
 
 from comet.comm import LocalCommunicator, emulated_group
 from comet.comm.epochs import MOST_EPOCHS, check_epoch
@@ -112,8 +113,9 @@ def run_near_the_limit(rank: int, world_size: int, path: str, transport: Transpo
     return epochs
 
 
-@pytest.mark.parametrize("path", ["twin", "fused"])
-@pytest.mark.parametrize("transport", ["push", "copy"])
+@pytest.mark.parametrize(
+    ("path", "transport"), [("twin", "push"), ("twin", "copy"), ("fused", "push"), slow("fused", "copy")]
+)
 def test_layers_before_and_after(path: str, transport: Transport) -> None:
     found = run_ranks(run_near_the_limit, 2, path, transport, interpret=path == "fused", timeout=300)
     assert found == [[MOST_EPOCHS + 1, 0, 3]] * 2

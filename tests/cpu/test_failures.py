@@ -285,6 +285,29 @@ def test_a_layer_frozen_on_one_rank_is_refused_on_all_and_costs_nothing(path: st
     assert all(text.endswith("freeze on all of them, or on none") for text in first)
 
 
+def bad_ids_on_one_rank(rank: int, world_size: int) -> list[str]:
+    """What a call says where one rank has a bad id; the next is right on all."""
+    moe, said = build_layer(CASE, rank, "twin"), []
+    for number in range(3):
+        inputs = rank_inputs(CASE, rank, number)
+        if rank == number % world_size:
+            inputs.top_k_ids[0, 0] = 1000
+        with pytest.raises(ValueError, match="top_k_ids") as refusal:
+            moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
+        said.append(str(refusal.value).split(";")[0])
+        compare(moe, rank, number, "after a refusal on all ranks")
+    moe.group.workspace.check()
+    moe.group.close()
+    return said
+
+
+def test_bad_ids_of_one_rank_are_refused_on_all_and_cost_nothing() -> None:
+    first, second = run_ranks(bad_ids_on_one_rank, 2, timeout=60)
+    here, there = "contain 1000", "contain 1 bad ids"
+    assert first == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, here), (1, there), (0, here))]
+    assert second == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, there), (1, here), (0, there))]
+
+
 def freeze_on_kernels(rank: int, world_size: int) -> str:
     """Rank 0 begins its backward pass, rank 1, whose layer is frozen, the next forward pass."""
     moe, inputs = build_layer(CASE, rank, "fused"), rank_inputs(CASE, rank)
@@ -322,7 +345,7 @@ def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
         break_once(path if piece == "plan" else path.ops, piece, KeyboardInterrupt(), after=True)
         with pytest.raises(KeyboardInterrupt):
             moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
-        with pytest.raises(ValueError, match="top_k_ids between"):
+        with pytest.raises(ValueError, match="top_k_ids of rank 0 contain"):
             moe.routed_experts(inputs.tokens, inputs.top_k_ids + 1000, inputs.top_k_weights)
         output = moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
         assert_as_close(output.detach(), exact.output, same.output, case.dtype, piece)

@@ -7,6 +7,7 @@ import torch
 from fp8_cases import build_path, fp8_shard, run_fp8_case
 from layer_cases import LayerCase, rank_inputs
 from ranks import run_ranks
+from tiers import slow, slow_but
 
 from comet.packed import pack, packed_columns, unpack
 from comet.quantize import quantize_rows
@@ -28,6 +29,7 @@ CASES = [
     LayerCase("ep2 copied", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=2, **WIDE),
     LayerCase("ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, num_phases=4, relabel=3),
 ]
+QUICK = ("one rank", "ep2", "ep2 no tokens at all", "ep2 masked slots", "ep2 copied", "ep2 x tp2")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -35,12 +37,12 @@ def test_twin(case: LayerCase) -> None:
     run_ranks(run_fp8_case, case.world_size, case, "twin")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_kernels_in_the_interpreter(case: LayerCase) -> None:
     run_ranks(run_fp8_case, case.world_size, case, "fused", interpret=True, timeout=300)
 
 
-@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("path", ["twin", slow("fused")])
 def test_delayed_ranks_and_a_layer_in_between_whose_rows_are_not_packed(path: str) -> None:
     run_ranks(mixed_layers, 2, path, interpret=path == "fused", timeout=300)
 

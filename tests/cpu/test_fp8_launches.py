@@ -50,6 +50,7 @@ def play(rank: int, world_size: int) -> None:
         check_outputs(case, outputs, float32_products(max(case.hidden_size, case.ffn_size)))
 
 
+@pytest.mark.slow
 def test_ranks_played_in_one_process() -> None:
     run_ranks(play, 1, interpret=True, timeout=400)
 

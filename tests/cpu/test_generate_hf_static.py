@@ -8,6 +8,7 @@ import pytest
 import torch
 from generate_cases import NOT_PERMITTED, graphs_on_cpu
 from ranks import run_ranks
+from tiers import slow
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -83,7 +84,7 @@ def on_ranks(rank: int, world_size: int, family: str, ep: int, tp: int) -> tuple
     return tokens, decoder.place, [layer.keys for layer in decoder.cache.layers]
 
 
-@pytest.mark.parametrize(("family", "ep", "tp"), [("qwen3_moe", 2, 1), ("mixtral", 1, 2)])
+@pytest.mark.parametrize(("family", "ep", "tp"), [slow("qwen3_moe", 2, 1), ("mixtral", 1, 2)])
 def test_two_ranks_take_the_steps_of_one(family: str, ep: int, tp: int) -> None:
     tokens, place, keys = on_ranks(0, 1, family, 1, 1)
     for found in run_ranks(on_ranks, 2, family, ep, tp):

@@ -25,7 +25,7 @@ from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
 from comet.launch.cli import main
-from comet.launch.config import compose, split_verbatim, to_yaml
+from comet.launch.config import compose, split_verbatim
 from comet.launch.config import make_job as job_of_command
 from comet.launch.dry_run_generate import memory_needs
 from comet.launch.help import help_page
@@ -34,6 +34,7 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.run import train
+from comet.training.settings import to_yaml
 
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
 PROMPTS = ("17 times 4 is ", "3 ti")

@@ -293,4 +293,4 @@ def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_cl
 def test_why_a_batch_is_not_captured_names_warp_decode_only_where_it_is_on():
     assert batch_obstacle(64, 64) == ""
     assert batch_obstacle(65, 64) == "65 sequences are more than the 64 of warp decode"
-    assert batch_obstacle(1, 0) == "warp decode is off (decode_tokens=0), and other paths wait for the host"
+    assert batch_obstacle(1, 0) == "warp decode is off, and other paths wait for the host"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
@@ -135,7 +136,7 @@ def test_kept_experts_compute_the_same_and_take_what_they_take_on_disk(
         loaded.save_pretrained(whole / "copy")
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2)])
 def test_two_ranks_read_their_own_experts(ragged: Path, whole: Path, ep: int, tp: int) -> None:
     first, second = run_ranks(load_on_ranks, 2, {"ragged": ragged, "whole": whole}, ep, tp, timeout=300)
     assert len(first) == 3

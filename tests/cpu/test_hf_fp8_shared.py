@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
@@ -124,7 +125,7 @@ def on_ranks(rank: int, world_size: int, folder: Path, sizes: dict[str, int], ep
     return logits
 
 
-@pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("ep", "tp"), [slow(2, 1), (1, 2)])
 def test_ranks_hold_pieces_in_turn(tmp_path: Path, ep: int, tp: int) -> None:
     sizes = WHOLE | dict(n_shared_experts=1)
     first, second = run_ranks(on_ranks, 2, published(tmp_path, sizes), sizes, ep, tp)

@@ -51,6 +51,7 @@ def expert_bytes(family: str) -> int:
 LAYOUTS = {(2, 1): FAMILIES, (1, 2): FAMILIES, (2, 2): ("qwen3_moe",)}
 
 
+@pytest.mark.slow
 def test_groups(tmp_path: Path) -> None:
     # Four processes: two groups of two side by side, then one of four. Importing transformers costs more than checks.
     found = run_ranks(run_group, 4, LAYOUTS, checkpoints(tmp_path), timeout=300)

@@ -13,6 +13,7 @@ import torch
 from layer_cases import LayerCase, full_weights, rank_inputs
 from modular_cases import make_group, strided
 from ranks import run_ranks
+from tiers import slow
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -169,7 +170,7 @@ def run_plain(rank: int, world_size: int, kernels: bool) -> dict[str, dict[str, 
     return outcome
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [False, slow(True)])
 def test_plain_weights_are_refused_or_right(kernels: bool) -> None:
     (outcome,) = run_ranks(run_plain, 1, kernels, interpret=kernels)
     check(outcome, refused=SIZES | TYPES)
@@ -214,8 +215,7 @@ def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict
     return outcome
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("kind", [FP8, MXFP8])
+@pytest.mark.parametrize(("kind", "kernels"), [(FP8, False), (MXFP8, False), (FP8, True), slow(MXFP8, True)])
 def test_quantised_weights_are_refused_or_right(kind: type, kernels: bool) -> None:
     (outcome,) = run_ranks(run_quantised, 1, kind, kernels, interpret=kernels)
     check(outcome, refused=SIZES)

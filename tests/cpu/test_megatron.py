@@ -71,10 +71,10 @@ def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
     assert error <= 5e-6 * largest, f"{what}: error {error} of values up to {largest}"
 
 
-def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int) -> None:
+def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, node_size: int | None = None) -> None:
     """Each case of one layout: output, gradient of the input, and of all parameters."""
     start(ep, expert_tp, tp)
-    group = make_group(make_config(moe_router_topk=4))
+    group = make_group(make_config(moe_router_topk=4), node_size)
     for name, (fields, settings) in CASES.items():
         stock, ours = twins(make_layer, make_config(**fields), group, rank, **settings)
         torch.manual_seed(rank)
@@ -109,6 +109,10 @@ def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int) ->
 def test_layer(ep: int, expert_tp: int, tp: int) -> None:
     """Under ``tp`` the rest of the model is tensor-parallel, too, and ranks have parts of the sequence."""
     run_ranks(check_layer, ep * expert_tp, ep, expert_tp, tp, timeout=300)
+
+
+def test_layer_over_two_nodes() -> None:
+    run_ranks(check_layer, 2, 2, 1, 1, 1, timeout=300)
 
 
 def losses(config: Any, model: Any, rank: int) -> list[float]:

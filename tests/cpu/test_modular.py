@@ -70,6 +70,7 @@ def names(pair: Combination) -> list[str]:
     return [pair.prepare_finalize.__name__, pair.experts.__name__]
 
 
+@pytest.mark.slow
 def test_two_ranks_all_combinations_no_waiting_and_kernels() -> None:
     """One pair of processes for all three, because starting them costs more than running them."""
     cases = [*attacks(2, seed=12), LayerCase("tp2", 1, 2, (31, 0), ffn_size=64, seed=13, calls=2)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from late import hurry
 from layer_cases import LayerCase, assert_as_close, rank_inputs
 from modular_cases import expected, make_group, rank_weights
 from ranks import run_ranks
@@ -128,6 +129,7 @@ def test_the_kernel_of_vllm_equals_the_reference() -> None:
     assert run_ranks(run_adapted, 1, [CASE], timeout=400) == [3 * 7 + 4]
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_the_kernel_of_vllm_on_two_ranks_with_an_expert_map() -> None:
     assert run_ranks(run_adapted, 2, TWO_RANKS, timeout=400) == [2 * (2 * 7 + 4)] * 2
@@ -269,10 +271,11 @@ def run_failures(rank: int, world_size: int) -> str:
     """Rank 1 fails between dispatch and combine; both refuse to go on, until they restart."""
     start_vllm()
     case = TWO_RANKS[0]
-    group = make_group(case, timeout_s=3.0)
+    group = make_group(case)
     inner = GroupedContiguous(case.config, group)
     kernel = make_kernel(SymmetricContiguous(case.config, group), inner, case, rank)
     right = run_kernel(kernel, case, rank)
+    hurry(group.comm, 3.0)
     if rank == 1:
         inner.apply = lambda *_: (_ for _ in ()).throw(MemoryError("out of memory"))  # type: ignore[method-assign]
     with pytest.raises(MemoryError if rank == 1 else (RuntimeError, StepFailedError)):
@@ -280,12 +283,14 @@ def run_failures(rank: int, world_size: int) -> str:
     with pytest.raises(StepFailedError) as refusal:
         run_kernel(kernel, case, rank)
     vars(inner).pop("apply", None)
+    group.comm.timeout_s = 60.0
     group.workspace.restart()
     assert torch.equal(run_kernel(kernel, case, rank), right)
     group.close()
     return str(refusal.value)
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_rank_that_fails_between_the_halves_is_noted() -> None:
     assert all(

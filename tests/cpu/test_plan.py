@@ -205,9 +205,9 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"max_routed_rows": 0}, "max_routed_rows=0 must be a positive multiple of block_rows=16"),
         (
             {"top_k_ids": torch.full((4, 2), 8).int()},
-            "top_k_ids between 8 and 8 must be between -1 and num_experts - 1",
+            "top_k_ids of rank 0 contain 8; every id must be -1 (masked) or in [0, num_experts=8)",
         ),
-        ({"top_k_ids": torch.full((4, 2), -2).int()}, "top_k_ids between -2 and -2 must be between -1"),
+        ({"top_k_ids": torch.full((4, 2), -2).int()}, "top_k_ids of rank 0 contain -2; every id must be -1"),
     ],
 )
 def test_errors_name_field_value_and_rule(changes: dict[str, Any], message: str) -> None:

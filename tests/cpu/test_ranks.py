@@ -236,6 +236,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[signal.Signals
         return dict(zip(signals, threads.map(interrupt_tests, signals, folders), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, pytest.ExitCode.INTERRUPTED), (signal.SIGKILL, -9)])
 def test_interrupted_tests_leave_no_process(
     signum: signal.Signals, status: int, interrupted: dict[signal.Signals, tuple[int, list[int]]]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from tiers import slow
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -182,7 +183,7 @@ def train_wrapped(rank: int, world_size: int, ep: int, tp: int, wrap: Callable[[
 
 
 @pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp])
-@pytest.mark.parametrize(("world_size", "ep", "tp"), [(2, 2, 1), (4, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("world_size", "ep", "tp"), [(2, 2, 1), slow(4, 1, 2), (4, 2, 2)])
 def test_wrapped_models_train_as_one_rank(
     world_size: int, ep: int, tp: int, wrap: Callable[[Model], nn.Module]
 ) -> None:

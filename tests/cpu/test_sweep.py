@@ -20,9 +20,10 @@ from comet.launch.config import compose, make_job
 from comet.launch.sweep import load_models, sweep_job
 from comet.paths import make_path
 from comet.training.config import JobConfig
+from comet.training.ranks import from_first_rank
 from comet.tuner.config import SweepConfig
 from comet.tuner.sweep import COLUMNS, Knobs, Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
-from comet.tuner.sweep_job import CSV_NAME, PLOT_NAME, from_first_rank, measure_shape, pending, run_sweep
+from comet.tuner.sweep_job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
 from comet.tuner.sweep_plot import plot_sweep, sweep_lines
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
@@ -257,7 +258,7 @@ def test_an_error_of_the_first_rank_reaches_the_user():
         raise OSError("disk full")
 
     with pytest.raises(ValueError, match="disk full"):
-        from_first_rank(fail, Alone())
+        from_first_rank(fail)
 
 
 def comet(*words: str) -> tuple[int, list[str], str]:
@@ -295,4 +296,4 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
         "ValueError: num_phases",
         "ValueError: world_size",
     }
-    assert {path.name for path in tmp_path.iterdir()} == {CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {".comet.lock", CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}

@@ -14,6 +14,7 @@ from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, Rank, make_
 
 from comet.config import ParallelConfig
 from comet.models.gpt import next_token_loss
+from comet.training import run
 from comet.training.config import CommConfig, JobConfig
 from comet.training.data import sample_batch
 from comet.training.evaluate import generate, heldout_loss
@@ -185,9 +186,32 @@ def test_ranks_with_different_text_refuse_to_start(tmp_path):
     run_ranks(run_job_with_other_text, 2, tmp_path)
 
 
-def test_divergence_names_step_and_setting(tmp_path):
-    with pytest.raises(ValueError, match=r"diverged|finite"):
-        train(make_job(tmp_path, lr=1e30, weight_decay=0.0), Rank())
+def diverge(folder, monkeypatch, where, **changes):
+    """A job whose router weight becomes NaN in step 2 (``where="step"``), or after the last one."""
+    step = run.Trainer.step
+
+    def spoiled(self, number, **rest):
+        if number == 1 and where == "step":
+            with torch.no_grad():
+                self.model.moe_layers()[0].router.weight[0, 0] = float("nan")
+        return step(self, number, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Trainer, "step", spoiled)
+        if where == "held-out text":
+            patch.setattr(run, "heldout_loss", lambda *_, **__: float("nan"))
+        return train(make_job(folder, **changes), Rank())
+
+
+def test_divergence_names_step_and_setting(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"diverged at step 2 .*: train\.lr=1e\+30 must be lower or train\.warmup_steps"
+    ):
+        train(make_job(tmp_path, lr=1e30, weight_decay=0.0, checkpoint_every=1), Rank())
+    with pytest.raises(ValueError, match=r"diverged at step 2 \(router logits\[.*train\.lr=0\.01 must be lower"):
+        diverge(tmp_path, monkeypatch, "step", overwrite=True)
+    with pytest.raises(ValueError, match=r"diverged at step 3 \(held-out loss=nan\): train\.lr=0\.01 must be lower"):
+        diverge(tmp_path, monkeypatch, "held-out text", eval_every=3, overwrite=True)
 
 
 def test_broken_newest_checkpoint_is_reported_and_passed_over(tmp_path, capsys):

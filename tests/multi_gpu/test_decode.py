@@ -19,7 +19,7 @@ from decode_ranks import (
     shard,
     step_inputs,
 )
-from gpus import ON_GPUS, gpu_of, need_gpus, num_gpus
+from gpus import MOST_RANKS, ON_GPUS, gpu_of, need_gpus, num_gpus
 from ranks import run_ranks
 
 from comet.comm import make_communicator
@@ -29,7 +29,8 @@ from comet.errors import CommTimeoutError
 from comet.layout import ExpertLayout
 
 CASE = DecodeCase(name="qwen3-like", T=64, K=8, E=32, D=2048, F=768, routing="masked", seed=1)
-REPLAYS = 3000  # even, so that the last one runs on negated tokens
+# Even, so that the last one runs on negated tokens; ranks that share a GPU take turns many times in each.
+REPLAYS = 3000 if num_gpus(own=True) >= MOST_RANKS else 300
 STEPS = (1, 8, 32, 64, 0, 2, 1, 17, 33, 3) * 6
 
 

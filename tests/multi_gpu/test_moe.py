@@ -56,6 +56,11 @@ def test_kernels(case: LayerCase) -> None:
     run_ranks(on_gpu, case.world_size, case, "fused", backend=ON_GPUS, timeout=240)
 
 
+def with_both_layers(rank: int, world_size: int, case: LayerCase) -> None:
+    mine, twin = (with_layers(rank, world_size, case, kind) for kind in ("cuda", "triton"))
+    assert all(torch.equal(*pair) for pair in zip(mine, twin, strict=True)), f"rank {rank}"
+
+
 def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list[torch.Tensor]:
     with layer0_in(kind) as layer0, layer1_in(kind) as layer1, grad_hidden_in(kind) as grad_hidden:
         outputs = on_gpu(rank, world_size, case, "fused", True)
@@ -67,11 +72,7 @@ def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list
 @pytest.mark.parametrize("case", [case for case in CASES if case.transport == "push"], ids=lambda case: case.name)
 def test_layers_in_cuda_equal_their_twins(case: LayerCase) -> None:
     needs(case)
-    mine, twin = (
-        run_ranks(with_layers, case.world_size, case, kind, backend=ON_GPUS, timeout=240) for kind in ("cuda", "triton")
-    )
-    for rank in range(case.world_size):
-        assert all(torch.equal(a, b) for a, b in zip(mine[rank], twin[rank], strict=True)), f"rank {rank}"
+    run_ranks(with_both_layers, case.world_size, case, backend=ON_GPUS, timeout=400)
 
 
 @pytest.mark.multi_gpu(n=2, own=True)  # NCCL

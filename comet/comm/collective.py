@@ -1,0 +1,117 @@
+"""Ranks of several nodes: no symmetric memory, and what they tell each other goes through their process group's store.
+
+Their layers exchange rows by collectives of ``torch.distributed`` (``comet.plain``), which have deadlines of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from comet.comm.base import SymmTensor
+from comet.comm.failures import Board, board_bytes
+from comet.comm.handshake import gather
+from comet.comm.lifecycle import CommunicatorBase, settle
+from comet.comm.signals import poll
+from comet.errors import CommTimeoutError
+
+logger = logging.getLogger(__name__)
+
+NOTE = "note"
+
+
+class StoreBoard(Board):
+    """Notes of all ranks to all ranks in a store: a rank sees its own at once, the others' where it calls ``check``.
+
+    So a step costs no message. Nothing is lost by it: after a failure its rank takes part in no collective any more,
+    and a step of the others cannot end.
+
+    Args:
+        group: The ranks (collective).
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        own = torch.zeros(board_bytes(group.size()), dtype=torch.uint8)
+        super().__init__((own,) * group.size(), group.rank())
+        name = gather(group, uuid.uuid4().hex)[0]  # a group may get several boards, one after the other
+        self._store = dist.PrefixStore(f"comet/board/{name}", group.get_group_store())
+        self._size = group.size()
+        self._told = ""
+
+    def check(self) -> None:
+        """See ``Board``; asks the store."""
+        if not self.word[0] and self._store.check([NOTE]):
+            self.word[0], self._told = json.loads(self._store.get(NOTE))
+        super().check()
+
+    def note(self, what: str, error: BaseException, *, is_final: bool = False) -> None:
+        """See ``Board``."""
+        if not self.word[0]:
+            super().note(what, error, is_final=is_final)
+            self._told = super()._text()
+            with suppress(dist.DistError):  # it may have gone with its host
+                self._store.set(NOTE, json.dumps([self.word[0], self._told]))
+
+    def clear(self) -> None:
+        """See ``Board``; the first rank's counts."""
+        super().clear()
+        if self.rank == 0:
+            self._store.delete_key(NOTE)
+
+    def meet(self, timeout_s: float) -> None:
+        """See ``Board``."""
+        self._num_met += 1
+        keys = [f"met/{self._num_met}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self.rank], "")
+        if not poll(lambda: self._store.check(keys), timeout_s):
+            self._num_met -= 1
+            late = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
+            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for rank {late} (meeting of all ranks)")
+
+    def _text(self) -> str:
+        return self._told
+
+
+class CollectiveCommunicator(CommunicatorBase):
+    """Ranks of several nodes; there is no memory to allocate.
+
+    Args:
+        group: The ranks, of any backend (NCCL or gloo).
+        device: This rank's device.
+        timeout_s: Deadline of every wait here, in seconds.
+        nodes: Which ranks run where, in words.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float, nodes: str) -> None:
+        super().__init__(group.rank(), group.size(), device, timeout_s)
+        self.memory_obstacle = f"a group of {self.world_size} ranks spans several: {nodes}"
+        self.board = StoreBoard(group)
+
+    def _alloc(self, num_bytes: int) -> SymmTensor:
+        raise AssertionError("a group with an obstacle to memory allocates none")
+
+    def _barrier(self) -> None:
+        settle(self.device)
+        self.board.meet(self.timeout_s)
+
+    def _renew(self) -> None:
+        """Nothing: no signal is kept."""
+
+    def _close(self, in_step: bool) -> bool:
+        if self.device.type == "cpu":
+            return True  # gloo leaves without the others
+        if not in_step or self.board.word[0]:
+            return False
+        try:
+            with suppress(dist.DistError):  # the store goes with the first rank, which leaves when all have met
+                self._barrier()
+        except CommTimeoutError as late:
+            logger.warning("process groups are kept, because a rank did not close: %s", late)
+            return False
+        return True

@@ -1,0 +1,73 @@
+"""Who a process is in a job, and what rank 0 decides for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Made = TypeVar("Made")
+
+
+class RankContext(Protocol):
+    """Who this process is; the process group is initialised when there are several ranks."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the whole job."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the whole job."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    @property
+    def attempt(self) -> int:
+        """How often the ranks of this job were started anew; 0 the first time."""
+        ...
+
+
+def this_rank() -> tuple[int, int]:
+    """Rank of this process, and ranks in all; ``(0, 1)`` without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's ``value``, in rank order, on all ranks (collective)."""
+    _, world_size = this_rank()
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_first_rank(make: Callable[[], Made]) -> Made:
+    """What ``make`` returns on rank 0, on all ranks (collective).
+
+    Raises:
+        ValueError: On all ranks, if it raises that or an ``OSError`` that names no file on rank 0.
+        OSError: On all ranks, if it raises one that names a file on rank 0.
+    """
+    made: list[Any] = [None, None]
+    rank, world_size = this_rank()
+    if rank == 0:
+        try:
+            made[0] = make()
+        except ValueError as error:
+            made[1] = error
+        except OSError as error:
+            made[1] = error if error.filename else ValueError(str(error) or type(error).__name__)
+    if world_size > 1:
+        dist.broadcast_object_list(made, src=0)
+    if made[1] is not None:
+        raise made[1]
+    value: Made = made[0]
+    return value

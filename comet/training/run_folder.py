@@ -1,0 +1,139 @@
+"""The folder of a run: one job at a time writes there, and only the user gives up what another run left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Self
+
+from filelock import FileLock, Timeout
+
+from comet.config import require
+from comet.training.checkpoint_folder import (
+    Checkpoint,
+    find_checkpoints,
+    list_checkpoints,
+    names_checkpoint,
+    remove_checkpoint,
+)
+from comet.training.config import JobConfig
+from comet.training.history import HISTORY_FILE
+from comet.training.settings import SETTINGS_FILE
+from comet.tuner.shared_file import write_whole
+
+LOCK, OWNER = ".comet.lock", ".comet.owner"
+RUN_FILES = (HISTORY_FILE, SETTINGS_FILE, "result.json", "loss.png", "expert_load.png", "sample.txt")
+RESTART_S = 30.0  # for the end of the rank that held the lock, if the ranks were started anew
+
+
+class FolderLock:
+    """A job's claim to write into a folder; the system gives it up for a process that is killed.
+
+    Args:
+        folder: Where the job writes.
+        setting: The folder as the user wrote it, for the message: ``output_dir='runs/1'``.
+        patience_s: Seconds to wait for the owner to end.
+    """
+
+    def __init__(self, folder: Path, setting: str, *, patience_s: float = 0.0) -> None:
+        self.folder = folder
+        self.setting = setting
+        self.patience_s = patience_s
+        self._lock = FileLock(folder / LOCK)
+
+    def acquire(self) -> None:
+        """Claim the folder, which is made if missing, unless this job has it already.
+
+        Raises:
+            ValueError: If another job writes there, or nobody may.
+        """
+        if self._lock.is_locked:
+            return
+        owner = self.folder / OWNER
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=self.patience_s)
+            owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        except Timeout as error:
+            text = owner.read_text() if owner.is_file() else "unknown"
+            raise ValueError(
+                f"{self.setting} is in use by another job ({' '.join(text.split())}): wait for its end, or choose "
+                "another folder"
+            ) from error
+        except OSError as error:
+            raise ValueError(f"{self.setting} must be a folder that can be written: {error}") from error
+
+    def release(self) -> None:
+        """Let others in."""
+        if self._lock.is_locked:
+            (self.folder / OWNER).unlink(missing_ok=True)
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class RunFolder(FolderLock):
+    """The output folder of a training run on rank 0; other ranks hold it for nothing.
+
+    Args:
+        config: Of the run.
+        attempt: How often its ranks were started anew: another attempt goes on in the folder by itself.
+    """
+
+    def __init__(self, config: JobConfig, attempt: int) -> None:
+        patience = RESTART_S if attempt else 0.0
+        super().__init__(Path(config.output_dir), f"output_dir={config.output_dir!r}", patience_s=patience)
+        self.resume = config.resume
+        self.overwrite = config.overwrite and not attempt
+        self.attempt = attempt
+
+    def find_checkpoints(self) -> tuple[list[Checkpoint], list[str]]:
+        """What to continue from, as ``checkpoint_folder.find_checkpoints``; for rank 0.
+
+        Raises:
+            ValueError: If another job writes into the folder, or a run there would be lost.
+        """
+        resume = self.resume
+        if self.folder.is_dir():
+            self.acquire()
+            steps = [found.step for found in list_checkpoints(self.folder)[0]]
+            if self.attempt == 0:
+                self._require_own(steps)
+            elif steps:
+                resume = "auto"
+        return find_checkpoints(resume, str(self.folder))
+
+    def begin(self, settings: str) -> None:
+        """Make the folder this run's, with its settings in it; for rank 0.
+
+        Args:
+            settings: YAML text.
+        """
+        self.acquire()
+        if self.overwrite:
+            for name in RUN_FILES:
+                (self.folder / name).unlink(missing_ok=True)
+            for path in self.folder.glob("step-*"):
+                remove_checkpoint(path)
+        write_whole(self.folder / SETTINGS_FILE, settings)
+
+    def _require_own(self, steps: list[int]) -> None:
+        source = None if self.resume in (None, "auto") else Path(str(self.resume))
+        if source is not None:
+            source = source.parent if names_checkpoint(source) else source
+        goes_on = self.resume == "auto" or (source is not None and source.resolve() == self.folder.resolve())
+        both = f"overwrite=true removes what resume={self.resume} is to continue: leave one of them out"
+        require(not (goes_on and self.overwrite), both)
+        history = self.folder / HISTORY_FILE
+        is_run = bool(steps) or (history.is_file() and history.stat().st_size > 0)
+        ways = f"resume={self.folder} continues it" if steps else "no step of it was saved"
+        require(
+            goes_on or self.overwrite or not is_run,
+            f"{self.setting} holds a run: {ways}, overwrite=true removes it, or choose another output_dir",
+        )

@@ -1,0 +1,83 @@
+"""Jobs whose ranks are killed again and again, also inside a checkpoint, end with the losses of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_jobs import APP, TIMEOUT_S, environment, start, wait_for_checkpoint
+from tiers import slow
+
+from comet.launch.cli import PROGRAM
+
+STEPS_PER_ATTEMPT = 6
+TINY = (
+    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
+    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0", "train.eval_batches=1",
+    "train.sample_bytes=0", "train.checkpoint_every=3", "train.eval_every=0", "parallel=ep2",
+)  # fmt: skip
+
+
+def draw_kills(seed: int, number: int) -> list[tuple[int, int, str]]:
+    """Rank, call and place of each attempt's kill; the call comes before the attempt has taken six steps."""
+    draw, kills = random.Random(seed), []
+    for _ in range(number):
+        rank, place = draw.randrange(2), draw.choice(["step", "step", "fsync", "rename"])
+        place = "fsync" if rank == 1 and place == "rename" else place  # which rank 0 does
+        most = {"step": STEPS_PER_ATTEMPT, "fsync": 1 if rank == 1 else 5, "rename": 2}[place]
+        kills.append((rank, draw.randint(1, most), place))
+    return kills
+
+
+def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str], *words: str) -> list[float]:
+    """The losses of a whole run, whose first attempts end with these kills."""
+    folder.mkdir()
+    (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
+    (folder / "kills.json").write_text(json.dumps(kills))
+    settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run-${{now:%f}}", *TINY, *words]
+    job = subprocess.run(
+        [sys.executable, *command, "train_and_be_killed", *settings],
+        env=environment(), capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
+    assert job.returncode == 0, (kills, job.stderr)
+    if command[0] == APP:
+        died = re.findall(r"error: rank (\d) \(pid \d+\) was killed by SIGKILL", job.stderr)
+        assert died == [str(rank) for rank, _, _ in kills], job.stderr
+        assert job.stderr.count("all ranks start anew, restart ") == len(kills), job.stderr
+    (run,) = folder.glob("run-*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [loss for row in rows for loss in row.get("losses", [])]
+
+
+@pytest.mark.parametrize(("launcher", "number"), [("comet", 2), slow("comet", 20), slow("torchrun", 2)])
+def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, number: int, tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    kills = draw_kills(seed, number)
+    print(f"seed {seed}: {kills}")
+    steps = f"train.steps={STEPS_PER_ATTEMPT * (number + 1)}"
+    command, words = [APP], [f"launch.max_restarts={number}"]
+    if launcher == "torchrun":
+        options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={number}"]
+        command, words = ["-m", "torch.distributed.run", *options, APP], []
+    disturbed = train_in(tmp_path / "disturbed", kills, command, steps, *words)
+    assert disturbed == train_in(tmp_path / "calm", [], [APP], steps)
+    assert len(disturbed) == STEPS_PER_ATTEMPT * (number + 1)
+
+
+def test_sigterm_saves_and_ends_with_143(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
+    words = [*TINY, f"data.path={tmp_path}/text.txt", f"output_dir={tmp_path}/run", "train.steps=1000000"]
+    job = start("train", *words, "launch.max_restarts=3", program=PROGRAM)
+    wait_for_checkpoint(job, tmp_path / "run")
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 143
+    last = err.splitlines()[-1]
+    assert last == "comet: stopped by SIGTERM; all ranks were ended"
+    assert "error" not in err

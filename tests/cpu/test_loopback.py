@@ -1,0 +1,59 @@
+"""A local job listens on the loopback interface only; half of torchrun's environment is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_jobs import rank_pids, start
+
+from comet.launch.cli import main
+from comet.launch.distributed import OF_TORCHRUN, LaunchContext
+
+
+def test_a_local_job_listens_on_the_loopback_interface_only(tmp_path: Path) -> None:
+    job = start("sleep", f"output_dir={tmp_path}")
+    try:
+        pids = rank_pids(tmp_path, 2, job)
+        assert {child.pid for child in psutil.Process(job.pid).children()} == set(pids)
+        sockets = [each for pid in (job.pid, *pids) for each in psutil.Process(pid).net_connections()]
+        listening = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+        assert len(listening) >= 3, "the store's and those of the process groups"
+        assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    finally:
+        job.terminate()
+        job.wait()
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        (
+            {"RANK": "1"},
+            "RANK in the environment must come with WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
+            "MASTER_PORT, as torchrun sets them: start the ranks with torchrun, or unset RANK to start them here",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            "RANK, WORLD_SIZE in the environment must come with LOCAL_RANK, LOCAL_WORLD_SIZE, as torchrun sets them: "
+            "start the ranks with torchrun, or unset RANK WORLD_SIZE to start them here",
+        ),
+    ],
+)
+def test_half_of_torchruns_environment_is_one_line(
+    left: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in OF_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == 2
+    assert capfd.readouterr().err.splitlines() == [f"comet: error: {message}"]
+    assert main(["train", "--dry-run"]) == 0, "which starts nothing"
+
+
+def test_a_rank_that_is_no_number_is_refused() -> None:
+    environment = dict.fromkeys(OF_TORCHRUN, "1") | {"RANK": "one"}
+    with pytest.raises(ValueError, match="RANK='one' in the environment must be a number"):
+        LaunchContext.from_environment(environment, 0)

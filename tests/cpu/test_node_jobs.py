@@ -1,0 +1,120 @@
+"""Jobs whose expert groups span two nodes: train, resume on another number of nodes, generate, Hugging Face models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_cases import DECODE_TOKENS, check_families, greedy, make_group, prompt, tiny_config, tiny_model
+from hf_fp8_cases import publish
+from ranks import run_ranks
+from training_cases import MODEL, MOE, Rank, make_job
+
+from comet.config import ParallelConfig
+from comet.generation.config import GenerateConfig
+from comet.generation.job import generate_job
+from comet.group import make_expert_group
+from comet.integrations import hf
+from comet.models.gpt import GPT
+from comet.training.checkpoint import load_weights
+from comet.training.checkpoint_folder import read_checkpoint
+from comet.training.config import JobConfig
+from comet.training.data import read_corpus
+from comet.training.evaluate import heldout_loss
+from comet.training.run import train
+
+TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
+ONE_NODE, TWO_NODES = ParallelConfig(ep=2), ParallelConfig(ep=2, tp=2, node_size=2)
+GREEDY = GenerateConfig(prompts=("17 times 4 is ", "3 ti"), max_new_tokens=6, temperature=0.0)
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}  # of whole blocks
+EXACT = ("heldout_nats_per_byte", "steps", "parameters", "cuda_graph")
+
+
+def job_of(folder: Path, name: str, parallel: ParallelConfig, **changes: Any) -> JobConfig:
+    settings: dict[str, Any] = {"steps": 6, "checkpoint_every": 2, "sample_bytes": 3, "eval_batches": 1}
+    job = make_job(folder, model=TRAINED, output_dir=str(folder / name), **(settings | changes))
+    return replace(job, parallel=parallel)
+
+
+def held_out(checkpoint: Path, job: JobConfig) -> float:
+    """The loss of a checkpoint's weights on these ranks."""
+    group = make_expert_group(
+        TRAINED.moe, job.parallel, max_tokens=128, dtype=torch.float32, device="cpu", timeout_s=60.0
+    )
+    model = GPT(TRAINED, group, seed=7)
+    load_weights(model, read_checkpoint(checkpoint))
+    text = read_corpus(job.data, TRAINED.context).heldout
+    loss = heldout_loss(model, group, text, num_batches=2, batch_size=2)
+    group.close()
+    return loss
+
+
+def first_runs(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """On two nodes; on one, plain; from the first one's fourth step on two nodes again; and its text."""
+    me, saved = Rank(rank, world_size), folder / "two" / "step-000004"
+    runs = {
+        "two": train(job_of(folder, "two", TWO_NODES), me),
+        "one": train(job_of(folder, "one", replace(TWO_NODES, node_size=None), moe_path="plain"), me),
+        "again": train(job_of(folder, "again", TWO_NODES, resume=str(saved)), me),
+    }
+    source = replace(GREEDY, source=str(folder / "two"))
+    runs["text"] = generate_job(replace(job_of(folder, "text", TWO_NODES), generate=source), me)["texts"]
+    return runs | {"saved": held_out(saved, job_of(folder, "two", TWO_NODES))}
+
+
+def resume_on(
+    rank: int, world_size: int, folder: Path, name: str, parallel: ParallelConfig, checkpoint: Path
+) -> tuple[float, dict[str, Any], float]:
+    """The checkpoint's loss, the run that goes on from it, and the loss of its own last checkpoint but one."""
+    job = job_of(folder, name, parallel, resume=str(checkpoint), checkpoint_every=1)
+    before, result = held_out(checkpoint, job), train(job, Rank(rank, world_size))
+    return before, result, held_out(folder / "small" / "step-000005", job)
+
+
+def test_training_goes_on_over_another_number_of_nodes(tmp_path: Path) -> None:
+    two, *others = run_ranks(first_runs, 4, tmp_path, timeout=300)
+    assert [each["text"] for each in others] == [two["text"]] * 3
+    for name in ("one", "again"):
+        assert [two[name][key] for key in EXACT] == [two["two"][key] for key in EXACT], name
+    job = replace(job_of(tmp_path, "text", ParallelConfig()), generate=replace(GREEDY, source=str(tmp_path / "two")))
+    assert generate_job(job, Rank())["texts"] == two["text"], "of a rank alone"
+    start, small, end = run_ranks(
+        resume_on, 2, tmp_path, "small", ONE_NODE, tmp_path / "two" / "step-000004", timeout=300
+    )[0]
+    assert start == pytest.approx(two["saved"], rel=1e-5)
+    start, back, _ = run_ranks(
+        resume_on, 4, tmp_path, "back", TWO_NODES, tmp_path / "small" / "step-000005", timeout=300
+    )[0]
+    assert start == pytest.approx(end, rel=1e-5)
+    assert small["steps"] == back["steps"] == 6
+    assert max(run["heldout_nats_per_byte"] for run in (small, back, two["two"])) < math.log(256)
+
+
+def converted(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
+    """Families over two nodes against the stock models, and what a converted model writes."""
+    answers = check_families(rank, 2, 1, ("qwen3_moe", "deepseek_v3"), node_size=1)
+    model = tiny_model("deepseek_v3")
+    group = make_group(model, 2, 1, node_size=1)
+    hf.convert(model, group, decode_tokens=DECODE_TOKENS)
+    answers.append(greedy(model, prompt(1, 5)))
+    hf.check(model)
+    group.close()
+    group = make_group(tiny_config("qwen3_moe", **SIZES), 2, 1, node_size=1)
+    kept, plain = (hf.load_pretrained(folder, group, keep_fp8=keep_fp8) for keep_fp8 in (True, False))
+    with torch.no_grad():
+        assert torch.equal(kept(prompt(2, 9)).logits, plain(prompt(2, 9)).logits), "experts kept in block FP8"
+    group.close()
+    return answers
+
+
+def test_hugging_face_models_over_two_nodes(tmp_path: Path) -> None:
+    alone = tiny_model("deepseek_v3")
+    tiny_model("qwen3_moe", **SIZES).save_pretrained(tmp_path)
+    publish(tmp_path)
+    first, second = run_ranks(converted, 2, tmp_path, timeout=300)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+    assert torch.equal(first[-1], greedy(alone, prompt(1, 5)))

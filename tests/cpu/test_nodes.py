@@ -1,0 +1,236 @@
+"""Expert groups over several nodes: what runs is bit for bit as on one, what cannot is refused by name."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from training_cases import Rank, make_job
+
+import comet.comm.handshake
+from comet.comm import Communicator, make_communicator
+from comet.comm.collective import CollectiveCommunicator
+from comet.comm.handshake import Host
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.decode import OwnTokensRunner, RankDecode, ReplicatedRunner
+from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
+from comet.graphed_moe import GraphedMoE
+from comet.group import ExpertGroup, make_expert_group
+from comet.modular import AllToAll, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricBatched
+from comet.modular.matrix import pairs
+from comet.moe import MoE
+from comet.paths import CollectivePath, SymmetricPath, make_path
+from comet.sharding import local
+from comet.trace import record
+from comet.tuner.job import tune_job
+
+CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2, shared_ffn_size=32)
+NODES = r"a group of 4 ranks spans several: ranks 0 to 1 on \S+ \(node 0\), ranks 2 to 3 on \S+ \(node 1\)"
+
+
+def open_group(node_size: int | None, config: MoEConfig = CONFIG, **changes: Any) -> ExpertGroup:
+    settings: dict[str, Any] = {"max_tokens": 20, "dtype": torch.float32, "device": "cpu", "timeout_s": 60.0}
+    parallel = ParallelConfig(ep=2, tp=2, node_size=node_size)
+    return make_expert_group(config, parallel, **(settings | changes))
+
+
+def run_parts(rank: int, world_size: int, node_size: int | None, path: str) -> dict[str, torch.Tensor]:
+    """What one rank computes by all that runs on such a group."""
+    group = open_group(node_size)
+    layer = MoE(CONFIG, group, path=path, seed=3)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(7 + rank, 32, generator=generator, requires_grad=True)
+    found = {}
+    output, stats = GraphedMoE(layer)(x)
+    (output.square().sum() + stats.loss).backward()
+    assert x.grad is not None
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        found[f"gradient of {name}"] = local(parameter.grad)
+    with torch.no_grad():
+        routing = layer.router(x)
+        routed = (
+            x,
+            routing.top_k_ids,
+            routing.top_k_weights,
+            *(each.flatten(1, -2) for each in layer.expert_weights()),
+        )
+        found["modular"] = ModularMoE(AllToAll(CONFIG, group), GroupedContiguous(CONFIG, group))(*routed)
+        own = OwnTokensRunner(CONFIG, group, 0 if node_size is None else None)
+        assert own.decode_on_ranks is None
+        found["own tokens"] = own(*routed) if node_size else make_path("plain", CONFIG, group)(*routed)
+        own.check()
+    group.workspace.check()
+    group.workspace.restart()
+    group.comm.barrier()
+    assert group.workspace.num_bytes == 0 or node_size is None
+    group.close()
+    return found | {"output": output.detach(), "gradient of x": x.grad}
+
+
+@pytest.mark.parametrize("path", ["plain", "reference"])
+def test_two_nodes_compute_what_one_computes_bit_for_bit(path: str) -> None:
+    one, two = (run_ranks(run_parts, 4, node_size, path) for node_size in (None, 2))
+    for rank, (expected, found) in enumerate(zip(one, two, strict=True)):
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == [], f"rank {rank}"
+
+
+def auto_and_refusals(rank: int, world_size: int) -> list[str]:
+    """Checks what is refused; returns what auto logged."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: told.append(f"{entry.levelname} {entry.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("comet.tuner.choice").addHandler(handler)
+    group = open_group(2)
+    assert isinstance(group.comm, CollectiveCommunicator)
+    for _ in range(3):
+        assert isinstance(MoE(CONFIG, group).experts, CollectivePath)
+    runner = ReplicatedRunner(CONFIG, group)
+    assert (runner.decode.max_tokens, runner.decode_on_ranks) == (0, None)
+    refused: dict[str, Callable[[], object]] = {
+        rf"^path='fused' needs one node, but {NODES}; use path 'plain' \(moe_path=plain, or auto\)": partial(
+            make_path, "fused", CONFIG, group
+        ),
+        f"^path='twin' needs one node, but {NODES}": partial(make_path, "twin", CONFIG, group),
+        f"^warp decode over ranks needs one node, but {NODES}": partial(RankDecode, group.comm, hidden_size=32),
+        "^warp decode over ranks": partial(OwnTokensRunner, CONFIG, group, 4),
+        f"^SymmetricBatched needs one node, but {NODES}; use AllToAll$": partial(SymmetricBatched, CONFIG, group),
+        "^FusedPrepareFinalize needs one node": partial(FusedPrepareFinalize, CONFIG, group),
+        "^symmetric memory needs one node": partial(group.comm.alloc, 64),
+        f"^recording needs one node, but {NODES}": lambda: record(group).__enter__(),
+        "^backend='cpu_shm' needs all ranks of a group on one node, but there are ranks 0 to 1 on": partial(
+            open_group, 2, backend="cpu_shm"
+        ),
+    }
+    for message, attempt in refused.items():
+        with pytest.raises(UnavailableError, match=message):
+            attempt()
+    dropping = replace(CONFIG, capacity_factor=1.5)
+    for name in ("auto", "plain"):
+        with pytest.raises(
+            ValueError, match=f"capacity_factor=1.5 needs path 'fused' or 'twin'.*and {NODES}: only groups"
+        ):
+            make_path(name, dropping, group)
+    with pytest.raises(ValueError, match=rf"^overlap=OverlapConfig\(.*must be left out for path 'plain': {NODES}$"):
+        make_path("auto", CONFIG, group, OverlapConfig())
+    reasons = {pair.prepare_finalize: pair.reason or "" for pair in pairs(CONFIG, group)}
+    assert re.match(f"SymmetricContiguous needs one node, but {NODES}", reasons["SymmetricContiguous"])
+    group.close()
+    with pytest.raises(RuntimeError, match=r"used after close\(\)"):
+        group.workspace.join_stream()
+    return told
+
+
+def test_auto_takes_plain_with_one_warning_and_what_needs_memory_is_refused_by_name() -> None:
+    first, *others = run_ranks(auto_and_refusals, 4)
+    assert others == [[], [], []]
+    (warning,) = first
+    assert re.match(f"WARNING {NODES}. So its layers take path 'plain', also to decode", warning), warning
+
+
+def tell_hosts_apart(rank: int, world_size: int) -> str:
+    """Ranks of several hosts, as their kernels' boot ids tell."""
+    comet.comm.handshake.this_host = lambda: Host(f"host-{rank // 3}", f"boot-{rank // 3}")
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    with pytest.raises(UnavailableError, match="use backend='auto' and path 'plain'"):
+        make_communicator("cpu_shm", group, "cpu")
+    with make_communicator("auto", group, "cpu") as comm:
+        return comm.memory_obstacle
+
+
+def test_hosts_are_nodes_where_none_are_declared() -> None:
+    assert (
+        run_ranks(tell_hosts_apart, 4)
+        == ["a group of 4 ranks spans several: ranks 0 to 2 on host-0, rank 3 on host-1"] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"ep": 2, "node_size": 3}, "node_size=3 must be a multiple or a divisor of ep x tp = 2"),
+        ({"ep": 4, "tp": 2, "node_size": 3}, "node_size=3 must be a multiple or a divisor of ep x tp = 8"),
+        ({"node_size": 0}, "node_size=0 must be at least 1"),
+    ],
+)
+def test_groups_lie_in_one_node_or_all_in_several(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ParallelConfig(**sizes)
+
+
+def data_parallel_nodes(rank: int, world_size: int) -> bool:
+    """Two nodes, each of which has all experts."""
+    parallel = ParallelConfig(ep=2, node_size=2)
+    group = make_expert_group(CONFIG, parallel, max_tokens=20, dtype=torch.float32, device="cpu")
+    fused = isinstance(make_path("auto", CONFIG, group), SymmetricPath)
+    group.close()
+    return fused
+
+
+def test_groups_within_a_node_keep_their_memory() -> None:
+    assert run_ranks(data_parallel_nodes, 4) == [True] * 4
+
+
+def break_off(comm: Communicator) -> None:
+    with comm.step("forward pass", collectives=True):
+        comm.in_flight = True
+        raise KeyboardInterrupt
+
+
+def fail_on_one_rank(rank: int, world_size: int) -> None:
+    """A rank that breaks off is told of where the others ask, and refuses at once itself; nothing brings it back."""
+    group = open_group(1, timeout_s=2.0)
+    comm = group.comm
+    comm.board.meet(30.0)
+    if rank == 3:
+        with pytest.raises(KeyboardInterrupt):
+            break_off(comm)
+    dist.barrier()
+    for refuse in (
+        group.workspace.check,
+        group.workspace.join_stream,
+        comm.step("backward pass").__enter__,
+        comm.restart,
+    ):
+        with pytest.raises(
+            StepFailedError, match=r"the forward pass failed on rank 3 \(KeyboardInterrupt.*new process"
+        ):
+            refuse()
+    dist.barrier()
+    comm.board.clear()
+    dist.barrier()
+    comm.board.check()
+    if rank:
+        with pytest.raises(CommTimeoutError, match=r"waited 2.0 s for rank 0 \(meeting"):
+            comm.barrier()
+    dist.barrier()
+    comm.board.meet(30.0)
+    group.close()
+
+
+def test_a_failure_is_final_on_all_nodes_and_late_ranks_are_named() -> None:
+    run_ranks(fail_on_one_rank, 4)
+
+
+def tune(rank: int, world_size: int, folder: str) -> str:
+    job = make_job(folder, ep=2)
+    job = replace(
+        job, parallel=replace(job.parallel, node_size=1), tune=replace(job.tune, profiles=f"{folder}/profiles")
+    )
+    with pytest.raises(UnavailableError) as refusal:
+        tune_job(job, Rank(rank, world_size), lambda names: {})
+    return str(refusal.value)
+
+
+def test_tune_needs_a_node(tmp_path) -> None:
+    assert all(text.startswith("tune needs one node, but a group of 2 ranks") for text in run_ranks(tune, 2, tmp_path))

@@ -1,0 +1,52 @@
+"""Ranks that come late: when the others are where they must not be yet, or after as long as a test can spare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from comet.comm import Communicator
+
+POLL_S = 0.005
+
+
+def passed(place: str) -> None:
+    """Tell late ranks that this one is past ``place``."""
+    distributed_c10d._get_default_store().set(f"passed {place}", "1")
+
+
+def come_late(place: str, most_s: float, seen: Callable[[], bool] = lambda: False) -> None:
+    """Return as soon as another rank is past ``place``, which it should not be without this one.
+
+    Args:
+        place: What that rank gives to ``passed``.
+        most_s: Where all ranks wait as they should, none passes; then this one comes after so many seconds.
+        seen: Another sign that the others went on.
+    """
+    store, end = distributed_c10d._get_default_store(), time.monotonic() + most_s
+    while time.monotonic() < end and not seen() and not store.check([f"passed {place}"]):
+        time.sleep(POLL_S)
+
+
+def hurry(comm: Communicator, timeout_s: float) -> None:
+    """From here on, where all ranks have come (collective), who waits in vain gives up soon."""
+    if dist.is_initialized():
+        dist.barrier()
+    comm.timeout_s = timeout_s
+
+
+@contextmanager
+def stopped(rank: int, comm: Communicator) -> Iterator[None]:
+    """Rank 1 gives up before it does what all ranks come to do here (collective); the others wait a second for it."""
+    before = comm.timeout_s
+    hurry(comm, 1.0)
+    try:
+        if rank == 1:
+            raise RuntimeError("rank 1 gave up")
+        yield
+    finally:
+        comm.timeout_s = before
