@@ -47,6 +47,8 @@ class MoE(nn.Module):
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
         seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model.
         param_dtype: Element type of the parameters; they are cast to the tokens' type in the forward pass.
+        expert_device: Where w1 and w2 are, for whoever brings them to the group's device (``comet.experts``); ``None``:
+            there.
 
     Raises:
         ValueError: If the configuration does not fit the group, the path is unknown or cannot run on the device.
@@ -61,6 +63,7 @@ class MoE(nn.Module):
         overlap: OverlapConfig | None = None,
         seed: int = 0,
         param_dtype: torch.dtype = torch.float32,
+        expert_device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -68,10 +71,11 @@ class MoE(nn.Module):
         self.layout = group.layout(config)
         self.experts: ExpertPath = make_path(path, config, group, overlap)
         shard: dict[str, Any] = dict(device=group.device, dtype=param_dtype)
+        held = shard if expert_device is None else {**shard, "device": expert_device}
         experts, width = self.layout.experts_local, config.ffn_size // self.layout.tp
         self.router = Router(config, device=group.device, dtype=torch.float32)
-        self.w1 = expert_parameter(torch.empty(experts, 2, width, config.hidden_size, **shard), group.mesh)
-        self.w2 = expert_parameter(torch.empty(experts, config.hidden_size, width, **shard), group.mesh)
+        self.w1 = expert_parameter(torch.empty(experts, 2, width, config.hidden_size, **held), group.mesh)
+        self.w2 = expert_parameter(torch.empty(experts, config.hidden_size, width, **held), group.mesh)
         self.shared = (
             SharedExpert(config.hidden_size, config.shared_ffn_size, **shard) if config.shared_ffn_size else None
         )

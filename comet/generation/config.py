@@ -29,6 +29,8 @@ class GenerateConfig:
         dtype: Of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto`` where that works, ``on`` or not at
             all, ``off`` never. The tokens are the same.
+        expert_budget: Share of all experts (up to 1), or bytes (above 1), that GPU memory holds; the others stay in
+            host memory and are read when they are needed. ``None``: all of them.
         keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored; else they are dequantised.
     """
 
@@ -43,6 +45,7 @@ class GenerateConfig:
     stop: str | None = None
     dtype: GenerateDtype = "auto"
     cuda_graph: GraphMode = "auto"
+    expert_budget: float | None = None
     keep_fp8: bool = False
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
+from comet.experts import CachedExperts, CacheReport, ExpertCache
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
@@ -110,6 +111,11 @@ class GPTEngine:
         group: The model's ranks; all of them call the engine equally.
         decode_tokens: Most tokens that take warp decode.
         cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
+        expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
+            (``expert_device`` of ``GPT``); ``None``: all on the device.
+
+    Raises:
+        NotImplementedError: If experts in host memory belong to a group of several ranks.
     """
 
     def __init__(
@@ -119,17 +125,29 @@ class GPTEngine:
         *,
         decode_tokens: int = DECODE_TOKENS,
         cuda_graph: GraphMode = "auto",
+        expert_slots: int | None = None,
     ) -> None:
+        if expert_slots is not None and group.parallel.world_size > 1:
+            raise NotImplementedError("expert_budget is for one rank: leave parallel.ep and parallel.tp at 1")
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
         moe = model.config.moe
         layout = group.layout(moe)
-        columns = shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
+        is_resident = expert_slots is None
+        columns = shared_columns(layout, moe.ffn_size, moe.shared_ffn_size) if is_resident else 0
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
-        self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
-        for layer, experts in zip(model.moe_layers(), self._experts, strict=True):
-            layer.experts = experts
+        self.caches: list[ExpertCache] = []
+        self._experts: list[FrozenExperts] = []
+        for layer in model.moe_layers():
+            if expert_slots is None:
+                self._experts.append(FrozenExperts(self.runner, layer, columns))
+                layer.experts = self._experts[-1]
+            else:
+                w1, w2 = layer.expert_weights()
+                self.caches.append(ExpertCache(w1.flatten(1, 2), w2, expert_slots, group.device))
+                layer.experts = CachedExperts(self.caches[-1], self.runner.decode, moe.top_k)
+                layer.w1.data, layer.w2.data = self.caches[-1].w1.view_as(w1), self.caches[-1].w2  # one copy, pinned
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cache: KeyValueCache | None = None
@@ -195,6 +213,16 @@ class GPTEngine:
     def check(self) -> None:
         """See ``Engine``."""
         self.runner.check()
+
+    def cache_report(self) -> CacheReport | None:
+        """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
+        if not self.caches:
+            return None
+        needed, fetched = torch.stack([cache.tables.counts[1:] for cache in self.caches]).sum(0).tolist()
+        cache = self.caches[0]
+        return CacheReport(
+            slots=cache.num_slots, needed=needed, fetched=fetched, fetched_bytes=fetched * cache.expert_bytes
+        )
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from comet.comm.deadline import meet
 from comet.config import require
+from comet.experts import slots_of_budget
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.report import Printer, context_note
@@ -43,6 +45,8 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = find_source(settings.source)
+    if source.checkpoint is None and settings.expert_budget is not None:
+        raise NotImplementedError("generate.expert_budget is for checkpoints of comet train, not for Hugging Face yet")
     require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
@@ -69,7 +73,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None
     generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
     engine.check()
-    result = _result(config, source, group, generated, roof)
+    result = _result(config, source, group, generated, roof) | _cache_facts(engine)
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -92,9 +96,16 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engin
 
         hf_model = load_pretrained(source.path, group, keep_fp8=config.generate.keep_fp8)
         return HFEngine(hf_model, cuda_graph=config.generate.cuda_graph)
-    model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap)
+    budget, moe = config.generate.expert_budget, config.model.moe
+    if budget is None:
+        slots, device = None, None
+    else:
+        num_layers = config.model.num_layers - config.model.dense_layers
+        slots = slots_of_budget(budget, moe, num_layers, group.workspace.shape.dtype)
+        device = torch.device("cpu")
+    model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)
-    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph)
+    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots)
 
 
 def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
@@ -133,6 +144,11 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
         "text": generated.texts[0],
         "texts": generated.texts,
     }
+
+
+def _cache_facts(engine: Engine) -> dict[str, Any]:
+    report = engine.cache_report() if isinstance(engine, GPTEngine) else None
+    return {} if report is None else {"expert_cache": asdict(report) | {"hits": report.hits}}
 
 
 def _largest(values: list[float], group: ExpertGroup) -> list[float]:

@@ -56,6 +56,7 @@ class GPT(nn.Module):
         path: How the MoE layers run (see ``comet.moe.MoE``).
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
         seed: Of the weights.
+        expert_device: See ``comet.moe.MoE``.
     """
 
     rotary: Tensor
@@ -68,6 +69,7 @@ class GPT(nn.Module):
         path: Path | str = "auto",
         overlap: OverlapConfig | None = None,
         seed: int = 0,
+        expert_device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -80,7 +82,8 @@ class GPT(nn.Module):
             if index < config.dense_layers:
                 ffn = SharedExpert(config.hidden_size, config.dense_ffn_size, device=group.device)
             else:
-                ffn = MoE(config.moe, group, path=path, overlap=overlap, seed=_seed(seed, f"blocks.{index}"))
+                shared: dict[str, Any] = dict(path=path, overlap=overlap, expert_device=expert_device)
+                ffn = MoE(config.moe, group, seed=_seed(seed, f"blocks.{index}"), **shared)
             self.blocks.append(Block(config, ffn, device=group.device, dtype=self.dtype))
         self.norm = nn.RMSNorm(config.hidden_size, **made)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)

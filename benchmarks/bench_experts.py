@@ -1,0 +1,236 @@
+"""Decode with experts beyond GPU memory: time of a token against the share of the experts that GPU memory holds.
+
+    python benchmarks/bench_experts.py --model qwen3_30b_a3b --layers 4 --budgets 0.1,0.3,1.0 --out outputs/experts
+    python benchmarks/bench_experts.py --device cpu --model tiny --layers 2 --budgets 0.5,1.0 --steps 8
+
+A step runs the routed experts of some layers for one token, on a GPU as one CUDA graph, over a routing trace: a token
+keeps an expert of the one before with probability ``--sticky``, and draws the others by a Zipf law of its layer. The
+trace is made, not recorded: it sets the share of hits and says nothing about models.
+
+*on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
+nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
+the link of this run. All are timed in turn; rank 0 prints a table and, as the last line, JSON, also to ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from points import Ranks
+from report import Row, cell, table_of
+from shapes import model
+from start import run_and_leave, start_ranks
+from torch import Tensor
+
+from comet.config import MoEConfig, ParallelConfig, require
+from comet.decode.runners import Decoder
+from comet.decode.weights import DecodeWeights
+from comet.experts import CachedExperts, ExpertCache, slots_of_budget
+from comet.experts.cache import pinned
+from comet.launch.cli import Parser
+from comet.tuner.timing import capture, time_interleaved
+
+COLUMNS = ("variant", "budget", "slots", "hits", "us", "bound_us", "of_bound", "link_gbs", "x_on_demand")
+LINK_BYTES = 2**28
+STEPS_PER_CALL = 32  # so that calls have about as many misses
+
+
+def routing_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float) -> Tensor:
+    """``(num_steps, num_layers, 1, K)`` int32 expert ids."""
+    made = torch.Generator().manual_seed(0)
+    popularity = torch.stack([torch.randperm(config.num_experts, generator=made) + 1.0 for _ in range(num_layers)])
+    ids = torch.multinomial(1 / popularity, config.top_k, generator=made)
+    steps = []
+    for _ in range(num_steps):
+        keeps = torch.rand(ids.shape, generator=made) < sticky
+        chances = (1 / popularity).scatter(1, ids, 0.0)  # what was dropped comes back only if it was kept
+        drawn = torch.multinomial(chances, config.top_k, generator=made)
+        ids = torch.where(keeps, ids, drawn)
+        steps.append(ids)
+    return torch.stack(steps)[:, :, None].int()
+
+
+class Layers:
+    """Experts of some layers in host memory, and what a step has: a token, routing weights, and ids of the trace.
+
+    Args:
+        config: Of a layer.
+        num_layers: How many.
+        trace: See ``routing_trace``.
+        device: Where steps run.
+        dtype: Of tokens and weights.
+    """
+
+    def __init__(
+        self, config: MoEConfig, num_layers: int, trace: Tensor, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.config, self.trace, self.device = config, trace.to(device), device
+        sizes = ((2 * config.ffn_size, config.hidden_size), (config.hidden_size, config.ffn_size))
+        self.host = [
+            tuple(
+                pinned((torch.randn(config.num_experts, *size, device=device) / 32).to(dtype).cpu(), device)
+                for size in sizes
+            )
+            for _ in range(num_layers)
+        ]
+        self.decode = Decoder(config.top_k, 1)
+        self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
+        self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
+
+    def ids(self) -> Callable[[], Tensor]:
+        """What gives the next step's ids, ``(num_layers, 1, K)``; it counts on the device, so that a graph goes on."""
+        at = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return lambda: self.trace.index_select(0, at.add_(1).remainder_(len(self.trace)))[0]
+
+    def cached(self, num_slots: int) -> tuple[Callable[[], Any], list[ExpertCache]]:
+        """A step that reads from caches, and these."""
+        caches = [ExpertCache(w1, w2, num_slots, self.device) for w1, w2 in self.host]
+        layers = [CachedExperts(cache, self.decode, self.config.top_k) for cache in caches]
+        next_ids = self.ids()
+
+        def step() -> None:
+            for (w1, w2), layer, ids in zip(self.host, layers, next_ids(), strict=True):
+                layer(self.token, ids, self.weights, w1, w2)
+
+        return step, caches
+
+    def resident(self) -> Callable[[], Any]:
+        """A step whose experts are all on the device."""
+        slots = torch.arange(self.config.num_experts, dtype=torch.int32, device=self.device)
+        held = [DecodeWeights(w1=w1.to(self.device), w2=w2.to(self.device), slots=slots) for w1, w2 in self.host]
+        next_ids = self.ids()
+
+        def step() -> None:
+            for experts, ids in zip(held, next_ids(), strict=True):
+                self.decode(self.token, ids, self.weights, experts)
+
+        return step
+
+    def on_demand(self) -> Callable[[], Any]:
+        """A step for which the host copies the experts that the trace names."""
+        top_k, host_trace = self.config.top_k, self.trace.cpu().tolist()
+        slots = torch.zeros(self.config.num_experts, dtype=torch.int32, device=self.device)
+        w1, w2 = (weight.new_empty(top_k, *weight.shape[1:], device=self.device) for weight in self.host[0])
+        held = DecodeWeights(w1=w1, w2=w2, slots=slots)
+        taken = torch.arange(top_k, dtype=torch.int32, device=self.device)
+        at = 0
+
+        def step() -> None:
+            nonlocal at
+            at = (at + 1) % len(host_trace)
+            for index, ((w1, w2), ids) in enumerate(zip(self.host, host_trace[at], strict=True)):
+                for slot, expert in enumerate(ids[0]):
+                    held.w1[slot].copy_(w1[expert], non_blocking=True)
+                    held.w2[slot].copy_(w2[expert], non_blocking=True)
+                on_device = self.trace[at, index]
+                slots.scatter_(0, on_device[0].long(), taken)
+                self.decode(self.token, on_device, self.weights, held)
+
+        return step
+
+
+def link_gbs(device: torch.device) -> float:
+    """GB/s of one large copy from pinned host memory."""
+    if device.type == "cpu":
+        return float("nan")
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(host, device=device)
+    timed = {"copy": lambda _: target.copy_(host, non_blocking=True)}
+    timing = time_interleaved(timed, rounds=5, barrier=lambda: None, rotate=1, device=device)
+    return LINK_BYTES / (timing["copy"].median_ms * 1e6)
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure and print."""
+    config, device = model(arguments.model), ranks.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    trace = routing_trace(config, arguments.layers, arguments.steps, arguments.sticky)
+    layers = Layers(config, arguments.layers, trace, device, dtype)
+    slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype) for budget in arguments.budgets}
+    made = {budget: layers.cached(count) for budget, count in slots.items()}
+    steps = {"on_demand": layers.on_demand(), "resident": layers.resident()} | {
+        str(budget): step for budget, (step, _) in made.items()
+    }
+    variants = {name: as_variant(step, device, graph=name != "on_demand") for name, step in steps.items()}
+    for _ in range(-(-len(trace) // STEPS_PER_CALL)):  # the caches are as full as they get
+        for variant in variants.values():
+            variant(0)
+    before = {budget: counts_of(caches) for budget, (_, caches) in made.items()}
+    timings = time_interleaved(variants, rounds=arguments.rounds, barrier=lambda: None, rotate=1, device=device)
+    microseconds = {name: timing.median_ms * 1e3 / STEPS_PER_CALL for name, timing in timings.items()}
+    link, expert_bytes = link_gbs(device), next(iter(made.values()))[1][0].expert_bytes
+    rows: list[Row] = [{"variant": name, "us": microseconds[name]} for name in ("on_demand", "resident")]
+    for budget, (_, caches) in made.items():
+        needed, fetched = (now - then for now, then in zip(counts_of(caches), before[budget], strict=True))
+        us, missing = microseconds[str(budget)], fetched / needed * config.top_k * arguments.layers * expert_bytes
+        bound = max(microseconds["resident"], missing / (link * 1e3))
+        rows.append(
+            {"variant": "cache", "budget": budget, "slots": slots[budget], "hits": 1 - fetched / needed, "us": us,
+             "bound_us": bound, "of_bound": bound / us, "link_gbs": missing / (us * 1e3),
+             "x_on_demand": microseconds["on_demand"] / us}
+        )  # fmt: skip
+    facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
+             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}  # fmt: skip
+    print(table_of(rows, COLUMNS, cell))
+    line = json.dumps(facts | {"rows": rows})
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "bench_experts.json").write_text(line + "\n")
+    print(line)
+
+
+def counts_of(caches: Sequence[ExpertCache]) -> tuple[int, int]:
+    """Distinct experts needed so far, and those fetched, of all layers."""
+    needed, fetched = torch.stack([cache.tables.counts[1:] for cache in caches]).sum(0).tolist()
+    return needed, fetched
+
+
+def as_variant(step: Callable[[], Any], device: torch.device, *, graph: bool) -> Callable[[int], Any]:
+    """Some steps as they are timed: a graph where the host need not know anything."""
+
+    def steps(_: int) -> None:
+        for _ in range(STEPS_PER_CALL):
+            step()
+
+    return capture(steps, rotate=1) if device.type == "cuda" and graph else steps
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """``0.1,0.5`` of a command line as ``(0.1, 0.5)``."""
+    return tuple(map(float, text.split(",")))
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; raises ``ValueError`` for an unknown model or a number out of range."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3_30b_a3b", help="a name of shapes.py")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3, 0.5, 1.0), help="shares of the experts")
+    parser.add_argument("--sticky", type=float, default=0.5, help="chance that an expert serves the next token, too")
+    parser.add_argument("--steps", type=int, default=256, help="tokens of the trace")
+    parser.add_argument("--rounds", type=int, default=20, help=f"counted calls of {STEPS_PER_CALL} steps each")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args(command_line)
+    model(arguments.model)
+    for name in ("layers", "steps", "rounds"):
+        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
+    require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")
+    return arguments
+
+
+def main(command_line: Sequence[str]) -> None:
+    """The whole benchmark, which has one rank."""
+    arguments = parse(command_line)
+    start_ranks(ParallelConfig(), arguments.device, partial(run, arguments))
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

@@ -1,0 +1,5 @@
+"""Experts beyond GPU memory: all of them in host memory, some of them in slots on the GPU."""
+
+from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, slots_of_budget
+
+__all__ = ["CacheReport", "CachedExperts", "ExpertCache", "slots_of_budget"]
