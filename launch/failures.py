@@ -24,14 +24,8 @@ import sys
 import traceback
 from types import FrameType
 
-<<<<<<< HEAD
 from comet.comm.failures import is_peer_error
-from comet.errors import CapacityError, CommTimeoutError, StepFailedError, UnavailableError
-=======
-import torch.distributed as dist
-
 from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, StepFailedError, UnavailableError
->>>>>>> words
 from comet.launch.distributed import another_connection
 from comet.launch.signs import Inquiry, Signs, describe_places, place_of
 
@@ -49,22 +43,12 @@ def is_user_error(error: BaseException) -> bool:
     )
 
 
-<<<<<<< HEAD
-=======
 def missing_package(error: BaseException) -> str:
     """The package of others that could not be imported; "" if that is not what went wrong."""
     name = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")[0]
     return "" if name == "comet" else name
 
 
-def is_peer_error(error: BaseException) -> bool:
-    """Whether a wait for another rank failed: it is gone, frozen or late."""
-    if isinstance(error, dist.DistError | CommTimeoutError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in PEER_WORDS)
-
-
->>>>>>> words
 def one_line(error: BaseException) -> str:
     """The message on one line, never empty; what the system adds to it, a number, is left out.
 
