@@ -34,7 +34,7 @@ EXAMPLES = """settings are Hydra overrides, name=value; a group picks a file:
   comet train --dry-run model=mixtral_8x7b      print the settings and the memory they need
 on several nodes, run on each:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m comet.launch train ...
-exit status: 0 done, 1 failed, 2 a mistake in the settings or input, 130 stopped by Ctrl-C
+exit status: 0 done, 1 failed, 2 a mistake in the settings or input, 130 stopped by Ctrl-C, 143 by SIGTERM
 """
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_jobs import TIMEOUT_S, all_gone, rank_pids, run_two_agents, start, wait_for_checkpoint
+from tiers import slow
 
 from comet.launch.cli import PROGRAM
 
@@ -47,7 +48,7 @@ def said_by(job: subprocess.Popen[str]) -> list[str]:
     return [line for line in err.splitlines() if "error" in line or "Traceback" in line]
 
 
-@pytest.mark.parametrize("path", ["plain", "reference", "twin"])
+@pytest.mark.parametrize("path", ["plain", slow("reference"), "twin"])
 def test_a_frozen_rank_is_named_on_every_path(path: str, tmp_path: Path) -> None:
     job, ranks = start_training(tmp_path, f"moe_path={path}")
     frozen = 1 if path == "plain" else 0
@@ -60,6 +61,7 @@ def test_a_frozen_rank_is_named_on_every_path(path: str, tmp_path: Path) -> None
     assert all_gone(list(ranks.values()))
 
 
+@pytest.mark.slow
 def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path: Path) -> None:
     job, ranks = start_training(tmp_path)
     for number in (signal.SIGSTOP, signal.SIGCONT):
