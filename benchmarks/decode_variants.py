@@ -122,7 +122,8 @@ def run_fused(team: Team, steps: Sequence[Step], index: int) -> Tensor:
     step, path = steps[index], team.shared.fused
     if team.is_alone:
         return path(*plain(step))
-    return run_path_on_slices(step.tokens, step.ids, step.routing_weights, step.set.plain, path, team.shared.group)
+    compute = partial(path, w1=step.set.plain.w1, w2=step.set.plain.w2)
+    return run_path_on_slices(step.tokens, step.ids, step.routing_weights, compute, team.shared.group)
 
 
 def routed(step: Step) -> tuple[Tensor, Tensor, Tensor, DecodeWeights]:

@@ -17,6 +17,10 @@ class StepFailedError(RuntimeError):
     """A rank of the group failed in an earlier step; the message names both, and what brings the ranks back."""
 
 
+class NothingMeasuredError(RuntimeError):
+    """No candidate or point of a measurement ran; the message says why the first one did not."""
+
+
 class UnavailableError(RuntimeError):
     """A backend or an optional package cannot work on this machine; the message says what to use instead."""
 

@@ -38,7 +38,7 @@ from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
 from comet.comm.epochs import check_epoch
 from comet.comm.lifecycle import settle
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
-from comet.errors import CapacityError, CommTimeoutError, NotFiniteError
+from comet.errors import CapacityError, NotFiniteError
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Workspace:
         settle(self.comm.device)
         rows_needed = int(self.fault[ROWS_NEEDED])
         if late := self.timeout():
-            error = CommTimeoutError(late)
+            error = self.comm.board.explained(late)
             self.comm.board.note("last step", error)
             raise error
         self.comm.board.check()

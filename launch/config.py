@@ -6,8 +6,8 @@ mistake of the user is a ``ValueError`` of one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
 from importlib.resources import files
 from typing import Any, get_args, get_origin
 
@@ -15,14 +15,17 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
+from comet.launch.help import config_groups
 from comet.launch.resume import with_saved_settings
-from comet.launch.schema import build, schema_of
+from comet.launch.schema import build, schema_of, setting_names
+from comet.launch.settings_file import Settings
 from comet.launch.tasks import did_you_mean
 from comet.training.config import JobConfig
 
@@ -52,10 +55,21 @@ class OpenOverlap:
     transport: str | None = None
 
 
+@dataclass(kw_only=True)
+class CommandSettings:
+    """What only the command line knows.
+
+    Args:
+        nproc: Ranks to start on this machine; ``None`` starts one on every GPU, or two on a machine without.
+    """
+
+    nproc: int | None = None
+
+
 def job_schema() -> type:
     """The schema of the whole command: ``JobConfig`` with open ``ep`` and ``overlap``, and ``nproc``."""
     job = schema_of(JobConfig, {ParallelConfig: OpenParallel, OverlapConfig: OpenOverlap})
-    return make_dataclass("CommandSchema", [("nproc", int | None, field(default=None))], bases=(job,), kw_only=True)
+    return make_dataclass("CommandSchema", [], bases=(job, CommandSettings), kw_only=True)
 
 
 def config_folder() -> str:
@@ -63,49 +77,54 @@ def config_folder() -> str:
     return str(files("comet.configs"))
 
 
-def config_groups() -> dict[str, list[str]]:
-    """Names of the YAML groups and of the choices in each."""
-    root = files("comet.configs")
-    choices = {
-        folder.name: sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
-        for folder in root.iterdir()
-        if folder.is_dir()
-    }
-    return {name: found for name, found in sorted(choices.items()) if found}
-
-
-def compose(overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose the configuration of a job.
+def compose(
+    overrides: Sequence[str], *, file: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Compose the configuration of a job: defaults, then the user's file, then the overrides.
 
     Args:
         overrides: Hydra overrides, for example ``["model=tiny", "parallel.ep=2"]``; what follows ``generate.prompt=``
             and ``generate.stop=`` is taken as it is.
+        file: The user's YAML file (see ``Settings``); ``None`` for none.
+        defaults: Settings of the task that both come before.
 
     Returns:
         A plain container with all interpolations resolved; ``generate.source`` has decided ``model``, and what is not
         named is that of the run that ``resume`` names.
 
     Raises:
-        ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, or if
-            ``generate.source`` holds no usable model.
+        ValueError: If an override does not parse, names no setting or group, or has a value of a wrong type, if the
+            file cannot be read or breaks a rule, or if ``generate.source`` holds no usable model.
         UnavailableError: If it holds a Hugging Face model and transformers is missing.
     """
+    named = [word.lstrip("+").partition("=")[0] for word in overrides]
     overrides, texts = split_verbatim(overrides)
-    ConfigStore.instance().store(name="command_schema", node=job_schema())
+    schema = OmegaConf.structured(job_schema())
+    names = [*setting_names(OmegaConf.to_container(schema)), *config_groups()]
+    parsed = [_parse(text, names) for text in overrides]
+    settings = Settings.read(file, schema).without(named)
+    primary = {"defaults": ["config", "_self_"], **(defaults or {}), **settings.values}
+    ConfigStore.instance().store(name="command_schema", node=schema)
+    ConfigStore.instance().store(name="command", node=primary)
     try:
         with initialize_config_dir(config_folder(), version_base="1.3", job_name="comet"):
-            config = hydra_compose("config", overrides=list(overrides))
+            config = hydra_compose("command", overrides=[*settings.choices, *overrides])
             missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
             require(not missing, f"{missing} must be given")
         container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error, overrides)) from error
+        raise ValueError(_explain(error, parsed)) from error
     assert isinstance(container, dict), "the root of the configuration is a mapping"
     job = {str(key): value for key, value in container.items()}
-    for name, text in texts.items():
-        job["generate"][name] = text
-    named = [word.lstrip("+~").partition("=")[0] for word in overrides]
-    return with_source_model(with_saved_settings(job, [*named, *(f"generate.{name}" for name in texts)]), overrides)
+    job["generate"] |= settings.texts | texts
+    return with_source_model(with_saved_settings(job, [*named, *settings.names()]), overrides)
+
+
+def names_folder(overrides: Sequence[str], file: str | None) -> bool:
+    """Whether the user gave ``output_dir``, and so that it is the same whenever it is composed."""
+    given = [text for name, _, text in (word.partition("=") for word in overrides) if name == "output_dir"]
+    in_file = Settings.read(file, OmegaConf.structured(job_schema())).values.get("output_dir", "${")
+    return "${" not in (given or [in_file])[-1]
 
 
 def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -205,24 +224,31 @@ def make_job(container: Mapping[str, Any], world_size: int) -> JobConfig:
     return job
 
 
-def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """One line for an error of Hydra; a wrong name is answered with the names there are."""
-    known = list(_names(OmegaConf.to_container(OmegaConf.structured(job_schema()))))
+def _parse(text: str, names: Sequence[str]) -> Override:
+    """An override that gives a setting a value, or a group a choice."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ValueError(f"override {text!r} must have the form name=value") from error
+    name = override.key_or_group
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise ValueError(f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}")
+    is_plain = not (override.is_delete() or override.is_add() or override.package)
+    require(is_plain, f"override {text!r} must have the form {name}=value: no setting can be added or removed")
+    return override
+
+
+def _explain(error: Exception, overrides: Sequence[Override]) -> str:
+    """One line for an error of Hydra."""
     groups = config_groups()
-    for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException:
-            return f"override {text!r} must have the form name=value"
+    for override in overrides:
         name, value = override.key_or_group, override.value()
         if name in groups and isinstance(value, str) and value not in groups[name]:
             return f"{name}={value!r} must be one of {', '.join(groups[name])}"
-        if name not in known and name not in groups:
-            hint = did_you_mean(name, [*known, *groups])
-            return f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}"
         missing = _list_depth(name) - _depth_of(value)
         if missing > 0 and value is not None:
-            typed = text.partition("=")[2]
+            typed = str(override.input_line).partition("=")[2]
             return f"{name}={typed} must be a list: write {name}={'[' * missing}{typed}{']' * missing}"
     lines = [line for part in (error, error.__cause__) if part is not None for line in str(part).splitlines()]
     inside = ("full_key:", "object_type=", "reference_type=")  # of OmegaConf, and no help
@@ -245,10 +271,3 @@ def _depth_of(value: Any) -> int:
     if not isinstance(value, list):
         return 0
     return 1 + (_depth_of(value[0]) if value else 0)
-
-
-def _names(tree: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        yield prefix + name
-        if isinstance(value, dict):
-            yield from _names(value, f"{prefix}{name}.")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from comet.config import OverlapConfig
-from comet.launch.config import compose, default_ranks, make_job
+from comet.launch.config import default_ranks, make_job
 from comet.launch.sweep import load_models
 from comet.tuner import Explained, explain_facts, explain_text, propose, resolve
 from comet.tuner.job import job_points
@@ -20,11 +21,11 @@ from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
 
 
-def explain_job(arguments: Sequence[str]) -> int:
+def explain_job(container: Mapping[str, Any]) -> int:
     """Print a table per point and, as the last line, the same as JSON.
 
     Args:
-        arguments: Hydra overrides, as for ``tune``.
+        container: The composed configuration; settings as for ``tune``.
 
     Returns:
         0.
@@ -32,7 +33,6 @@ def explain_job(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: If a setting breaks its rule.
     """
-    container = compose(arguments)
     job = make_job(container, default_ranks(container, torch.cuda.device_count()))
     on_h200 = job.tune.machine == "h200"
     device = torch.device("cuda" if on_h200 or torch.cuda.is_available() else "cpu")
@@ -46,7 +46,7 @@ def explain_job(arguments: Sequence[str]) -> int:
             found = _explained(problem, machine, store, job.overlap)
             sys.stdout.write(f"{model}\n{explain_text(found)}\n\n")
             facts.append({"model": model, **explain_facts(found)})
-    sys.stdout.write(json.dumps({"task": "explain", "profile": str(store.path), "points": facts}) + "\n")
+    sys.stdout.write(json.dumps({"task": "explain", "points": facts}) + "\n")
     return 0
 
 
@@ -59,4 +59,11 @@ def _explained(problem: Problem, machine: Machine, store: ProfileStore, forced: 
     measured = [item.setting for item in entry.measured if item.setting not in known] if entry else []
     predictions += [predict(problem, setting, machine) for setting in measured]
     resolved = resolve(problem, store, machine, forced=forced, default=OverlapConfig())
-    return Explained(problem=problem, machine=machine, predictions=predictions, resolved=resolved, entry=entry)
+    return Explained(
+        problem=problem,
+        machine=machine,
+        predictions=predictions,
+        resolved=resolved,
+        entry=entry,
+        profile=store.source(entry),
+    )

@@ -5,6 +5,7 @@ cause                                          status  printed
 =============================================  ======  ==========================================
 configuration, input, something unavailable    2       one line, by the first rank that noticed
 a peer died, froze or is late                  1       one line that names those ranks
+nothing that was to be measured ran            1       one line, by the first rank that noticed
 anything else                                  1       the traceback of the first rank that failed
 SIGTERM, after a checkpoint                    143     as at any other end
 =============================================  ======  ==========================================
@@ -23,30 +24,29 @@ import sys
 import traceback
 from types import FrameType
 
-import torch.distributed as dist
-
-from comet.errors import CapacityError, CommTimeoutError, StepFailedError, UnavailableError
+from comet.comm.failures import is_peer_error
+from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, StepFailedError, UnavailableError
 from comet.launch.distributed import another_connection
 from comet.launch.signs import Inquiry, Signs, describe_places, place_of
 
 STATUS_FAILED = 1
 STATUS_USER = 2
 STATUS_SAVED = 128 + signal.SIGTERM
-PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "gloo")
 
 
 def is_user_error(error: BaseException) -> bool:
     """Whether the user can mend it: a bad value, a capacity too small, a missing package, a path of no use."""
-    return isinstance(error, ValueError | CapacityError | UnavailableError) or (
-        isinstance(error, OSError) and error.filename is not None
+    return (
+        isinstance(error, ValueError | CapacityError | UnavailableError)
+        or (isinstance(error, OSError) and error.filename is not None)
+        or bool(missing_package(error))
     )
 
 
-def is_peer_error(error: BaseException) -> bool:
-    """Whether a wait for another rank failed: it is gone, frozen or late."""
-    if isinstance(error, dist.DistError | CommTimeoutError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in PEER_WORDS)
+def missing_package(error: BaseException) -> str:
+    """The package of others that could not be imported; "" if that is not what went wrong."""
+    name = ((isinstance(error, ModuleNotFoundError) and error.name) or "").partition(".")[0]
+    return "" if name == "comet" else name
 
 
 def one_line(error: BaseException) -> str:
@@ -55,6 +55,8 @@ def one_line(error: BaseException) -> str:
     Example: ``FileNotFoundError(errno.ENOENT, "must be a folder", "nope")`` gives "must be a folder: 'nope'".
     """
     text = str(error)
+    if name := missing_package(error):
+        text = f"the package {name!r} is not installed: pip install {name}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f"{error.strerror}: {error.filename!r}"
     return " ".join(text.split()) or type(error).__name__
@@ -149,7 +151,7 @@ def _line(error: BaseException, rank: int, where: str, found: Inquiry) -> str:
 
 
 def _print(error: BaseException, who: str, line: str, with_traceback: bool) -> None:
-    short = _status(error) == STATUS_USER or is_peer_error(error)
+    short = _status(error) == STATUS_USER or is_peer_error(error) or isinstance(error, NothingMeasuredError)
     text = "" if short and not with_traceback else "".join(traceback.format_exception(error))
     last = line if short else f"error: {who} failed with {type(error).__name__}"
     say_text(f"{text}comet: {last}\n")

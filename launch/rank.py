@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from comet.config import require
-from comet.launch.config import compose, make_job
+from comet.launch.config import compose, make_job, names_folder
 from comet.launch.distributed import (
     SETTINGS_KEY,
     LaunchContext,
@@ -27,22 +28,21 @@ from comet.launch.tasks import Task
 from comet.training.config import JobConfig
 
 
-def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoReturn:
+def run_rank(task: Task, options: Namespace) -> NoReturn:
     """Run a task as the rank this process was started as, and end the process with the status of its outcome.
 
     Args:
         task: What to run; returning normally means success.
-        overrides: Hydra overrides; read by rank 0 only.
-        with_traceback: Print the traceback of errors of the user as well.
+        options: Of the command line: ``overrides`` and ``config``, and whether errors of the user get a ``traceback``.
     """
     end_with_supervisor()
     context = current_context()
-    with Outcome(None, with_traceback) as outcome:
+    with Outcome(None, options.traceback) as outcome:
         store = open_store(context)
         context, part, members = join(context, store)
         signs = outcome.signs = Signs(context, part, members, say_silent)
         signs.start()
-        config = share_config(context, store, part, [*task.settings, *overrides])
+        config = share_config(context, store, part, task, options)
         signs.watch(config.comm.timeout_s)
         with process_group(context, part, config.comm.timeout_s):
             result = task.load()(config, context)
@@ -52,14 +52,17 @@ def run_rank(task: Task, overrides: Sequence[str], with_traceback: bool) -> NoRe
     leave(outcome.status)
 
 
-def share_config(context: LaunchContext, store: dist.Store, part: dist.Store, overrides: Sequence[str]) -> JobConfig:
+def share_config(
+    context: LaunchContext, store: dist.Store, part: dist.Store, task: Task, options: Namespace
+) -> JobConfig:
     """Compose on rank 0, unless the launcher or an earlier attempt did, and validate on every rank.
 
     Args:
         context: This rank.
         store: The job's rendezvous store, which keeps the settings from one attempt to the next.
         part: The part of it that this attempt has for itself.
-        overrides: Hydra overrides; read by rank 0 only.
+        task: Whose defaults count.
+        options: ``overrides`` and ``config``, the user's file; read by rank 0 only.
 
     Returns:
         The same configuration on every rank.
@@ -73,19 +76,18 @@ def share_config(context: LaunchContext, store: dist.Store, part: dist.Store, ov
         text = store.get(SETTINGS_KEY).decode()
         job = make_job(json.loads(text), context.world_size)
     else:
-        job, text = _compose(context, overrides)
+        job, text = _compose(context, task, options)
         store.set(SETTINGS_KEY, text)
     part.set(SETTINGS_KEY, text)
     return job
 
 
-def _compose(context: LaunchContext, overrides: Sequence[str]) -> tuple[JobConfig, str]:
-    named = any(word.startswith("output_dir=") and "${" not in word for word in overrides)
+def _compose(context: LaunchContext, task: Task, options: Namespace) -> tuple[JobConfig, str]:
     require(
-        context.attempt == 0 or named,
+        context.attempt == 0 or names_folder(options.overrides, options.config),
         "output_dir must be given where torchrun starts ranks anew, as this store does not keep the first one's",
     )
-    container = compose(overrides)
+    container = compose(options.overrides, file=options.config, defaults=task.settings)
     job = make_job(container, context.world_size)
     restarts = job.launch.max_restarts
     require(restarts == 0, f"launch.max_restarts={restarts} must be 0 under torchrun: use its own --max-restarts")

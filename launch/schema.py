@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from typing import Any, Literal, TypeVar, Union
 
@@ -32,6 +32,16 @@ def schema_of(cls: type, replaced: Mapping[type, type] | None = None) -> type:
     hints = typing.get_type_hints(cls)
     members = [(item.name, *_member(hints[item.name], item, replaced or {})) for item in fields(cls)]
     return make_dataclass(f"{cls.__name__}Schema", members, kw_only=True)
+
+
+def setting_names(tree: Any, prefix: str = "", *, sections: bool = True) -> Iterator[str]:
+    """Names of all settings in a schema or a container, with dots, and of the ``sections`` that hold them."""
+    for name, value in tree.items():
+        is_section = isinstance(value, Mapping)
+        if sections or not is_section:
+            yield f"{prefix}{name}"
+        if is_section:
+            yield from setting_names(value, f"{prefix}{name}.", sections=sections)
 
 
 def build(cls: type[Built], values: Mapping[str, Any], path: str = "") -> Built:
@@ -89,7 +99,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         nested = next(kind for kind in (hint, *typing.get_args(hint)) if is_dataclass(kind))
         return build(nested, value, path)  # type: ignore[arg-type]
-    choices = _choices(hint)
+    choices = choices_of(hint)
     if choices and value not in choices:
         raise ValueError(f"{path}={value!r} must be one of {', '.join(map(str, choices))}")
     return _frozen(value)
@@ -99,10 +109,11 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
+def choices_of(hint: Any) -> tuple[Any, ...]:
+    """The values that a ``Literal``, or an optional one, permits; none of any other type."""
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):
-        inner = [_choices(argument) for argument in typing.get_args(hint) if argument is not type(None)]
+        inner = [choices_of(argument) for argument in typing.get_args(hint) if argument is not type(None)]
         return (*inner[0], None) if len(inner) == 1 and inner[0] else ()
     return ()

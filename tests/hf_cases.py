@@ -228,9 +228,9 @@ def check_families(
     return answers
 
 
-def check_token_counts(rank: int, ep: int, tp: int) -> None:
+def check_token_counts(rank: int, ep: int, tp: int, ffn_size: int = 32) -> None:
     """The path with counts that W does not divide, fewer than W, none, and more than the pool holds at once."""
-    model = tiny_model("qwen2_moe")
+    model = tiny_model("qwen2_moe", moe_intermediate_size=ffn_size)
     stock = copy.deepcopy(model.model.layers[0].mlp.experts)
     exact = copy.deepcopy(stock).double()
     group = make_group(model, ep, tp, max_tokens=100)  # rounded up to 128

@@ -5,7 +5,6 @@ Their layers exchange rows by collectives of ``torch.distributed`` (``comet.plai
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from contextlib import suppress
@@ -42,21 +41,18 @@ class StoreBoard(Board):
         name = gather(group, uuid.uuid4().hex)[0]  # a group may get several boards, one after the other
         self._store = dist.PrefixStore(f"comet/board/{name}", group.get_group_store())
         self._size = group.size()
-        self._told = ""
 
     def check(self) -> None:
         """See ``Board``; asks the store."""
         if not self.word[0] and self._store.check([NOTE]):
-            self.word[0], self._told = json.loads(self._store.get(NOTE))
+            self.word[0] = int(self._store.get(NOTE))
         super().check()
 
     def note(self, what: str, error: BaseException, *, is_final: bool = False) -> None:
         """See ``Board``."""
         if not self.word[0]:
             super().note(what, error, is_final=is_final)
-            self._told = super()._text()
-            with suppress(dist.DistError):  # it may have gone with its host
-                self._store.set(NOTE, json.dumps([self.word[0], self._told]))
+            self._set(NOTE, str(self.word[0]))
 
     def clear(self) -> None:
         """See ``Board``; the first rank's counts."""
@@ -64,18 +60,24 @@ class StoreBoard(Board):
         if self.rank == 0:
             self._store.delete_key(NOTE)
 
-    def meet(self, timeout_s: float) -> None:
+    def absent(self, timeout_s: float) -> str:
         """See ``Board``."""
-        self._num_met += 1
-        keys = [f"met/{self._num_met}/{rank}" for rank in range(self._size)]
+        keys = [f"met/{self._num_met + 1}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self.rank], "")
-        if not poll(lambda: self._store.check(keys), timeout_s):
-            self._num_met -= 1
-            late = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
-            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for rank {late} (meeting of all ranks)")
+        if poll(lambda: self._store.check(keys), timeout_s):
+            return ""
+        return f"rank {', '.join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))}"
 
-    def _text(self) -> str:
-        return self._told
+    def _write(self, text: str) -> None:
+        self._set(f"text/{self.rank}", text)
+
+    def _text(self, rank: int) -> str:
+        key = f"text/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _set(self, key: str, value: str) -> None:
+        with suppress(dist.DistError):  # it may have gone with its host
+            self._store.set(key, value)
 
 
 class CollectiveCommunicator(CommunicatorBase):

@@ -8,7 +8,8 @@ looks there before each step, and where it waits on a CPU; whoever finds a note 
 
 What fails before a step has sent anything or when it has got all (``in_flight`` of the communicator), such as tokens
 of a wrong size, or the end that a checkpoint puts to a forward pass it runs again, leaves no note: the ranks stay in
-step. Nor does a rank alone, which restarts by itself.
+step. Until it begins its next step the rank tells why it left this one, for those that wait for it in vain. A rank
+alone restarts by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError
 from torch.utils.checkpoint import _StopRecomputationError
 
 from comet.comm.signals import fence, poll
@@ -30,9 +32,19 @@ if TYPE_CHECKING:
 
 RESTART = "call group.workspace.restart() on all of them between two calls, or make a new group"
 NEW_GROUP = "end the job, or make new process groups and a new group: a collective of torch.distributed broke off"
-REFUSALS = (ValueError, _StopRecomputationError)  # of a step that ``refuses``
+PEER_WORDS = (
+    "connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe", "pair closure", "gloo",
+)  # fmt: skip
+ABSENT_S = 0.5  # what breaks a collective on one rank breaks it on all others at about that time
 TEXT_BYTES = 496
 ROW_BYTES = TEXT_BYTES + 16  # behind the number of meetings and the length of the text
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether a wait for another rank failed: it is gone, frozen or late."""
+    if isinstance(error, DistError | CommTimeoutError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in PEER_WORDS)
 
 
 def board_bytes(world_size: int) -> int:
@@ -56,6 +68,7 @@ class Board:
         self._meetings = [rows[:, :8].view(torch.int64).numpy() for rows in self._rows]
         self.word = self._words[rank]  # zero while there is no note
         self._num_met = 0
+        self._has_told = False
 
     @classmethod
     def alone(cls) -> Board:
@@ -65,7 +78,7 @@ class Board:
     def check(self) -> None:
         """Raise ``StepFailedError`` if a rank left a note."""
         if self.word[0]:
-            raise StepFailedError(self._text())
+            raise StepFailedError(self._text(abs(int(self.word[0])) - 1))
 
     @property
     def is_final(self) -> bool:
@@ -82,22 +95,38 @@ class Board:
         """
         if self.word[0]:
             return
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        text = (
-            f"the {what} failed on rank {self.rank} ({type(error).__name__}: {reason[:200]}), so the ranks of its "
-            f"group are out of step: {NEW_GROUP if is_final else RESTART}"
+        self._write(
+            f"the {what} failed on rank {self.rank} ({_reason(error)}), so the ranks of its group are out of step: "
+            f"{NEW_GROUP if is_final else RESTART}"
         )
-        encoded = text.encode()[:TEXT_BYTES]
-        for word, rows in zip(self._words, self._rows, strict=True):
-            row = rows[self.rank]
-            row[16 : 16 + len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            row[8:16].view(torch.int64)[0] = len(encoded)
-            fence()
+        fence()
+        for word in self._words:
             word[0] = -1 - self.rank if is_final else 1 + self.rank
+
+    def tell(self, what: str, error: BaseException) -> None:
+        """Tell those that wait for this rank in vain why it left a step before it sent anything; see ``explained``."""
+        self._write(f"rank {self.rank} left the {what} before it sent anything ({_reason(error)})")
+        self._has_told = True
+
+    def take_back(self) -> None:
+        """Take that back: a step begins."""
+        if self._has_told:
+            self._write("")
+            self._has_told = False
+
+    def explained(self, late: str) -> CommTimeoutError:
+        """The error for a deadline that was met, with what the other ranks wrote of themselves.
+
+        Args:
+            late: Who waited for whom.
+        """
+        others = [self._text(rank) for rank in range(len(self._rows)) if rank != self.rank]
+        return CommTimeoutError("; ".join([late, *(text for text in others if text and text not in late)]))
 
     def clear(self) -> None:
         """Take the notes off this rank's own board."""
         self.word[0] = 0
+        self._rows[self.rank][:, 8:16] = 0
 
     def meet(self, timeout_s: float) -> None:
         """Return when every rank has come here as often as this one did; a meeting that failed may be tried again.
@@ -105,21 +134,43 @@ class Board:
         Raises:
             CommTimeoutError: If ranks did not come in time; names them.
         """
+        if late := self.absent(timeout_s):
+            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (restart)")
+        self._num_met += 1
+
+    def absent(self, timeout_s: float) -> str:
+        """Come to the next meeting; "rank 1, 3" of those that have not come there in time, empty if all have."""
         wanted = self._num_met + 1
         fence()
         for meetings in self._meetings:
             meetings[self.rank, 0] = wanted
-        own = self._meetings[self.rank]
-        if not poll(lambda: bool((own >= wanted).all()), timeout_s):
-            late = ", ".join(str(rank) for rank, count in enumerate(own[:, 0].tolist()) if count < wanted)
-            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for rank {late} (restart)")
+        own = self._meetings[self.rank][:, 0]
+        poll(lambda: bool((own >= wanted).all()), timeout_s)
         fence()
-        self._num_met = wanted
+        late = [str(rank) for rank, count in enumerate(own.tolist()) if count < wanted]
+        return f"rank {', '.join(late)}" if late else ""
 
-    def _text(self) -> str:
-        row = self._rows[self.rank][abs(int(self.word[0])) - 1]
+    def _write(self, text: str) -> None:
+        """Into this rank's row on all boards; whoever reads it meanwhile finds it empty."""
+        encoded = text.encode()[:TEXT_BYTES]
+        for rows in self._rows:
+            length = rows[self.rank][8:16].view(torch.int64)
+            length[0] = 0
+            fence()
+            rows[self.rank][16 : 16 + len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+            fence()
+            length[0] = len(encoded)
+
+    def _text(self, rank: int) -> str:
+        """What a rank has written on this one's board."""
+        row = self._rows[self.rank][rank]
         length = int(row[8:16].view(torch.int64)[0])
         return bytes(row[16 : 16 + length].tolist()).decode(errors="replace")
+
+
+def _reason(error: BaseException) -> str:
+    reason = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {reason[:200]}"
 
 
 class Step:
@@ -131,8 +182,7 @@ class Step:
         comm: The group.
         what: For the note: ``forward pass``.
         is_final: Whether no restart brings the ranks back where it fails.
-        refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; so is the
-            end that a checkpoint puts to a forward pass it runs again.
+        refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together.
     """
 
     __slots__ = ("_around", "_comm", "_is_final", "_refuses", "_what")
@@ -148,6 +198,7 @@ class Step:
         comm = self._comm
         if comm.closed or comm.board.word[0]:
             comm.require_open()
+        comm.board.take_back()
         comm.stream_order.join()
         # A backward pass whose forward pass is run again has that step inside of its own.
         self._around, comm.in_flight = comm.in_flight, False
@@ -157,12 +208,28 @@ class Step:
     ) -> None:
         comm = self._comm
         was_in_flight, comm.in_flight = comm.in_flight, self._around
-        if error is None:
+        if error is None or isinstance(error, _StopRecomputationError) or is_capturing(comm.device):
             return
-        in_step = isinstance(error, REFUSALS) if self._refuses else not was_in_flight
-        if in_step or is_capturing(comm.device):
-            return
+        in_step = isinstance(error, ValueError) if self._refuses else not was_in_flight
         if comm.world_size == 1:
-            comm.restart()
+            if not in_step:
+                comm.restart()
+        elif in_step:
+            comm.board.tell(self._what, error)
+        elif isinstance(error, CommTimeoutError) or (self._is_final and is_peer_error(error)):
+            late = self._explained(error)
+            comm.board.note(self._what, late, is_final=self._is_final)
+            raise late from error
         else:
             comm.board.note(self._what, error, is_final=self._is_final)
+
+    def _explained(self, error: BaseException) -> Exception:
+        """The error of a wait in vain, with the rank that was waited for, and why it did not come where it has told."""
+        board = self._comm.board
+        if isinstance(error, CommTimeoutError):
+            return board.explained(str(error))
+        absent = "" if board.word[0] else board.absent(ABSENT_S)
+        board.check()
+        return board.explained(
+            f"rank {self._comm.rank} waited in vain for {absent or 'an unknown rank'} ({self._what}, {_reason(error)})"
+        )

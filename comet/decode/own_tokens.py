@@ -35,7 +35,6 @@ class OwnTokensRunner:
     """
 
     def __init__(self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int | None = None) -> None:
-        check_group(moe, group)
         ranks = group.parallel.world_size
         most = MAX_DECODE_TOKENS // ranks
         default = 0 if group.comm.memory_obstacle else most
@@ -45,6 +44,7 @@ class OwnTokensRunner:
             f"decode_tokens={self.decode_tokens} must be between 0 and {MAX_DECODE_TOKENS} / W={ranks}",
         )
         self.group = group
+        check_group(moe, group, self.decode_tokens)
         self.decode = Decoder(moe.top_k, self.decode_tokens * ranks)
         self.slots = rank_slots(group.layout(moe), group.device)
         self.path: ExpertPath = make_path("auto", moe, group)

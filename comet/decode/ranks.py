@@ -17,7 +17,6 @@ from comet.decode.local import run_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs
-from comet.errors import CommTimeoutError
 from comet.graphs import hold_if_captured
 from comet.kernels.warp_decode_blocks import DecodeConfig
 from comet.kernels.warp_decode_gather import PLACE_GATHER
@@ -173,7 +172,7 @@ class RankDecode:
         aborted, place, peer, item, expected, seen, _, _ = self.fault.tolist()
         if aborted:
             what = "gather" if place == PLACE_GATHER.value else "all-reduce"
-            error = CommTimeoutError(
+            error = self.comm.board.explained(
                 f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
                 f"(decode {what}, block {item}, epoch {expected}, saw {seen})"
             )

@@ -177,18 +177,18 @@ class ReplicatedRunner:
     def __init__(
         self, moe: MoEConfig, group: ExpertGroup, decode_tokens: int = DECODE_TOKENS, *, shared_columns: int = 0
     ) -> None:
-        check_group(moe, group)
+        decode_tokens = 0 if group.comm.memory_obstacle else decode_tokens
+        check_group(moe, group, decode_tokens)
         self.group = group
-        spans_nodes = bool(group.comm.memory_obstacle)
-        self.decode = Decoder(moe.top_k + shared_columns, 0 if spans_nodes else decode_tokens)
+        self.decode = Decoder(moe.top_k + shared_columns, decode_tokens)
         self.slots = rank_slots(group.layout(moe), group.device)
         self.path: ExpertPath = make_path("auto", moe, group)
         self.takes_fp8 = computes_fp8(self.path, moe)
         self.match = match_once(match_weights, moe, group.layout(moe))
         # Last, because it allocates symmetric memory on all ranks.
         self.decode_on_ranks: RankDecode | None = None
-        if not spans_nodes:
-            self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=max(1, decode_tokens))
+        if decode_tokens:
+            self.decode_on_ranks = RankDecode(group.comm, hidden_size=moe.hidden_size, max_tokens=decode_tokens)
 
     @uncompiled
     def __call__(
@@ -216,9 +216,12 @@ class ReplicatedRunner:
         )
         if experts is None:
             self.match(w1, w2)  # slots name places that there have to be
-            experts = DecodeWeights(w1=w1, w2=w2, slots=self.slots)
         if tokens.shape[0] > self.decode.max_tokens or self.decode_on_ranks is None:
-            return run_path_on_slices(tokens, top_k_ids, top_k_weights, experts, self.path, self.group)
+            compute: Callable[..., Tensor] = partial(self.path, w1=w1, w2=w2)
+            if experts is not None and experts.w1_scales is not None:
+                compute = partial(fp8_path(self.path), **fp8_weights(experts))
+            return run_path_on_slices(tokens, top_k_ids, top_k_weights, compute, self.group)
+        experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self.slots)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
 
@@ -247,8 +250,11 @@ class ReplicatedRunner:
         self.group.workspace.restart()
 
 
-def check_group(moe: MoEConfig, group: ExpertGroup) -> None:
-    """Raise ``ValueError`` naming field, value and rule unless a group's ranks can decode layers of this shape."""
+def check_group(moe: MoEConfig, group: ExpertGroup, decode_tokens: int) -> None:
+    """Raise ``ValueError`` naming field, value and rule unless a group's ranks can run layers of this shape.
+
+    Narrower slices of experts than warp decode takes are right where it is off, with ``decode_tokens=0``.
+    """
     pool = group.workspace.shape
     require(
         pool.hidden_size == moe.hidden_size,
@@ -256,9 +262,9 @@ def check_group(moe: MoEConfig, group: ExpertGroup) -> None:
     )
     require(pool.top_k >= moe.top_k, f"top_k={pool.top_k} of the group must be at least the model's {moe.top_k}")
     require(
-        moe.ffn_size % (group.parallel.tp * DIM_MULTIPLE) == 0,
+        not decode_tokens or moe.ffn_size % (group.parallel.tp * DIM_MULTIPLE) == 0,
         f"ffn_size={moe.ffn_size} must be divisible by tp={group.parallel.tp} into multiples of {DIM_MULTIPLE} for "
-        "warp decode",
+        f"warp decode, or decode_tokens={decode_tokens} be 0",
     )
 
 
@@ -266,8 +272,7 @@ def run_path_on_slices(
     tokens: Tensor,
     top_k_ids: Tensor,
     top_k_weights: Tensor,
-    experts: DecodeWeights,
-    path: ExpertPath,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     group: ExpertGroup,
 ) -> Tensor:
     """Each rank brings its slice of the tokens to the group's path, and all ranks gather the results; collective.
@@ -281,16 +286,12 @@ def run_path_on_slices(
         tokens: ``(T, D)``, equal on all ranks, as are ids and weights.
         top_k_ids: ``(T, K)`` int32.
         top_k_weights: ``(T, K)`` float32.
-        experts: This rank's.
-        path: Runs the slices; a ``SymmetricPath`` where the experts are in block FP8.
+        compute: The group's path with this rank's experts.
         group: The ranks.
 
     Returns:
         ``(T, D)``, equal on all ranks.
     """
-    compute: Callable[..., Tensor] = partial(path, w1=experts.w1, w2=experts.w2)
-    if experts.w1_scales is not None:
-        compute = partial(fp8_path(path), **fp8_weights(experts))
     outputs = []
     for start, stop in rounds(tokens.shape[0], group.parallel.world_size * group.workspace.max_tokens):
         mine = rank_slice(start, stop, group.rank, group.parallel.world_size)

@@ -29,6 +29,7 @@ class Generated:
 
     Args:
         texts: Continuation of each prompt.
+        stopped_by: Why each ended: ``end token``, ``stop``, ``length`` (``max_new_tokens``) or ``context``.
         prompt_tokens: Of all prompts.
         new_tokens: Of all continuations.
         first_token_s: From the start of reading the prompts until every sequence's first token was known, in seconds.
@@ -39,6 +40,7 @@ class Generated:
     """
 
     texts: tuple[str, ...]
+    stopped_by: tuple[str, ...]
     prompt_tokens: int
     new_tokens: int
     first_token_s: float
@@ -110,8 +112,13 @@ def generate(
             break
         logits = engine.decode(chosen)
         step += 1
+    stopped_by = [
+        "context" if sequence.stopped_by == "length" and limit < config.max_new_tokens else sequence.stopped_by
+        for sequence, limit in zip(sequences, limits, strict=True)
+    ]
     return Generated(
         texts=tuple(sequence.text for sequence in sequences),
+        stopped_by=tuple(stopped_by),
         prompt_tokens=sum(map(len, prompts)),
         new_tokens=sum(sequence.num_tokens for sequence in sequences),
         first_token_s=first_token_s,

@@ -25,10 +25,10 @@ def open_codec(folder: Path) -> TokenizerCodec:
         ValueError: If the folder holds none that can be read.
         UnavailableError: If transformers is missing.
     """
-    from comet.integrations.hf.families import require_transformers
+    from comet.integrations.hf.families import read_config, require_transformers
 
     require_transformers()
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     # Without any of these files transformers hands out a tokenizer that knows no word.
     files = [path.name for pattern in TOKENIZER_FILES for path in folder.glob(pattern)]
@@ -37,7 +37,7 @@ def open_codec(folder: Path) -> TokenizerCodec:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"generate.source={str(folder)!r} must hold a tokenizer that can be read: {error}") from error
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     if (folder / "generation_config.json").is_file():
         config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     ends = config.eos_token_id

@@ -15,7 +15,7 @@ from comet.config import require
 from comet.experts import slots_of_budget
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
-from comet.generation.report import Printer
+from comet.generation.report import Printer, context_note
 from comet.generation.roof import read_bytes_per_second
 from comet.generation.source import Source, find_source
 from comet.generation.text import ByteCodec, Codec
@@ -76,6 +76,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     result = _result(config, source, group, generated, roof) | _cache_facts(engine)
     if printer is not None:
         printer.finish(result)
+        sys.stderr.write(context_note(generated.stopped_by, config.model.context))
     group.close()
     return result
 
@@ -139,6 +140,7 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
         "achieved_tb_per_s": None if achieved is None else achieved / 1e12,
         "roof_tb_per_s": roof / 1e12,
         "roof_fraction": None if achieved is None else achieved / roof,
+        "stopped_by": generated.stopped_by,
         "text": generated.texts[0],
         "texts": generated.texts,
     }

@@ -52,6 +52,15 @@ class Printer:
         self._out.flush()
 
 
+def context_note(stopped_by: Sequence[str], context: int) -> str:
+    """A line for people about texts that had to end before they were as long as was asked for; "" if none had to."""
+    cut = [str(number) for number, reason in enumerate(stopped_by, 1) if reason == "context"]
+    if not cut:
+        return ""
+    which = f"{'text' if len(cut) == 1 else 'texts'} {', '.join(cut)} of {len(stopped_by)}"
+    return f"comet: {which} ended at the model's context of {context} tokens, prompt included\n"
+
+
 def table(result: Mapping[str, Any]) -> str:
     """The measurements of a result, one per line; what was not measured is left out."""
     rows = [

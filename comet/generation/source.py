@@ -81,26 +81,24 @@ def model_of(source: Source) -> ModelConfig:
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo the dots: ``{"a": 1, "moe.b": 2}`` becomes ``{"a": 1, "moe": {"b": 2}}``."""
+    """Undo the dots: ``{"a": 1, "moe.b": 2, "moe": {"c": 3}}`` becomes ``{"a": 1, "moe": {"b": 2, "c": 3}}``."""
     tree: dict[str, Any] = {}
     for name, value in fields.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            tree.setdefault(outer, {})[inner] = value
-        else:
-            tree[outer] = value
-    return tree
+        outer, _, inner = str(name).partition(".")
+        part = {inner: value} if inner else value
+        known = tree.get(outer)
+        tree[outer] = {**known, **part} if isinstance(part, dict) and isinstance(known, dict) else part
+    return {name: nested(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
     from comet.integrations.hf.block_fp8 import is_block_fp8
-    from comet.integrations.hf.families import moe_config, shared_ffn_size
+    from comet.integrations.hf.families import moe_config, read_config, require_transformers, shared_ffn_size
 
-    moe = moe_config(folder)
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    require_transformers()
+    config = read_config(folder)
+    moe = moe_config(config)
     is_block_fp8(config)  # refuses other quantisations before a rank starts
     return ModelConfig(
         name=str(config.model_type),

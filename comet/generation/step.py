@@ -66,4 +66,6 @@ def batch_obstacle(num_sequences: int, decode_tokens: int) -> str:
     """Why a step of so many sequences must not be captured, where warp decode takes ``decode_tokens``; else empty."""
     if num_sequences <= decode_tokens:
         return ""
+    if not decode_tokens:
+        return "warp decode is off, and other paths wait for the host"
     return f"{num_sequences} sequences are more than the {decode_tokens} of warp decode"

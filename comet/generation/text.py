@@ -141,6 +141,8 @@ class TokenizerStream:
 class Continuation:
     """One sequence as it grows, and when it ends.
 
+    ``stopped_by`` says why it did: ``end token``, ``stop`` (the stop text) or ``length``; "" while it grows.
+
     Args:
         stream: Of its text.
         limit: Most tokens, at least 1.
@@ -153,12 +155,17 @@ class Continuation:
     ) -> None:
         self.num_tokens = 0
         self.text = ""
-        self.done = False
+        self.stopped_by = ""
         self._stream = stream
         self._limit = limit
         self._stop = stop
         self._end_ids = end_ids
         self._held = ""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.stopped_by)
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that is certain now and was not before. Once done, tokens are ignored."""
@@ -168,7 +175,7 @@ class Continuation:
         ended = token in self._end_ids
         certain = "" if ended else self._release(self._stream.push(token))
         if not self.done and (ended or self.num_tokens == self._limit):
-            self.done = True
+            self.stopped_by = "end token" if ended else "length"
             certain += self._release(self._stream.finish()) + self._held
             self._held = ""
         self.text += certain
@@ -181,7 +188,7 @@ class Continuation:
             return text
         place = text.find(self._stop)
         if place >= 0:
-            self.done, self._held = True, ""
+            self.stopped_by, self._held = "stop", ""
             return text[:place]
         held = stop_prefix_length(text, self._stop)
         self._held = text[len(text) - held :]

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from comet.comm.deadline import patience
 from comet.config import require
 from comet.models.config import ModelConfig
 from comet.training.ranks import from_first_rank, gather, this_rank
@@ -269,8 +270,9 @@ def find_damage(checkpoint: Checkpoint) -> str:
     """Which file does not hold what was written, empty if all do; each rank reads its share of them (collective)."""
     rank, world_size = this_rank()
     mine = sorted(checkpoint.checksums.items())[rank::world_size]
-    bad = [name for name, written in mine if checksum(checkpoint.path / name) != written]
-    names = [name for part in gather(bad) for name in part]
+    with patience():
+        bad = [name for name, written in mine if checksum(checkpoint.path / name) != written]
+        names = [name for part in gather(bad) for name in part]
     if not names:
         return ""
     return (

@@ -15,25 +15,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from comet.progress import bar_options
 from comet.training.history import History, Window
 from comet.training.plots import plot_expert_load, plot_loss
 
 GIB = 2**30
 RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux
-TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
-
-
-class LogLines:
-    """Standard error where it is no terminal: each state of a progress bar becomes a line of its own."""
-
-    def write(self, text: str) -> None:
-        """Write what a bar shows, without what moves a cursor."""
-        if line := text.strip():
-            sys.stderr.write(line + "\n")
-
-    def flush(self) -> None:
-        """Hand on what was written."""
-        sys.stderr.flush()
 
 
 class Reporter:
@@ -56,15 +43,12 @@ class Reporter:
             output_dir.mkdir(parents=True, exist_ok=True)
         self.history = History(output_dir if enabled else None)
         self.history.start(earlier, first_step)
-        on_terminal = sys.stderr.isatty()
         self.bar = tqdm(
             total=total_steps,
             initial=min(first_step, total_steps),
             disable=not enabled,
-            file=sys.stderr if on_terminal else LogLines(),
             unit="step",
-            dynamic_ncols=True,
-            mininterval=TERMINAL_INTERVAL_S if on_terminal else LOG_INTERVAL_S,
+            **bar_options(),
         )
 
     def note(self, message: str) -> None:

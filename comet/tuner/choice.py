@@ -152,8 +152,10 @@ class Resolver:
         self._warned.add(message)
 
     def _log(self, key: ProfileKey, choice: Resolved, bucket: Problem) -> None:
-        if choice.passed_over and self.store is not None:
-            logger.warning("profile %s: best setting passed over: %s", self.store.path, choice.passed_over)
+        found = self.store.lookup(bucket) if choice.passed_over and self.store is not None else None
+        if found is not None and self.store is not None:
+            profile = self.store.source(found[0])
+            logger.warning("profile %s: best setting passed over: %s", profile, choice.passed_over)
         logger.info(
             "split of layers with E=%d K=%d D=%d F=%d %s, EP%d TP%d, about %d tokens: %s (%s)",
             key.num_experts, key.top_k, key.hidden_size, key.ffn_size, key.dtype, key.ep, key.tp, key.tokens,

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from comet.config import OverlapConfig
@@ -15,7 +16,7 @@ from comet.tuner.machine import Machine
 from comet.tuner.model import Prediction
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured, ProfileEntry, token_bucket
-from comet.tuner.regret import measured_ms, model_regret
+from comet.tuner.regret import measured_ms, model_regret, regret_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,7 @@ class Explained:
         predictions: Settings with their predicted times.
         resolved: The choice; marked in the table where it is one of the candidates.
         entry: Measurements, if any, maybe at another number of tokens or of other kernels.
+        profile: The file they were read from.
     """
 
     problem: Problem
@@ -35,6 +37,7 @@ class Explained:
     predictions: Sequence[Prediction]
     resolved: Resolved
     entry: ProfileEntry | None = None
+    profile: Path | None = None
 
     def name(self, setting: OverlapConfig | None) -> str:
         """Of a candidate."""
@@ -105,13 +108,14 @@ def explain_text(explained: Explained) -> str:
     if entry is not None:
         kernels = ", in Triton alone" if entry.kernels == "triton" else ""
         chosen += f"; measured at {entry.key.tokens} tokens{kernels}, {entry.date}, version {entry.commit}"
+        chosen += f", in {explained.profile}" if explained.profile else ""
     if resolved.passed_over:
         chosen += f"; its best setting is passed over: {resolved.passed_over}"
     return "\n".join([title, _table(rows), chosen])
 
 
 def explain_facts(explained: Explained) -> dict[str, Any]:
-    """What ``explain_text`` says, for JSON; ``regret`` is ``model_regret`` of what is comparable."""
+    """What ``explain_text`` says, for JSON; ``regret`` is that of the choice among what is comparable."""
     candidates, comparable = explained.candidates(), explained.comparable()
     measured = measured_ms(comparable)
     return {
@@ -119,7 +123,9 @@ def explain_facts(explained: Explained) -> dict[str, Any]:
         "chosen": _setting(explained.resolved.setting),
         "source": explained.resolved.source,
         "passed_over": explained.resolved.passed_over,
-        "regret": model_regret(candidates, comparable),
+        "profile": str(explained.profile) if explained.profile else None,
+        "regret": regret_of(explained.taken(explained.resolved.setting), comparable),
+        "model_regret": model_regret(candidates, comparable),
         "candidates": [
             {
                 "name": explained.name(item.setting),

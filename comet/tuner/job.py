@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ import torch
 
 from comet.comm.base import require_memory
 from comet.config import MoEConfig, require
+from comet.errors import NothingMeasuredError
 from comet.group import ExpertGroup, make_expert_group
+from comet.progress import Measuring
 from comet.training.config import JobConfig
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run import activation_dtype
@@ -32,6 +33,7 @@ from comet.tuner.profile import Kernels, ProfileStore, profile_path
 from comet.tuner.regret import Tuned, regret_text, regrets
 from comet.tuner.shared_file import require_writable
 from comet.tuner.tune import tune
+from comet.version import comet_version
 from comet.workspace import Workspace, WorkspaceShape
 
 LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
@@ -50,7 +52,8 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
         as the last line, these facts.
 
     Raises:
-        ValueError: If no candidate of a point runs, the store cannot be written, or a setting breaks its rule.
+        ValueError: If the store cannot be written, or a setting breaks its rule.
+        NothingMeasuredError: If no candidate of any point runs; where one of a point's does not, the point is told.
         UnavailableError: If the group spans several nodes.
     """
     start = time.perf_counter()
@@ -71,20 +74,27 @@ def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -
     require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
     tuned: list[Tuned] = []
     facts: list[dict[str, Any]] = []
-    for model, problems in points.items():
-        for problem in problems:
-            begin = time.perf_counter()
-            tuned.append(_tune_point(problem, machine, store, group, config.tune.rounds))
-            explained, seconds = _explained(tuned[-1], machine, store), time.perf_counter() - begin
-            facts.append({"model": model, "seconds": round(seconds, 2), **explain_facts(explained)})
-            if context.rank == 0:
-                sys.stdout.write(f"{model}, {seconds:.1f} s\n{explain_text(explained)}\n\n")
-                sys.stdout.flush()
+    progress = Measuring(sum(map(len, points.values())), "point", enabled=context.rank == 0)
+    for model, problem in ((model, problem) for model, problems in points.items() for problem in problems):
+        begin = time.perf_counter()
+        progress.begin(f"{model}, {problem.num_tokens} tokens")
+        try:
+            tuned.append(_tune_point(problem, machine, store, group, config.tune.rounds, progress.tell))
+        except NothingMeasuredError as error:
+            facts.append({"model": model, "tokens": problem.num_tokens, "failure": str(error)})
+            progress.end(f"{model}, {problem.num_tokens} tokens: {error}\n")
+            continue
+        explained, seconds = _explained(tuned[-1], machine, store), time.perf_counter() - begin
+        facts.append({"model": model, "seconds": round(seconds, 2), **explain_facts(explained)})
+        progress.end(f"{model}, {seconds:.1f} s\n{explain_text(explained)}\n")
+    progress.close()
     group.close()
     total, found = round(time.perf_counter() - start, 2), regrets(tuned, store, machine)
     result = {"task": "tune", "profile": str(store.path), "seconds": total, "regrets": found, "points": facts}
     if context.rank == 0:
         sys.stdout.write(f"{regret_text(found)}\n\n{json.dumps(result)}\n")
+    if not tuned:
+        raise NothingMeasuredError(f"tune: none of {len(facts)} points ran, the first: {facts[0]['failure']}")
     return result
 
 
@@ -119,7 +129,14 @@ def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, Profi
     return machine, ProfileStore.open(folder, machine.name, ranks)
 
 
-def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: ExpertGroup, rounds: int) -> Tuned:
+def _tune_point(
+    problem: Problem,
+    machine: Machine,
+    store: ProfileStore,
+    group: ExpertGroup,
+    rounds: int,
+    tell: Callable[[str], None],
+) -> Tuned:
     """Measure and store: as in a layer made for this many tokens, which decides between kernels."""
     shape = WorkspaceShape.create(problem.moe, problem.world_size, problem.num_tokens, problem.dtype)
     group = replace(group, workspace=Workspace(group.comm, shape))
@@ -131,10 +148,10 @@ def _tune_point(problem: Problem, machine: Machine, store: ProfileStore, group: 
         if all(item.setting != taken for item in predictions):
             predictions.append(predict(problem, taken, machine))
     settings = [item.setting for item in predictions]
-    measure = measure_layer(problem, settings, group, rounds=rounds)
+    measure = measure_layer(problem, settings, group, rounds=rounds, tell=tell)
     date = datetime.now(UTC).date().isoformat()
     kernels: Kernels = "auto" if machine.cuda_kernels else "triton"
-    entry = tune(problem, settings, measure, device=machine.name, commit=_version(), date=date, kernels=kernels)
+    entry = tune(problem, settings, measure, device=machine.name, commit=comet_version(), date=date, kernels=kernels)
     if group.world_rank == 0:
         store.put(entry)
     else:
@@ -149,11 +166,5 @@ def _explained(point: Tuned, machine: Machine, store: ProfileStore) -> Explained
         predictions=point.predictions,
         resolved=resolve(point.problem, store, machine),
         entry=point.entry,
+        profile=store.path,
     )
-
-
-def _version() -> str:
-    try:
-        return version("comet-moe")
-    except PackageNotFoundError:  # a source tree on the path
-        return "unknown"

@@ -25,6 +25,7 @@ from comet.config import OverlapConfig, require
 from comet.errors import StepFailedError
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
+from comet.tuner.layers import counted
 from comet.tuner.problem import Problem
 from comet.tuner.recovery import recover
 from comet.tuner.timing import Timing, host_ahead, max_over_ranks, rank_barrier, time_interleaved
@@ -52,7 +53,13 @@ class MeasuredInputs:
 
 
 def measure_layer(
-    problem: Problem, settings: Sequence[OverlapConfig | None], group: ExpertGroup, *, rounds: int = 20, seed: int = 0
+    problem: Problem,
+    settings: Sequence[OverlapConfig | None],
+    group: ExpertGroup,
+    *,
+    rounds: int = 20,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Measure:
     """Time all candidates in one interleaved run under uniform routing (collective).
 
@@ -62,6 +69,7 @@ def measure_layer(
         group: The ranks.
         rounds: Counted calls of each candidate.
         seed: Of inputs and weights.
+        tell: Called with what is being done, such as ``compiling candidate 3 of 12``.
 
     Returns:
         A function for ``comet.tuner.tune``: the median ms of a candidate, the slowest rank counting in every round; it
@@ -74,13 +82,14 @@ def measure_layer(
     inputs = make_inputs(problem, group, seed)
     candidates: dict[OverlapConfig | None, list[Call]] = {}
     failures: dict[OverlapConfig | None, str] = {}
-    for setting in settings:
+    for number, setting in enumerate(settings, 1):
+        tell(f"compiling candidate {number} of {len(settings)}")
         calls, failure = _try_setting(problem, setting, group, inputs)
         if calls is None:
             failures[setting] = failure
         else:
             candidates[setting] = calls
-    timings, late = _time_all(candidates, group, rounds)
+    timings, late = _time_all(candidates, group, rounds, tell)
     failures |= late
 
     def measure(setting: OverlapConfig | None) -> float:
@@ -95,9 +104,11 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
     if process_group is None:
         return failure
-    found = list(filter(None, gather(process_group, failure)))
-    own = [reason for reason in found if not reason.startswith(StepFailedError.__name__)]  # not told of by another
-    return next(iter(own + found), "")
+    found = {rank: reason for rank, reason in enumerate(gather(process_group, failure)) if reason}
+    told = {rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)}  # of by another
+    first = min(found.keys() - told or found, default=-1)
+    where = f"rank {first}: " if 0 < len(found.keys() - told) < process_group.size() else ""
+    return where + found[first] if found else ""
 
 
 class _Watch:
@@ -105,10 +116,12 @@ class _Watch:
 
     Args:
         group: The ranks, and the pool.
+        tell: Called with the number of the call that comes.
     """
 
-    def __init__(self, group: ExpertGroup) -> None:
+    def __init__(self, group: ExpertGroup, tell: Callable[[int], None]) -> None:
         self.group = group
+        self.tell = tell
         self.arrive = host_ahead(rank_barrier(group.device, group.process_group), group.device)
         self.settings: list[OverlapConfig | None] = []  # one for each call
         self.failure = ""  # raised by a call, as the twin's waits do
@@ -116,6 +129,7 @@ class _Watch:
 
     def barrier(self) -> None:
         """The barrier before a call."""
+        self.tell(len(self.settings))
         self._look()
         self.arrive()
 
@@ -129,6 +143,8 @@ class _Watch:
             if setting is None or not self.failure:
                 calls[index]()
         except (RuntimeError, ValueError) as error:
+            if self.group.comm.board.is_final:  # the collectives in which ranks would agree what failed, do, too
+                raise
             self.failure = self.failure or _reason(error)
 
     def culprit(self) -> tuple[OverlapConfig | None, str] | None:
@@ -151,13 +167,17 @@ class _Watch:
 
 
 def _time_all(
-    candidates: Mapping[OverlapConfig | None, Sequence[Call]], group: ExpertGroup, rounds: int
+    candidates: Mapping[OverlapConfig | None, Sequence[Call]],
+    group: ExpertGroup,
+    rounds: int,
+    tell: Callable[[str], None],
 ) -> tuple[dict[OverlapConfig | None, Timing], dict[OverlapConfig | None, str]]:
     """Times, and failures of those that met a deadline in the loop: without them the others are timed anew."""
     failures: dict[OverlapConfig | None, str] = {}
     while True:
-        watch = _Watch(group)
         left = {setting: calls for setting, calls in candidates.items() if setting not in failures}
+        timed = counted(len(left), "candidate")
+        watch = _Watch(group, lambda call: tell(f"timing {timed}, round {call // len(left) + 1}"))  # noqa: B023
         timings = time_interleaved(
             {setting: partial(watch.call, setting, calls) for setting, calls in left.items()},
             rounds=rounds,
@@ -231,6 +251,8 @@ def _try_setting(
         if group.device.type == "cuda" and setting is not None:
             calls = _as_graphs(calls)
     except (RuntimeError, ValueError) as error:
+        if group.comm.board.is_final:
+            raise
         failure = _reason(error)
     failure = first_failure(failure, group.process_group)
     if not failure:

@@ -124,12 +124,20 @@ class ProfileStore:
         path: The file; need not exist.
         device: The device entries must belong to.
         entries: What was read.
+        sources: The file each was read from; ``path`` of those that are not named.
     """
 
-    def __init__(self, path: Path, device: str, entries: Mapping[ProfileKey, ProfileEntry]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        entries: Mapping[ProfileKey, ProfileEntry],
+        sources: Mapping[ProfileKey, Path] | None = None,
+    ) -> None:
         self.path = path
         self.device = device
         self.entries = dict(entries)
+        self.sources = dict(sources or {})
 
     @classmethod
     def load(cls, path: Path, device: str, shipped: Path | None = None) -> ProfileStore:
@@ -144,16 +152,18 @@ class ProfileStore:
             The store; each file that could not be used whole has been named in one warning.
         """
         entries: dict[ProfileKey, ProfileEntry] = {}
+        sources: dict[ProfileKey, Path] = {}
         for source in (shipped, path):
             if source is not None:
                 try:
                     found, trouble = read_entries(source, device)
                 except OSError as error:
                     found, trouble = {}, f"cannot be read ({type(error).__name__}: {error})"
-                entries.update(found)
+                entries |= found
+                sources |= dict.fromkeys(found, source)
                 if trouble:
                     logger.warning("profile %s: %s; ignored, to be measured again", source, trouble)
-        return cls(path, device, entries)
+        return cls(path, device, entries, sources)
 
     @classmethod
     def open(cls, folder: Path | None, device: str, world_size: int) -> ProfileStore:
@@ -187,6 +197,10 @@ class ProfileStore:
         near = [item for item in near if item[0] <= MAX_DOUBLINGS]
         return (min(near, key=lambda item: item[:2])[2], False) if near else None
 
+    def source(self, entry: ProfileEntry | None) -> Path | None:
+        """The file an entry of this store was read from or written to; ``None`` of none."""
+        return None if entry is None else self.sources.get(entry.key, self.path)
+
     def put(self, entry: ProfileEntry) -> None:
         """Add or replace an entry, in memory and in the file; entries other processes wrote meanwhile are kept.
 
@@ -198,6 +212,7 @@ class ProfileStore:
             entry.key.device == self.device, f"device={entry.key.device!r} must be the store's device {self.device!r}"
         )
         self.entries[entry.key] = entry
+        self.sources[entry.key] = self.path
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path):
             found, trouble = read_entries(self.path, self.device)

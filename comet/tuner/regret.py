@@ -33,9 +33,13 @@ def model_regret(predictions: Sequence[Prediction], entry: ProfileEntry | None) 
 
     Example: predicted 1.0 and 1.1 ms, measured 1.05 and 1.0 ms: 1.05.
     """
+    return regret_of(min(predictions, key=lambda item: item.ms).setting, entry)
+
+
+def regret_of(setting: OverlapConfig | None, entry: ProfileEntry | None) -> float | None:
+    """Measured time of a candidate over that of the best one; ``None`` if it did not run."""
     measured = measured_ms(entry)
-    favourite = min(predictions, key=lambda item: item.ms).setting
-    return measured[favourite] / min(measured.values()) if favourite in measured else None
+    return measured[setting] / min(measured.values()) if setting in measured else None
 
 
 def regrets(points: Sequence[Tuned], store: ProfileStore, machine: Machine) -> dict[str, dict[str, float | int | None]]:

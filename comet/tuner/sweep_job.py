@@ -16,7 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
+from comet.errors import NothingMeasuredError
 from comet.group import ExpertGroup, make_expert_group
+from comet.progress import Measuring
 from comet.training.config import JobConfig
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run import activation_dtype
@@ -48,8 +50,8 @@ def run_sweep(
         The facts, equal on all ranks; rank 0 has printed the table and, as the last line, these facts.
 
     Raises:
-        ValueError: If a setting breaks its rule, every point does, or the CSV file cannot be read or written. A point
-            that fails is no error.
+        ValueError: If a setting breaks its rule, every point does, or the CSV file cannot be read or written.
+        NothingMeasuredError: If every point failed, now or before; one that fails beside others is no error.
     """
     name, value = folder_setting(job)
     with FolderLock(Path(value), f"{name}={value!r}") as lock:
@@ -76,7 +78,9 @@ def _sweep_into(
         return points, pending(points, log, dtype, device)
 
     points, todo = from_first_rank(prepare)
-    _tell(f"sweep of {counted(len(points), 'point')}, {sum(map(len, todo.values()))} to measure in {folder}", context)
+    if context.rank == 0:
+        told = f"sweep of {counted(len(points), 'point')}, {sum(map(len, todo.values()))} to measure in {folder}"
+        sys.stderr.write(f"comet: {told}\n")
     for shape, outcomes in _measure_all(job, todo, context):
         if context.rank == 0:
             log.put({point.key(dtype, device): item for point, item in zip(todo[shape], outcomes, strict=True)})
@@ -88,7 +92,10 @@ def _sweep_into(
         sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
         return facts
 
-    return from_first_rank(finish)
+    facts = from_first_rank(finish)
+    if facts["failed"] == facts["points"]:
+        raise NothingMeasuredError(f"sweep: none of {facts['points']} points ran, the first: {facts['first_failure']}")
+    return facts
 
 
 def folder_setting(job: JobConfig) -> tuple[str, str]:
@@ -122,20 +129,20 @@ def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[t
     families: dict[tuple[MoEConfig, ParallelConfig], list[Shape]] = {}
     for shape in todo:
         families.setdefault((shape.moe, shape.parallel), []).append(shape)
-    num_shapes = 0
+    progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
     for shapes in families.values():
         group, failure = _open_group(job, shapes, context)
         for shape in shapes:
-            num_shapes += 1
-            timed = f"{counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end"
-            _tell(f"shape {num_shapes} of {len(todo)}: {shape.title}: {timed}", context)
+            progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
             if group is None:
                 yield shape, [Outcome(ms=None, failure=failure)] * len(todo[shape])
             else:
                 settings = [point.knobs.setting() for point in todo[shape]]
-                yield shape, measure_shape(job, shape, settings, group, context)
+                yield shape, measure_shape(job, shape, settings, group, context, progress.tell)
+            progress.end()
         if group is not None:
             group.close()
+    progress.close()
 
 
 def _open_group(job: JobConfig, shapes: Sequence[Shape], context: RankContext) -> tuple[ExpertGroup | None, str]:
@@ -159,7 +166,12 @@ def _open_group(job: JobConfig, shapes: Sequence[Shape], context: RankContext) -
 
 
 def measure_shape(
-    job: JobConfig, shape: Shape, settings: Sequence[OverlapConfig], group: ExpertGroup, context: RankContext
+    job: JobConfig,
+    shape: Shape,
+    settings: Sequence[OverlapConfig],
+    group: ExpertGroup,
+    context: RankContext,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
     """Measure the settings of one shape, interleaved; what fails is part of the result (collective).
 
@@ -169,6 +181,7 @@ def measure_shape(
         settings: Distinct settings.
         group: The ranks.
         context: This rank.
+        tell: Called with what is being done.
 
     Returns:
         One outcome per setting, in their order.
@@ -177,7 +190,7 @@ def measure_shape(
     try:
         dtype = activation_dtype(job.train.dtype, context.device)
         problem = Problem.create(shape.moe, shape.parallel, shape.tokens, dtype)
-        measure = measure_layer(problem, settings, group, rounds=job.sweep.rounds)
+        measure = measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
     except (RuntimeError, ValueError) as error:
         failure = _reason(error)
     failure = _agree(failure, context)
@@ -190,12 +203,6 @@ def measure_shape(
         except RuntimeError as error:  # its message already says what kind of error it was
             outcomes.append(Outcome(ms=None, failure=" ".join(str(error).split())))
     return outcomes
-
-
-def _tell(text: str, context: RankContext) -> None:
-    if context.rank == 0:
-        sys.stderr.write(f"comet: {text}\n")
-        sys.stderr.flush()
 
 
 def _agree(failure: str, context: RankContext) -> str:
@@ -224,6 +231,7 @@ def _facts(results: Mapping[Point, Outcome], folder: Path, num_measured: int) ->
         "points": len(results),
         "measured_now": num_measured,
         "failed": sum(item.ms is None for item in results.values()),
+        "first_failure": next((item.failure for item in results.values() if item.ms is None), None),
         "best": best,
         "output_dir": str(folder),
     }

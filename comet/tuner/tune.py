@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from comet.config import OverlapConfig, require
+from comet.errors import NothingMeasuredError
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Kernels, Measured, ProfileEntry, ProfileKey
 
@@ -37,13 +38,14 @@ def tune(
         The entry, with all candidates.
 
     Raises:
-        ValueError: If there is no candidate, one appears twice, or none of them ran.
+        ValueError: If there is no candidate, or one appears twice.
+        NothingMeasuredError: If none of them ran.
     """
     require(len(settings) > 0, "settings must hold at least one candidate")
     require(len(set(settings)) == len(settings), "settings must be distinct")
     measured = tuple(_try(setting, measure) for setting in settings)
-    failures = "; ".join(item.failure for item in measured)
-    require(any(item.ms is not None for item in measured), f"settings: none of {len(settings)} ran: {failures}")
+    if all(item.ms is None for item in measured):
+        raise NothingMeasuredError(f"none of {len(settings)} settings ran, the first: {measured[0].failure}")
     key = ProfileKey.create(problem, device)
     return ProfileEntry(key=key, measured=measured, commit=commit, date=date, kernels=kernels)
 

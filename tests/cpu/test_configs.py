@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 import comet
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
-from comet.launch.cli import EXAMPLES
 from comet.launch.config import compose, config_groups, default_ranks, job_schema, make_job
 from comet.launch.dry_run import describe, memory_needs, rank_parameters
 from comet.launch.schema import build, schema_of
+from comet.launch.tasks import TASKS
 from comet.models.gpt import GPT
 from comet.training.config import JobConfig, TrainConfig
 from comet.training.settings import to_yaml
@@ -100,6 +100,12 @@ def test_composing_twice_gives_equal_jobs_and_no_state():
         ("train=1", r"train=1"),
         ("model.moe=null", r"model\.moe=null"),
         ("foo", r"^override 'foo' must have the form name=value$"),
+        ("+x=1", r"^override '\+x=1': 'x' is no setting and no group of the configuration$"),
+        ("+train.stepz=1", r"did you mean train\.steps\?$"),
+        ("~train", r"^override '~train' must have the form train=value: no setting can be added or removed$"),
+        ("~model.moe", r"^override '~model\.moe' must have the form model\.moe=value: no setting"),
+        ("model@x=tiny", r"^override 'model@x=tiny' must have the form model=value"),
+        ("hydra.run.dir=x", r"'hydra\.run\.dir' is no setting"),
         ("a=[", r"^override 'a=\[' must have the form name=value$"),
         ("model.moe.top_k=2,4", r"Ambiguous value"),
         ("train.steps=???", r"^train\.steps must be given$"),
@@ -121,7 +127,6 @@ def test_compose_answers_a_mistake_in_one_line(override, message):
     ("overrides", "world_size", "message"),
     [
         (["parallel.ep=3"], 3, r"num_experts=8 must be divisible by ep=3"),
-        (["+x=1"], 2, r"^'x' is no setting; the settings are model, parallel, "),
         (["parallel=ep2"], 3, r"world_size=3 must be a multiple of parallel\.ep=2 x parallel\.tp=1 = 2"),
         (["parallel=tp2"], 3, r"world_size=3 must be a multiple of"),
         (["parallel.tp=2"], 3, r"world_size=3 must be a multiple of parallel\.tp=2"),
@@ -276,17 +281,18 @@ def test_a_dry_run_is_yaml_that_composes_to_the_same_job():
     assert yaml.safe_load(to_yaml(container)) == container
 
 
+EXAMPLES = [f"comet {name} {words}".strip() for name, task in TASKS.items() for words in task.examples]
 EXAMPLE_LINES = [
     line.split("#")[0].strip()
-    for line in [*EXAMPLES.splitlines(), *(ROOT / "README.md").read_text().splitlines()]
-    if re.match(r"\s*comet (train|generate|tune|sweep|explain) ", line)
+    for line in [*EXAMPLES, *(ROOT / "README.md").read_text().splitlines()]
+    if re.match(r"\s*comet (train|generate|tune|sweep|explain)\b", line)
 ]
 
 
 @pytest.mark.parametrize("line", EXAMPLE_LINES)
 def test_examples_of_help_page_and_readme_are_valid(line):
     words = shlex.split(re.split(r"\s{2,}", line)[0])[2:]
-    elsewhere = ("--dry-run", "generate.source=")  # an option, and a folder that is not here
+    elsewhere = ("--", "my.yaml", "generate.source=")  # options, a file and a folder that are not here
     container = compose([word for word in words if not word.startswith(elsewhere)])
     make_job(container, default_ranks(container, 0))
 

@@ -48,7 +48,7 @@ def said_by(job: subprocess.Popen[str]) -> list[str]:
     return [line for line in err.splitlines() if "error" in line or "Traceback" in line]
 
 
-@pytest.mark.parametrize("path", ["plain", slow("reference"), "twin"])
+@pytest.mark.parametrize("path", ["plain", slow("reference"), slow("twin")])
 def test_a_frozen_rank_is_named_on_every_path(path: str, tmp_path: Path) -> None:
     job, ranks = start_training(tmp_path, f"moe_path={path}")
     frozen = 1 if path == "plain" else 0
@@ -86,6 +86,7 @@ def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path
     assert job.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_refuses_ends_the_others_of_another_node_at_once(tmp_path: Path) -> None:
     """The other rank waits in what has no deadline of its own."""
     results = run_two_agents("refuse_while_others_wait", f"output_dir={tmp_path}", "comm.timeout_s=1000")
@@ -94,6 +95,7 @@ def test_a_rank_that_refuses_ends_the_others_of_another_node_at_once(tmp_path: P
     assert all_gone(rank_pids(tmp_path, 2))
 
 
+@pytest.mark.slow
 def test_two_agents_name_the_rank_that_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # what torchrun gives a rank that is stopped
     results = run_two_agents("freeze", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}")

@@ -221,6 +221,7 @@ def test_a_batch_makes_what_each_prompt_makes_alone():
     assert [run([prompt], temperature=0).texts[0] for prompt in PROMPTS] == list(batch.texts)
     assert batch.prompt_tokens == sum(map(len, PROMPTS))
     assert batch.new_tokens == 12 + 12 + 3, "the third ends at a full context"
+    assert batch.stopped_by == ("length", "length", "context")
     assert batch.steps == 11
 
 
@@ -244,6 +245,7 @@ def test_the_stop_text_ends_a_sequence_and_is_left_out():
     stopped = run(["a"], temperature=0, stop=text[place : place + 2])
     assert stopped.texts[0] == text[:place]
     assert stopped.new_tokens < 12
+    assert stopped.stopped_by == ("stop",)
     assert run(["a"], temperature=0, stop="\0never\0").texts[0] == text
 
 

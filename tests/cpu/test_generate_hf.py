@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from comet.generation.job import generate_job
 from comet.generation.source import Source, find_source, model_of
 from comet.group import make_expert_group
 from comet.integrations.hf import load_pretrained
+from comet.launch.cli import main
 from comet.launch.dry_run_generate import memory_needs
 
 PROMPTS = ("def f(x):", "a", "the quick brown fox")
@@ -182,6 +184,31 @@ def test_other_quantisations_are_refused_before_a_rank_starts(fp8, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ValueError, match="quant_method='gptq' of quantization_config must be 'fp8': only block FP8"):
         model_of(find_source(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:100], r"config\.json must be JSON, is it complete\? "),
+        (lambda text: "", r"config\.json must be JSON"),
+        (lambda text: "[1]", r"config\.json must hold settings by name, not \[1\]$"),
+        (lambda text: json.dumps({"model_type": "qwen3_moe"}), r"must hold whole numbers for hidden_size, .*, num_exp"),
+        (lambda text: text.replace("hidden_size", "h_size", 1), r"must hold whole numbers for hidden_size, as that of"),
+        (lambda text: json.dumps(json.loads(text) | {"model_type": [1]}), r"model_type=\[1\] must be one of mixtral"),
+        (
+            lambda text: json.dumps(json.loads(text) | {"rope_parameters": 3}),
+            r"a value that transformers does not take",
+        ),
+        (lambda text: json.dumps(json.loads(text) | {"dtype": "float99"}), r"a value that transformers does not take"),
+    ],
+)
+def test_a_broken_configuration_is_one_line(change, message, qwen, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "config.json").write_text(change((qwen[0] / "config.json").read_text()))
+    assert main(["generate", "--dry-run", f"generate.source={tmp_path}", "generate.prompt=x"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1), err
+    assert re.search(message, err)
 
 
 def dense_bytes(model) -> int:

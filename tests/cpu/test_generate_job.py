@@ -24,10 +24,11 @@ from comet.generation.report import table
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
-from comet.launch.cli import help_page, main
+from comet.launch.cli import main
 from comet.launch.config import compose, split_verbatim
 from comet.launch.config import make_job as job_of_command
 from comet.launch.dry_run_generate import memory_needs
+from comet.launch.help import help_page
 from comet.launch.tasks import TASKS
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
@@ -203,11 +204,22 @@ def test_the_job_prints_every_sequence_and_warns_about_skipped_checkpoints(train
     truncate(run / "step-000040")
     settings = GenerateConfig(source=str(run), prompts=PROMPTS, max_new_tokens=3, seed=4)
     result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert (result["stopped_by"], err) == (("length", "length"), "")
     assert out.startswith(f"{PROMPTS[0]}{result['texts'][0]}\n\n{PROMPTS[1]}{result['texts'][1]}\n----\n")
-    assert json.loads(out.splitlines()[-1]) == {**result, "texts": list(result["texts"])}
+    assert json.loads(out.splitlines()[-1]) == {
+        **result, "texts": list(result["texts"]), "stopped_by": ["length", "length"]
+    }  # fmt: skip
     assert "skipped: checkpoint" in caplog.text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_cut_at_the_context_says_so(trained, tmp_path, capsys):
+    settings = GenerateConfig(source=str(trained), prompts=("a", "b" * (TRAINED.context - 3)), max_new_tokens=4)
+    result = generate_job(make_job(tmp_path, model=TRAINED, generate=settings), Rank())
+    assert result["stopped_by"] == ("length", "context")
+    told = f"comet: text 2 of 2 ended at the model's context of {TRAINED.context} tokens, prompt included\n"
+    assert capsys.readouterr().err == told
 
 
 def test_the_source_decides_the_model(trained):

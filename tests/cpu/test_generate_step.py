@@ -15,7 +15,7 @@ from comet.config import ParallelConfig
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
-from comet.generation.step import DecodeStep
+from comet.generation.step import DecodeStep, batch_obstacle
 from comet.generation.text import ByteCodec
 from comet.graphs import TOO_FEW, first_line
 from comet.group import make_expert_group
@@ -288,3 +288,9 @@ def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_cl
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         engine.decode(torch.tensor([3, 3]))
     assert captures.replays == 2
+
+
+def test_why_a_batch_is_not_captured_names_warp_decode_only_where_it_is_on():
+    assert batch_obstacle(64, 64) == ""
+    assert batch_obstacle(65, 64) == "65 sequences are more than the 64 of warp decode"
+    assert batch_obstacle(1, 0) == "warp decode is off, and other paths wait for the host"

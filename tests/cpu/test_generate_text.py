@@ -12,7 +12,7 @@ from fake_gpu import FakeGPU
 
 from comet.generation.config import GenerateConfig
 from comet.generation.generate import encode_prompts
-from comet.generation.report import Printer, table
+from comet.generation.report import Printer, context_note, table
 from comet.generation.roof import read_bytes_per_second
 from comet.generation.sampling import Sampler, draw
 from comet.generation.source import nested
@@ -119,7 +119,7 @@ def test_stop_text_is_never_shown_in_part():
 def test_an_end_token_ends_without_text():
     sequence = Continuation(ByteStream(), limit=9, end_ids=frozenset([2]))
     assert [sequence.push(token) for token in (65, 2, 66)] == ["A", "", ""]
-    assert (sequence.text, sequence.done, sequence.num_tokens) == ("A", True, 2)
+    assert (sequence.text, sequence.stopped_by, sequence.num_tokens) == ("A", "end token", 2)
 
 
 def test_nothing_shown_commands_the_terminal():
@@ -142,6 +142,15 @@ def test_printer_survives_a_terminal_without_the_character():
     printer = Printer(["\u20ac"], io.TextIOWrapper(raw, encoding="ascii"))
     printer(0, Continuation(ByteStream(), limit=2), "\u00e9")
     assert raw.getvalue() == b"\\u20ac\\xe9"
+
+
+def test_texts_cut_at_the_context_are_named():
+    assert context_note(["length", "stop"], 32) == ""
+    assert (
+        context_note(["context"], 32)
+        == "comet: text 1 of 1 ended at the model's context of 32 tokens, prompt included\n"
+    )
+    assert context_note(["context", "stop", "context"], 32).startswith("comet: texts 1, 3 of 3 ended at ")
 
 
 def test_table_leaves_out_what_was_not_measured():

@@ -11,7 +11,17 @@ import torch
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 
-from hf_cases import DECODE_TOKENS, FAMILIES, greedy, make_group, prompt, run_group, save_fused, tiny_model
+from hf_cases import (
+    DECODE_TOKENS,
+    FAMILIES,
+    check_token_counts,
+    greedy,
+    make_group,
+    prompt,
+    run_group,
+    save_fused,
+    tiny_model,
+)
 from ranks import run_ranks
 
 from comet.integrations import hf
@@ -54,6 +64,15 @@ def test_groups(tmp_path: Path) -> None:
             for label, num_bytes in read.items():
                 total = expert_bytes(label.split(" ")[0])
                 assert num_bytes * ep * tp == total, f"{label}, rank {rank} read {num_bytes} of {total} bytes"
+
+
+def narrow_slices(rank: int, world_size: int) -> None:
+    """F / TP = 24: warp decode takes multiples of 16 only."""
+    check_token_counts(rank, 1, 2, ffn_size=48)
+
+
+def test_slices_may_be_narrow_where_warp_decode_is_off() -> None:
+    run_ranks(narrow_slices, 2, timeout=300)
 
 
 def generations(rank: int, world_size: int, ep: int, tp: int) -> list[torch.Tensor]:

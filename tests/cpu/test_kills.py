@@ -55,6 +55,7 @@ def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str]
     return [loss for row in rows for loss in row.get("losses", [])]
 
 
+@pytest.mark.timeout(3600)  # twenty kills take minutes, more of them on a busy machine
 @pytest.mark.parametrize(("launcher", "number"), [("comet", 2), slow("comet", 20), slow("torchrun", 2)])
 def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, number: int, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
@@ -70,6 +71,7 @@ def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, nu
     assert len(disturbed) == STEPS_PER_ATTEMPT * (number + 1)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_with_143(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
     words = [*TINY, f"data.path={tmp_path}/text.txt", f"output_dir={tmp_path}/run", "train.steps=1000000"]

@@ -70,6 +70,7 @@ def test_the_slurm_script_starts_an_agent_on_each_node(tmp_path: Path) -> None:
 
 
 # An agent whose only rank is frozen does not hear of it: srun --kill-on-bad-exit ends it, or whoever started it.
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "state", "per_node"), [(signal.SIGKILL, "gone", 1), (signal.SIGSTOP, "frozen", 2)])
 def test_a_rank_of_the_other_node_is_named_with_its_host(
     number: signal.Signals, state: str, per_node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from training_cases import Rank, make_job
 
+import comet.comm.collective
 import comet.comm.handshake
 from comet.comm import Communicator, make_communicator
 from comet.comm.collective import CollectiveCommunicator
@@ -220,6 +221,27 @@ def fail_on_one_rank(rank: int, world_size: int) -> None:
 
 def test_a_failure_is_final_on_all_nodes_and_late_ranks_are_named() -> None:
     run_ranks(fail_on_one_rank, 4)
+
+
+def close_as_on_gpus(rank: int, world_size: int) -> tuple[bool, bool]:
+    """NCCL's groups may go once all ranks have closed; a rank that breaks off does not come."""
+    comet.comm.collective.settle = lambda device: None
+    left = []
+    for late in (False, True):
+        group = open_group(1, timeout_s=30.0)
+        comm = group.comm
+        comm.device, comm.timeout_s = torch.device("cuda"), 0.5 if late else 30.0
+        if late and rank == 3:
+            comm.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        else:
+            comm.close()
+        left.append(comm.all_left)
+        dist.barrier()
+    return left[0], left[1]
+
+
+def test_closing_waits_for_all_where_groups_are_of_nccl() -> None:
+    assert run_ranks(close_as_on_gpus, 4) == [(True, False)] * 4
 
 
 def tune(rank: int, world_size: int, folder: str) -> str:

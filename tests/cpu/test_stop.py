@@ -12,6 +12,7 @@ import psutil
 import pytest
 from launch_jobs import run, start
 from ranks import run_ranks
+from tiers import slow
 from training_cases import Rank, make_job
 
 from comet.training import run as training
@@ -80,7 +81,7 @@ def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):
         assert result["heldout_nats_per_byte"] > 0
 
 
-@pytest.mark.parametrize("whom", ["the launcher", "rank 1"])
+@pytest.mark.parametrize("whom", ["the launcher", slow("rank 1")])
 def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
     (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
     out = tmp_path / "out"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.errors import NothingMeasuredError
 from comet.group import make_expert_group
 from comet.launch.config import compose, make_job
 from comet.launch.sweep import load_models, sweep_job
@@ -216,13 +217,14 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
 
     words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
     monkeypatch.setattr("comet.tuner.measure.make_path", fail)
-    assert sweep_job(job_of(*words), Alone())["failed"] == 2
+    with pytest.raises(NothingMeasuredError, match=r"^sweep: none of 2 points ran, the first: RuntimeError: no resou"):
+        sweep_job(job_of(*words), Alone())
     monkeypatch.undo()
 
-    def crash_at_32(job, shape, settings, group, context):
+    def crash_at_32(job, shape, *others):
         if shape.tokens == 32:
             raise KeyError("a bug")
-        return measure_shape(job, shape, settings, group, context)
+        return measure_shape(job, shape, *others)
 
     monkeypatch.setattr("comet.tuner.sweep_job.measure_shape", crash_at_32)
     with pytest.raises(KeyError):
@@ -237,10 +239,10 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
 
 
 def test_shapes_measured_before_a_crash_are_kept(tmp_path, monkeypatch):
-    def crash_at_32(job, shape, settings, group, context):
+    def crash_at_32(job, shape, *others):
         if shape.tokens == 32:
             raise KeyError("a bug")
-        return measure_shape(job, shape, settings, group, context)
+        return measure_shape(job, shape, *others)
 
     words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
     monkeypatch.setattr("comet.tuner.sweep_job.measure_shape", crash_at_32)
@@ -264,6 +266,18 @@ def comet(*words: str) -> tuple[int, list[str], str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_a_sweep_of_which_every_point_failed_ends_with_1_and_the_reason(tmp_path: Path) -> None:
+    words = ("sweep", "nproc=1", "sweep.comm_blocks=[8]", "sweep.layouts=[[2,1]]", "sweep.tokens=[16]")
+    status, lines, errors = comet(*words, f"output_dir={tmp_path}")
+    assert status == 1
+    assert json.loads(lines[-1])["failed"] == 1
+    assert errors.splitlines()[-1] == (
+        "comet: error: sweep: none of 1 points ran, the first: ValueError: world_size=1 must be divisible by "
+        "ep x tp = 2 x 1 = 2"
+    )
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from terminal import Terminal, rendered
 
 from comet.launch.failures import say, start_of_line
+from comet.progress import Measuring
 from comet.training.report import Reporter
 
 
@@ -75,3 +76,42 @@ def test_in_a_log_every_state_of_the_bar_is_a_line(tmp_path: Path, capfd: pytest
     assert message == "comet: error: a rank is gone"
     assert re.match(r"50%\|.*\| 1/2 \[", last)
     assert empty == ""
+
+
+def measured(progress: Measuring) -> None:
+    progress.begin("tiny, 48 tokens")
+    progress.tell("compiling candidate 1 of 2")
+    progress.end("a table")
+    progress.begin("tiny, 8 tokens")
+    progress.end()
+    progress.close()
+
+
+def test_what_is_measured_is_a_line_per_point_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
+    measured(Measuring(2, "point", enabled=True))
+    out, err = capfd.readouterr()
+    assert out == "a table\n"
+    assert [re.sub(r"\d\d:\d\d", "TIME", line) for line in err.splitlines()] == [
+        "comet: 0 of 2 points measured, TIME so far, ? left; tiny, 48 tokens",
+        "comet: 1 of 2 points measured, TIME so far, TIME left; tiny, 8 tokens",
+        "comet: 2 of 2 points measured, TIME so far, TIME left; tiny, 8 tokens",
+    ]
+    measured(Measuring(2, "point", enabled=False))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_point_is_at_is_told_in_between(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comet.progress.LOG_INTERVAL_S", 0.0)
+    measured(Measuring(2, "point", enabled=True))
+    assert "left; tiny, 48 tokens, compiling candidate 1 of 2\n" in capfd.readouterr().err
+
+
+def test_on_a_terminal_what_is_measured_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Terminal(100) as terminal:
+        with os.fdopen(os.dup(terminal.descriptor), "w") as file:
+            monkeypatch.setattr(sys, "stderr", file)
+            measured(Measuring(2, "point", enabled=True))
+            monkeypatch.undo()
+        assert re.match(r"tiny, 8 tokens: 100%\|.*\| 2/2 \[", terminal.lines()[0])

@@ -14,6 +14,7 @@ import torch
 from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.errors import NothingMeasuredError
 from comet.group import make_expert_group
 from comet.tuner import (
     H200,
@@ -119,13 +120,13 @@ def test_tune_records_failures_and_picks_the_fastest() -> None:
     entry = tune(problem_of(), [broken, *times], measure, **labels)
     assert entry.winner == Measured(setting=OverlapConfig(), ms=1.1)
     assert entry.measured[0] == Measured(setting=broken, ms=None, failure="RuntimeError: out of shared memory")
-    with pytest.raises(ValueError, match=r"settings: none of 1 ran: RuntimeError: out of shared memory"):
+    with pytest.raises(NothingMeasuredError, match="none of 1 settings ran, the first: RuntimeError: out of sh"):
         tune(problem_of(), [broken], measure, **labels)
     with pytest.raises(ValueError, match="settings must be distinct"):
         tune(problem_of(), [None, None], measure, **labels)
     with pytest.raises(ValueError, match="at least one candidate"):
         tune(problem_of(), [], measure, **labels)
-    with pytest.raises(ValueError, match="none of 1 ran"):
+    with pytest.raises(NothingMeasuredError, match="none of 1 settings ran"):
         tune(problem_of(), [None], lambda _: math.nan, **labels)
 
 
@@ -160,7 +161,10 @@ def test_explanation_is_aligned_and_ends_in_json() -> None:
     assert content["candidates"][3]["measured_ms"] is content["candidates"][3]["measured_tokens"] is None
     assert content["candidates"][0]["measured_tokens"] == 8192
     favourite = min(predictions, key=lambda item: item.ms).setting
-    assert content["regret"] == {OverlapConfig(): 2.0, split: 1.5, None: 9.0}[favourite] / 1.5
+    assert content["model_regret"] == {OverlapConfig(): 2.0, split: 1.5, None: 9.0}[favourite] / 1.5
+    assert content["regret"] == 1.0, "of the choice, whatever the model likes"
+    forced = replace(explained, resolved=Resolved(setting=OverlapConfig(), source="user"))
+    assert explain_facts(forced)["regret"] == 2.0 / 1.5
     unmeasured = replace(explained, resolved=Resolved(setting=None, source="model"), entry=None)
     assert json.loads(explain(unmeasured).splitlines()[-1])["regret"] is None
 

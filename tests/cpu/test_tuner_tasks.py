@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig
+from comet.errors import NothingMeasuredError
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.launch.sweep import load_models
 from comet.launch.tasks import TASKS
+from comet.paths import ExpertPath, make_path
 from comet.training.config import JobConfig
 from comet.tuner import H200, Problem, ProfileStore, job
 from comet.tuner.tune import Measure
@@ -85,6 +88,7 @@ def test_tune_then_explain(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
 
     after = explain(capfd, *settings[:1], "tune.tokens=[48,9,100000]", "parallel.ep=2")
     assert [point["source"] for point in after] == ["profile", "profile", "default"]
+    assert [point["profile"] for point in after] == [str(path), str(path), None]
     assert [point["chosen"] for point in after[:2]] == [point["chosen"] for point in tuned["points"]]
 
 
@@ -103,8 +107,14 @@ def test_an_h200_is_explained_without_one(
     assert "dtype=bfloat16" in out
     assert "in CUDA C++ <- chosen" in out
     assert err == ""
-    point = json.loads(out.splitlines()[-1])["points"][0]
+    facts = json.loads(out.splitlines()[-1])
+    assert facts.keys() == {"task", "points"}
+    point = facts["points"][0]
     assert point["source"] == "profile", "measured on two H200, and shipped"
+    assert Path(point["profile"]).parts[-3:] == ("configs", "profiles", "nvidia_h200_x2.json")
+    assert Path(point["profile"]).is_file()
+    assert f", in {point['profile']}\n" in out
+    assert point["regret"] == 1.0
     chosen = [candidate for candidate in point["candidates"] if candidate["setting"] == point["chosen"]]
     assert chosen[0]["measured_ms"] == min(c["measured_ms"] for c in point["candidates"] if c["measured_ms"])
 
@@ -141,6 +151,38 @@ def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert json.loads(capfd.readouterr().out.splitlines()[-1]) == facts
 
 
+def test_a_run_says_what_it_compiles_and_times(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comet.progress.LOG_INTERVAL_S", 0.0)
+    job.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Alone(), lambda _: {"few": MODELS["few"]})
+    err = capfd.readouterr().err
+    for done, tokens in ((0, 16), (1, 4)):
+        point = rf"comet: {done} of 2 points measured, [\d:]+ so far, [\d:?]+ left; few, {tokens} tokens"
+        assert re.search(rf"^{point}$", err, re.MULTILINE)
+        assert re.search(rf"^{point}, compiling candidate 2 of \d+$", err, re.MULTILINE)
+        assert re.search(rf"^{point}, timing \d+ candidates, round 2$", err, re.MULTILINE)
+
+
+def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_wide(name: str, moe: MoEConfig, *others) -> ExpertPath:
+        if moe.hidden_size == 32:
+            raise RuntimeError("no resources")
+        return make_path(name, moe, *others)
+
+    monkeypatch.setattr("comet.tuner.measure.make_path", only_wide)
+    facts = job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Alone(), lambda _: MODELS)
+    failed, ran = facts["points"]
+    reason = f"none of {failed['failure'].split()[2]} settings ran, the first: RuntimeError: RuntimeError: no resources"
+    assert failed == {"model": "few", "tokens": 16, "failure": reason}
+    assert ran["source"] == "profile"
+    assert f"few, 16 tokens: {reason}" in capfd.readouterr().out
+    with pytest.raises(NothingMeasuredError, match=r"^tune: none of 1 points ran, the first: none of \d+ settings ran"):
+        job.tune_job(job_of(tmp_path, "tune.tokens=[16]"), Alone(), lambda _: {"few": MODELS["few"]})
+
+
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure_layer, done = job.measure_layer, []
 
@@ -163,7 +205,7 @@ def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_ag
     """The size of the pool decides between kernels; settings that are not proposed come from the nearest entry."""
     pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_phases=1, num_panels=1, block_rows=64)
 
-    def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, *, rounds: int) -> Measure:
+    def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, **named) -> Measure:
         pools.append((problem.num_tokens, group.workspace.shape.max_tokens, group.workspace.shape.hidden_size))
         tried.append(settings)
         return lambda setting: 1.0 if setting == odd else 2.0

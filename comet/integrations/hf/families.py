@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ FAMILIES = {
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
 }
+# What transformers would make up where a configuration is cut off.
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok", "vocab_size")
 # model_type -> names, in a MoE block, of its shared expert and of the gate that weighs it, if there is one.
 SHARED = {"qwen2_moe": ("shared_expert", "shared_expert_gate"), "deepseek_v3": ("shared_experts", None)}
 ACTIVATIONS = ("silu", "swish")
@@ -40,6 +44,38 @@ def require_transformers() -> None:
     except ImportError as error:
         raise UnavailableError(
             f"comet.integrations.hf needs transformers 5 or newer: pip install 'comet-moe[hf]' ({error})"
+        ) from error
+
+
+def read_config(folder: str | Path) -> Any:
+    """The configuration in a model's folder.
+
+    Raises:
+        ValueError: If its ``config.json`` is missing or broken, or is of a family that Comet does not run.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    path = Path(folder) / "config.json"
+    require(path.is_file(), f"folder={str(folder)!r} must hold a config.json")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+        raise ValueError(f"{path} must be JSON, is it complete? {error}") from error
+    require(isinstance(content, dict), f"{path} must hold settings by name, not {content!r:.40}")
+    family = content.get("model_type")
+    require(str(family) in FAMILIES, f"model_type={family!r} must be one of {', '.join(FAMILIES)}")
+    experts, width = FAMILIES[
+        family
+    ]  # the number of experts may have a name that transformers gives it in all families
+    found = content | {experts: content.get(experts, content.get("num_local_experts"))}
+    missing = ", ".join(name for name in (*SIZES, experts, width) if not isinstance(found.get(name), int))
+    require(not missing, f"{path} must hold whole numbers for {missing}, as that of a {family} model does")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(
+            f"{path} has a value that transformers does not take: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -65,9 +101,7 @@ def moe_config(config: Any) -> MoEConfig:
     """
     require_transformers()
     if not hasattr(config, "model_type"):
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(config, local_files_only=True)
+        config = read_config(config)
     check_family(config)
     experts_field, ffn_field = FAMILIES[config.model_type]
     return MoEConfig(

@@ -22,6 +22,7 @@ from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import (
     check_family,
     moe_config,
+    read_config,
     require_transformers,
     shared_ffn_size,
     stock_experts,
@@ -103,10 +104,7 @@ def _settings(
     folder: Path, group: ExpertGroup | None, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> tuple[Any, torch.dtype, torch.device]:
     """The checked configuration of a folder, and the dtype and device its model gets."""
-    from transformers import AutoConfig
-
-    require((folder / "config.json").is_file(), f"folder={str(folder)!r} must hold a config.json")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     check_family(config)
     if group is None:
         dtype, device = dtype or config.dtype or torch.float32, torch.device(device or "cpu")

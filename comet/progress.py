@@ -1,0 +1,76 @@
+"""Progress on standard error: a bar on a terminal, lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.5, 10.0
+LOG_FORMAT = "comet: {n_fmt} of {total_fmt} {unit}s measured, {elapsed} so far, {remaining} left; {desc}"
+
+
+class LogLines:
+    """Standard error where it is no terminal: each state of a progress bar becomes a line of its own."""
+
+    def write(self, text: str) -> None:
+        """Write what a bar shows, without what moves a cursor."""
+        if line := text.strip():
+            sys.stderr.write(line + "\n")
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+        sys.stderr.flush()
+
+
+def bar_options() -> dict[str, Any]:
+    """How ``tqdm`` shows a bar: where to and how often."""
+    if sys.stderr.isatty():
+        return {"file": sys.stderr, "mininterval": TERMINAL_INTERVAL_S, "dynamic_ncols": True}
+    return {"file": LogLines(), "mininterval": LOG_INTERVAL_S}
+
+
+class Measuring:
+    """What a task that measures is doing: which point of how many, what of it, and how long the others will take.
+
+    In a log each point is a line, and another each ten seconds.
+
+    Args:
+        total: Points in all.
+        unit: What a point is, in the singular.
+        enabled: Whether this is the rank that reports.
+    """
+
+    def __init__(self, total: int, unit: str, *, enabled: bool) -> None:
+        options = bar_options()
+        if not sys.stderr.isatty():
+            options["bar_format"] = LOG_FORMAT
+        self._bar = tqdm(total=total, unit=unit, disable=not enabled, delay=1e-9, **options)
+        self._enabled = enabled
+        self._title = ""
+        self._shown_s = 0.0
+
+    def begin(self, title: str) -> None:
+        """Show which point comes now."""
+        self._title, self._shown_s = title, 0.0
+        self.tell("")
+
+    def tell(self, text: str) -> None:
+        """Say what is being done of it: ``compiling 3 of 12``; shown if the last state is old enough."""
+        if self._enabled and time.monotonic() - self._shown_s >= self._bar.mininterval:
+            self._bar.set_description_str(f"{self._title}, {text}" if text else self._title, refresh=False)
+            self._bar.refresh()
+            self._shown_s = time.monotonic()
+
+    def end(self, text: str = "") -> None:
+        """Count the point as done and write its lines, if any, to standard output."""
+        self._bar.update()
+        if self._enabled and text:
+            self._bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._bar.close()

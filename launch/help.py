@@ -1,0 +1,136 @@
+"""What ``comet --help``, ``comet TASK --help`` and ``comet --version`` print.
+
+The first page is there at once: it imports neither torch nor Hydra. A task's page is made of the dataclasses that
+declare the settings: their types, their docstrings, and the defaults of the task.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from typing import Any
+
+from comet.launch.tasks import Task
+
+WIDTH = 110
+OPTIONS = """options:
+  --config FILE   read settings from a YAML file; those given beside it count more
+  --dry-run       print the resolved settings and the bytes each rank needs; start nothing
+  --traceback     print the traceback of mistakes in the settings as well"""
+NODES = """on several nodes, run on each:
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m comet.launch train ..."""
+STATUS = "exit status: 0 done, 1 failed, 2 a mistake in the settings or input, 130 stopped by Ctrl-C"
+
+
+def config_groups() -> dict[str, list[str]]:
+    """Names of the YAML groups and of the choices in each."""
+    root = files("comet.configs")
+    choices = {
+        folder.name: sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+        for folder in root.iterdir()
+        if folder.is_dir()
+    }
+    return {name: found for name, found in sorted(choices.items()) if found}
+
+
+def help_page(tasks: Mapping[str, Task]) -> str:
+    """The text of ``comet --help``."""
+    lines = ["usage: comet TASK [options] [settings]", "", "tasks (comet TASK --help shows the settings of one):"]
+    lines += [f"  {name:<10} {task.summary}" for name, task in tasks.items()]
+    lines += ["", OPTIONS, "  --version       print the versions of Comet, torch, Triton and CUDA", ""]
+    lines += ["settings are Hydra overrides, name=value; a group picks a file:"]
+    lines += [f"  {name}={'|'.join(choices)}" for name, choices in config_groups().items()]
+    lines += ["", "examples:"]
+    lines += [line for name, task in tasks.items() for line in _examples(name, task)[:2]]
+    return "\n".join([*lines, NODES, STATUS]) + "\n"
+
+
+def task_page(name: str, task: Task) -> str:
+    """The text of ``comet TASK --help``: examples, and every setting that the task reads."""
+    from comet.launch.config import CommandSettings, compose
+    from comet.training.config import JobConfig
+
+    defaults = compose([], defaults=task.settings)
+    known = {each: found for cls in (JobConfig, CommandSettings) for each, found in settings_of(cls)}
+    lines = [f"usage: comet {name} [options] [settings]", "", task.summary, "", OPTIONS, "", "examples:"]
+    lines += [*_examples(name, task), "", f"settings and their defaults for {name}:"]
+    for part in task.reads:
+        for setting, (choices, meaning) in known.items():
+            if setting == part or setting.startswith(f"{part}."):
+                value = _find(defaults, setting)
+                text = f"{setting}: settings" if isinstance(value, dict) else f"{setting}={_typed(value)}"
+                lines.append(f"  {text}" + (f"  ({', '.join(choices)})" if choices else ""))
+                lines += textwrap.wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[tuple[str, ...], str]]]:
+    """Name, choices and meaning of every setting and section that a dataclass and those in it declare.
+
+    Example: ``comm.timeout_s`` of ``JobConfig``: no choices, "Deadline of every wait for another rank, in seconds."
+    """
+    from comet.launch.schema import choices_of
+
+    hints, meanings = typing.get_type_hints(cls), arguments_of(inspect.getdoc(cls) or "")
+    for item in fields(cls):
+        hint = hints[item.name]
+        yield f"{prefix}{item.name}", (tuple(map(_typed, choices_of(hint))), meanings.get(item.name, ""))
+        for inner in (hint, *typing.get_args(hint)):
+            if isinstance(inner, type) and is_dataclass(inner):
+                yield from settings_of(inner, f"{prefix}{item.name}.")
+
+
+def arguments_of(doc: str) -> dict[str, str]:
+    """The entries of a docstring's ``Args``, each on one line and as they are typed on a command line."""
+    _, _, section = doc.partition("\nArgs:\n")
+    entries: dict[str, str] = {}
+    name = ""
+    for line in section.split("\n\n")[0].splitlines():
+        if line.startswith(" " * 8):
+            entries[name] += f" {line.strip()}"
+        else:
+            name, _, text = line.strip().partition(": ")
+            entries[name] = text
+    return {name: text.replace("``None``", "null").replace("``", "") for name, text in entries.items()}
+
+
+def version_line() -> str:
+    """Versions of Comet and what it runs on; looks at no GPU."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from comet.version import comet_commit, comet_version
+
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "not installed"
+    commit = comet_commit()
+    parts = [f"comet {comet_version()}" + (f" (commit {commit})" if commit else "")]
+    parts += [f"torch {torch.__version__}", f"triton {triton}", f"CUDA {torch.version.cuda or 'not in torch'}"]
+    return ", ".join(parts) + "\n"
+
+
+def _examples(name: str, task: Task) -> list[str]:
+    return [
+        f"  comet {name} {words}".ljust(50).rstrip() + f"   {does}".rstrip() for words, does in task.examples.items()
+    ]
+
+
+def _find(container: Any, name: str) -> Any:
+    for part in name.split("."):
+        container = container[part]
+    return container
+
+
+def _typed(value: Any) -> str:
+    """As it is typed in an override."""
+    words = {None: "null", True: "true", False: "false"}
+    if isinstance(value, list):
+        return f"[{','.join(map(_typed, value))}]"
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,115 @@
+"""A user's own YAML file, ``--config my.yaml``: defaults < file < overrides.
+
+It has the names of the command line, nested or with dots; a group's name may choose a file of that group. What a run
+writes, or ``--dry-run`` prints, is such a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from comet.config import require
+from comet.generation.source import nested
+from comet.launch.help import config_groups
+from comet.launch.schema import setting_names
+from comet.launch.tasks import did_you_mean
+
+TEXTS = ("prompt", "prompts", "stop")  # of ``generate``: text of any kind, in which nothing is looked up
+BOOL_TAG = "tag:yaml.org,2002:bool"
+
+
+class Loader(yaml.SafeLoader):
+    """YAML whose only truth values are true and false: ``cuda_graph: off`` is a word, as it is in an override."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - so PyYAML keeps them
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != BOOL_TAG]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+Loader.add_implicit_resolver(BOOL_TAG, re.compile("true|false|True|False|TRUE|FALSE"), list("tTfF"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a file holds.
+
+    Args:
+        values: Settings, nested.
+        choices: Overrides that choose files of groups, such as ``model=tiny``.
+        texts: What ``generate`` is given word by word.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    choices: list[str] = field(default_factory=list)
+    texts: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | None, schema: DictConfig) -> Settings:
+        """Read a file; ``None`` holds nothing.
+
+        Args:
+            path: The file.
+            schema: All settings with their types.
+
+        Raises:
+            ValueError: If it is no YAML file of settings; the message names file, setting and rule.
+            OSError: If it cannot be read.
+        """
+        if path is None:
+            return cls()
+        try:
+            content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"--config={path} must be a YAML file: {error}") from error
+        require(isinstance(content, dict), f"--config={path} must hold settings, name: value, not {content!r:.40}")
+        chosen = {name: content.pop(name) for name in config_groups() if isinstance(content.get(name), str)}
+        for name, choice in chosen.items():
+            known = config_groups()[name]
+            require(choice in known, f"--config={path}: {name}={choice!r} must be one of {', '.join(known)}")
+        values = nested(content)
+        for name, value in values.items():
+            whole = isinstance(value, dict) or not OmegaConf.is_dict(schema.get(name))
+            require(whole, f"--config={path}: {name} must hold settings, name: value, not {value!r:.40}")
+        generate = values.get("generate", {})
+        texts = {name: _text(generate.pop(name)) for name in TEXTS if generate.get(name) is not None}
+        blank = {name: [""] * len(text) if isinstance(text, list) else "" for name, text in texts.items()}
+        try:
+            OmegaConf.merge(schema, values, {"generate": blank})
+        except ConfigKeyError as error:
+            hint = did_you_mean(str(error.full_key), setting_names(OmegaConf.to_container(schema)))
+            raise ValueError(f"--config={path}: {error.full_key} is no setting{hint}") from error
+        except OmegaConfBaseException as error:
+            raise ValueError(f"--config={path}: {error.full_key}: {str(error).splitlines()[0]}") from error
+        return cls(values=values, choices=[f"{name}={choice}" for name, choice in chosen.items()], texts=texts)
+
+    def names(self) -> list[str]:
+        """Of all that the file sets: settings, and groups that it chooses from."""
+        settings = setting_names(self.values, sections=False)
+        return [
+            *settings,
+            *(choice.partition("=")[0] for choice in self.choices),
+            *(f"generate.{name}" for name in self.texts),
+        ]
+
+    def without(self, names: Sequence[str]) -> Settings:
+        """What is left beside overrides of these names: a group's choice replaces all that the file says of it."""
+        chosen = [name for name in names if name in config_groups()]
+        return Settings(
+            values={name: value for name, value in self.values.items() if name not in chosen},
+            choices=[choice for choice in self.choices if choice.partition("=")[0] not in chosen],
+            texts={name: text for name, text in self.texts.items() if f"generate.{name}" not in names},
+        )
+
+
+def _text(value: Any) -> Any:
+    """A text, or a list of them; YAML reads ``prompt: 3`` as a number."""
+    return [str(item) for item in value] if isinstance(value, list) else str(value)

@@ -1,0 +1,122 @@
+"""The fault matrix on CPU ranks: a handful of rows always, all of them where slow tests run; and what fails a row.
+
+Deadlines are short and the slack is long: what is named and what is computed is tested here, not this machine's speed.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from fault_jobs import Jobs
+from fault_ranks import FIRST, SECOND, Attempt, Life, judge, what_hung
+from fault_rows import FAULTS, PATHS, PHASES, Order, Row, all_rows, left_out, ranks_named, unnamed
+from fault_traps import SENT, STRUCK, note
+from faults import parse, run_row, table
+from tiers import slow_but
+
+QUICK = [
+    "exception, plan, twin",
+    "out of memory, plan, reference",
+    "SIGSTOP, layer 1, plain",
+    "SIGKILL, backward, twin",
+    "exception, backward, fused",
+    "exception, decode, fused",
+    "out of memory, tune, twin",
+    "SIGTERM, tune, twin (job)",
+]
+ROWS = all_rows("cpu")
+REFUSED = "StepFailedError: the forward pass failed on rank 1 (RuntimeError: injected by the fault matrix)"
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.mark.parametrize("row", slow_but(QUICK, ROWS))
+def test_row(row: Row, jobs: Jobs) -> None:
+    finding = run_row(row, parse(["--deadline", "2", "--slack", "60"]), jobs)
+    assert not finding.wrong, "\n".join(finding.wrong)
+
+
+def test_every_combination_is_a_row_or_left_out_for_a_reason() -> None:
+    combinations = len(PHASES) * len(FAULTS) * len(PATHS)
+    for device, paths in (("cpu", set(PATHS)), ("cuda", {"reference", "plain", "fused"})):
+        rows = {(row.phase, row.fault, row.path) for row in all_rows(device)}
+        assert len(rows) + sum(left_out(device).values()) == combinations
+        assert {path for _, _, path in rows} == paths
+    assert {row.fault for row in ROWS} == set(FAULTS)
+
+
+def order_of(row: Row, folder: Path) -> Order:
+    return Order(row=row, world_size=2, culprit=1, device="cpu", deadline_s=5.0, slack_s=2.0, folder=folder)
+
+
+def lived(said: str = REFUSED, *, at: float = 101.0, then: str = REFUSED, wrong: tuple[str, ...] = ()) -> Life:
+    return Life({FIRST: Attempt(said, list(wrong), at, 1.0), SECOND: Attempt(then, [], at + 1.0, 0.1)})
+
+
+@pytest.mark.parametrize(
+    ("life", "message"),
+    [
+        (lived(), ""),
+        (lived(""), ""),  # it had all it needed, and names the culprit at the next call
+        (lived(at=107.5), "a survivor went on for 7.5 s, allowed are 7.0 s"),
+        (lived("RuntimeError: Connection closed by peer", then=""), "rank 1 is not named"),
+        (lived("CommTimeoutError: rank 0 waited 5.0 s for rank 1 (barrier)"), "no word of exception"),
+        (lived("", wrong=("call 1: output: error 0.3 > 0.1",)), "rank 0: call 1: output: error 0.3 > 0.1"),
+    ],
+)
+def test_what_fails_a_row(life: Life, message: str, tmp_path: Path) -> None:
+    note(tmp_path / STRUCK, "17 100.0")
+    finding = judge(order_of(Row("layer 0", "exception", "twin"), tmp_path), [life, lived()])
+    assert (finding.wrong[0] if finding.wrong else "").startswith(message), finding.wrong
+    assert bool(finding.wrong) == bool(message)
+
+
+def test_a_row_counts_from_the_signal_and_fails_without_its_fault(tmp_path: Path) -> None:
+    order = order_of(Row("layer 0", "SIGKILL", "twin"), tmp_path)
+    assert judge(order, [lived(), None]).wrong == ["the fault did not happen: the phase was not reached"]
+    note(tmp_path / STRUCK, "17 90.0")
+    note(tmp_path / SENT, "100.0")
+    assert math.isclose(judge(order, [lived(), None]).seconds, 1.0)
+
+
+def test_who_is_named() -> None:
+    assert ranks_named("rank 0 waited 5.0 s for rank 1 (barrier)") == {1}
+    assert ranks_named("rank 0 lost rank 2 (no sign of life)") == {2}
+    assert ranks_named("Connection closed by peer [127.0.0.1]:1234") == set()
+    order = order_of(Row("layer 1", "SIGSTOP", "plain", job=True), Path())
+    assert unnamed(order, "rank 1 (pid 5) is frozen", reason=True) == []
+    assert len(unnamed(order, "rank 0 waited 5.0 s for rank 1", reason=True)) == 1
+
+
+def test_a_rank_that_hangs_is_told_by_its_place() -> None:
+    log = (
+        'Timeout (0:00:12)!\n  File "/x/torch/distributed.py", line 3 in f\n  File "/x/comet/plain.py", line 138 in g\n'
+    )
+    report = f"---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\n{log}"
+    assert what_hung(report) == "rank 0 hung in comet/plain.py, line 138"
+    assert what_hung("---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\nTraceback") == ""
+
+
+def test_the_table_shows_who_was_named(tmp_path: Path) -> None:
+    note(tmp_path / STRUCK, "17 100.0")
+    finding = judge(order_of(Row("layer 0", "exception", "twin"), tmp_path), [lived(), lived()])
+    head, line = table([finding], culprit=1).splitlines()
+    assert head.split() == [
+        "fault",
+        "phase",
+        "path",
+        "named",
+        "by",
+        "the",
+        "survivors",
+        "seconds",
+        "outcome",
+        "verdict",
+    ]
+    assert line.startswith("exception  layer 0  twin  rank 1, injected by the fault matrix  1.0 ")
+    assert line.endswith("passed")

@@ -1,0 +1,315 @@
+"""Rows of the fault matrix that are jobs of the command line, and what is resumed after them.
+
+Each path trains once undisturbed. A disturbed job has the same losses up to its end; resumed, it ends with the same
+bits, from the newest checkpoint that is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from fault_app import ORDER
+from fault_rows import FILE_FAULTS, SIGNALS, Finding, Order, unnamed
+from fault_traps import SENT, STRUCK, await_file, note
+from launch_jobs import environment
+
+from comet.launch.cli import PROGRAM
+from comet.training.checkpoint_folder import list_checkpoints
+
+APP = (str(Path(__file__).with_name("fault_app.py")),)
+START_S = 300.0  # until a job reaches the fault, and for an undisturbed one: not counted
+HUNG_S = 60.0  # beyond the limit
+STEPS = 6
+TEXT = "text.txt"
+SAYS = r"comet: (error|stopped|skipped|saved)|[\w.]+(Error|Exception): "
+TINY = (
+    "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2", "model.context=32",
+    "model.moe.ffn_size=32", "train.batch_size=2", "train.warmup_steps=0",
+    "train.eval_batches=1", "train.sample_bytes=4", f"train.steps={STEPS}",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An undisturbed run.
+
+    Args:
+        folder: Its output folder.
+        losses: Training loss by step, and the held-out loss as that of step -1.
+    """
+
+    folder: Path
+    losses: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended.
+
+    Args:
+        status: Its exit status; ``None`` if it had to be killed.
+        seconds: From the fault to its end; NaN without a fault.
+        error: What it wrote to standard error.
+        left: Processes it left behind.
+    """
+
+    status: int | None
+    seconds: float
+    error: str
+    left: int
+
+    @property
+    def said(self) -> str:
+        """What the command said of the end: its own lines, and the last ones of tracebacks."""
+        return " ".join(line for line in self.error.splitlines() if re.match(SAYS, line))
+
+
+class Jobs:
+    """Runs rows, with what they share: undisturbed runs.
+
+    Args:
+        folder: Where these go; rows have folders inside.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / TEXT).write_bytes(bytes(range(256)) * 40)
+        self.trained: dict[str, Trained] = {}
+        self.lock = threading.Lock()
+
+    def undisturbed(self, order: Order) -> Trained:
+        """The run that a row's path makes by itself."""
+        path = order.row.path
+        with self.lock:
+            if path not in self.trained:
+                folder = self.folder / f"undisturbed-{path}"
+                folder.mkdir()
+                ended = run(order, folder, train_words(order, folder / "out"), PROGRAM)
+                assert ended.status == 0, f"undisturbed: {ended.error}"
+                self.trained[path] = Trained(folder / "out", losses_of(folder / "out"))
+            return self.trained[path]
+
+    def run(self, order: Order) -> Finding:
+        """Run a row."""
+        out = order.folder / "out"
+        if order.row.phase == "tune":
+            return run_tune(order, out)
+        trained = self.undisturbed(order)
+        if order.row.phase == "decode":
+            return run_generate(order, trained)
+        if order.row.phase == "checkpoint load":
+            shutil.copytree(trained.folder, out)
+            damage(order, out)
+        with small_disk(order, out, trained):
+            ended = run(order, order.folder, train_words(order, out), APP)
+            if order.row.fault == "full disk":
+                shutil.copytree(out, order.folder / "rescued")
+        if order.row.fault == "full disk":
+            out = order.folder / "rescued"
+        finding = judge(order, ended)
+        finding.wrong += wrong_training(order, ended, out, trained)
+        return finding
+
+
+def train_words(order: Order, out: Path) -> list[str]:
+    """The command of a training job that goes on with what its folder has."""
+    text = next(folder / TEXT for folder in out.parents if (folder / TEXT).exists())
+    is_preempted = order.row.fault == "SIGTERM" and not order.row.phase.startswith("checkpoint")
+    return [
+        "train", *TINY, f"data.path={text}", f"output_dir={out}", f"moe_path={order.row.path}", "resume=auto",
+        f"train.checkpoint_every={0 if is_preempted else 1}", *rank_words(order),
+    ]  # fmt: skip
+
+
+def rank_words(order: Order) -> list[str]:
+    """Settings of the ranks of any job."""
+    ranks = order.world_size
+    experts = [f"model.moe.num_experts={4 * ranks}"]
+    return [f"nproc={ranks}", f"parallel.ep={ranks}", f"comm.timeout_s={order.deadline_s}", *experts]
+
+
+def run(order: Order, folder: Path, words: Sequence[str], program: Sequence[str]) -> Ended:
+    """Run a job to its end; with ``APP`` its culprit meets the fault."""
+    (folder / "order").write_bytes(pickle.dumps(order))
+    env = environment() | {ORDER: str(folder / "order")}
+    if order.row.path == "fused":
+        env["TRITON_INTERPRET"] = "1"
+    with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
+        command = [sys.executable, *program, *words]
+        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+        try:
+            began = time.monotonic()
+            struck = (
+                await_file(
+                    order.folder / STRUCK, lambda: process.poll() is not None or time.monotonic() > began + START_S
+                )
+                if program is APP
+                else ""
+            )
+            family = psutil.Process(process.pid).children(recursive=True) if struck else []
+            at = meet_fault(order, process.pid, struck)
+            status = wait(process, order.limit_s + HUNG_S if struck else START_S)
+            seconds = time.monotonic() - at
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    _, left = psutil.wait_procs(family, timeout=10.0)
+    for each in left:
+        each.kill()
+    return Ended(status, seconds, (folder / "stderr").read_text(), len(left))
+
+
+def meet_fault(order: Order, launcher: int, struck: str) -> float:
+    """Send the row's signal to the rank that waits for it, SIGTERM to the launcher; when the fault was."""
+    if not struck:
+        return math.nan
+    pid, at = struck.split()
+    if order.row.fault not in SIGNALS:
+        return float(at)
+    os.kill(launcher if order.row.fault == "SIGTERM" else int(pid), getattr(signal, order.row.fault))
+    sent = time.monotonic()
+    note(order.folder / SENT)
+    return sent
+
+
+def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit status of a process; ``None`` if it does not end in time."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def damage(order: Order, out: Path) -> None:
+    """Harm the newest checkpoint; for what befalls a process, take it away, so that something is left to train."""
+    newest = max(out.glob("step-*"))
+    if order.row.fault not in FILE_FAULTS:
+        shutil.rmtree(newest)
+        return
+    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    if order.row.fault == "flipped byte":
+        data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data if order.row.fault == "flipped byte" else data[:-1000])
+
+
+@contextmanager
+def small_disk(order: Order, out: Path, trained: Trained) -> Iterator[None]:
+    """A disk with room for one checkpoint; where none can be mounted, the size of files is limited instead."""
+    if order.row.fault != "full disk":
+        yield
+        return
+    out.mkdir()
+    one = sum(file.stat().st_size for file in max(trained.folder.glob("step-*")).iterdir())
+    options = f"size={int(1.5 * one) + 65536}"
+    if (
+        os.geteuid() == 0
+        and subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", out], check=False).returncode == 0
+    ):
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", out], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (one // 4, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def losses_of(out: Path) -> dict[int, float]:
+    """Training loss by step, and the held-out loss of the end as that of step -1."""
+    losses: dict[int, float] = {}
+    file = out / "metrics.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else []:
+        window = json.loads(line)
+        if "losses" in window:
+            losses |= {window["step"] - behind: loss for behind, loss in enumerate(reversed(window["losses"]))}
+    if (out / "result.json").exists():
+        losses[-1] = json.loads((out / "result.json").read_text())["heldout_nats_per_byte"]
+    return losses
+
+
+def judge(order: Order, ended: Ended) -> Finding:
+    """Hold the end of a job against the rules."""
+    row = order.row
+    finding = Finding(row, said=ended.said, seconds=ended.seconds)
+    finding.outcome = "killed by the matrix" if ended.status is None else f"exit status {ended.status}"
+    of_a_rank = row.fault not in ("SIGTERM", "full disk", *FILE_FAULTS)
+    if math.isnan(ended.seconds) and row.fault not in FILE_FAULTS:
+        finding.wrong.append(f"the fault did not happen: {ended.error[-2000:]}")
+        return finding
+    if ended.seconds > order.limit_s:
+        finding.wrong.append(f"the job went on for {ended.seconds:.1f} s, allowed are {order.limit_s:.1f} s")
+    if ended.status == 0 and row.fault not in ("SIGTERM", *FILE_FAULTS):
+        finding.wrong.append("the job ended as if nothing had happened")
+    missing = unnamed(order, ended.said, reason=True)
+    finding.wrong += [each for each in missing if of_a_rank or " is not named" not in each]
+    if row.fault in ("full disk", *FILE_FAULTS) and "Traceback" in ended.error:
+        finding.wrong.append(f"a traceback where one line belongs: {ended.error[-2000:]}")
+    if ended.left:
+        finding.wrong.append(f"{ended.left} processes were left behind")
+    return finding
+
+
+def wrong_training(order: Order, ended: Ended, out: Path, trained: Trained) -> list[str]:
+    """What a disturbed job left that is no beginning of the undisturbed one, or does not become its end."""
+    wrong = different(losses_of(out), trained, "disturbed", whole=False)
+    whole = [each.path.name for each in list_checkpoints(out)[0]]
+    if not whole:
+        return [*wrong, "no whole checkpoint was left"]
+    if order.row.fault in FILE_FAULTS and ended.status == 0:
+        return wrong + different(losses_of(out), trained, "after falling back", whole=True)
+    words = train_words(order, out)
+    if order.row.fault in FILE_FAULTS:  # refused by name: the one before is asked for
+        words.append(f"resume={min(out.glob('step-*'))}")
+    folder = order.folder / "resumed"
+    folder.mkdir()
+    resumed = run(order, folder, words, PROGRAM)
+    if resumed.status != 0:
+        return [*wrong, f"resuming ended with {resumed.status}: {resumed.error[-2000:]}"]
+    return wrong + different(losses_of(out), trained, f"resumed from {whole[0]}", whole=True)
+
+
+def different(found: dict[int, float], trained: Trained, what: str, *, whole: bool) -> list[str]:
+    """Losses that are not the undisturbed run's, bit for bit; of a ``whole`` run those that are missing, too."""
+    steps = trained.losses if whole else found.keys() & trained.losses.keys()
+    return [
+        f"{what}: loss of step {step} is {found.get(step)}, undisturbed {trained.losses[step]}"
+        for step in sorted(steps)
+        if found.get(step) != trained.losses[step]
+    ]
+
+
+def run_tune(order: Order, out: Path) -> Finding:
+    """A ``comet tune`` that is stopped: what it had stored can be read."""
+    words = ["tune", *TINY, "tune.tokens=[32,64]", "tune.rounds=3", f"tune.profiles={out}", *rank_words(order)]
+    finding = judge(order, run(order, order.folder, words, APP))
+    for file in out.glob("*.json"):
+        json.loads(file.read_text())
+    return finding
+
+
+def run_generate(order: Order, trained: Trained) -> Finding:
+    """A ``comet generate`` that is stopped."""
+    prompt = [f"generate.source={trained.folder}", "generate.prompt=def ", "generate.max_new_tokens=20"]
+    return judge(order, run(order, order.folder, ["generate", *prompt, *rank_words(order)[:-1]], APP))

@@ -1,0 +1,362 @@
+"""Rows of the fault matrix that are calls in a program: ranks catch what is raised, call again, and start anew.
+
+Each rank makes four calls and compares what they return with the reference. The fault comes in the second; the third is
+refused or right; before the last all that are still alive start anew, as their path says.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from decode_cases import FOLD, DecodeCase
+from decode_ranks import compare_step, gathered_inputs, open_rank
+from fault_rows import SIGNALS, Finding, Order, Row, unnamed
+from fault_traps import PLACES, SENT, STRUCK, await_file, note, set_trap, strike
+from gpus import ON_GPUS, backend_of, gpu_of
+from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
+from layer_ranks import build_layer
+from ranks import run_ranks
+
+from comet.comm import Communicator
+from comet.config import OverlapConfig
+from comet.decode import RankDecode
+from comet.sharding import local
+from comet.tuner.measure import measure_layer
+from comet.tuner.problem import Problem
+
+START_S = 240.0  # until the ranks meet for the first time, kernels compiled: not counted
+PATIENCE_S = 120.0  # deadline of the calls before and after the fault
+STACK_S = 5.0  # beyond the limit; then a rank is taken to hang, and its stack printed
+HEALTHY, FIRST, SECOND, LAST = range(4)
+
+
+@dataclass
+class Attempt:
+    """One call as a rank saw it.
+
+    Args:
+        said: What it raised, or else empty.
+        wrong: What is wrong with what it returned.
+        at: When it ended, by the machine's clock.
+        seconds: How long it took.
+    """
+
+    said: str
+    wrong: list[str]
+    at: float
+    seconds: float
+
+
+@dataclass
+class Life:
+    """What a rank has lived through: its calls after the healthy one."""
+
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+
+
+class LayerCalls:
+    """Forward and backward passes of a layer."""
+
+    def __init__(self, order: Order, rank: int) -> None:
+        self.order, self.rank = order, rank
+        self.device = gpu_of(rank) if order.device == "cuda" else "cpu"
+        self.case = layer_case(order)
+        self._build()
+
+    def _build(self) -> None:
+        self.moe = build_layer(self.case, self.rank, self.order.row.path, self.device, timeout_s=wait_s(self.order))
+
+    @property
+    def comm(self) -> Communicator:
+        """What waits."""
+        return self.moe.group.comm
+
+    def call(self, number: int) -> list[str]:
+        """What is wrong with output and gradients."""
+        moe, inputs = self.moe, rank_inputs(self.case, self.rank, number).to(self.device)
+        x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
+        moe.zero_grad()
+        y = moe.routed_experts(x, inputs.top_k_ids, weights)
+        y.backward(inputs.grad_output)
+        moe.group.workspace.check()
+        found = {"output": y.detach(), "grad_tokens": x.grad, "grad_top_k": weights.grad}
+        found |= {"grad_w1": local(moe.w1.grad), "grad_w2": local(moe.w2.grad)}
+        exact, same = (oracle(self.case, self.rank, dtype, number) for dtype in (torch.float64, self.case.dtype))
+        checks = (
+            lambda name=name, value=value: assert_as_close(
+                value, getattr(exact, name), getattr(same, name), self.case.dtype, f"call {number}: {name}"
+            )
+            for name, value in found.items()
+        )
+        return complaints(checks)
+
+    def recover(self) -> None:
+        """By a restart; where a collective broke off, by a new group of new process groups."""
+        if self.order.row.path in ("twin", "fused"):
+            self.moe.group.workspace.restart()
+        else:
+            renew_process_group(self.order, self.rank)
+            self._build()
+
+
+class DecodeCalls:
+    """Decode steps of each rank's own tokens."""
+
+    def __init__(self, order: Order, rank: int) -> None:
+        self.rank, ranks = rank, order.world_size
+        on_gpu, with_kernels = order.device == "cuda", order.row.path == "fused"
+        self.device = gpu_of(rank) if on_gpu else "cpu"
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        size = 512 if on_gpu else 16
+        self.case = DecodeCase(name="faults", T=1, K=2, E=2 * ranks, D=size, F=size, routing="masked", seed=3)
+        self.config = FOLD if with_kernels and not on_gpu else None
+        self.comm, self.weights = open_rank(rank, ranks, self.case, 1, self.dtype, self.device)
+        self.counts = (1,) * ranks
+        self.decode = RankDecode(self.comm, hidden_size=size, max_tokens=1, replicated=False, use_kernels=with_kernels)
+
+    def call(self, number: int) -> list[str]:
+        """What is wrong with the output."""
+        inputs = gathered_inputs(self.case, number, self.counts, self.dtype)[self.rank]
+        output = self.decode(*(each.to(self.device) for each in inputs), self.weights, config=self.config)
+        self.decode.check()
+        return complaints([lambda: compare_step(self.case, output, inputs, self.dtype, f"call {number}")])
+
+    def recover(self) -> None:
+        """By a restart."""
+        self.decode.restart()
+
+
+class TuneCalls(LayerCalls):
+    """Measurements of three candidates, the plain path among them."""
+
+    def _build(self) -> None:
+        path = "fused" if self.device != "cpu" else "twin"
+        self.moe = build_layer(self.case, self.rank, path, self.device, timeout_s=wait_s(self.order))
+        tokens = max(self.case.num_tokens)
+        self.problem = Problem.create(self.case.config, self.case.parallel, tokens, self.case.dtype)
+        self.settings = [OverlapConfig(num_panels=1), OverlapConfig(num_panels=2), None]
+
+    def call(self, number: int) -> list[str]:
+        """Raises what one candidate failed by; the others have their times."""
+        measure = measure_layer(self.problem, self.settings, self.moe.group, rounds=2, seed=number)
+        failures = []
+        for setting in self.settings:
+            try:
+                assert measure(setting) > 0
+            except RuntimeError as error:
+                failures.append(str(error))
+        if len(failures) > 1:
+            return [f"{len(failures)} of {len(self.settings)} candidates failed: {failures}"]
+        if failures:
+            raise RuntimeError(failures[0])
+        return []
+
+    def recover(self) -> None:
+        """It has done so itself."""
+
+
+USES: dict[str, Callable[[Order, int], Any]] = {"decode": DecodeCalls, "tune": TuneCalls}
+
+
+def layer_case(order: Order) -> LayerCase:
+    """A layer with an expert shard on each rank."""
+    ranks = order.world_size
+    if order.device == "cuda":
+        sizes = dict(hidden_size=512, ffn_size=512, dtype=torch.bfloat16, block_rows=128)
+        return LayerCase("faults", ranks, 1, (700, 690, 710, 701)[:ranks], num_experts=4 * ranks, **sizes)
+    return LayerCase("faults", ranks, 1, (40, 33, 21, 37)[:ranks], num_experts=2 * ranks)
+
+
+def is_interpreted(order: Order) -> bool:
+    """Whether kernels run under Triton's interpreter."""
+    return order.row.path == "fused" and order.device == "cpu"
+
+
+def wait_s(order: Order) -> float:
+    """The deadline that ranks are given: the interpreter's clock counts polls as 20 us each, which take it longer."""
+    return order.deadline_s / 100 if is_interpreted(order) else order.deadline_s
+
+
+def complaints(checks: Any) -> list[str]:
+    """What the checks that fail say."""
+    wrong = []
+    for check in checks:
+        try:
+            check()
+        except AssertionError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def renew_process_group(order: Order, rank: int) -> None:
+    """Leave the broken default group and join a new one."""
+    backend = backend_of(order.world_size) if order.device == "cuda" else "gloo"
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{order.folder}/again",
+        rank=rank,
+        world_size=order.world_size,
+        timeout=timedelta(seconds=START_S),
+    )
+
+
+def live_through(rank: int, world_size: int, order: Order) -> Life:
+    """What one rank does."""
+    life, is_culprit = Life(), rank == order.culprit
+    calls = USES.get(order.row.phase, LayerCalls)(order, rank)
+    calls.comm.timeout_s = PATIENCE_S
+    wrong = calls.call(HEALTHY)
+    assert not wrong, f"before the fault: {wrong}"
+    meet(order, rank, "healthy", range(world_size))
+    calls.comm.timeout_s = wait_s(order)
+    if is_culprit:
+        set_trap(PLACES[order.row.phase, order.row.path], lambda: strike(order, calls.device))
+    alive = order.survivors if order.row.fault == "SIGKILL" else range(world_size)
+    for number in (FIRST, SECOND):
+        life.attempts[number] = attempt(calls, number, order, watched=not (is_culprit and number == FIRST))
+        meet(order, rank, f"call{number}", alive)
+    if len(alive) == world_size:
+        calls.comm.timeout_s = PATIENCE_S
+        life.attempts[LAST] = attempt(calls, LAST, order, watched=True)
+        meet(order, rank, f"call{LAST}", alive)
+    return life
+
+
+def attempt(calls: Any, number: int, order: Order, *, watched: bool) -> Attempt:
+    """One call, whatever comes of it."""
+    began, said, wrong = time.monotonic(), "", []
+    with watch(order, watched):
+        try:
+            if number == LAST:
+                calls.recover()
+                calls.comm.timeout_s = PATIENCE_S  # of a new group
+            wrong = calls.call(number)
+        except (RuntimeError, ValueError, OSError) as error:
+            said = f"{type(error).__name__}: {error}"
+    return Attempt(said, wrong, time.monotonic(), time.monotonic() - began)
+
+
+@contextmanager
+def watch(order: Order, watched: bool) -> Iterator[None]:
+    """End the process with its stacks in the log when the body hangs; not that of one that is stopped."""
+    if watched:
+        faulthandler.dump_traceback_later(order.limit_s + STACK_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def meet(order: Order, rank: int, where: str, ranks: Any) -> None:
+    """Wait for the others by files: nothing of the product is in it."""
+    note(order.folder / f"{where}.{rank}")
+    end = time.monotonic() + START_S
+    for other in ranks:
+        await_file(order.folder / f"{where}.{other}", until=lambda: time.monotonic() > end)
+
+
+def send_signals(order: Order, is_over: Callable[[], bool]) -> None:
+    """The parent's part: send the row's signal once the culprit is where it shall hit, and let a stopped rank go on."""
+    struck = await_file(order.folder / STRUCK, is_over)
+    if order.row.fault not in SIGNALS or not struck:
+        return
+    pid = int(struck.split()[0])
+    os.kill(pid, getattr(signal, order.row.fault))
+    note(order.folder / SENT, str(time.monotonic()))
+    if order.row.fault == "SIGSTOP":
+        for rank in order.survivors:
+            await_file(order.folder / f"call{FIRST}.{rank}", is_over)
+        if not is_over():
+            os.kill(pid, signal.SIGCONT)
+
+
+def run_calls(order: Order) -> Finding:
+    """Run a row on ranks of this machine."""
+    over = threading.Event()
+    sender = threading.Thread(target=send_signals, args=(order, over.is_set))
+    sender.start()
+    try:
+        lives = run_ranks(
+            live_through,
+            order.world_size,
+            order,
+            interpret=is_interpreted(order),
+            timeout=START_S + 4 * order.limit_s,
+            backend=ON_GPUS if order.device == "cuda" else "gloo",
+            may_die=[order.culprit] if order.row.fault == "SIGKILL" else [],
+        )
+    except AssertionError as error:
+        return Finding(order.row, outcome="a rank hung or died", wrong=[what_hung(str(error)) or str(error)])
+    finally:
+        over.set()
+        sender.join()
+    return judge(order, lives)
+
+
+def what_hung(report: str) -> str:
+    """Where ranks were that a watch has ended: "rank 0 hung in comet/plain.py, line 135"; empty if none was."""
+    places = []
+    for rank, log in re.findall(
+        r"---- rank (\d+) .*?-- output of rank \d+ --\n(.*?)(?=\n---- rank|\Z)", report, re.DOTALL
+    ):
+        frames = re.findall(r'"\S*/(comet/\S+\.py)", line (\d+)', log) if "Timeout (" in log else []
+        places += [f"rank {rank} hung in {frames[0][0]}, line {frames[0][1]}"] if frames else []
+    return "; ".join(places)
+
+
+def fault_time(order: Order) -> float | None:
+    """When it happened, by the machine's clock."""
+    for name in (SENT, STRUCK):
+        if (order.folder / name).exists():
+            return float((order.folder / name).read_text().split()[-1])
+    return None
+
+
+def judge(order: Order, lives: list[Life | None]) -> Finding:
+    """Hold what the ranks lived through against the rules."""
+    row, at = order.row, fault_time(order)
+    finding = Finding(row)
+    if at is None:
+        finding.wrong.append("the fault did not happen: the phase was not reached")
+        return finding
+    survivors = [life for rank in order.survivors if (life := lives[rank]) is not None]
+    ends = [life.attempts[FIRST].at - at for life in survivors]
+    finding.seconds = max(ends)
+    if finding.seconds > order.limit_s:
+        finding.wrong.append(f"a survivor went on for {finding.seconds:.1f} s, allowed are {order.limit_s:.1f} s")
+    known = row.fault not in SIGNALS
+    for life in survivors:
+        said = life.attempts[FIRST].said or life.attempts[SECOND].said
+        finding.said = finding.said or said
+        finding.wrong += unnamed(order, said, reason=known)
+    for rank, life in enumerate(lives):
+        for number, each in (life.attempts if life else {}).items():
+            finding.wrong += [f"rank {rank}: {what}" for what in each.wrong]
+            if number == SECOND and each.seconds > order.limit_s:
+                finding.wrong.append(f"rank {rank} was refused only after {each.seconds:.1f} s")
+            if number == LAST and each.said:
+                finding.wrong.append(f"rank {rank} after starting anew: {each.said}")
+    finding.outcome = outcome_of(row, survivors)
+    return finding
+
+
+def outcome_of(row: Row, survivors: list[Life]) -> str:
+    """In a few words what the survivors' calls came to."""
+    words = []
+    for number, name in ((FIRST, "call"), (SECOND, "next"), (LAST, "after restart")):
+        kinds = {
+            life.attempts[number].said.partition(":")[0] or "right" for life in survivors if number in life.attempts
+        }
+        words += [f"{name}: {'/'.join(sorted(kinds))}"] if kinds else []
+    return ", ".join(words)

@@ -1,0 +1,174 @@
+"""The fault matrix as data: which faults meet which phases on which paths, and what a row has to show."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
+FILE_FAULTS = ("truncated file", "flipped byte")
+FULL_DISK = "full disk"
+FAULTS = ("exception", "out of memory", *SIGNALS, FULL_DISK, *FILE_FAULTS)
+PATHS = ("reference", "plain", "twin", "fused")
+PASSES = ("plan", "layer 0", "layer 1", "backward")
+CHECKPOINT = ("checkpoint write", "checkpoint load")
+PHASES = (*PASSES, "decode", *CHECKPOINT, "tune")
+
+INJECTED = "injected by the fault matrix"
+
+# What has to be said of a fault besides the rank. A rank that died or froze cannot say why: its launcher can.
+REASONS = {
+    "exception": re.escape(INJECTED),
+    "out of memory": r"out of memory|allocate|OutOfMemory",
+    "SIGKILL": "killed by SIGKILL",
+    "SIGSTOP": "frozen|SIGSTOP",
+    "SIGTERM": "SIGTERM",
+    "full disk": r"\d[\d,]* bytes.*free|free.*bytes",
+    "truncated file": r"truncated|has \d+ bytes",
+    "flipped byte": r"checksum|damaged|digest",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the matrix.
+
+    Args:
+        phase: Where the culprit is when it happens.
+        fault: What happens.
+        path: How the layers run.
+        job: Whether a job of the command line meets it, or else a program that catches what is raised and calls again.
+    """
+
+    phase: str
+    fault: str
+    path: str
+    job: bool = False
+
+    @property
+    def place(self) -> tuple[bool, int, int, int]:
+        """Its place in the table."""
+        return self.job, PHASES.index(self.phase), FAULTS.index(self.fault), PATHS.index(self.path)
+
+    @property
+    def name(self) -> str:
+        """``SIGKILL, layer 0, twin``."""
+        return f"{self.fault}, {self.phase}, {self.path}{' (job)' if self.job else ''}"
+
+
+def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
+    """Why a combination is no row; empty if it is one. This is the one place that says so."""
+    saves, on_disk = phase in CHECKPOINT, fault in (FULL_DISK, *FILE_FAULTS)
+    rules = {
+        "only checkpoints are kept on disk": on_disk and not saves,
+        "a write reads nothing, a load writes nothing": (phase, fault) == ("checkpoint load", FULL_DISK)
+        or (phase == "checkpoint write" and fault in FILE_FAULTS),
+        "warp decode is twin or kernels": phase == "decode" and path in ("reference", "plain"),
+        "tune does not try the reference": phase == "tune" and path == "reference",
+        "on CPUs tune tries twins": phase == "tune" and path == "fused" and device == "cpu",
+        "a signal to the job, which is not the path's doing": fault == "SIGTERM"
+        and (phase, path) in (("decode", "fused"), ("tune", "plain"), ("tune", "fused")),
+        "no code of a path runs in a checkpoint; who watches the ranks differs between twin and plain": saves
+        and (path in ("reference", "fused") or (on_disk and path == "plain")),
+        "the twin signals in CPU memory": device != "cpu" and path == "twin",
+        "a job, which gives each rank a GPU of its own: it runs on CPU ranks": device != "cpu" and is_job(phase, fault),
+    }
+    return next((why for why, holds in rules.items() if holds), "")
+
+
+def is_job(phase: str, fault: str) -> bool:
+    """Whether it befalls a job of the command: all of checkpoints, SIGTERM, and what ends a rank that tunes."""
+    return phase in CHECKPOINT or fault == "SIGTERM" or (phase == "tune" and fault in SIGNALS)
+
+
+def all_rows(device: str) -> list[Row]:
+    """The matrix of a device, ``cpu`` or ``cuda``; of faults in the middle of a step, jobs have a share, too."""
+    combinations = [each for each in product(PHASES, FAULTS, PATHS) if not why_left_out(*each, device)]
+    rows = [Row(*each, job=is_job(*each[:2])) for each in combinations]
+    rows += [
+        Row(*each, job=True)
+        for each in combinations
+        if each[0] == "layer 1" and each[2] in ("plain", "twin") and device == "cpu" and not is_job(*each[:2])
+    ]
+    return sorted(rows, key=lambda row: row.place)
+
+
+def left_out(device: str) -> dict[str, int]:
+    """How many combinations are left out, for each reason."""
+    reasons = [why_left_out(*each, device) for each in product(PHASES, FAULTS, PATHS)]
+    return {why: reasons.count(why) for why in dict.fromkeys(reasons) if why}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a row asks of its ranks.
+
+    Args:
+        row: The row.
+        world_size: Ranks, all of one group.
+        culprit: The rank it happens to.
+        device: ``cpu`` or ``cuda``.
+        deadline_s: Deadline of every wait between ranks.
+        slack_s: How much later than the deadline a survivor may end.
+        folder: Where ranks leave notes for each other and for whoever sends signals.
+    """
+
+    row: Row
+    world_size: int
+    culprit: int
+    device: str
+    deadline_s: float
+    slack_s: float
+    folder: Path
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after the fault by which every survivor has ended or raised."""
+        return self.deadline_s + self.slack_s
+
+    @property
+    def survivors(self) -> list[int]:
+        """All ranks but one."""
+        return [rank for rank in range(self.world_size) if rank != self.culprit]
+
+
+@dataclass
+class Finding:
+    """What a row has shown.
+
+    Args:
+        row: The row.
+        said: What the first survivor said, in full.
+        seconds: From the fault to the last survivor's end.
+        outcome: What became of it, in a few words.
+        wrong: What breaks a rule; the row passes if there is nothing.
+    """
+
+    row: Row
+    said: str = ""
+    seconds: float = float("nan")
+    outcome: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+    def named(self, culprit: int) -> str:
+        """Who was named, and the reason where it was: ``rank 1, injected by the fault matrix``."""
+        reason = re.search(REASONS[self.row.fault], self.said)
+        ranks = sorted(ranks_named(self.said), key=lambda rank: (rank != culprit, rank))
+        found = [f"rank {rank}" for rank in ranks[:1]] + ([reason[0][:40]] if reason else [])
+        return ", ".join(found) or "nobody"
+
+
+def ranks_named(text: str) -> set[int]:
+    """The ranks a text speaks of, but for the one that speaks: {1} of "rank 0 waited 5.0 s for rank 1"."""
+    waiting = re.sub(r"rank \d+ (?=waited|lost)", "", text)
+    return {int(rank) for rank in re.findall(r"\branks? (\d+)", waiting)}
+
+
+def unnamed(order: Order, said: str, *, reason: bool) -> list[str]:
+    """What is missing in what was said of the fault: the culprit or, if ``reason`` is known, the reason."""
+    missing = [] if order.culprit in ranks_named(said) else [f"rank {order.culprit} is not named"]
+    if reason and not re.search(REASONS[order.row.fault], said):
+        missing.append(f"no word of {order.row.fault}")
+    return [f"{what}: {said[:400]!r}" for what in missing]

@@ -1,0 +1,93 @@
+"""Faults in the process of a rank: a function of the product is wrapped where a phase begins, and strikes when called.
+
+Signals are sent by the parent: the rank says where it is and waits until it was hit, so that they hit in the phase.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fault_rows import INJECTED, SIGNALS, Order
+
+POLL_S = 0.005
+TOO_MANY_BYTES = 1 << 50
+STRUCK, SENT = "struck", "sent"
+
+PLACES = {
+    **{(phase, path): "comet.paths:SymmetricPath.plan" for phase in ("plan",) for path in ("twin", "fused")},
+    ("layer 0", "twin"): "comet.twin:layer0",
+    ("layer 1", "twin"): "comet.twin:layer1",
+    ("backward", "twin"): "comet.twin:grad_hidden",
+    ("layer 0", "fused"): "comet.fused:layer0",
+    ("layer 1", "fused"): "comet.fused:layer1",
+    ("backward", "fused"): "comet.fused:grad_hidden",
+    ("plan", "plain"): "comet.plain:make_exchange",
+    ("layer 0", "plain"): "comet.plain:dispatch_rows",
+    ("layer 1", "plain"): "comet.plain:return_rows",
+    ("backward", "plain"): "comet.collectives:_AllToAllRows.backward",
+    ("plan", "reference"): "comet.plain:check_group",
+    ("layer 0", "reference"): "comet.plain:gather_weights",
+    ("layer 1", "reference"): "comet.plain:reference_experts",
+    ("backward", "reference"): "comet.collectives:_AllGatherStacked.backward",
+    ("decode", "twin"): "comet.decode.ranks:RankDecode._twin",
+    ("decode", "fused"): "comet.decode.ranks:RankDecode._landing",
+    ("checkpoint write", ""): "torch.distributed.checkpoint:FileSystemWriter.write_data",
+    ("checkpoint load", ""): "torch.distributed.checkpoint:load",
+    ("tune", "plain"): "comet.plain:dispatch_rows",
+    ("tune", "twin"): "comet.twin:layer0",
+    ("tune", "fused"): "comet.fused:layer0",
+}
+
+
+def set_trap(place: str, strike: Callable[[], None], *, nth: int = 1) -> None:
+    """Let ``strike()`` come before the ``nth`` call of ``module:function`` or ``module:Class.method`` from now on."""
+    module, _, names = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = names.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    function, left = getattr(owner, name), nth
+
+    def trapped(*args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            strike()
+        return function(*args, **options)
+
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(trapped) if is_static else trapped)
+
+
+def strike(order: Order, device: torch.device | str = "cpu") -> None:
+    """Meet the row's fault, here and now; returns where the process lives on."""
+    note(order.folder / STRUCK, f"{os.getpid()} {time.monotonic()}")
+    if order.row.fault == "exception":
+        raise RuntimeError(INJECTED)
+    if order.row.fault == "out of memory":
+        torch.empty(TOO_MANY_BYTES, dtype=torch.uint8, device=device)
+    if order.row.fault in SIGNALS:
+        await_file(order.folder / SENT)
+
+
+def note(path: Path, text: str = "") -> None:
+    """Write a file at once: whoever finds it finds all of it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+def await_file(path: Path, until: Callable[[], bool] = lambda: False) -> str:
+    """What is in a file once it is there; empty if it has not come when ``until()`` is true."""
+    while not path.exists():
+        if until():
+            return ""
+        time.sleep(POLL_S)
+    return path.read_text()
