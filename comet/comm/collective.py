@@ -100,7 +100,7 @@ class CollectiveCommunicator(CommunicatorBase):
 
     def _barrier(self) -> None:
         settle(self.device)
-        self.board.meet(self.timeout_s)
+        self.board.meet(self.timeout_s, "barrier")
 
     def _renew(self) -> None:
         """Nothing: no signal is kept."""

@@ -128,14 +128,18 @@ class Board:
         self.word[0] = 0
         self._rows[self.rank][:, 8:16] = 0
 
-    def meet(self, timeout_s: float) -> None:
+    def meet(self, timeout_s: float, what: str = "restart") -> None:
         """Return when every rank has come here as often as this one did; a meeting that failed may be tried again.
+
+        Args:
+            timeout_s: Most seconds to wait.
+            what: What the ranks meet for.
 
         Raises:
             CommTimeoutError: If ranks did not come in time; names them.
         """
         if late := self.absent(timeout_s):
-            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (restart)")
+            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} ({what})")
         self._num_met += 1
 
     def absent(self, timeout_s: float) -> str:
