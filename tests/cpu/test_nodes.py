@@ -212,7 +212,7 @@ def fail_on_one_rank(rank: int, world_size: int) -> None:
     dist.barrier()
     comm.board.check()
     if rank:
-        with pytest.raises(CommTimeoutError, match=r"waited 2.0 s for rank 0 \(barrier"):
+        with pytest.raises(CommTimeoutError, match=r"waited 2.0 s for rank 0 \(meeting"):
             comm.barrier()
     dist.barrier()
     comm.board.meet(30.0)

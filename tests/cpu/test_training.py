@@ -290,7 +290,7 @@ def test_job_config_rules():
     ):
         with pytest.raises(ValueError, match=message):
             JobConfig(**{**job, **changes})
-    with pytest.raises(ValueError, match="timeout_s=0 must be positive"):
+    with pytest.raises(ValueError, match="timeout_s=0 must be above 0"):
         CommConfig(timeout_s=0)
     with pytest.raises(ValueError, match="backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm"):
         CommConfig(backend="tcp")
