@@ -100,7 +100,8 @@ class Jobs:
             if path not in self.trained:
                 folder = self.folder / f"undisturbed-{path}"
                 folder.mkdir()
-                ended = run(order, folder, train_words(order, folder / "out"), PROGRAM)
+                words = [*train_words(order, folder / "out"), "train.checkpoint_every=1"]
+                ended = run(order, folder, words, PROGRAM)
                 assert ended.status == 0, f"undisturbed: {ended.error}"
                 self.trained[path] = Trained(folder / "out", losses_of(folder / "out"))
             return self.trained[path]
@@ -128,7 +129,7 @@ class Jobs:
 
 
 def train_words(order: Order, out: Path) -> list[str]:
-    """The command of a training job that goes on with what its folder has."""
+    """The command of a training job that goes on with what its folder has, if anything."""
     text = next(folder / TEXT for folder in out.parents if (folder / TEXT).exists())
     is_preempted = order.row.fault == "SIGTERM" and not order.row.phase.startswith("checkpoint")
     return [
@@ -256,7 +257,7 @@ def judge(order: Order, ended: Ended) -> Finding:
     finding.outcome = "killed by the matrix" if ended.status is None else f"exit status {ended.status}"
     of_a_rank = row.fault not in ("SIGTERM", "full disk", *FILE_FAULTS)
     if math.isnan(ended.seconds) and row.fault not in FILE_FAULTS:
-        finding.wrong.append(f"the fault did not happen: {ended.error[-2000:]}")
+        finding.wrong.append(f"the fault did not happen: {ended.error[-500:]}")
         return finding
     if ended.seconds > order.limit_s:
         finding.wrong.append(f"the job went on for {ended.seconds:.1f} s, allowed are {order.limit_s:.1f} s")
@@ -265,7 +266,7 @@ def judge(order: Order, ended: Ended) -> Finding:
     missing = unnamed(order, ended.said, reason=True)
     finding.wrong += [each for each in missing if of_a_rank or " is not named" not in each]
     if row.fault in ("full disk", *FILE_FAULTS) and "Traceback" in ended.error:
-        finding.wrong.append(f"a traceback where one line belongs: {ended.error[-2000:]}")
+        finding.wrong.append(f"a traceback where one line belongs: {ended.error[-500:]}")
     if ended.left:
         finding.wrong.append(f"{ended.left} processes were left behind")
     return finding
@@ -286,7 +287,7 @@ def wrong_training(order: Order, ended: Ended, out: Path, trained: Trained) -> l
     folder.mkdir()
     resumed = run(order, folder, words, PROGRAM)
     if resumed.status != 0:
-        return [*wrong, f"resuming ended with {resumed.status}: {resumed.error[-2000:]}"]
+        return [*wrong, f"resuming ended with {resumed.status}: {resumed.error[-500:]}"]
     return wrong + different(losses_of(out), trained, f"resumed from {whole[0]}", whole=True)
 
 

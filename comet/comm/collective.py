@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import SymmTensor
-from comet.comm.failures import Board, board_bytes
+from comet.comm.failures import Board, board_bytes, ranks_text
 from comet.comm.handshake import gather
 from comet.comm.lifecycle import CommunicatorBase, settle
 from comet.comm.signals import poll
@@ -40,11 +40,10 @@ class StoreBoard(Board):
         super().__init__((own,) * group.size(), group.rank())
         name = gather(group, uuid.uuid4().hex)[0]  # a group may get several boards, one after the other
         self._store = dist.PrefixStore(f"comet/board/{name}", group.get_group_store())
-        self._size = group.size()
 
     def check(self) -> None:
         """See ``Board``; asks the store."""
-        if not self.word[0] and self._store.check([NOTE]):
+        if not self.word[0] and self._has(NOTE):
             self.word[0] = int(self._store.get(NOTE))
         super().check()
 
@@ -56,28 +55,32 @@ class StoreBoard(Board):
 
     def clear(self) -> None:
         """See ``Board``; the first rank's counts."""
-        super().clear()
+        self.word[0] = 0
+        self._write("")
         if self.rank == 0:
             self._store.delete_key(NOTE)
 
     def absent(self, timeout_s: float) -> str:
         """See ``Board``."""
-        keys = [f"met/{self._num_met + 1}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self.rank], "")
-        if poll(lambda: self._store.check(keys), timeout_s):
-            return ""
-        return f"rank {', '.join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))}"
+        keys = [f"met/{self._num_met + 1}/{rank}" for rank in range(len(self._rows))]
+        self._set(keys[self.rank], "")
+        poll(lambda: self._has(*keys), timeout_s)
+        return ranks_text(rank for rank, key in enumerate(keys) if not self._has(key))
 
     def _write(self, text: str) -> None:
         self._set(f"text/{self.rank}", text)
 
     def _text(self, rank: int) -> str:
-        key = f"text/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return self._store.get(f"text/{rank}").decode() if self._has(f"text/{rank}") else ""
 
     def _set(self, key: str, value: str) -> None:
-        with suppress(dist.DistError):  # it may have gone with its host
+        with suppress(dist.DistError):  # the store may have gone with its host
             self._store.set(key, value)
+
+    def _has(self, *keys: str) -> bool:
+        with suppress(dist.DistError):
+            return bool(self._store.check(list(keys)))
+        return False
 
 
 class CollectiveCommunicator(CommunicatorBase):

@@ -14,7 +14,7 @@ alone restarts by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,7 @@ class Board:
             CommTimeoutError: If ranks did not come in time; names them.
         """
         if late := self.absent(timeout_s):
-            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (restart)")
+            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (meeting of all ranks)")
         self._num_met += 1
 
     def absent(self, timeout_s: float) -> str:
@@ -147,8 +147,7 @@ class Board:
         own = self._meetings[self.rank][:, 0]
         poll(lambda: bool((own >= wanted).all()), timeout_s)
         fence()
-        late = [str(rank) for rank, count in enumerate(own.tolist()) if count < wanted]
-        return f"rank {', '.join(late)}" if late else ""
+        return ranks_text(rank for rank, count in enumerate(own.tolist()) if count < wanted)
 
     def _write(self, text: str) -> None:
         """Into this rank's row on all boards; whoever reads it meanwhile finds it empty."""
@@ -166,6 +165,12 @@ class Board:
         row = self._rows[self.rank][rank]
         length = int(row[8:16].view(torch.int64)[0])
         return bytes(row[16 : 16 + length].tolist()).decode(errors="replace")
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 1, 3`` of 1 and 3; empty of none."""
+    found = ", ".join(map(str, ranks))
+    return f"rank {found}" if found else ""
 
 
 def _reason(error: BaseException) -> str:

@@ -109,8 +109,8 @@ def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
     found = {rank: reason for rank, reason in enumerate(gather(process_group, failure)) if reason}
     told = {rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)}  # of by another
     first = min(found.keys() - told or found, default=-1)
-    where = f"rank {first}: " if 0 < len(found.keys() - told) < process_group.size() else ""
-    return where + found[first] if found else ""
+    reason, is_alone = found.get(first, ""), len(found.keys() - told) < process_group.size()
+    return f"rank {first}: {reason}" if reason and is_alone and f"rank {first}" not in reason else reason
 
 
 class _Watch:
