@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from points import Ranks
-from report import Row, align
+from report import Row
 from shapes import model
 from start import run_and_leave, start_ranks, whole_numbers, words
 from torch import Tensor
@@ -30,6 +30,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.launch.cli import Parser
 from comet.router import Router, compute_logits, score_logits, select_experts, watch_finite, weigh_experts
 from comet.router_losses import RouterStats, measure_routing
+from comet.tables import aligned
 from comet.tuner.timing import Variant, capture, rank_barrier, time_interleaved
 
 ROTATE = 4
@@ -120,7 +121,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all points and print them."""
     points = product(arguments.models, arguments.tokens)
     rows = [measure_point(name, num_tokens, arguments.rounds, ranks.device) for name, num_tokens in points]
-    print("\n".join(align([list(rows[0]), *([str(value) for value in row.values()] for row in rows)])))
+    print("\n".join(aligned([list(rows[0]), *([str(value) for value in row.values()] for row in rows)])))
     print(json.dumps({"task": "bench_router", "device": torch.cuda.get_device_name(ranks.device), "rows": rows}))
 
 

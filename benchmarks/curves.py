@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import align
+
+from comet.tables import aligned
 
 EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32 = 20, 0.25, 2 * 4.5e-5
 WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.01
@@ -136,7 +137,7 @@ def format_table(curves: Mapping[str, Curve], verdicts: Mapping[str, Verdict]) -
                 "yes" if verdict.within_tolerance else "NO",
             )
         )
-    return "\n".join(align(lines))
+    return "\n".join(aligned(lines))
 
 
 def write_csv(path: Path, curves: Mapping[str, Curve]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from decode_library import PREFIX
 from decode_own import OWN
-from report import align, cell
+from report import cell
 
+from comet.tables import aligned
 from comet.tuner.timing import Timing
 
 Row = dict[str, Any]
@@ -104,7 +105,7 @@ def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row; below it what was launched without a graph or not measured, and the crossovers."""
     hidden = (*IN_JSON_ONLY, *BELOW_TABLE)
     shown = [name for name in columns(rows, hidden) if any(row.get(name) is not None for row in rows)]
-    table = align([shown, *([cell(row.get(name), near_one=7) for name in shown] for row in rows)])
+    table = aligned([shown, *([cell(row.get(name), near_one=7) for name in shown] for row in rows)])
     return "\n".join([*table, *_remarks(rows), *map(_sentence, crossovers(rows))])
 
 

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from report import align, cell
+from report import cell
 
+from comet.tables import aligned
 from comet.tuner.timing import Timing
 
 Row = dict[str, Any]
@@ -64,7 +65,7 @@ def path_rows(
 def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row."""
     shown = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
-    return "\n".join(align([shown, *([cell(row.get(name), near_one=6) for name in shown] for row in rows)]))
+    return "\n".join(aligned([shown, *([cell(row.get(name), near_one=6) for name in shown] for row in rows)]))
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Row) -> str:

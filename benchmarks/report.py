@@ -10,6 +10,8 @@ from typing import Any
 
 from accounting import geometric_mean
 
+from comet.tables import aligned
+
 Row = dict[str, Any]
 
 KEYS = ("model", "tokens", "ep", "tp", "routing", "direction")
@@ -125,13 +127,7 @@ def format_summary(rows: Sequence[Row]) -> str:
 def table_of(rows: Sequence[Row], columns: Sequence[str], to_cell: Callable[[Any], str]) -> str:
     """One aligned line per row, names first; columns in which nothing stands are left out."""
     shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
-    return "\n".join(align([shown, *([to_cell(row.get(name)) for name in shown] for row in rows)]))
-
-
-def align(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of equally many cells, every column to the right of its width."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(aligned([shown, *([to_cell(row.get(name)) for name in shown] for row in rows)]))
 
 
 def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:

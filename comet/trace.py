@@ -194,8 +194,8 @@ def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[
         CommTimeoutError: If another rank does not come.
         UnavailableError: If the group spans several nodes, whose layers launch no such kernels.
     """
-    require_memory(group.comm, "recording", "trace the collectives of path 'plain' with torch.profiler")
     require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")
+    require_memory(group.comm, "recording", "trace the collectives of path 'plain' with torch.profiler")
     require(
         group.device.type != "cpu" or triton.knobs.runtime.interpret,
         f"device={group.device} must be used with TRITON_INTERPRET=1: only kernels record",

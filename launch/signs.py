@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -89,7 +90,8 @@ class Signs:
 
     def finish(self) -> None:
         """Say that this rank ends well, so that nobody misses its signs."""
-        self.store.set(f"{DONE}/{self.context.rank}", "")
+        with suppress(RuntimeError):  # the store may have ended before, with the node of rank 0
+            self.store.set(f"{DONE}/{self.context.rank}", "")
 
     def ask(self, store: dist.Store) -> Inquiry:
         """Ask the other ranks what they do; takes at most a second.

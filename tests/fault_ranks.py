@@ -156,13 +156,8 @@ class TuneCalls(LayerCalls):
 
     def call(self, number: int) -> list[str]:
         """Raises what one candidate failed by; the others have their times."""
-        measure = measure_layer(self.problem, self.settings, self.moe.group, rounds=2, seed=number)
-        failures = []
-        for setting in self.settings:
-            try:
-                assert measure(setting) > 0
-            except RuntimeError as error:
-                failures.append(str(error))
+        measured = measure_layer(self.problem, self.settings, self.moe.group, rounds=2, seed=number)
+        failures = [item.failure for item in measured if item.ms is None]
         if len(failures) > 1:
             return [f"{len(failures)} of {len(self.settings)} candidates failed: {failures}"]
         if failures:

@@ -12,6 +12,7 @@ from comet.group import ExpertGroup
 from comet.modular import EXPERTS, PREPARE_FINALIZE
 from comet.modular.composer import incompatibility
 from comet.quantize import WEIGHT_TYPES
+from comet.tables import aligned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,15 +61,15 @@ def make(kind: Any, config: MoEConfig, group: ExpertGroup) -> Any:
 
 def table(found: Sequence[Pair]) -> str:
     """One line for each pair: both names, then the types of weights, or why they do not fit."""
-    left, right = (
-        max(map(len, names)) for names in zip(*((p.prepare_finalize, p.experts) for p in found), strict=True)
-    )
-    lines = (
-        f"{pair.prepare_finalize:<{left}}  {pair.experts:<{right}}  "
-        + (f"no: {pair.reason}" if pair.reason else f"fits: {', '.join(pair.weights)} weights")
+    rows = [
+        (
+            pair.prepare_finalize,
+            pair.experts,
+            f"no: {pair.reason}" if pair.reason else f"fits: {', '.join(pair.weights)} weights",
+        )
         for pair in found
-    )
-    return "\n".join(lines)
+    ]
+    return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
 def _pair(left: str, transport: Any, right: str, experts: Any) -> Pair:

@@ -18,6 +18,7 @@ from comet.tuner.config import SweepConfig, TuneConfig
 
 MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
 TrainDtype = Literal["auto", "float32", "bfloat16"]
+MOST_S = 1_000_000
 MOST_WARMUP_STEPS = 60  # that nobody asked for
 
 
@@ -36,7 +37,7 @@ class CommConfig:
     def __post_init__(self) -> None:
         known = get_args(Backend)
         require(self.backend in known, f"backend={self.backend!r} must be one of {', '.join(known)}")
-        require(self.timeout_s > 0, f"timeout_s={self.timeout_s} must be positive")
+        require(0 < self.timeout_s <= MOST_S, f"timeout_s={self.timeout_s} must be above 0 and at most {MOST_S}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,8 @@ class TrainConfig:
             0 <= self.num_warmup_steps < self.steps,
             f"warmup_steps={self.warmup_steps} must be at least 0 and below steps={self.steps}",
         )
-        require(self.lr > 0, f"lr={self.lr} must be positive")
+        require(0 < self.lr < float("inf"), f"lr={self.lr} must be positive and finite")
+        require(self.seed < 2**63, f"seed={self.seed} must be below 2^63")
         require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
         require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
         require(self.grad_clip > 0, f"grad_clip={self.grad_clip} must be positive")

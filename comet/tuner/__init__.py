@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from comet.tuner.candidates import propose
 from comet.tuner.choice import Resolved, Resolver, check_setting, resolve
-from comet.tuner.explain import Explained, explain, explain_facts, explain_text
+from comet.tuner.explain import Explained, explain_facts, explain_text
 from comet.tuner.machine import H200, Machine
 from comet.tuner.model import Prediction, predict
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileEntry, ProfileKey, ProfileStore, profile_path
-from comet.tuner.tune import tune
 
 __all__ = [
     "Explained",
@@ -23,12 +22,10 @@ __all__ = [
     "Resolved",
     "Resolver",
     "check_setting",
-    "explain",
     "explain_facts",
     "explain_text",
     "predict",
     "profile_path",
     "propose",
     "resolve",
-    "tune",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comet.config import OverlapConfig
+from comet.tables import aligned
 from comet.tuner.choice import Resolved, broken_rule
 from comet.tuner.layers import candidate_name, cuda_layers, effective
 from comet.tuner.machine import Machine
@@ -83,11 +83,6 @@ class Explained:
         return is_possible and cuda_layers(setting, there, machine) == cuda_layers(setting, self.problem, self.machine)
 
 
-def explain(explained: Explained) -> str:
-    """Tell how a setting was chosen: ``explain_text``, and ``explain_facts`` as JSON in the last line."""
-    return explain_text(explained) + "\n" + json.dumps(explain_facts(explained))
-
-
 def explain_text(explained: Explained) -> str:
     """The shape, an aligned table ``candidate, predicted ms, measured ms, why``, and the choice with its source.
 
@@ -111,7 +106,7 @@ def explain_text(explained: Explained) -> str:
         chosen += f", in {explained.profile}" if explained.profile else ""
     if resolved.passed_over:
         chosen += f"; its best setting is passed over: {resolved.passed_over}"
-    return "\n".join([title, _table(rows), chosen])
+    return "\n".join([title, *aligned(rows, left=(0, 3)), chosen])
 
 
 def explain_facts(explained: Explained) -> dict[str, Any]:
@@ -161,13 +156,3 @@ def _shape(problem: Problem) -> dict[str, int | float | str]:
 
 def _setting(setting: OverlapConfig | None) -> dict[str, int | bool | str] | str:
     return "plain" if setting is None else asdict(setting)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Left-aligned text, right-aligned numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        f"{name:<{widths[0]}}  {predicted:>{widths[1]}}  {time:>{widths[2]}}  {why}"
-        for name, predicted, time, why in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

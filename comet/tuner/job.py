@@ -29,10 +29,9 @@ from comet.tuner.machine import Machine
 from comet.tuner.measure import measure_layer
 from comet.tuner.model import predict
 from comet.tuner.problem import Problem
-from comet.tuner.profile import Kernels, ProfileStore, profile_path
+from comet.tuner.profile import Kernels, ProfileEntry, ProfileKey, ProfileStore, profile_path
 from comet.tuner.regret import Tuned, regret_text, regrets
 from comet.tuner.shared_file import require_writable
-from comet.tuner.tune import tune
 from comet.version import comet_version
 from comet.workspace import Workspace, WorkspaceShape
 
@@ -147,11 +146,13 @@ def _tune_point(
         taken = effective(stored, problem, machine)
         if all(item.setting != taken for item in predictions):
             predictions.append(predict(problem, taken, machine))
-    settings = [item.setting for item in predictions]
-    measure = measure_layer(problem, settings, group, rounds=rounds, tell=tell)
+    measured = measure_layer(problem, [item.setting for item in predictions], group, rounds=rounds, tell=tell)
+    if all(item.ms is None for item in measured):
+        raise NothingMeasuredError(f"none of {len(measured)} settings ran, the first: {measured[0].failure}")
     date = datetime.now(UTC).date().isoformat()
     kernels: Kernels = "auto" if machine.cuda_kernels else "triton"
-    entry = tune(problem, settings, measure, device=machine.name, commit=comet_version(), date=date, kernels=kernels)
+    key = ProfileKey.create(problem, machine.name)
+    entry = ProfileEntry(key=key, measured=measured, commit=comet_version(), date=date, kernels=kernels)
     if group.world_rank == 0:
         store.put(entry)
     else:

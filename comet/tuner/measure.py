@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
 from comet.tuner.layers import counted
 from comet.tuner.problem import Problem
+from comet.tuner.profile import Measured
 from comet.tuner.recovery import recover
 from comet.tuner.timing import Timing, host_ahead, max_over_ranks, rank_barrier, time_interleaved
-from comet.tuner.tune import Measure
 
 NUM_INPUTS = 2
+MOST_LETTERS = 300  # a compiler may say more
 
 Call = Callable[[], object]
 
@@ -60,7 +62,7 @@ def measure_layer(
     rounds: int = 20,
     seed: int = 0,
     tell: Callable[[str], None] = lambda _: None,
-) -> Measure:
+) -> tuple[Measured, ...]:
     """Time all candidates in one interleaved run under uniform routing (collective).
 
     Args:
@@ -72,8 +74,8 @@ def measure_layer(
         tell: Called with what is being done, such as ``compiling candidate 3 of 12``.
 
     Returns:
-        A function for ``comet.tuner.tune``: the median ms of a candidate, the slowest rank counting in every round; it
-        raises ``RuntimeError`` with the reason for one that failed on some rank, at first or in the loop.
+        Of each candidate, in their order, the median ms, the slowest rank counting in every round, or why it failed on
+        some rank, at first or in the loop; equal on all ranks.
 
     Raises:
         ValueError: If ``rounds`` is below 1.
@@ -92,12 +94,12 @@ def measure_layer(
     timings, late = _time_all(candidates, group, rounds, tell)
     failures |= late
 
-    def measure(setting: OverlapConfig | None) -> float:
-        if setting in failures:
-            raise RuntimeError(failures[setting])
-        return timings[setting].median_ms
-
-    return measure
+    return tuple(
+        Measured(setting=setting, ms=None, failure=failures[setting])
+        if setting in failures
+        else Measured(setting=setting, ms=timings[setting].median_ms)
+        for setting in settings
+    )
 
 
 def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
@@ -145,7 +147,7 @@ class _Watch:
         except (RuntimeError, ValueError) as error:
             if self.group.comm.board.is_final:  # the collectives in which ranks would agree what failed, do, too
                 raise
-            self.failure = self.failure or _reason(error)
+            self.failure = self.failure or reason(error)
 
     def culprit(self) -> tuple[OverlapConfig | None, str] | None:
         """The candidate of the first call that failed on any rank, and why; ``None`` if all went well (collective).
@@ -198,12 +200,13 @@ def _fault(group: ExpertGroup) -> str:
     try:
         group.workspace.check()
     except (RuntimeError, ValueError) as error:
-        return _reason(error)
+        return reason(error)
     return ""
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}"
+def reason(error: Exception) -> str:
+    """What went wrong, on one line that fits a table."""
+    return shorten(f"{type(error).__name__}: {error}", MOST_LETTERS)
 
 
 def make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> MeasuredInputs:
@@ -253,7 +256,7 @@ def _try_setting(
     except (RuntimeError, ValueError) as error:
         if group.comm.board.is_final:
             raise
-        failure = _reason(error)
+        failure = reason(error)
     failure = first_failure(failure, group.process_group)
     if not failure:
         return calls, ""

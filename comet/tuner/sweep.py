@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport, require
+from comet.tables import aligned
 from comet.training.config import JobConfig
 from comet.tuner.shared_file import locked, write_whole
 
@@ -206,9 +207,4 @@ def sweep_table(results: Mapping[Point, Outcome]) -> str:
         time = "failed" if item.ms is None else f"{item.ms:.4f}"
         note = "*" if point in best else item.failure
         lines.append((shape.model, *map(str, numbers), str(knobs.num_phases), knobs.transport, time, note))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for name, *cells, note in lines:
-        right = [f"{value:>{width}}" for value, width in zip(cells, widths[1:-1], strict=True)]
-        text.append("  ".join([f"{name:<{widths[0]}}", *right, note]).rstrip())
-    return "\n".join(text)
+    return "\n".join(aligned(lines, left=(0, len(head) - 1)))

@@ -25,7 +25,7 @@ from comet.training.run import activation_dtype
 from comet.training.run_folder import FolderLock
 from comet.tuner.layers import counted
 from comet.tuner.machine import Machine
-from comet.tuner.measure import first_failure, measure_layer
+from comet.tuner.measure import first_failure, measure_layer, reason
 from comet.tuner.problem import Problem
 from comet.tuner.shared_file import require_writable
 from comet.tuner.sweep import Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
@@ -160,7 +160,7 @@ def _open_group(job: JobConfig, shapes: Sequence[Shape], context: RankContext) -
             timeout_s=job.comm.timeout_s,
         )
     except (RuntimeError, ValueError) as error:
-        failure = _reason(error)
+        failure = reason(error)
     failure = _agree(failure, context)
     return (None, failure) if failure else (group, "")
 
@@ -190,28 +190,18 @@ def measure_shape(
     try:
         dtype = activation_dtype(job.train.dtype, context.device)
         problem = Problem.create(shape.moe, shape.parallel, shape.tokens, dtype)
-        measure = measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
+        measured = measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
     except (RuntimeError, ValueError) as error:
-        failure = _reason(error)
+        failure = reason(error)
     failure = _agree(failure, context)
     if failure:
         return [Outcome(ms=None, failure=failure)] * len(settings)
-    outcomes = []
-    for setting in settings:
-        try:
-            outcomes.append(Outcome(ms=measure(setting)))
-        except RuntimeError as error:  # its message already says what kind of error it was
-            outcomes.append(Outcome(ms=None, failure=" ".join(str(error).split())))
-    return outcomes
+    return [Outcome(ms=item.ms, failure=item.failure) for item in measured]
 
 
 def _agree(failure: str, context: RankContext) -> str:
     """The first failure of any rank; this is also the barrier between points, and ends the job if a rank is gone."""
     return first_failure(failure, dist.group.WORLD if context.world_size > 1 else None)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _facts(results: Mapping[Point, Outcome], folder: Path, num_measured: int) -> dict[str, Any]:

@@ -368,7 +368,7 @@ def test_worked_example_of_a_board_and_two_that_fail_at_once() -> None:
         board.check()
     boards[1].note("forward pass", RuntimeError(), is_final=True)
     assert all(board.is_final for board in boards)
-    with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0.0 s for rank 1, 2 \(restart\)"):
+    with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0.0 s for rank 1, 2 \(meeting of all ranks\)"):
         boards[0].meet(0.0)
 
 

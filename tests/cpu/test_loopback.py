@@ -21,6 +21,9 @@ def test_a_local_job_listens_on_the_loopback_interface_only(tmp_path: Path) -> N
         listening = [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
         assert len(listening) >= 3, "the store's and those of the process groups"
         assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        for pid in pids:  # a host may call itself 127.0.0.1, and there is no NCCL here
+            chosen = psutil.Process(pid).environ()
+            assert {chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]} <= {"lo", "lo0"}
     finally:
         job.terminate()
         job.wait()

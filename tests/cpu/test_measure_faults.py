@@ -69,21 +69,15 @@ def break_call(number: int, harm: Callable[[ExpertGroup], None], *, after: bool)
 
 def measure_with_harm(
     rank: int, world_size: int, number: int, harm: str
-) -> tuple[list[float | str], int, list[int], bool]:
+) -> tuple[list[float | str | None], int, list[int], bool]:
     """Times or reasons; calls of ``BAD``; epoch and fault; and whether the layer still computes what plain computes."""
     do_harm = leave_fault if harm == "fault" else raise_timeout
     calls = break_call(number, do_harm if rank == world_size - 1 else no_harm, after=harm != "raise before")
     parallel = ParallelConfig(ep=world_size)
     group = make_expert_group(MOE, parallel, max_tokens=TOKENS, dtype=torch.float32, device="cpu", timeout_s=60.0)
     problem = Problem.create(MOE, parallel, TOKENS, torch.float32)
-    ask = measure_layer(problem, SETTINGS, group, rounds=3)
-    found: list[float | str] = []
-    for setting in SETTINGS:
-        try:
-            found.append(ask(setting))
-        except RuntimeError as error:
-            found.append(str(error))
-        group.comm.timeout_s = 60.0
+    found = [item.failure or item.ms for item in measure_layer(problem, SETTINGS, group, rounds=3)]
+    group.comm.timeout_s = 60.0
     state = [int(group.workspace.epoch), *group.workspace.fault.tolist()]
     inputs = measure.make_inputs(problem, group, seed=7)
     outputs = [inputs.run(make_path(name, MOE, group, OverlapConfig()), 0) for name in ("twin", "plain")]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from late import come_late, passed
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
@@ -25,7 +26,7 @@ from ranks import run_ranks
 from comet.config import MoEConfig, ParallelConfig
 from comet.fused_arguments import combine_wire, recv_wire
 from comet.group import make_expert_group
-from comet.kernels import recorder
+from comet.kernels import dispatch_gemm, recorder
 from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.kernels.recorder import recording
 from comet.layout import COMBINE_CHUNK_ROWS
@@ -72,7 +73,9 @@ def record_case(rank: int, case: LayerCase) -> Found:
         arguments = (plan, workspace, pieces.settings)
         dist.barrier()
         if rank == 1:
-            come_late(plan, workspace)
+            come_after_dispatch(plan, workspace, case.name)
+        else:
+            tell_of_waits(case.name)
         hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
         y = pieces.ops.layer1(hidden, w2, *arguments)
         pieces.ops.barrier(workspace)
@@ -97,12 +100,24 @@ def record_case(rank: int, case: LayerCase) -> Found:
     )
 
 
-def come_late(plan: Plan, workspace: Workspace) -> None:
-    """Return when rank 0 is done with its dispatch and had time to begin the tile after it, which waits for rank 1."""
+def come_after_dispatch(plan: Plan, workspace: Workspace, name: str) -> None:
+    """Return when rank 0 is done with its dispatch and has begun the tile after it, which waits for rank 1."""
     last = chunks(int(plan.recv_counts[0])) - 1
     while int(workspace.recv_flags.local[0, last]) < int(workspace.epoch):
         time.sleep(0.02)
-    time.sleep(0.5)
+    come_late(f"{name}: a tile of rank 1's rows", 60.0)
+
+
+def tell_of_waits(name: str) -> None:
+    """Let this rank say when it begins to wait for rows of another."""
+    arrival = dispatch_gemm.zero_after_arrival
+
+    def tell(flags: Any, mask: Any, *others: Any) -> Any:
+        if mask.handle.data.any():
+            passed(f"{name}: a tile of rank 1's rows")
+        return arrival(flags, mask, *others)
+
+    dispatch_gemm.zero_after_arrival = tell
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from comet.launch.tasks import TASKS
 from comet.paths import ExpertPath, make_path
 from comet.training.config import JobConfig
 from comet.tuner import H200, Problem, ProfileStore, job
-from comet.tuner.tune import Measure
+from comet.tuner.profile import Measured
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -175,7 +175,7 @@ def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
     monkeypatch.setattr("comet.tuner.measure.make_path", only_wide)
     facts = job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Alone(), lambda _: MODELS)
     failed, ran = facts["points"]
-    reason = f"none of {failed['failure'].split()[2]} settings ran, the first: RuntimeError: RuntimeError: no resources"
+    reason = f"none of {failed['failure'].split()[2]} settings ran, the first: RuntimeError: no resources"
     assert failed == {"model": "few", "tokens": 16, "failure": reason}
     assert ran["source"] == "profile"
     assert f"few, 16 tokens: {reason}" in capfd.readouterr().out
@@ -186,7 +186,7 @@ def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure_layer, done = job.measure_layer, []
 
-    def stops_at_the_third(problem: Problem, *others, **named) -> Measure:
+    def stops_at_the_third(problem: Problem, *others, **named) -> tuple[Measured, ...]:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(problem)
@@ -205,10 +205,10 @@ def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_ag
     """The size of the pool decides between kernels; settings that are not proposed come from the nearest entry."""
     pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_phases=1, num_panels=1, block_rows=64)
 
-    def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, **named) -> Measure:
+    def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, **named) -> tuple[Measured, ...]:
         pools.append((problem.num_tokens, group.workspace.shape.max_tokens, group.workspace.shape.hidden_size))
         tried.append(settings)
-        return lambda setting: 1.0 if setting == odd else 2.0
+        return tuple(Measured(setting=setting, ms=1.0 if setting == odd else 2.0) for setting in settings)
 
     monkeypatch.setattr(job, "measure_layer", fake)
     propose = job.propose

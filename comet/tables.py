@@ -1,0 +1,15 @@
+"""Tables of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Rows of equally many cells as lines: the columns ``left`` begin together, all others end together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = (
+        [text.ljust(width) if place in left else text.rjust(width) for place, (text, width) in enumerate(pairs)]
+        for pairs in (zip(row, widths, strict=True) for row in rows)
+    )
+    return ["  ".join(line).rstrip() for line in cells]
