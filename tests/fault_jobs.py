@@ -149,8 +149,6 @@ def run(order: Order, folder: Path, words: Sequence[str], program: Sequence[str]
     """Run a job to its end; with ``APP`` its culprit meets the fault."""
     (folder / "order").write_bytes(pickle.dumps(order))
     env = environment() | {ORDER: str(folder / "order")}
-    if order.row.path == "fused":
-        env["TRITON_INTERPRET"] = "1"
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         command = [sys.executable, *program, *words]
         process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=True)

@@ -60,7 +60,7 @@ class Row:
 
 def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
     """Why a combination is no row; empty if it is one. This is the one place that says so."""
-    saves, on_disk = phase in CHECKPOINT, fault in (FULL_DISK, *FILE_FAULTS)
+    saves, on_disk, is_told = phase in CHECKPOINT, fault in (FULL_DISK, *FILE_FAULTS), fault == "SIGTERM"
     rules = {
         "only checkpoints are kept on disk": on_disk and not saves,
         "a write reads nothing, a load writes nothing": (phase, fault) == ("checkpoint load", FULL_DISK)
@@ -68,8 +68,9 @@ def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
         "warp decode is twin or kernels": phase == "decode" and path in ("reference", "plain"),
         "tune does not try the reference": phase == "tune" and path == "reference",
         "on CPUs tune tries twins": phase == "tune" and path == "fused" and device == "cpu",
-        "a signal to the job, which is not the path's doing": fault == "SIGTERM"
-        and (phase, path) in (("decode", "fused"), ("tune", "plain"), ("tune", "fused")),
+        "SIGTERM is seen between steps, and one takes the interpreter longer than a deadline": is_told
+        and path == "fused",
+        "what SIGTERM does to a tuning job is not the path's doing": is_told and (phase, path) == ("tune", "plain"),
         "no code of a path runs in a checkpoint; who watches the ranks differs between twin and plain": saves
         and (path in ("reference", "fused") or (on_disk and path == "plain")),
         "the twin signals in CPU memory": device != "cpu" and path == "twin",
