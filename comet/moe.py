@@ -43,7 +43,7 @@ class MoE(nn.Module):
         group: The ranks that share the experts, and their memory.
         path: ``fused`` (kernels over symmetric memory), ``twin`` (the same plan in plain torch, for CPUs), ``plain``
             (all-to-all and grouped GEMM), ``reference`` (gathered weights, plain torch), or ``auto``: fused on a GPU,
-            twin on a CPU, plain where that was measured to be faster.
+            twin on a CPU, plain where that was measured to be faster or the group spans several nodes.
         overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
         seed: Weights depend on (seed, global expert) only, so every EP x TP layout starts from the same model.
         param_dtype: Element type of the parameters; they are cast to the tokens' type in the forward pass.

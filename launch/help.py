@@ -23,7 +23,7 @@ OPTIONS = """options:
   --traceback     print the traceback of mistakes in the settings as well"""
 NODES = """on several nodes, run on each:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m comet.launch train ..."""
-STATUS = "exit status: 0 done, 1 failed, 2 a mistake in the settings or input, 130 stopped by Ctrl-C"
+STATUS = "exit status: 0 done, 1 failed, 2 a mistake in the settings or input, 130 stopped by Ctrl-C, 143 by SIGTERM"
 
 
 def config_groups() -> dict[str, list[str]]:

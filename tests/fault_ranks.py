@@ -29,7 +29,7 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
 
-from comet.comm import Communicator
+from comet.comm.deadline import set_deadline
 from comet.config import OverlapConfig
 from comet.decode import RankDecode
 from comet.sharding import local
@@ -76,12 +76,14 @@ class LayerCalls:
         self._build()
 
     def _build(self) -> None:
-        self.moe = build_layer(self.case, self.rank, self.order.row.path, self.device, timeout_s=wait_s(self.order))
+        self.moe = build_layer(self.case, self.rank, self.order.row.path, self.device)
 
-    @property
-    def comm(self) -> Communicator:
-        """What waits."""
-        return self.moe.group.comm
+    def wait_at_most(self, seconds: float) -> None:
+        """Give every wait this deadline."""
+        group = self.moe.group
+        group.comm.timeout_s = seconds
+        for each in group.process_groups:
+            set_deadline(each, seconds)
 
     def call(self, number: int) -> list[str]:
         """What is wrong with output and gradients."""
@@ -126,6 +128,10 @@ class DecodeCalls:
         self.counts = (1,) * ranks
         self.decode = RankDecode(self.comm, hidden_size=size, max_tokens=1, replicated=False, use_kernels=with_kernels)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Give every wait this deadline."""
+        self.comm.timeout_s = seconds
+
     def call(self, number: int) -> list[str]:
         """What is wrong with the output."""
         inputs = gathered_inputs(self.case, number, self.counts, self.dtype)[self.rank]
@@ -143,7 +149,7 @@ class TuneCalls(LayerCalls):
 
     def _build(self) -> None:
         path = "fused" if self.device != "cpu" else "twin"
-        self.moe = build_layer(self.case, self.rank, path, self.device, timeout_s=wait_s(self.order))
+        self.moe = build_layer(self.case, self.rank, path, self.device)
         tokens = max(self.case.num_tokens)
         self.problem = Problem.create(self.case.config, self.case.parallel, tokens, self.case.dtype)
         self.settings = [OverlapConfig(num_panels=1), OverlapConfig(num_panels=2), None]
@@ -157,9 +163,6 @@ class TuneCalls(LayerCalls):
         if failures:
             raise RuntimeError(failures[0])
         return []
-
-    def recover(self) -> None:
-        """It has done so itself."""
 
 
 USES: dict[str, Callable[[Order, int], Any]] = {"decode": DecodeCalls, "tune": TuneCalls}
@@ -212,11 +215,11 @@ def live_through(rank: int, world_size: int, order: Order) -> Life:
     """What one rank does."""
     life, is_culprit = Life(), rank == order.culprit
     calls = USES.get(order.row.phase, LayerCalls)(order, rank)
-    calls.comm.timeout_s = PATIENCE_S
+    calls.wait_at_most(PATIENCE_S)
     wrong = calls.call(HEALTHY)
     assert not wrong, f"before the fault: {wrong}"
     meet(order, rank, "healthy", range(world_size))
-    calls.comm.timeout_s = wait_s(order)
+    calls.wait_at_most(wait_s(order))
     if is_culprit:
         set_trap(PLACES[order.row.phase, order.row.path], lambda: strike(order, calls.device))
     alive = order.survivors if order.row.fault == "SIGKILL" else range(world_size)
@@ -224,7 +227,7 @@ def live_through(rank: int, world_size: int, order: Order) -> Life:
         life.attempts[number] = attempt(calls, number, order, watched=not (is_culprit and number == FIRST))
         meet(order, rank, f"call{number}", alive)
     if len(alive) == world_size:
-        calls.comm.timeout_s = PATIENCE_S
+        calls.wait_at_most(PATIENCE_S)
         life.attempts[LAST] = attempt(calls, LAST, order, watched=True)
         meet(order, rank, f"call{LAST}", alive)
     return life
@@ -237,7 +240,7 @@ def attempt(calls: Any, number: int, order: Order, *, watched: bool) -> Attempt:
         try:
             if number == LAST:
                 calls.recover()
-                calls.comm.timeout_s = PATIENCE_S  # of a new group
+                calls.wait_at_most(PATIENCE_S)  # also in a new group
             wrong = calls.call(number)
         except (RuntimeError, ValueError, OSError) as error:
             said = f"{type(error).__name__}: {error}"

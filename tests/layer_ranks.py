@@ -14,7 +14,7 @@ from comet.moe import MoE
 from comet.sharding import expert_parameter, local
 
 
-def open_group(case: LayerCase, device: str, backend: str = "auto", timeout_s: float = 60.0) -> ExpertGroup:
+def open_group(case: LayerCase, device: str, backend: str = "auto") -> ExpertGroup:
     """The ranks of ``case``, over a pool full of NaN."""
     group = make_expert_group(
         case.config,
@@ -23,17 +23,15 @@ def open_group(case: LayerCase, device: str, backend: str = "auto", timeout_s: f
         dtype=case.dtype,
         device=device,
         backend=backend,
-        timeout_s=timeout_s,
+        timeout_s=60.0,
     )
     poison(group)
     return group
 
 
-def build_layer(
-    case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto", timeout_s: float = 60.0
-) -> MoE:
+def build_layer(case: LayerCase, rank: int, path: str, device: str = "cpu", backend: str = "auto") -> MoE:
     """The layer of ``case`` with its known weights."""
-    group = open_group(case, device, backend, timeout_s)
+    group = open_group(case, device, backend)
     moe = MoE(case.config, group, path=path, overlap=case.overlap, param_dtype=case.dtype)
     with torch.no_grad():
         for mine, weight in zip(moe.expert_weights(), shard(case, rank, *full_weights(case)), strict=True):

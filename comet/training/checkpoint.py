@@ -43,6 +43,7 @@ from comet.training.checkpoint_folder import (
 from comet.training.ranks import from_first_rank, gather
 from comet.training.settings import SETTINGS_FILE, flat, to_yaml
 from comet.training.storage import Reader, Writer
+from comet.tuner.shared_file import naming
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -143,7 +144,7 @@ class Checkpointer:
 
     def _open(self, step: int) -> Path:
         path = open_partial(self.root, step)
-        with _naming(path):
+        with naming(path):
             (partial_path(path) / SETTINGS_FILE).write_text(to_yaml(self.settings), encoding="utf-8")
         return path
 
@@ -151,7 +152,7 @@ class Checkpointer:
         parallel = self.group.parallel
         layout = {"world_size": self.group.world_size, "ep": parallel.ep, "tp": parallel.tp}
         manifest = {"step": step, "layout": layout, "model": flat(asdict(self.model.config)), "text": self.text}
-        with _naming(path):
+        with naming(path):
             complete(path, manifest, checksums)
 
     def _refuse(self, path: Path, cause: BaseException, num_bytes: int) -> NoReturn:
@@ -207,15 +208,6 @@ def _cause(error: CheckpointException | OSError) -> BaseException:
         return error
     causes = [cause for cause, _ in error.failures.values()]
     return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an error of the system name a file, as none does that comes of writing to an open one."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
 
 
 @contextmanager

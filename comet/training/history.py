@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from comet.tuner.shared_file import naming, write_whole
+
 HISTORY_FILE = "metrics.jsonl"
 
 
@@ -71,8 +73,7 @@ class History:
         self.windows = [Window(**line) for line in kept if "losses" in line]
         self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]
         if self.folder is not None:
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            (self.folder / HISTORY_FILE).write_text(text)
+            write_whole(self.folder / HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add_window(self, window: Window) -> None:
         """Record a window."""
@@ -86,7 +87,8 @@ class History:
 
     def _append(self, line: dict[str, object]) -> None:
         if self.folder is not None:
-            with (self.folder / HISTORY_FILE).open("a") as file:
+            path = self.folder / HISTORY_FILE
+            with naming(path), path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
@@ -14,6 +16,15 @@ def locked(path: Path) -> FileLock:
     return FileLock(path.with_name(path.name + ".lock"))
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system name a file, as none does that comes of writing to an open one."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part; a writer that dies leaves the old one.
 
@@ -21,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     part = path.with_name(path.name + ".tmp")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with naming(path), part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -370,3 +370,22 @@ def test_worked_example_of_a_board_and_two_that_fail_at_once() -> None:
     assert all(board.is_final for board in boards)
     with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0.0 s for rank 1, 2 \(meeting of all ranks\)"):
         boards[0].meet(0.0)
+
+
+def test_who_left_a_step_says_why_until_it_begins_another() -> None:
+    memory = [torch.zeros(board_bytes(3), dtype=torch.uint8) for _ in range(3)]
+    boards = [Board(memory, rank) for rank in range(3)]
+    late = "rank 0 waited 1.0 s for rank 1 (barrier, epoch 3)"
+    boards[1].tell("forward pass", ValueError("top_k_ids of rank 1 contain 1000"))
+    reason = "rank 1 left the forward pass before it sent anything (ValueError: top_k_ids of rank 1 contain 1000)"
+    assert str(boards[0].explained(late)) == f"{late}; {reason}"
+    boards[0].check()  # nobody is out of step by it
+    boards[1].take_back()
+    assert str(boards[0].explained(late)) == late
+    boards[2].note("last step", boards[2].explained("rank 2 waited 1.0 s for rank 1"))
+    assert "failed on rank 2 (CommTimeoutError: rank 2 waited 1.0 s for rank 1)" in str(boards[0].explained(late))
+    assert boards[0].absent(0.0) == "rank 1, 2"
+    assert boards[2].absent(0.0) == "rank 1"
+    for board in boards:
+        board.clear()
+        assert str(board.explained(late)) == late

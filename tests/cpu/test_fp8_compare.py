@@ -20,7 +20,6 @@ from fp8_compare import fp8_layer0_kernels, fp8_layer1_kernels, quantize_weights
 from layer_compare import LAYER0, LAYER1, compared_launches, compared_rows, rows_of_experts
 from points import Ranks
 from ranks import run_ranks
-from tiers import slow
 from torch import Tensor
 
 import comet.fused
@@ -127,13 +126,14 @@ def interpreted(rank: int, world_size: int, trouble: str) -> dict[str, Any]:
     return {"launches": [name for name in launches if name in NAMES], "failures": in_fp8, "given": given}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "wrong"),
     [
-        slow("", []),
+        ("", []),
         ("scale", ["fp8_layer0_cuda", "fp8_layer0_cuda_gemm"]),
-        slow("sign", ["fp8_layer0_cuda", "fp8_layer0_cuda_gemm"]),
-        slow("output", ["fp8_layer1_cuda"]),
+        ("sign", ["fp8_layer0_cuda", "fp8_layer0_cuda_gemm"]),
+        ("output", ["fp8_layer1_cuda"]),
     ],
 )
 def test_both_layers_are_compared_bit_for_bit(trouble: str, wrong: list[str]) -> None:

@@ -98,8 +98,8 @@ def test_a_rank_that_refuses_ends_the_others_of_another_node_at_once(tmp_path: P
 @pytest.mark.slow
 def test_two_agents_name_the_rank_that_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # what torchrun gives a rank that is stopped
-    results = run_two_agents("freeze", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}")
+    results = run_two_agents("freeze", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}", ranks=2)
     ours = [line for _, _, err in results for line in err if line.startswith("comet:")]
-    pid = rank_pids(tmp_path, 2)[1]
+    pid = rank_pids(tmp_path, 4)[2]
     assert len(ours) == 1, ours
-    assert re.match(rf"comet: error: rank 1 \(pid {pid}, .*\) is frozen: no sign of life for \d+ s", ours[0])
+    assert re.match(rf"comet: error: rank 2 \(pid {pid}, .*\) is frozen: no sign of life for \d+ s", ours[0])

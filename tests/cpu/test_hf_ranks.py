@@ -71,6 +71,7 @@ def narrow_slices(rank: int, world_size: int) -> None:
     check_token_counts(rank, 1, 2, ffn_size=48)
 
 
+@pytest.mark.slow
 def test_slices_may_be_narrow_where_warp_decode_is_off() -> None:
     run_ranks(narrow_slices, 2, timeout=300)
 

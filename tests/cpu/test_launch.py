@@ -189,6 +189,7 @@ def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> int:
     return int(complete[-1].name.removeprefix("step-"))
 
 
+@pytest.mark.slow
 def test_a_path_that_all_ranks_miss_is_one_line(tmp_path):
     words = ["data.path=no/such/text.txt", f"output_dir={tmp_path}/run"]
     status, out, err = run("train", *TINY, *words, program=PROGRAM)

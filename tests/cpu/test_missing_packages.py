@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import TIMEOUT_S, environment
+from tiers import slow
 
 from comet.launch.failures import is_user_error, one_line
 
@@ -29,9 +30,9 @@ def run_without(package: str, folder: Path, *words: str) -> tuple[int, str, str]
     ("package", "words"),
     [
         ("triton", ["compile"]),
-        ("triton", ["train", "nproc=1", "moe_path=fused", "data.path=text"]),
+        slow("triton", ["train", "nproc=1", "moe_path=fused", "data.path=text"]),
         ("matplotlib", ["train", "nproc=1"]),
-        ("matplotlib", ["sweep", "nproc=1"]),
+        slow("matplotlib", ["sweep", "nproc=1"]),
     ],
 )
 def test_a_missing_package_is_one_line(package: str, words: list[str], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, Rank, make_job, make_model, make_text
 
 from comet.config import ParallelConfig
+from comet.launch.failures import is_user_error, one_line
 from comet.models.gpt import next_token_loss
 from comet.training import run
 from comet.training.config import CommConfig, JobConfig
@@ -252,6 +253,18 @@ def test_history_of_a_killed_job_is_read_up_to_the_unfinished_line(tmp_path):
     again = History(tmp_path)
     again.start(tmp_path, 9)
     assert again.heldout == [(1, 5.0)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_of_with_the_file_that_did_not_fit(tmp_path):
+    history = History(tmp_path)
+    history.start(None, 0)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device") as caught:
+        history.add_heldout(1, 5.0)
+    assert is_user_error(caught.value)
+    assert one_line(caught.value) == f"No space left on device: '{tmp_path}/metrics.jsonl'"
 
 
 def test_terminal_is_safe_from_the_sample():

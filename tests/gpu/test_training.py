@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from training_cases import MODEL, MOE, Rank, make_job
 
+from comet.training import run
 from comet.training.history import History
 from comet.training.run import train
+from comet.training.stop import LAG
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +49,25 @@ def test_replayed_steps_learn_the_same_and_resume(tmp_path, balance):
     halfway = str(tmp_path / "out" / "step-000010")
     train(make_job(tmp_path, **settings, cuda_graph="on", resume=halfway, output_dir=str(tmp_path / "resumed")), gpu)
     assert read_losses(tmp_path / "resumed") == read_losses(tmp_path / "out")
+
+
+def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    gpu = Rank(device=torch.device("cuda", 0))
+    settings = {"model": MODEL_GPU, "steps": 20, "batch_size": 8, "cuda_graph": "on"}
+    train(make_job(tmp_path, **settings, output_dir=str(tmp_path / "whole")), gpu)
+    step = run.Trainer.step
+
+    def stop(self, number, **rest):
+        if number == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, number, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Trainer, "step", stop)
+        stopped = train(make_job(tmp_path, **settings), gpu)
+    assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 8 + LAG)  # step 8 tells the others of what 7 heard
+    train(make_job(tmp_path, **settings, resume=str(tmp_path / "out")), gpu)
+    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "whole")
 
 
 def test_a_path_that_asks_for_counts_is_not_replayed(tmp_path, caplog):
