@@ -6,10 +6,14 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Rows of equally many cells as lines: the columns ``left`` begin together, all others end together."""
+    """Rows of equally many cells as lines: the columns ``left`` begin together, all others end together.
+
+    All lines have one length, unless the last column is of the first kind.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = (
         [text.ljust(width) if place in left else text.rjust(width) for place, (text, width) in enumerate(pairs)]
         for pairs in (zip(row, widths, strict=True) for row in rows)
     )
-    return ["  ".join(line).rstrip() for line in cells]
+    lines = ["  ".join(line) for line in cells]
+    return [line.rstrip() for line in lines] if len(widths) - 1 in left else lines

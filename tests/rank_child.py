@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import signal
@@ -55,6 +56,8 @@ def become_rank(folder: Path, rank: int, parent: int) -> NoReturn:
             status = 0
     finally:
         sys.stdout.flush()
+        for child in multiprocessing.active_children():
+            child.kill()  # such as a manager, which an interpreter that shuts down would end
         os._exit(status)  # a background thread of a half-broken process group must not keep a failed rank alive
 
 

@@ -201,6 +201,10 @@ def list_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
     return sorted(found, key=lambda item: (item.saved_at, item.step), reverse=True), skipped
 
 
+def _was_whole(path: Path) -> bool:
+    return bool(OWN_FOLDERS.fullmatch(path.name)) and path.suffix != PARTIAL_SUFFIX and (path / MANIFEST).is_file()
+
+
 def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoint], list[str]]:
     """What there is to continue from, the best first.
 
@@ -213,13 +217,18 @@ def find_checkpoints(resume: str | None, output_dir: str) -> tuple[list[Checkpoi
 
     Raises:
         FileNotFoundError: If ``resume`` names nothing.
-        ValueError: If the named checkpoint is broken, or the named folder holds no complete one.
+        ValueError: If the named checkpoint is broken, the named folder holds no complete one, or ``auto`` finds only
+            such as were complete once.
     """
     if resume is None:
         return [], []
+    root = Path(output_dir if resume == "auto" else resume)
     if resume == "auto":
-        return list_checkpoints(Path(output_dir))
-    root = Path(resume)
+        found, skipped = list_checkpoints(root)
+        were_whole = [path for path in root.glob("step-*") if _was_whole(path)]
+        lost = f"resume='auto' finds {'; '.join(skipped)}: no checkpoint is whole, overwrite=true instead starts anew"
+        require(bool(found) or not were_whole, lost)
+        return found, skipped
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, "resume must be 'auto', a checkpoint or a folder of checkpoints", resume)
     if names_checkpoint(root):

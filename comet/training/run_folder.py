@@ -105,7 +105,7 @@ class RunFolder(FolderLock):
             steps = [found.step for found in list_checkpoints(self.folder)[0]]
             if self.attempt == 0:
                 self._require_own(steps)
-            elif steps:
+            elif steps or resume is None:
                 resume = "auto"
         return find_checkpoints(resume, str(self.folder))
 

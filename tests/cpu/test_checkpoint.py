@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,19 @@ def test_death_of_a_peer_while_saving_leaves_the_previous_one(tmp_path):
     assert find_checkpoints("auto", str(tmp_path))[0][0].step == 1
     load_one = make_trainer(tmp_path)[1]
     assert load_one.load(list_checkpoints(tmp_path)[0][0]) == 1
+
+
+def test_auto_does_not_start_anew_over_checkpoints_that_were_whole(tmp_path):
+    save_steps(tmp_path, [1])
+    data = next((tmp_path / "step-000001").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    (tmp_path / "step-000002.tmp").mkdir()
+    with pytest.raises(ValueError, match=r"resume='auto' finds .*step-000001 is truncated.*overwrite=true"):
+        find_checkpoints("auto", str(tmp_path))
+    shutil.rmtree(tmp_path / "step-000001")
+    found, skipped = find_checkpoints("auto", str(tmp_path))
+    assert found == []
+    assert "half-written" in skipped[0]
 
 
 @pytest.mark.parametrize("damage", ["shorter", "gone", "manifest", "no manifest"])

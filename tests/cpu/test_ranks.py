@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from launch_jobs import all_gone
 from ranks import run_ranks
 
 import comet.errors
@@ -182,6 +184,21 @@ def test_a_server_with_two_threads_refuses_to_fork(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"exit code 1(.|\n)*RuntimeError: 2 threads after importing pytest"):
         run_ranks(double, 1, 0)
+
+
+KEPT: list[object] = []  # by a rank until its end
+
+
+def start_a_manager(rank: int, world_size: int) -> int:
+    """Leaves a process that only an interpreter that shuts down would end, as Megatron does when it saves."""
+    KEPT.append(multiprocessing.get_context("spawn").Manager())
+    (child,) = multiprocessing.active_children()
+    assert child.pid is not None
+    return child.pid
+
+
+def test_processes_that_a_rank_started_end_with_it() -> None:
+    assert all_gone(run_ranks(start_a_manager, 1))
 
 
 HANGING_TEST = """
