@@ -102,7 +102,7 @@ class Checkpointer:
             checksums = dict(ChainMap(*gather(writer.checksums)))
             from_first_rank(partial(self._complete, path, step, checksums))
         except (CheckpointException, OSError) as error:  # which all ranks raise
-            self._refuse(path, _cause(error), sum(tensor.nbytes for tensor in tensors.values()))
+            self._refuse(path, *_cause(error), sum(tensor.nbytes for tensor in tensors.values()))
         return path
 
     def not_finite(self) -> list[str]:
@@ -155,7 +155,7 @@ class Checkpointer:
         with naming(path):
             complete(path, manifest, checksums)
 
-    def _refuse(self, path: Path, cause: BaseException, num_bytes: int) -> NoReturn:
+    def _refuse(self, path: Path, where: str, cause: BaseException, num_bytes: int) -> NoReturn:
         """Remove what was written and say why in one line (collective)."""
 
         def tidy_up() -> str:
@@ -166,7 +166,7 @@ class Checkpointer:
 
         facts = from_first_rank(tidy_up)
         if not isinstance(cause, OSError):
-            raise RuntimeError(f"checkpoint {path} was not written: {cause}") from cause
+            raise RuntimeError(f"checkpoint {path} was not written: {where}{cause}") from cause
         raise ValueError(f"checkpoint {path} cannot be written: {cause.strerror}: {facts}") from cause
 
 
@@ -196,18 +196,18 @@ def _read(path: Path, tensors: dict[str, Tensor]) -> None:
         with _alone_on_purpose(), patience():
             dcp.load(tensors, storage_reader=Reader(path), no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        cause = _cause(error)
+        _, cause = _cause(error)
         if isinstance(cause, ValueError):
             raise cause from error
         raise ValueError(f"checkpoint {path} cannot be read: {str(cause).splitlines()[0]}") from error
 
 
-def _cause(error: CheckpointException | OSError) -> BaseException:
-    """What failed on a rank; of several ranks, rather what the system says."""
+def _cause(error: CheckpointException | OSError) -> tuple[str, BaseException]:
+    """What failed, after "rank 1: " where it is known; of several ranks, rather what the system says."""
     if isinstance(error, OSError):
-        return error
-    causes = [cause for cause, _ in error.failures.values()]
-    return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
+        return "", error
+    causes = [(f"rank {rank}: ", cause) for rank, (cause, _) in error.failures.items()]
+    return next((each for each in causes if isinstance(each[1], OSError)), causes[0])
 
 
 @contextmanager
