@@ -181,7 +181,7 @@ class Signs:
         sign = store.get(f"{SIGN_KEY}/{self._next}")
         self._quiet_s = self._quiet_s + passed_s if sign == self._seen else 0.0
         self._seen = sign
-        if self.deadline_s is None or self._quiet_s < self.deadline_s - ANSWER_S:  # which asking takes
+        if self.deadline_s is None or self._quiet_s < self.deadline_s:
             return
         found = self.ask(store)
         if self._next not in found.silent:  # it has ended well
@@ -195,7 +195,7 @@ class Signs:
         """What is wrong with a rank that did not answer; empty if it may just be slow."""
         member, here = self.members[rank], self.members[self.context.rank]
         who = f"rank {rank} (pid {member.pid}, {member.host.name})"
-        silence = f"no sign of life for {quiet_s + ANSWER_S:.0f} s"
+        silence = f"no sign of life for {quiet_s:.0f} s"
         if member.host != here.host:
             return f"{who} is gone or frozen: {silence}"
         try:
