@@ -3,7 +3,7 @@
 A thread of each rank renews its sign in the rendezvous store four times a second and looks at that of the next rank. A
 stopped process has a stopped thread; one that computes, compiles or waits in C++ does not. So a rank that is silent for
 as long as the deadline is frozen, whatever the others do meanwhile, and a step needs no work of its own for this. Time
-counts only while this rank runs itself: a job that was paused as a whole goes on.
+counts only while this rank runs itself, so a pause of the whole job is no silence of another rank.
 
 Whoever wants to know more asks: every rank answers with what its main thread does. Who does not is silent.
 """

@@ -61,22 +61,6 @@ def test_a_frozen_rank_is_named_on_every_path(path: str, tmp_path: Path) -> None
     assert all_gone(list(ranks.values()))
 
 
-@pytest.mark.slow
-def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path: Path) -> None:
-    job, ranks = start_training(tmp_path)
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in ranks.values():
-            os.kill(pid, number)
-        time.sleep(DEADLINE_S + 2 if number == signal.SIGSTOP else 0)
-    newest = max((tmp_path / "run").glob("step-??????"))
-    while max((tmp_path / "run").glob("step-??????")) == newest:
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.05)
-    job.send_signal(signal.SIGINT)
-    assert said_by(job) == []
-    assert job.returncode == 130
-
-
 def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path) -> None:
     job = start("late", f"output_dir={tmp_path}", "comm.timeout_s=2")
     (line,) = said_by(job)
