@@ -39,6 +39,8 @@ from stress_cases import StressCase
 from comet import fused
 from comet.comm import emulated_group
 from comet.decode import DecodeWeights, RankDecode, rank_slots
+from comet.experts.cache import pinned
+from comet.kernels.expert_cache import CacheTables, fetch, lookup
 from comet.kernels.group_gemm import GemmConfig
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.group_gemm_wgrad_cuda import group_gemm_wgrad_cuda
@@ -145,6 +147,19 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
             check_decode(case, dtype, device.type, runs=1)
 
 
+def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
+    """Slots are filled, kept and given away, and what is fetched is what lies in host memory."""
+    host = [pinned(torch.randn(6, *size).to(dtype), device) for size in ((32, 32), (32, 16))]
+    slots = [torch.zeros(3, *each.shape[1:], dtype=dtype, device=device) for each in host]
+    tables = CacheTables.create(6, 3, device)
+    for needed in ([0, 5], [5, 2, 0], [1, 4, -1]):
+        lookup(torch.tensor([needed], dtype=torch.int32, device=device), tables)
+        fetch(*host, *slots, tables)
+        for expert in (each for each in needed if each >= 0):
+            slot = int(tables.slots[expert])
+            assert all(torch.equal(there[slot].cpu(), here[expert]) for there, here in zip(slots, host, strict=True))
+
+
 def run_router(device: torch.device) -> None:
     """The router's kernels, with tails along every axis."""
     check_logits(70, 60, 112, torch.float32, device.type)
@@ -214,6 +229,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "layer1_cuda": (lambda device, dtype: run_cuda_layer1(dtype), True),
     "backward_cuda": (run_cuda_backward, True),
     "decode": (run_decode, False),
+    "expert_cache": (run_expert_cache, False),
     "router": (lambda device, dtype: run_router(device), False),
     "rank_decode": (run_rank_decodes, False),
 }

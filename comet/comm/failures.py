@@ -135,7 +135,7 @@ class Board:
             CommTimeoutError: If ranks did not come in time; names them.
         """
         if late := self.absent(timeout_s):
-            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (restart)")
+            raise CommTimeoutError(f"rank {self.rank} waited {timeout_s:.1f} s for {late} (meeting of all ranks)")
         self._num_met += 1
 
     def absent(self, timeout_s: float) -> str:
