@@ -134,8 +134,7 @@ class GPTEngine:
         self.cuda_graph: GraphMode = cuda_graph
         moe = model.config.moe
         layout = group.layout(moe)
-        is_resident = expert_slots is None
-        columns = shared_columns(layout, moe.ffn_size, moe.shared_ffn_size) if is_resident else 0
+        columns = 0 if expert_slots is not None else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         self.caches: list[ExpertCache] = []
         self._experts: list[FrozenExperts] = []

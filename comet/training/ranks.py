@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from comet.comm import handshake
+
 Made = TypeVar("Made")
 
 
@@ -42,11 +44,10 @@ def this_rank() -> tuple[int, int]:
 
 def gather(value: Any) -> list[Any]:
     """Every rank's ``value``, in rank order, on all ranks (collective)."""
-    _, world_size = this_rank()
-    values = [value] * world_size
-    if world_size > 1:
-        dist.all_gather_object(values, value)
-    return values
+    if this_rank()[1] == 1:
+        return [value]
+    assert dist.group.WORLD is not None, "several ranks have a process group"
+    return handshake.gather(dist.group.WORLD, value)
 
 
 def from_first_rank(make: Callable[[], Made]) -> Made:
