@@ -32,7 +32,7 @@ setup: $(READY) ## create or reuse .venv and install what is missing
 train: $(READY) ## run the main job: train a small MoE model (settings: make train ARGS="train.steps=200")
 	$(BIN)/comet train $(ARGS)
 
-test: $(READY) ## every kernel family and user path, under ten minutes on two cores (WORKERS=N processes; GPU tests need GPUs)
+test: $(READY) ## every kernel family and user path (WORKERS=N processes; GPU tests need GPUs)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(READY) ## what make test leaves out: exhaustive cases, and runs of the command line that take long
