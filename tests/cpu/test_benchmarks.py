@@ -339,9 +339,8 @@ def test_times_of_aborted_kernels_are_no_result(tmp_path: Path) -> None:
     words = [*TINY, "--out", str(tmp_path), "--tokens", "16,8", "--routing", "hot,uniform", "--rounds", "5"]
     assert run_ranks(run_with_fault, 2, [*words, "--variants", "comet,plain"]) == [2, 2]
     first, *others = json.loads((tmp_path / "bench_moe.json").read_text())["rows"]
-    assert first["failures"] == (
-        "point: CommTimeoutError: rank 1 waited 60.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"
-    )
+    fault = "CommTimeoutError: rank 1 waited 60.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"
+    assert fault in first["failures"], "its own error, or the first one of the step that another rank failed"
     assert not [name for name in first if name.endswith("_ms")]
     assert [(row["tokens"], row["routing"]) for row in others] == [(16, "uniform"), (8, "hot"), (8, "uniform")]
     assert all(row["failures"] == "" and row["comet_ms"] > 0 for row in others), "in a group without a fault"
