@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
-from comet.config import ParallelConfig
+from comet.config import ParallelConfig, SpeculationConfig
 from comet.experts import slots_of_budget
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
@@ -137,4 +137,6 @@ def refused_over_ranks(rank: int, world_size: int) -> None:
     model = GPT(MODEL, group, expert_device=torch.device("cpu"))
     with pytest.raises(NotImplementedError, match="expert_budget"):
         GPTEngine(model, group, expert_slots=4)
+    with pytest.raises(NotImplementedError, match="speculate is for one rank"):
+        GPTEngine(model, group, speculation=SpeculationConfig())
     group.close()

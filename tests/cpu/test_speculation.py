@@ -1,4 +1,4 @@
-"""Drafting and verifying keep the distribution of plain sampling: exact probabilities of a small model, by chi-square."""
+"""Drafting and verifying keep the distribution of plain sampling, by chi-square against exact probabilities."""
 
 from __future__ import annotations
 
@@ -230,8 +230,8 @@ def test_drawing_by_weights() -> None:
 
 
 def test_a_sequence_that_has_ended_proposes_nothing_and_is_not_counted() -> None:
-    loop = Speculation(TwoTokenModel(2, 0.0), sampler_of(SAMPLING, 2), replace(CONFIG, tau=0.0),
-                       torch.rand(8, 2, 7, generator=torch.Generator().manual_seed(1)).double(), fixed_clock())  # fmt: skip
+    draws = torch.rand(8, 2, 7, generator=torch.Generator().manual_seed(1)).double()
+    loop = Speculation(TwoTokenModel(2, 0.0), sampler_of(SAMPLING, 2), replace(CONFIG, tau=0.0), draws, fixed_clock())
     _, made = loop(torch.tensor([0, 0]), [True, False], 20)
     assert [len(tokens) for tokens in made] == [4, 1]
     assert loop.report.facts()["drafted"] == 3
