@@ -78,6 +78,15 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{1e3 * result['roof_tb_per_s']:,.1f} GB/s a plain read reaches here",
             ),
         ]
+    drafts = result.get("speculation")
+    if drafts and drafts["drafted"]:
+        rows.append(
+            (
+                "drafts",
+                f"{drafts['acceptance']:.1%} of {drafts['drafted']:,} accepted, "
+                f"{drafts['tokens_per_round']:.2f} tokens per round of a sequence",
+            )
+        )
     return "\n".join(f"{name:<14}{value}" for name, value in rows)
 
 

@@ -22,7 +22,7 @@ from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.job import generate_job
 from comet.generation.sampling import Sampler, tokens_seen
-from comet.generation.text import ByteCodec
+from comet.generation.text import ByteCodec, Continuation
 from comet.group import make_expert_group
 from comet.launch.cli import main
 from comet.models.config import ModelConfig
@@ -167,12 +167,13 @@ def run(
 def same_texts(prompts: list[str], **changes: object) -> Generated:
     """What speculation makes; asserts that it is what plain decoding makes, as it is shown."""
     shown: dict[str, list[str]] = {}
-    made = {}
+    made, ends = {}, []
     for mode in ("off", "conservative"):
         texts = shown[mode] = [""] * len(prompts)
 
-        def show(index: int, sequence: object, text: str, texts: list[str] = texts) -> None:
+        def show(index: int, sequence: Continuation, text: str, texts: list[str] = texts) -> None:
             texts[index] += text
+            ends.extend([index] if sequence.done else [])
 
         made[mode] = run(prompts, show=show, **{**changes, "speculate": mode})
     plain, found = made["off"], made["conservative"]
@@ -180,6 +181,7 @@ def same_texts(prompts: list[str], **changes: object) -> Generated:
     assert found.stopped_by == plain.stopped_by
     assert found.new_tokens == plain.new_tokens
     assert shown["conservative"] == shown["off"] == list(plain.texts)
+    assert sorted(ends) == sorted(2 * [*range(len(prompts))]), "the end of a text is shown once"
     assert plain.speculation is None
     return found
 
@@ -312,7 +314,12 @@ def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys
     plain, speculative = found
     assert speculative["text"] == plain["text"]
     assert "speculation" not in plain
-    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["speculation"]
+    *_, table, line = capsys.readouterr().out.splitlines()
+    facts = json.loads(line)["speculation"]
+    assert table == (
+        f"drafts        {facts['acceptance']:.1%} of {facts['drafted']} accepted, "
+        f"{facts['tokens_per_round']:.2f} tokens per round of a sequence"
+    )
     assert facts == speculative["speculation"]
     assert facts["mode"] == "conservative"
     assert facts["drafted"] >= facts["accepted"] > 0
