@@ -165,6 +165,19 @@ def test_adaptive_texts_have_another_distribution() -> None:
     assert deviation(speculated(config, SAMPLING), exact_distribution(SAMPLING)) > 8
 
 
+def test_adaptive_drafts_agree_less_the_more_is_tolerated() -> None:
+    found = {}
+    for mode, tolerance in [("conservative", 1.0), ("adaptive", 0.0), ("adaptive", 0.5), ("adaptive", 1.0)]:
+        config = replace(CONFIG, speculate=mode, adaptive_tolerance=tolerance, tau=0.0)
+        draws = torch.rand(8, 2000, 7, generator=torch.Generator().manual_seed(SEED)).double()
+        sampling = sampler_of(GenerateConfig(temperature=1.0), 2000)
+        loop = Speculation(TwoTokenModel(2000), sampling, config, draws, fixed_clock())
+        loop(torch.zeros(2000, dtype=torch.int64), [True] * 2000, 20)
+        found[mode, tolerance] = loop.report.facts()["agreement"]
+    assert found["conservative", 1.0] == found["adaptive", 0.0] == 1.0
+    assert 1 > found["adaptive", 0.5] > found["adaptive", 1.0] > 0.5
+
+
 def plain_text(sampling: GenerateConfig, num_tokens: int) -> list[int]:
     model, sampler = TwoTokenModel(1), sampler_of(sampling, 1)
     text = [0]
@@ -254,9 +267,11 @@ def test_what_is_reported() -> None:
     report = SpeculationReport("conservative", 3)
     report.add(4, [(3, 3), (2, 0)])
     report.add(1, [(0, 0), (0, 0)])
+    report.agreed += torch.tensor(2)
     assert report.facts() == {
         "mode": "conservative", "rounds": 2, "plain_rounds": 1, "drafted": 5, "accepted": 3, "acceptance": 0.6,
-        "acceptance_by_position": [0.5, 0.5, 1.0], "mean_draft_length": 2.5, "tokens_per_round": 1.75,
+        "acceptance_by_position": [0.5, 0.5, 1.0], "agreement": 2 / 3, "mean_draft_length": 2.5,
+        "tokens_per_round": 1.75,
     }  # fmt: skip
     empty = SpeculationReport("adaptive", 1).facts()
     assert (empty["acceptance"], empty["acceptance_by_position"], empty["mean_draft_length"]) == (None, [None], None)
