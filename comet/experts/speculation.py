@@ -85,7 +85,8 @@ class Draft:
         proposed: ``(B, g)`` bool: drafted before the sequence stopped; the others are ignored.
         confidence: ``(B, g)`` float64: probability of each draft, before temperature 0 makes it certain.
         q: ``(B, V)`` float64 for each of the g places: what its drafts were drawn from; zero where none is proposed.
-        seen: ``(B, V)`` bool for each of the g + 1 places: tokens before it; ``None`` where no choice depends on them.
+        seen: ``(B, g + 1, V)`` bool: tokens before each place and behind the last; ``None`` where no choice depends on
+            them.
     """
 
     ids: Tensor
