@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
-from comet.experts import CachedExperts, CacheReport, ExpertCache
+from comet.experts import CachedExperts, CacheReport, ExpertCache, report_of
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
@@ -146,7 +146,7 @@ class GPTEngine:
                 w1, w2 = layer.expert_weights()
                 self.caches.append(ExpertCache(w1.flatten(1, 2), w2, expert_slots, group.device))
                 layer.experts = CachedExperts(self.caches[-1], self.runner.decode, moe.top_k)
-                layer.w1.data, layer.w2.data = self.caches[-1].w1.view_as(w1), self.caches[-1].w2  # one copy, pinned
+                layer.w1.data, layer.w2.data = self.caches[-1].host.w1.view_as(w1), self.caches[-1].host.w2  # pinned
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cache: KeyValueCache | None = None
@@ -215,13 +215,7 @@ class GPTEngine:
 
     def cache_report(self) -> CacheReport | None:
         """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        if not self.caches:
-            return None
-        needed, fetched = torch.stack([cache.tables.counts[1:] for cache in self.caches]).sum(0).tolist()
-        cache = self.caches[0]
-        return CacheReport(
-            slots=cache.num_slots, needed=needed, fetched=fetched, fetched_bytes=fetched * cache.expert_bytes
-        )
+        return report_of(self.caches) if self.caches else None
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.
