@@ -45,8 +45,10 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = find_source(settings.source)
-    if source.checkpoint is None and settings.expert_budget is not None:
-        raise NotImplementedError("generate.expert_budget is for checkpoints of comet train, not for Hugging Face yet")
+    asked = {"expert_budget": settings.expert_budget is not None, "speculate": settings.speculate != "off"}
+    for name, given in asked.items():
+        if source.checkpoint is None and given:
+            raise NotImplementedError(f"generate.{name} is for checkpoints of comet train, not for Hugging Face yet")
     require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
@@ -74,6 +76,8 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
     engine.check()
     result = _result(config, source, group, generated, roof) | _cache_facts(engine)
+    if generated.speculation is not None:
+        result["speculation"] = generated.speculation
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -105,7 +109,8 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engin
         device = torch.device("cpu")
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)
-    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots)
+    speculation = None if config.generate.speculate == "off" else config.generate.speculation
+    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots, speculation=speculation)
 
 
 def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
