@@ -12,11 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .expert_cache import CacheConstants
 from .group_gemm import dot_precision
-from .warp_decode_blocks import LOAD_BYTES, QUANTISED_DEPTH, BlockShape, DecodeConfig
+from .warp_decode_blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import gather
-from .warp_decode_scales import part_of
+from .warp_decode_scales import in_number, part_of
 from .warp_decode_step import Landing, Step
 
 LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least the matrix instructions take
@@ -39,7 +39,7 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     (num_tokens, top_k), num_experts = step.ids.shape, step.slots.shape[0]
     if config.form == "vector" and num_tokens > 2:
         raise ValueError(f"T={num_tokens} must be at most 2 for form='vector'")
-    _check_depth(config, step.shared_scale)
+    _check_depth(config, step)
     routed_rows = num_tokens * top_k
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
@@ -47,7 +47,7 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     least = 1 if config.form == "vector" else LEAST_TOKENS
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
-        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),
+        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=lane_of(step.w1.dtype),
         SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
         GATHERED=gathered,
     )  # fmt: skip
@@ -65,9 +65,10 @@ def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescripto
     """Both weights as the kernels take them."""
     if config.form == "vector":
         return step.w1, step.w2
-    num_slots, hidden_size, ffn_size = step.w2.shape
-    gate_and_up = step.w1.view(num_slots, 2, ffn_size, hidden_size)
-    depths = [part_of(shape.depth, step.shared_scale) for shape in (config.gate_up, config.down)]
+    num_slots, _, ffn_size = step.sizes
+    gate_and_up = step.w1.view(num_slots, 2, ffn_size, -1)
+    number = in_number(lane_of(step.w1.dtype))
+    depths = [part_of(shape.depth, step.shared_scale) // number for shape in (config.gate_up, config.down)]
     return (
         TensorDescriptor.from_tensor(gate_and_up, [1, 2, config.gate_up.rows, depths[0]]),
         TensorDescriptor.from_tensor(step.w2, [1, config.down.rows, depths[1]]),
@@ -81,15 +82,16 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     return step.host.pointers(step.w1, step.w2), step.host.constants(groups, num_warps)
 
 
-def _check_depth(config: DecodeConfig, shared_scale: int) -> None:
-    """In the matrix form a step holds whole groups of MXFP8, and is as long as TMA swizzles."""
-    if config.form == "vector" or shared_scale == 0:
+def _check_depth(config: DecodeConfig, step: Step) -> None:
+    """In the matrix form a step holds whole groups of MX, and is as long as TMA swizzles."""
+    if config.form == "vector" or step.shared_scale == 0:
         return
+    least = least_depth(lane_of(step.w1.dtype))
     for name, depth in (("gate_up", config.gate_up.depth), ("down", config.down.depth)):
-        if depth < QUANTISED_DEPTH:
+        if depth < least:
             raise ValueError(
-                f"{name}.depth={depth} must be at least {QUANTISED_DEPTH} for form='matrix' and weights with a scale "
-                f"per {shared_scale}"
+                f"{name}.depth={depth} must be at least {least} for form='matrix' and weights with a scale per "
+                f"{step.shared_scale}{' in four bits' if least > 32 else ''}"
             )
 
 
@@ -118,7 +120,7 @@ def _gate_up(
     constants: dict,
 ) -> None:
     shape = config.gate_up
-    num_slots, hidden_size, ffn_size = step.w2.shape
+    num_slots, hidden_size, ffn_size = step.sizes
     options = _registers(shape, landing)
     options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
     cache, cached = _cache(step, groups, shape.num_warps)
@@ -141,7 +143,7 @@ def _down(
 ) -> None:
     shape = config.down
     cache, cached = _cache(step, groups, shape.num_warps)
-    num_slots, hidden_size, ffn_size = step.w2.shape
+    num_slots, hidden_size, ffn_size = step.sizes
     num_tokens = step.ids.shape[0]
     if config.fold:
         groups = num_tokens

@@ -25,6 +25,7 @@ from .warp_decode_routing import (
     wait_for_previous,
 )
 from .warp_decode_scales import (
+    in_number,
     lane_columns,
     lane_scales,
     load_lanes,
@@ -33,6 +34,7 @@ from .warp_decode_scales import (
     scaled_products,
     step_and_next_scales,
     step_scales,
+    stored_length,
 )
 
 
@@ -44,18 +46,20 @@ def gate_up_vector(
 ):  # fmt: skip
     """One or two tokens; BLOCK_F divides F. A token without this expert computes on token 0 and stores nothing."""
     cols = first_col + tl.arange(0, BLOCK_F)
-    ks = tl.arange(0, BLOCK_K)
+    NUMBER: tl.constexpr = in_number(LANE)
+    ks, length = tl.arange(0, BLOCK_K // NUMBER), stored_length(D, LANE)
     row, other_row = row_of(rows, 0), row_of(rows, T_BLOCK - 1)
     xs = lane_columns(BLOCK_F, BLOCK_K, LANE, SCALES)
     x_ptrs = x_ptr + token_of(row, K) * D + xs
     other_x_ptrs = x_ptr + token_of(other_row, K) * D + xs
-    gate_ptrs = w1_ptr + slot.to(tl.int64) * (2 * F) * D + cols[:, None] * D + ks[None, :]
-    up_ptrs = gate_ptrs + F * D
+    gate_ptrs = w1_ptr + slot.to(tl.int64) * (2 * F) * length + cols[:, None] * length + ks[None, :]
+    up_ptrs = gate_ptrs + F * length
     gate = tl.zeros((BLOCK_F, BLOCK_K // LANE), dtype=tl.float32)
     up, other_gate, other_up = gate, gate, gate
     for k in range(0, D, BLOCK_K):
-        gate_rows = load_columns(gate_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
-        up_rows = load_columns(up_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
+        at = k // NUMBER
+        gate_rows = load_columns(gate_ptrs + at, (at + ks < length)[None, :], EVEN_K, "evict_first")
+        up_rows = load_columns(up_ptrs + at, (at + ks < length)[None, :], EVEN_K, "evict_first")
         gate_scales = lane_scales(scales_ptr, slot, first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
         up_scales = lane_scales(scales_ptr, slot, F + first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
         x = load_lanes(x_ptrs + k, k + xs < D, LANE, SCALES, EVEN_K, "evict_last")
@@ -77,10 +81,11 @@ def gate_up_vector(
 def gate_up_matrix(
     x_ptr, w1_desc, scales_ptr, hidden_ptr, slot, rows, first_col, D, F,
     K: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The TILE tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
     PART: tl.constexpr = part_of(BLOCK_K, SCALES)
+    NUMBER: tl.constexpr = in_number(LANE)
     cols = first_col + tl.arange(0, BLOCK_F)
     ks = tl.arange(0, PART)
     valid = rows < NO_ROW
@@ -95,7 +100,7 @@ def gate_up_matrix(
             at = k + part * PART
             # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
             xs += (tl.load(x_ptrs + at, mask=valid[:, None] & (EVEN_K | (at + ks < D)[None, :]), other=0.0),)
-            ws += (w1_desc.load([slot, 0, first_col, at]).reshape(2 * BLOCK_F, PART),)
+            ws += (w1_desc.load([slot, 0, first_col, at // NUMBER]).reshape(2 * BLOCK_F, PART // NUMBER),)
         scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, k, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
         for part in tl.static_range(BLOCK_K // PART):
             accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], SCALES, PRECISION)
@@ -154,5 +159,5 @@ def gate_up_kernel(
             for first in range(0, rows_in_passes(rows, TILE), TILE):
                 gate_up_matrix(
                     x_ptr, w1, scales_ptr, hidden_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_F, D, F,
-                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, SCALES, PRECISION,
+                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION,
                 )  # fmt: skip

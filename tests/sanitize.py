@@ -141,7 +141,7 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
     matrix = replace(tiny, name="matrix", T=3, config=MATRIX, routing="masked")
     check_decode(matrix, dtype, device.type, runs=1)
     wide = replace(tiny, D=160, F=64, config=None)
-    for quantised in ("mxfp8", "fp8"):
+    for quantised in ("mxfp8", "fp8", "mxfp4"):
         for num_tokens in (1, 3):
             case = replace(wide, name=f"{quantised}, {num_tokens} tokens", T=num_tokens, quantised=quantised)
             check_decode(case, dtype, device.type, runs=1)

@@ -8,9 +8,10 @@ from torch.nn.functional import silu
 
 from comet.autocast import without_autocast
 from comet.config import require
+from comet.decode.scales import CODES
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.expert_cache import bring_torch
-from comet.quantize import FP8, MXFP8
+from comet.quantize import FP8, MXFP4, MXFP8
 
 
 def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
@@ -73,7 +74,8 @@ def slot_weights(weights: DecodeWeights, slot: int, dtype: torch.dtype) -> tuple
 def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scales is None:
         return elements.to(dtype)
-    kind = MXFP8 if scales.dtype == torch.uint8 else FP8
+    mx = MXFP4 if elements.dtype == CODES else MXFP8
+    kind = mx if scales.dtype == torch.uint8 else FP8
     return kind(elements=elements, scales=scales).dequantize(dtype)
 
 
