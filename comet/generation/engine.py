@@ -62,6 +62,10 @@ class Engine(Protocol):
         """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step."""
         ...
 
+    def cache_report(self) -> CacheReport | None:
+        """What expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
+        ...
+
     def check(self) -> None:
         """Raise what went wrong on the device so far; waits for it."""
         ...
