@@ -7,6 +7,7 @@ written counts as an expert.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class StagedCache:
     Attributes:
         needed: Distinct experts that steps needed so far, summed over steps.
         fetched: How many of them had no slot.
+        fetching_s: Seconds in which the host read these, and asked for their copies.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class StagedCache:
         )
         self.num_slots = num_slots
         self.needed = self.fetched = 0
+        self.fetching_s = 0.0
         self.weights = DecodeWeights(
             w1=torch.zeros(num_slots, *w1, dtype=dtype, device=device),
             w2=torch.zeros(num_slots, *w2, dtype=dtype, device=device),
@@ -141,8 +144,10 @@ class StagedCache:
         for expert in needed:
             if expert in self._slots:
                 self._slots.move_to_end(expert)
+        started = time.perf_counter()
         for expert in missing:
             self._fetch(expert)
+        self.fetching_s += time.perf_counter() - started
         table[list(self._slots)] = torch.tensor(list(self._slots.values()), dtype=torch.int32)
         self.weights.slots.copy_(table)
         self.needed += len(needed)

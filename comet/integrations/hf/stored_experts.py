@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from comet.collectives import wants_grad
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache
+from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
 from comet.experts.staged import Stage, StagedCache, StagedExperts, StagedReport
 from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
 from comet.integrations.hf.checkpoint import LazyShard
@@ -120,7 +120,7 @@ def open_stores(
             for name, layer in held.items():
                 cache = ExpertCache(layer.w1, layer.w2, budget.slots, device)
                 experts = model.get_submodule(name)
-                experts.path = CachedExperts(cache, experts.runner.decode, budget.top_k)
+                experts.path = CachedExperts(cache, experts.runner, budget.top_k)
             return
         warn_pageable(sum(layer.w1.nbytes + layer.w2.nbytes for layer in held.values() if not layer.readable))
         readers, places = dict(held), budget.slots
@@ -140,11 +140,14 @@ def cache_report(model: Any) -> CacheReport | None:
     if not caches:
         return None
     staged = [cache for cache in caches if isinstance(cache, StagedCache)]
-    counts = [[cache.needed, cache.fetched] for cache in staged]
-    counts += [cache.tables.counts[1:].tolist() for cache in caches if isinstance(cache, ExpertCache)]
-    needed, fetched = (sum(column) for column in zip(*counts, strict=True))
-    expert = caches[0].expert_bytes
-    found = CacheReport(slots=caches[0].num_slots, needed=needed, fetched=fetched, fetched_bytes=fetched * expert)
     if not staged:
-        return found
-    return StagedReport(**asdict(found), staged_bytes=staged[0].stage.num_reads * expert)
+        return report_of(caches)
+    expert, fetched = staged[0].expert_bytes, sum(cache.fetched for cache in staged)
+    return StagedReport(
+        slots=staged[0].num_slots,
+        needed=sum(cache.needed for cache in staged),
+        fetched=fetched,
+        fetched_bytes=fetched * expert,
+        fetching_s=sum(cache.fetching_s for cache in staged),
+        staged_bytes=staged[0].stage.num_reads * expert,
+    )
