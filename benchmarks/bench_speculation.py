@@ -97,7 +97,8 @@ class Variant:
 
         self.runs.append(generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count))
         before, after = reports[0], self.engine.cache_report()
-        assert before is not None and after is not None, "all variants decode from caches"
+        assert before is not None, "all variants decode from caches"
+        assert after is not None
         self.needed += after.needed - before.needed
         self.fetched += after.fetched - before.fetched
 
