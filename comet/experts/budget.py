@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -64,6 +64,8 @@ class ExpertBudget:
         Raises:
             ValueError: If a budget is no positive number or too small, or ``host_budget`` does not go with the store.
         """
+        kinds = get_args(ExpertStoreKind)
+        require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
         require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
         slots = slots_of_budget(budget, config, num_layers, dtype)
         expert = 3 * config.hidden_size * config.ffn_size * dtype.itemsize

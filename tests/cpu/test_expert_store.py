@@ -162,6 +162,7 @@ def test_a_budget_in_experts_and_bytes() -> None:
         ({"budget": -3.0}, "expert_budget=-3.0 must be above 0"),
         ({"budget": 0.09}, "expert_budget=0.09 holds 5 experts of each of 4 layers, and must hold top_k=6"),
         ({"budget": 5.0}, "expert_budget=5.0 holds 0 experts .* must hold top_k=6: 2,359,296 bytes"),
+        ({"store": "disk"}, "expert_store='disk' must be one of host, file"),
         ({"host_budget": 0.5}, "host_budget=0.5 must be None where host memory holds all experts"),
         ({"store": "file"}, "host_budget=None must be given with expert_store='file'"),
         ({"store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
