@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 def counts_of(caches: Sequence[ExpertCache]) -> tuple[int, int]:
     """Distinct experts needed so far, and those fetched, of all layers."""
-    needed, fetched = torch.stack([cache.tables.counts[1:] for cache in caches]).sum(0).tolist()
+    needed, fetched = torch.stack([cache.tables.totals[:2] for cache in caches]).sum(0).tolist()
     return needed, fetched
 
 

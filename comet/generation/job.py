@@ -45,6 +45,8 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = find_source(settings.source)
+    if source.checkpoint is None and settings.speculate != "off":
+        raise NotImplementedError("generate.speculate is for checkpoints of comet train, not for Hugging Face yet")
     require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
@@ -75,6 +77,8 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
     engine.check()
     result = _result(config, source, group, generated, roof)
+    if generated.speculation is not None:
+        result["speculation"] = generated.speculation
     if budget is not None and warm is not None:
         facts = cache_facts(warm, engine.cache_report() or warm)
         result["expert_cache"] = facts | _prediction(config, budget, dtype, roof, context.device)
@@ -105,7 +109,8 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
     slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)
-    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots)
+    speculation = None if config.generate.speculate == "off" else config.generate.speculation
+    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots, speculation=speculation)
 
 
 def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
