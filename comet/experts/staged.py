@@ -7,7 +7,9 @@ written counts as an expert.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -94,6 +96,7 @@ class StagedCache:
     Attributes:
         needed: Distinct experts that steps needed so far, summed over steps.
         fetched: How many of them had no slot.
+        fetching_s: Seconds of the host for these.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class StagedCache:
         )
         self.num_slots = num_slots
         self.needed = self.fetched = 0
+        self.fetching_s = 0.0
         self.weights = DecodeWeights(
             w1=torch.zeros(num_slots, *w1, dtype=dtype, device=device),
             w2=torch.zeros(num_slots, *w2, dtype=dtype, device=device),
@@ -141,8 +145,10 @@ class StagedCache:
         for expert in needed:
             if expert in self._slots:
                 self._slots.move_to_end(expert)
+        started = time.perf_counter()
         for expert in missing:
             self._fetch(expert)
+        self.fetching_s += time.perf_counter() - started
         table[list(self._slots)] = torch.tensor(list(self._slots.values()), dtype=torch.int32)
         self.weights.slots.copy_(table)
         self.needed += len(needed)
@@ -157,6 +163,19 @@ class StagedCache:
         self.weights.w1[slot].copy_(w1, non_blocking=True)
         self.weights.w2[slot].copy_(w2, non_blocking=True)
         self._slots[expert] = self._free.pop()
+
+
+def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
+    """What the caches of all layers, which share a stage, did so far."""
+    fetched, expert = sum(cache.fetched for cache in caches), caches[0].expert_bytes
+    return StagedReport(
+        slots=caches[0].num_slots,
+        needed=sum(cache.needed for cache in caches),
+        fetched=fetched,
+        fetched_bytes=fetched * expert,
+        fetching_s=sum(cache.fetching_s for cache in caches),
+        staged_bytes=caches[0].stage.num_reads * expert,
+    )
 
 
 class StagedExperts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from comet.collectives import wants_grad
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache
-from comet.experts.staged import Stage, StagedCache, StagedExperts, StagedReport
+from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
+from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
@@ -140,11 +140,4 @@ def cache_report(model: Any) -> CacheReport | None:
     if not caches:
         return None
     staged = [cache for cache in caches if isinstance(cache, StagedCache)]
-    counts = [[cache.needed, cache.fetched] for cache in staged]
-    counts += [cache.tables.counts[1:].tolist() for cache in caches if isinstance(cache, ExpertCache)]
-    needed, fetched = (sum(column) for column in zip(*counts, strict=True))
-    expert = caches[0].expert_bytes
-    found = CacheReport(slots=caches[0].num_slots, needed=needed, fetched=fetched, fetched_bytes=fetched * expert)
-    if not staged:
-        return found
-    return StagedReport(**asdict(found), staged_bytes=staged[0].stage.num_reads * expert)
+    return staged_report_of(staged) if staged else report_of(caches)
