@@ -44,7 +44,7 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
     expected = expectation(job, budget, dtype, link and link * gb, memory and memory * gb)
     speed = expected["expected_tokens_per_second"]
     if speed is not None:
-        told = f"{speed:,.1f} tokens/s at {link} GB/s from host memory and {memory} GB/s on the device"
+        told = f"up to {speed:,.1f} tokens/s by bytes alone ({link} GB/s from host memory, {memory} GB/s on the device)"
     elif budget.store == "file":
         told = "tokens/s not known: they depend on how fast the files are read"
     else:

@@ -118,10 +118,10 @@ class ExpertBudget:
     def expected_tokens_per_second(
         self, num_tokens: int, dense_bytes: float, link_rate: float, memory_rate: float
     ) -> float:
-        """Of decode steps that read all they need from memory after what they miss came over the link.
+        """Of decode steps by bytes alone: what is missing comes over the link while the layer's experts are read.
 
-        Example: 10 experts needed, hits of 0.5, experts of 1e6 bytes, a link of 1e9 bytes/s: 5 ms; with 10e6 dense
-        bytes and memory of 20e9 bytes/s another 1 ms: one token takes 6 ms, 167 tokens/s.
+        Example: 10 experts needed, hits of 0.5, experts of 1e6 bytes, a link of 1e9 bytes/s: 5 ms, and beside them
+        0.5 ms at 20e9 bytes/s of memory; 10e6 dense bytes take another 0.5 ms: 5.5 ms a token, 182 tokens/s.
 
         Args:
             num_tokens: Sequences, each with one token a step.
@@ -130,8 +130,8 @@ class ExpertBudget:
             memory_rate: Of the device's memory, in bytes/s.
         """
         needed = self.needed(num_tokens) * self.expert_bytes
-        seconds = needed * (1 - self.expected_hits) / link_rate + (needed + dense_bytes) / memory_rate
-        return num_tokens / seconds
+        missing = needed * (1 - self.expected_hits)
+        return num_tokens / (max(missing / link_rate, needed / memory_rate) + dense_bytes / memory_rate)
 
 
 def _places(host_budget: float | None, num_experts: int, slots: int, expert_bytes: int) -> int:

@@ -183,7 +183,8 @@ def test_the_examples_of_what_to_expect() -> None:
     assert (small.needed(1), small.needed(2), small.expected_hits) == (2, 3, 0.5)
     ten = replace(small, num_layers=5)
     assert ten.needed(1) == 10
-    assert ten.expected_tokens_per_second(1, 10e6, 1e9, 20e9) == pytest.approx(1 / 6e-3)
+    assert ten.expected_tokens_per_second(1, 10e6, 1e9, 20e9) == pytest.approx(1 / 5.5e-3)
+    assert ten.expected_tokens_per_second(1, 0, 1e12, 20e9) == pytest.approx(2000), "the memory's rate"
     assert ten.expected_tokens_per_second(2, 0, 1e9, 1e30) == pytest.approx(2 / 7.5e-3), "15 experts, half of them"
 
 

@@ -101,7 +101,7 @@ def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
     budgeted, text = dry_run(capsys, monkeypatch, *words, *rates)
     assert needs["weights"] / 2**20 - budgeted["weights"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
     assert budgeted["weights"] == pytest.approx(sum(each.nbytes for each in loaded.parameters()) / 2**20, abs=0.1)
-    expected = float(re.search(r"([\d,.]+) tokens/s at 50.0 GB/s from host", text)[1].replace(",", ""))
+    expected = float(re.search(r"up to ([\d,.]+) tokens/s by bytes alone .50.0 GB/s from host", text)[1].replace(",", ""))
     job = job_of(qwen, tmp_path, prompts=("ab",), expert_budget=0.5, link_gb_per_s=50.0, memory_gb_per_s=2000.0)
     assert generate_job(job, Rank())["expert_cache"]["expected_tokens_per_second"] == pytest.approx(expected, abs=0.1)
     files = [f"generate.{name}={value}" for name, value in FILE.items()]
