@@ -56,7 +56,8 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     w1, w2 = _weights(step, config)
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
-    assert step.host is None or min(routed_rows, num_experts) <= step.host.tables.num_slots, "each has a slot"
+    if step.host is not None:
+        assert min(routed_rows, step.host.w1.shape[0]) <= step.host.tables.num_slots, "each expert has a slot"
     _gate_up(step, w1, config, landing, groups, constants)
     _down(step, w2, config, landing, groups, constants)
 

@@ -54,7 +54,7 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
     if budget.store == "file":
         sizes[f"{budget.places} of them in host memory as well"] = budget.host_bytes
     return [
-        f"# experts on the device: {budget.slots} of {budget.num_experts} in each of {budget.num_layers} layers; MiB",
+        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers; MiB",
         *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()),
         f"# expected if routing were uniform: hits {budget.expected_hits:.3f}, {told}",
     ]
@@ -81,7 +81,7 @@ def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None
     cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
     shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
     weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
-    weights -= 0 if budget is None else expert_elements(model)
+    weights -= 0 if budget is None else expert_elements(model) // ranks
     layout = ExpertLayout.create(model.moe, job.parallel, 0)
     keep_fp8 = job.generate.keep_fp8
     columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.decode.runners import Decoder, rounds
+from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.kernels.expert_cache import POLICIES, CacheTables, HostExperts, Policy
@@ -114,23 +114,27 @@ class CachedExperts:
     A step of more tokens than the slots can serve at once is taken in parts.
 
     Args:
-        cache: The layer's.
-        decode: Warp decode, which all layers share.
-        top_k: K, at most the number of slots.
+        cache: The layer's; over ranks this rank's, of as many slots as those of the others.
+        runner: Serves all layers, and adds up what the ranks contribute.
+        top_k: K, at most the number of slots, or all experts of the rank have one.
     """
 
-    def __init__(self, cache: ExpertCache, decode: Decoder, top_k: int) -> None:
-        require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+    def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         self.cache = cache
-        self.decode = decode
-        self.tokens_at_once = min(decode.max_tokens, cache.num_slots // top_k)
+        self.runner = runner
+        self.tokens_at_once = runner.decode.max_tokens
+        held = cache.host.w1.shape[0]
+        if cache.num_slots < held:
+            require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+            self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
-        ids, outputs = top_k_ids.contiguous(), []
+        ids, outputs, experts = top_k_ids.contiguous(), [], self.cache.weights
         for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
             part = slice(start, stop)
-            outputs.append(self.decode(tokens[part], ids[part], top_k_weights[part], self.cache.weights))
+            with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+                outputs.append(self.runner(tokens[part], ids[part], top_k_weights[part], w1, w2, experts=experts))
         return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
 
 

@@ -108,6 +108,21 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
+def cache_of(layer: MoE, num_slots: int) -> ExpertCache:
+    """The cache of a layer whose experts are in host memory, which the layer and the cache share from here on."""
+    w1, w2 = layer.expert_weights()
+    cache = ExpertCache(
+        w1.flatten(1, 2),
+        w2,
+        num_slots,
+        layer.group.device,
+        num_experts=layer.config.num_experts,
+        first_expert=layer.layout.first_expert,
+    )
+    local(layer.w1).data, local(layer.w2).data = cache.host.w1.view_as(w1), cache.host.w2  # the pinned ones
+    return cache
+
+
 class GPTEngine:
     """A GPT that generates; the model is frozen and can no longer be trained.
 
@@ -122,7 +137,7 @@ class GPTEngine:
             ``None``: neither is called.
 
     Raises:
-        NotImplementedError: If experts in host memory, or drafts, are for a group of several ranks.
+        NotImplementedError: If drafts are for a group of several ranks, or experts in host memory for several nodes.
     """
 
     def __init__(
@@ -135,9 +150,10 @@ class GPTEngine:
         expert_slots: int | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> None:
-        for name, given in (("expert_budget", expert_slots), ("speculate", speculation)):
-            if given is not None and group.parallel.world_size > 1:
-                raise NotImplementedError(f"{name} is for one rank: leave parallel.ep and parallel.tp at 1")
+        if speculation is not None and group.parallel.world_size > 1:
+            raise NotImplementedError("speculate is for one rank: leave parallel.ep and parallel.tp at 1")
+        if expert_slots is not None and group.comm.memory_obstacle:
+            raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
@@ -152,10 +168,8 @@ class GPTEngine:
                 self._experts.append(FrozenExperts(self.runner, layer, columns))
                 layer.experts = self._experts[-1]
             else:
-                w1, w2 = layer.expert_weights()
-                self.caches.append(ExpertCache(w1.flatten(1, 2), w2, expert_slots, group.device))
-                layer.experts = CachedExperts(self.caches[-1], self.runner.decode, moe.top_k)
-                layer.w1.data, layer.w2.data = self.caches[-1].host.w1.view_as(w1), self.caches[-1].host.w2  # pinned
+                self.caches.append(cache_of(layer, expert_slots))
+                layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
         self._draft_routers = [] if speculation is None else self._make_draft_routers(speculation)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group

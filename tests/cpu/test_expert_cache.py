@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from comet.experts import ExpertCache, slots_of_budget
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
-from comet.group import make_expert_group
+from comet.group import ExpertGroup, make_expert_group
 from comet.kernels.expert_cache import CacheTables, HostExperts, bring_torch
 from comet.models.gpt import GPT
 from comet.training.run import train
@@ -116,10 +117,11 @@ def test_each_policy_keeps_what_it_says(policy: str, kept: list[set[int]]) -> No
     assert found == kept
 
 
-def engine_of(expert_slots: int | None) -> GPTEngine:
+def engine_of(expert_slots: int | None, group: ExpertGroup | None = None) -> GPTEngine:
     """The same model with all experts on the device, or with few slots; its logits depend on all weights."""
     device = None if expert_slots is None else torch.device("cpu")
-    group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
+    if group is None:
+        group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
     model = GPT(MODEL, group, seed=1, expert_device=device)
     drawn = torch.Generator().manual_seed(1)
     model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
@@ -177,13 +179,24 @@ def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) 
     assert 0 < found[1]["expert_cache"]["hits"] < 1
 
 
-def test_experts_over_ranks_are_not_there_yet() -> None:
-    run_ranks(refused_over_ranks, 2)
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, {"ep": 2, "tp": 2}], ids=["EP2", "TP2", "EP2 x TP2"])
+def test_decode_from_caches_of_ranks_equals_resident_decode_bit_for_bit(layout: dict[str, int]) -> None:
+    run_ranks(decode_over_ranks, math.prod(layout.values()), layout)
 
 
-def refused_over_ranks(rank: int, world_size: int) -> None:
-    group = make_expert_group(MODEL.moe, ParallelConfig(ep=2), max_tokens=64, dtype=torch.float32, device="cpu")
-    model = GPT(MODEL, group, expert_device=torch.device("cpu"))
-    with pytest.raises(NotImplementedError, match="expert_budget"):
-        GPTEngine(model, group, expert_slots=4)
+def decode_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
+    group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
+    cached, resident = engine_of(MOE.top_k, group), engine_of(None, group)
+    made = torch.Generator().manual_seed(7)
+    token = torch.randint(256, (1,), generator=made)
+    found = [engine.prefill(token[:, None], torch.tensor([1]), 20) for engine in (cached, resident)]
+    for _ in range(12):
+        assert torch.equal(*found)
+        token = torch.randint(256, (1,), generator=made)
+        found = [engine.decode(token) for engine in (cached, resident)]
+    assert torch.equal(*found)
+    held, report = MOE.num_experts // layout.get("ep", 1), cached.cache_report()
+    assert report is not None
+    assert report.fetched >= len(cached.caches) * held
+    assert (report.fetched > len(cached.caches) * held) == (held > MOE.top_k), "experts that were given away came back"
     group.close()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from ranks import run_ranks
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import save_model, tiny_config
-from training_cases import MODEL, Rank, make_job
+from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.experts.staged import WHY_EAGER
 from comet.generation.config import GenerateConfig
@@ -25,6 +27,7 @@ from comet.integrations.hf.static import StaticDecoder
 from comet.launch.cli import main
 from comet.launch.config import compose, default_ranks
 from comet.launch.dry_run_generate import memory_needs
+from comet.training.run import train
 
 GREEDY = GenerateConfig(prompts=("def f(x):", "a", "the quick brown fox"), max_new_tokens=6, temperature=0.0)
 EXPERT = 3 * 32 * 32 * 4  # bytes in float32
@@ -101,7 +104,9 @@ def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
     budgeted, text = dry_run(capsys, monkeypatch, *words, *rates)
     assert needs["weights"] / 2**20 - budgeted["weights"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
     assert budgeted["weights"] == pytest.approx(sum(each.nbytes for each in loaded.parameters()) / 2**20, abs=0.1)
-    expected = float(re.search(r"up to ([\d,.]+) tokens/s by bytes alone .50.0 GB/s from host", text)[1].replace(",", ""))
+    expected = float(
+        re.search(r"up to ([\d,.]+) tokens/s by bytes alone .50.0 GB/s from host", text)[1].replace(",", "")
+    )
     job = job_of(qwen, tmp_path, prompts=("ab",), expert_budget=0.5, link_gb_per_s=50.0, memory_gb_per_s=2000.0)
     assert generate_job(job, Rank())["expert_cache"]["expected_tokens_per_second"] == pytest.approx(expected, abs=0.1)
     files = [f"generate.{name}={value}" for name, value in FILE.items()]
@@ -118,7 +123,10 @@ MISTAKES = [
     (["=0"], "generate: expert_budget=0.0 must be finite and above 0, or None"),
     (["=inf"], "generate: expert_budget=inf must be finite and above 0, or None"),
     (["=0.1"], "generate.expert_budget=0.1 holds 0 experts of each of 2 layers, and must hold top_k=4"),
-    (["=0.5", "parallel.ep=2"], "generate.expert_budget=0.5 is for one rank yet, not for 2: set parallel.ep=1"),
+    (
+        ["=0.5", "parallel.ep=2"],
+        "generate.expert_budget=0.5 of a Hugging Face folder is for one rank yet, not for 2: set parallel.ep=1",
+    ),
     (["=0.5", "generate.keep_fp8=true"], "generate.expert_budget=0.5 does not keep block FP8 yet"),
     (["=0.5", "generate.host_budget=0.5"], "generate: host_budget=0.5 must be None with expert_store=host"),
     (["=0.5", "generate.expert_store=file"], "generate.host_budget=None must be given with expert_store='file'"),
@@ -147,7 +155,9 @@ def test_the_job_refuses_before_a_group_is_made(qwen, tmp_path, monkeypatch):
     job = make_job(
         tmp_path, ep=2, model=job_of(qwen, tmp_path).model, generate=job_of(qwen, tmp_path, expert_budget=0.5).generate
     )
-    with pytest.raises(ValueError, match=r"generate\.expert_budget=0\.5 is for one rank yet, not for 2"):
+    with pytest.raises(
+        ValueError, match=r"generate\.expert_budget=0\.5 of a Hugging Face folder is for one rank yet, not for 2"
+    ):
         generate_job(job, Rank())
 
 
@@ -184,3 +194,32 @@ def test_layers_with_experts_are_counted(family):
     with torch.device("meta"):
         names = dict(AutoModelForCausalLM.from_config(config).named_modules())
     assert num_moe_layers(config) == sum(name.endswith(".experts") for name in names)
+
+
+WIDE = replace(MODEL, moe=replace(MOE, num_experts=8))
+
+
+def generated_by_a_rank(rank: int, world_size: int, folder: str, budget: float | None):
+    settings = GenerateConfig(
+        source=folder,
+        prompt="1",
+        max_new_tokens=8,
+        temperature=0.0,
+        expert_budget=budget,
+        link_gb_per_s=1,
+        memory_gb_per_s=1,
+    )
+    job = make_job(Path(folder), model=WIDE, ep=world_size, generate=settings)
+    return generate_job(job, Rank(rank, world_size))
+
+
+def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
+    train(make_job(tmp_path, model=WIDE, steps=3, eval_batches=1, sample_bytes=0), Rank())
+    folder = str(tmp_path / "out")
+    alone, wanted = generated_by_a_rank(0, 1, folder, 0.5), generated_by_a_rank(0, 1, folder, None)
+    first, second = run_ranks(generated_by_a_rank, 2, folder, 0.5)
+    assert first["text"] == second["text"] == alone["text"] == wanted["text"]
+    cache = first["expert_cache"]
+    assert second["expert_cache"] == cache
+    assert (alone["expert_cache"]["slots"], cache["slots"], cache["expected_hits"]) == (4, 2, 0.5)
+    assert cache["needed"] == alone["expert_cache"]["needed"], "the experts of both ranks together"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet.decode.runners import Decoder
+from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
 from comet.kernels.expert_cache import POLICIES, CacheTables, bring_torch
@@ -32,7 +32,7 @@ def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, 
     twin_host = replace(cache.host, tables=twin)
     twin_w1, twin_w2 = w1.new_zeros(num_slots, 2 * F, D), w2.new_zeros(num_slots, D, F)
     resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
-    decode = Decoder(K, num_tokens)
+    decode = LocalRunner(K, num_tokens).decode
     for step in range(100):
         ids = torch.stack([torch.randperm(E + 1, generator=made)[:K] - 1 for _ in range(num_tokens)]).int()
         weights = torch.randint(1, 9, ids.shape, generator=made) / 8  # sums that are exact in any order
@@ -57,8 +57,9 @@ def test_replayed_steps_equal_resident_experts_bit_for_bit(num_slots: int) -> No
     made = torch.Generator().manual_seed(5)
     w1, w2 = weights_of(made)
     resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
-    decode = Decoder(K, 1)
-    cached = CachedExperts(ExpertCache(w1, w2, num_slots, CUDA), decode, K)
+    runner = LocalRunner(K, 1)
+    decode = runner.decode
+    cached = CachedExperts(ExpertCache(w1, w2, num_slots, CUDA), runner, K)
     tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
     ids, weights = torch.zeros(1, K, dtype=torch.int32, device=CUDA), torch.rand(1, K, generator=made).cuda()
     for _ in range(2):

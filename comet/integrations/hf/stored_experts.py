@@ -120,7 +120,7 @@ def open_stores(
             for name, layer in held.items():
                 cache = ExpertCache(layer.w1, layer.w2, budget.slots, device)
                 experts = model.get_submodule(name)
-                experts.path = CachedExperts(cache, experts.runner.decode, budget.top_k)
+                experts.path = CachedExperts(cache, experts.runner, budget.top_k)
             return
         warn_pageable(sum(layer.w1.nbytes + layer.w2.nbytes for layer in held.values() if not layer.readable))
         readers, places = dict(held), budget.slots
@@ -140,4 +140,4 @@ def cache_report(model: Any) -> CacheReport | None:
     if not caches:
         return None
     staged = [cache for cache in caches if isinstance(cache, StagedCache)]
-    return staged_report_of(staged) if staged else report_of(caches)
+    return staged_report_of(staged) if staged else report_of([each for each in caches if isinstance(each, ExpertCache)])
