@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
     sizes = {f"all experts, in {where}": budget.store_bytes}
     if budget.store == "file":
         sizes[f"{budget.places} of them in host memory as well"] = budget.host_bytes
+    sizes["memory of this host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers; MiB",
         *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()),

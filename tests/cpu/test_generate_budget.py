@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -98,6 +99,7 @@ def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
     assert "# experts on the device: 4 of 8 in each of 2 layers" in text
     assert rows["slots of experts"] == pytest.approx(2 * 4 * EXPERT / 2**20, abs=0.1)
     assert rows["all experts, in host memory"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
+    assert rows["memory of this host"] == pytest.approx(psutil.virtual_memory().total / 2**20, rel=1e-3)
     assert "if routing were uniform: hits 0.500, tokens/s not known: state generate.link_gb_per_s and" in text
     loaded = load_pretrained(qwen, expert_budget=0.5)
     needs = memory_needs(job_of(qwen, tmp_path, expert_budget=0.5), torch.float32, None)
