@@ -45,8 +45,11 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = find_source(settings.source)
-    if source.checkpoint is None and settings.speculate != "off":
-        raise NotImplementedError("generate.speculate is for checkpoints of comet train, not for Hugging Face yet")
+    require(
+        source.checkpoint is not None or settings.speculate == "off",
+        f"generate.speculate={settings.speculate!r} must be 'off' for a Hugging Face folder: only checkpoints of comet "
+        "train draft yet",
+    )
     require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
