@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
     expected = expectation(job, budget, dtype, link and link * gb, memory and memory * gb)
     speed = expected["expected_tokens_per_second"]
     if speed is not None:
-        told = f"{speed:,.1f} tokens/s at {link} GB/s from host memory and {memory} GB/s on the device"
+        told = f"up to {speed:,.1f} tokens/s by bytes alone ({link} GB/s from host memory, {memory} GB/s on the device)"
     elif budget.store == "file":
         told = "tokens/s not known: they depend on how fast the files are read"
     else:
@@ -53,8 +54,9 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
     sizes = {f"all experts, in {where}": budget.store_bytes}
     if budget.store == "file":
         sizes[f"{budget.places} of them in host memory as well"] = budget.host_bytes
+    sizes["memory of this host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
-        f"# experts on the device: {budget.slots} of {budget.num_experts} in each of {budget.num_layers} layers; MiB",
+        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers; MiB",
         *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()),
         f"# expected if routing were uniform: hits {budget.expected_hits:.3f}, {told}",
     ]
@@ -81,7 +83,7 @@ def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None
     cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
     shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
     weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
-    weights -= 0 if budget is None else expert_elements(model)
+    weights -= 0 if budget is None else expert_elements(model) // ranks
     layout = ExpertLayout.create(model.moe, job.parallel, 0)
     keep_fp8 = job.generate.keep_fp8
     columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)

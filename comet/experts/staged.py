@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ class StagedCache:
     Attributes:
         needed: Distinct experts that steps needed so far, summed over steps.
         fetched: How many of them had no slot.
-        fetching_s: Seconds in which the host read these, and asked for their copies.
+        fetching_s: Seconds of the host for these.
     """
 
     def __init__(
@@ -162,6 +163,19 @@ class StagedCache:
         self.weights.w1[slot].copy_(w1, non_blocking=True)
         self.weights.w2[slot].copy_(w2, non_blocking=True)
         self._slots[expert] = self._free.pop()
+
+
+def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
+    """What the caches of all layers, which share a stage, did so far."""
+    fetched, expert = sum(cache.fetched for cache in caches), caches[0].expert_bytes
+    return StagedReport(
+        slots=caches[0].num_slots,
+        needed=sum(cache.needed for cache in caches),
+        fetched=fetched,
+        fetched_bytes=fetched * expert,
+        fetching_s=sum(cache.fetching_s for cache in caches),
+        staged_bytes=caches[0].stage.num_reads * expert,
+    )
 
 
 class StagedExperts:

@@ -6,11 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from comet.config import require
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
 from comet.generation.source import is_hf_folder
+from comet.group import ExpertGroup
 from comet.models.sizes import dense_elements
 from comet.training.config import JobConfig
 
@@ -31,11 +33,17 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
         require(alone, "generate.expert_budget must be given with generate.expert_store or generate.host_budget")
         return None
     named = f"generate.expert_budget={settings.expert_budget}"
-    ranks = config.parallel.world_size
-    require(ranks == 1, f"{named} is for one rank yet, not for {ranks}: set parallel.ep=1 and parallel.tp=1")
+    ranks, is_folder = config.parallel.world_size, is_hf_folder(settings.source)
+    require(
+        ranks == 1 or not is_folder,
+        f"{named} of a Hugging Face folder is for one rank yet, not for {ranks}: set parallel.ep=1 and parallel.tp=1",
+    )
+    require(
+        not config.parallel.declares_nodes, f"{named} must be left out over several nodes: they have no warp decode"
+    )
     require(not settings.keep_fp8, f"{named} does not keep block FP8 yet: set generate.keep_fp8=false")
     require(
-        settings.expert_store == "host" or is_hf_folder(settings.source),
+        settings.expert_store == "host" or is_folder,
         f"generate.expert_store={settings.expert_store!r} must be 'host' for a checkpoint of comet train: only Hugging "
         "Face folders are read expert by expert yet",
     )
@@ -47,6 +55,7 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
             dtype,
             store=settings.expert_store,
             host_budget=settings.host_budget,
+            parallel=config.parallel,
         )
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error
@@ -75,8 +84,14 @@ def expectation(
     return {"expected_hits": budget.expected_hits, "expected_tokens_per_second": expected}
 
 
-def cache_facts(before: CacheReport, after: CacheReport) -> dict[str, Any]:
-    """What caches did between two reports of theirs."""
+def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:
+    """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
     first, last = asdict(before), asdict(after)
-    report = type(after)(**{name: last[name] - (0 if name == "slots" else first[name]) for name in last})
+    spent = {name: last[name] - first[name] for name in last if name != "slots"}
+    if group.world_size > 1:
+        summed = torch.tensor(list(spent.values()), dtype=torch.float64, device=group.device)
+        dist.all_reduce(summed)
+        spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
+        spent["fetching_s"] /= group.world_size
+    report = type(after)(slots=after.slots, **spent)
     return asdict(report) | {"hits": report.hits}

@@ -45,8 +45,11 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = find_source(settings.source)
-    if source.checkpoint is None and settings.speculate != "off":
-        raise NotImplementedError("generate.speculate is for checkpoints of comet train, not for Hugging Face yet")
+    require(
+        source.checkpoint is not None or settings.speculate == "off",
+        f"generate.speculate={settings.speculate!r} must be 'off' for a Hugging Face folder: only checkpoints of comet "
+        "train draft yet",
+    )
     require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
@@ -80,8 +83,8 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     if generated.speculation is not None:
         result["speculation"] = generated.speculation
     if budget is not None and warm is not None:
-        facts = cache_facts(warm, engine.cache_report() or warm)
-        result["expert_cache"] = facts | _prediction(config, budget, dtype, roof, context.device)
+        facts = cache_facts(warm, engine.cache_report() or warm, group)
+        result["expert_cache"] = facts | _prediction(config, budget, group, result["roof_tb_per_s"] * 1e12)
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -151,14 +154,12 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
     }
 
 
-def _prediction(
-    config: JobConfig, budget: ExpertBudget, dtype: torch.dtype, roof: float, device: torch.device
-) -> dict[str, Any]:
+def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roof: float) -> dict[str, Any]:
     """What ``--dry-run`` says of a budget, by the rates that were stated, or measured in this run."""
     settings = config.generate
-    link = settings.link_gb_per_s or link_bytes_per_second(device) / 1e9
+    link = settings.link_gb_per_s or -_largest([-link_bytes_per_second(group.device) / 1e9], group)[0]
     memory = settings.memory_gb_per_s or roof / 1e9
-    expected = expectation(config, budget, dtype, link * 1e9, memory * 1e9)
+    expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
     return {"store": budget.store, "link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from training_cases import MODEL, MOE
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder
 from comet.experts.budget import ExpertBudget
@@ -151,6 +151,12 @@ def test_a_budget_in_experts_and_bytes() -> None:
     assert budget_of(store="file", host_budget=20 * 98_304 + 1).places == 20
     assert budget_of(store="file", host_budget=1e12).places == 256
     assert budget_of(0.1).slots == 6
+    ranks = budget_of(0.25, parallel=ParallelConfig(ep=2, tp=2))
+    assert (ranks.held, ranks.slots, ranks.expert_bytes, ranks.expected_hits) == (32, 8, 49_152, 0.25)
+    assert ranks.store_bytes == held.store_bytes // 4
+    assert ranks.needed(1) == held.needed(1) / 2
+    few = budget_of(1.0, parallel=ParallelConfig(ep=16))
+    assert (few.held, few.slots) == (4, 4), "fewer than top_k experts all have slots"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +168,7 @@ def test_a_budget_in_experts_and_bytes() -> None:
         ({"budget": -3.0}, "expert_budget=-3.0 must be above 0"),
         ({"budget": 0.09}, "expert_budget=0.09 holds 5 experts of each of 4 layers, and must hold top_k=6"),
         ({"budget": 5.0}, "expert_budget=5.0 holds 0 experts .* must hold top_k=6: 2,359,296 bytes"),
+        ({"store": "disk"}, "expert_store='disk' must be one of host, file"),
         ({"host_budget": 0.5}, "host_budget=0.5 must be None where host memory holds all experts"),
         ({"store": "file"}, "host_budget=None must be given with expert_store='file'"),
         ({"store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
@@ -178,11 +185,12 @@ def test_a_budget_that_cannot_be_says_why(settings: dict, message: str) -> None:
 
 
 def test_the_examples_of_what_to_expect() -> None:
-    small = replace(budget_of(), num_layers=1, num_experts=4, top_k=2, slots=2, expert_bytes=10**6)
+    small = replace(budget_of(), num_layers=1, num_experts=4, held=4, top_k=2, slots=2, expert_bytes=10**6)
     assert (small.needed(1), small.needed(2), small.expected_hits) == (2, 3, 0.5)
     ten = replace(small, num_layers=5)
     assert ten.needed(1) == 10
-    assert ten.expected_tokens_per_second(1, 10e6, 1e9, 20e9) == pytest.approx(1 / 6e-3)
+    assert ten.expected_tokens_per_second(1, 10e6, 1e9, 20e9) == pytest.approx(1 / 5.5e-3)
+    assert ten.expected_tokens_per_second(1, 0, 1e12, 20e9) == pytest.approx(2000), "the memory's rate"
     assert ten.expected_tokens_per_second(2, 0, 1e9, 1e30) == pytest.approx(2 / 7.5e-3), "15 experts, half of them"
 
 

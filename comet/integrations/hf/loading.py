@@ -34,6 +34,9 @@ from comet.integrations.hf.stored_experts import open_stores, take_files
 
 logger = logging.getLogger(__name__)
 
+# transformers leaves out what does not fit, and reports it: ``_check_report`` says so in our words.
+REPORTED = dict(ignore_mismatched_sizes=True, output_loading_info=True)
+
 
 def load_pretrained(
     folder: str | Path,
@@ -85,20 +88,17 @@ def load_pretrained(
         UnavailableError: If transformers is missing.
     """
     require_transformers()
-    if expert_budget is None:
-        alone = expert_store == "host" and host_budget is None
-        require(alone, "expert_budget=None must be a share or bytes with an expert_store='file' or a host_budget")
-    else:
+    in_store = _is_in_store(expert_budget, expert_store, host_budget)
+    if in_store:
         _check_store(group, decode_tokens, keep_fp8)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
     is_fp8 = _take_block_fp8(config, folder, keep_fp8)
-    in_store = expert_budget is not None
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=in_store)
     stock_class, modules = _blueprint(config)
+    sizes = moe_config(config), len(modules), dtype
     budget = None
     if expert_budget is not None:
-        sizes = moe_config(config), len(modules), dtype
         budget = ExpertBudget.create(expert_budget, *sizes, store=expert_store, host_budget=host_budget)
     with ExitStack() as files:
         tensors = _wanted(open_checkpoint(folder, files), stock_class)
@@ -112,16 +112,9 @@ def load_pretrained(
         _log_bytes(state, tensors, place)
         layers = {} if budget is None else take_files(state, modules)
         model, report = _sharded_class(stock_class, place).from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=dtype,
-            ignore_mismatched_sizes=True,  # reported below, in our words
-            output_loading_info=True,
-            **options,
+            None, config=config, state_dict=state, dtype=dtype, **REPORTED, **options
         )
-        _check_report(report, folder)
-        model = _finish(model, stock_class, folder, place).to(device)
+        model = _finish(model, report, stock_class, folder, place).to(device)
         if budget is not None:
             open_stores(model, layers, budget, dtype, device, files)
     return model
@@ -141,6 +134,15 @@ def _settings(
         same = value is None or str(value) in (str(of_group), str(of_group).split(":")[0])
         require(same, f"{name}={value} must be the group's {of_group}, or None")
     return config, group.workspace.shape.dtype, group.device
+
+
+def _is_in_store(expert_budget: float | None, expert_store: ExpertStoreKind, host_budget: float | None) -> bool:
+    alone = expert_store == "host" and host_budget is None
+    require(
+        alone or expert_budget is not None,
+        "expert_budget=None must be a share or bytes with an expert_store='file' or a host_budget",
+    )
+    return expert_budget is not None
 
 
 def _check_store(group: ExpertGroup | None, decode_tokens: int, keep_fp8: bool) -> None:
@@ -265,10 +267,11 @@ def _check_report(report: dict[str, Any], folder: Path) -> None:
     require(not problems, f"checkpoint {folder} must hold the tensors of its model: {'; '.join(problems)}")
 
 
-def _finish(model: Any, stock_class: type[nn.Module], folder: Path, place: Place) -> Any:
+def _finish(model: Any, report: dict[str, Any], stock_class: type[nn.Module], folder: Path, place: Place) -> Any:
     """What ``from_pretrained`` does with a folder's name: remember it, and read the generation defaults."""
     from transformers import GenerationConfig
 
+    _check_report(report, folder)
     model.__class__ = stock_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():

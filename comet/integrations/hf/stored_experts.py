@@ -15,7 +15,7 @@ from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
-from comet.experts.staged import Stage, StagedCache, StagedExperts, StagedReport
+from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
@@ -140,14 +140,4 @@ def cache_report(model: Any) -> CacheReport | None:
     if not caches:
         return None
     staged = [cache for cache in caches if isinstance(cache, StagedCache)]
-    if not staged:
-        return report_of(caches)
-    expert, fetched = staged[0].expert_bytes, sum(cache.fetched for cache in staged)
-    return StagedReport(
-        slots=staged[0].num_slots,
-        needed=sum(cache.needed for cache in staged),
-        fetched=fetched,
-        fetched_bytes=fetched * expert,
-        fetching_s=sum(cache.fetching_s for cache in staged),
-        staged_bytes=staged[0].stage.num_reads * expert,
-    )
+    return staged_report_of(staged) if staged else report_of([each for each in caches if isinstance(each, ExpertCache)])
