@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .expert_cache import CacheConstants
 from .group_gemm import dot_precision
 from .warp_decode_blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .warp_decode_down import down_kernel
@@ -55,6 +56,8 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     w1, w2 = _weights(step, config)
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
+    if step.host is not None:
+        assert min(routed_rows, step.host.w1.shape[0]) <= step.host.tables.num_slots, "each expert has a slot"
     _gate_up(step, w1, config, landing, groups, constants)
     _down(step, w2, config, landing, groups, constants)
 
@@ -71,6 +74,13 @@ def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescripto
         TensorDescriptor.from_tensor(gate_and_up, [1, 2, config.gate_up.rows, depths[0]]),
         TensorDescriptor.from_tensor(step.w2, [1, config.down.rows, depths[1]]),
     )
+
+
+def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...], CacheConstants] | tuple[None, None]:
+    """What both kernels take of an expert cache."""
+    if step.host is None:
+        return None, None
+    return step.host.pointers(step.w1, step.w2), step.host.constants(groups, num_warps)
 
 
 def _check_depth(config: DecodeConfig, step: Step) -> None:
@@ -114,12 +124,13 @@ def _gate_up(
     num_slots, hidden_size, ffn_size = step.sizes
     options = _registers(shape, landing)
     options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
-    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
+    cache, cached = _cache(step, groups, shape.num_warps)
+    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + (cached.rows if cached else 0))](
         step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
-        step.tickets if landing is None else landing.epoch,
+        step.tickets if landing is None else landing.epoch, step.routing_weights, cache,
         step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
+        CACHE=cached, num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip
 
 
@@ -132,6 +143,7 @@ def _down(
     constants: dict,
 ) -> None:
     shape = config.down
+    cache, cached = _cache(step, groups, shape.num_warps)
     num_slots, hidden_size, ffn_size = step.sizes
     num_tokens = step.ids.shape[0]
     if config.fold:
@@ -147,10 +159,10 @@ def _down(
     options = _registers(shape, landing) | ({"launch_pdl": True} if _starts_early(config) else {})
     down_kernel[(blocks,)](
         step.hidden, step.ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
-        step.out, *network,
+        step.out, *network, cache,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
         WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),
-        INTERPRET=triton.knobs.runtime.interpret,
+        INTERPRET=triton.knobs.runtime.interpret, CACHE=cached,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip

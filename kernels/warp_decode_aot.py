@@ -8,6 +8,7 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
+from .expert_cache import CACHE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
@@ -40,6 +41,7 @@ class Setting:
         ranks: W.
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
+        cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
     """
 
     shape: str
@@ -49,6 +51,7 @@ class Setting:
     ranks: int = 1
     gathered: bool = False
     dependent: bool = True
+    cache: Policy | None = None
 
     @property
     def label(self) -> str:
@@ -57,6 +60,7 @@ class Setting:
         words += [f"{self.ranks} ranks"] if self.ranks > 1 else []
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
+        words += [f"cache {self.cache}"] if self.cache else []
         return ", ".join(filter(None, words))
 
     @property
@@ -86,7 +90,17 @@ class Setting:
             LANE=lane_of(self.weight_dtype),
             SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.config.dependent,
             GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
+            **({} if self.cache else {"cache": None, "CACHE": None}),
         )  # fmt: skip
+
+    def cache_constants(self, num_warps: int) -> CacheConstants:
+        """Those of a kernel whose blocks have so many warps."""
+        num_experts, top_k, hidden_size, ffn_size = SHAPES[self.shape]
+        words = hidden_size * ffn_size * self.weight_dtype.itemsize // 8
+        groups = min(num_experts, self.num_tokens * top_k)
+        return cache_constants(
+            num_experts, num_experts // 4, (2 * words, words), groups, num_warps, self.cache or "lru"
+        )
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
@@ -122,6 +136,12 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="qwen3", num_tokens=count, ranks=ranks, gathered=True, quantised="mxfp8")
         for count, ranks in ((2, 2), (8, RANKS))
     ]
+    settings += [Setting(shape="qwen3", num_tokens=count, cache="lru") for count in (1, 2, 4)]
+    settings += [
+        Setting(shape="mixtral", num_tokens=1, cache="lru"),
+        Setting(shape="deepseek", num_tokens=1, cache="lru"),
+    ]
+    settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     return cases + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
@@ -131,7 +151,7 @@ def _gate_up(setting: Setting) -> KernelCase:
     hidden_size = SHAPES[setting.shape][2]
     pointers = {
         "w1": setting.weight_type([1, 2, shape.rows], shape.depth), "x_ptr": f"*{element}",
-        "hidden_ptr": f"*{element}",
+        "hidden_ptr": f"*{element}", "weights_ptr": "*fp32",
     }  # fmt: skip
     constants = dict(
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=setting.ranks > 1
@@ -181,11 +201,13 @@ def _case(
     ahead among them; in the matrix
     form one load is narrow where a step has less than four scales for each thread.
     """
-    constants = setting.constants() | of_kernel
-    kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
-    kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
     config = setting.config
     shape = config.gate_up if kernel is gate_up_kernel else config.down
+    constants = setting.constants() | of_kernel
+    constants |= {"CACHE": setting.cache_constants(shape.num_warps)} if setting.cache else {}
+    kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
+    kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
+    kinds |= {"cache": CACHE_POINTERS}
     expects = {"wide_loads"}
     if config.form == "matrix":
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize

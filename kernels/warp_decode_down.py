@@ -13,8 +13,9 @@ reading F D weights of every distinct expert once.
 import triton
 import triton.language as tl
 
+from .expert_cache import count_missing, wait_for_missing
 from .warp_decode_gather import ABSENT
-from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serving, slot_of, wait_for_previous
+from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serves, slot_of, wait_for_previous
 from .warp_decode_scales import (
     in_number,
     lane_columns,
@@ -233,13 +234,18 @@ def publish(
 @triton.jit(do_not_specialize=["T", "E", "S", "rank", "max_tokens", "timeout_ns"])
 def down_kernel(
     hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, partials_ptr, tickets_ptr, out_ptr,
-    landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, T, D, F, E, S,
+    landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, cache, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
     GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, AHEAD: tl.constexpr, INTERPRET: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
-    """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``."""
+    """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``.
+
+    Slots of experts that the kernel before this one still brings are not there to be read early.
+    """
+    num_missing = count_missing(cache, E, S, CACHE)
     groups = T * K
     if FOLD:
         groups = T
@@ -257,6 +263,7 @@ def down_kernel(
             )  # fmt: skip
     if block < blocks:
         if FOLD:
+            wait_for_missing(num_missing, DEPENDENT, CACHE)
             total = down_fold(
                 hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, group, block * BLOCK_D, D, F, E, S,
                 K, K_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT,
@@ -267,7 +274,9 @@ def down_kernel(
                 max_tokens, T, D, K, W, GATHERED,
             )  # fmt: skip
         else:
-            slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+            expert, rows = serves(ids_ptr, group, T, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+            wait_for_missing(num_missing, DEPENDENT, CACHE)
+            slot = slot_of(expert, slots_ptr, E, S)
             IS_ALONE: tl.constexpr = T_BLOCK == 1 and not BY_EXPERT
             if IS_ALONE:
                 # Loaded here they are there when the last block adds up, which everything else waits for.

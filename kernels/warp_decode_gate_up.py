@@ -1,6 +1,7 @@
 """Decode, first kernel: hidden = silu(x gate^T) * (x up^T) of every routed row whose expert is held here.
 
-A block computes BLOCK_F columns of hidden for one group (see ``warp_decode_routing``). *vector* (1 or 2 tokens): gate
+A block computes BLOCK_F columns of hidden for one group (see ``warp_decode_routing``). Where experts are cached, blocks
+before all others bring those that are missing (see ``expert_cache``). *vector* (1 or 2 tokens): gate
 and up rows go from memory to registers in 16-byte pieces, products in float32. *matrix*: gate and up rows are the M
 side of ``tl.dot``, the tokens its N side, and TMA loads run ahead of it.
 What bounds it: reading 2 F D weights of every distinct expert once.
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .activation import swiglu
+from .expert_cache import arrived_slot, fetch_misses, plan_misses
 from .warp_decode_routing import (
     NO_ROW,
     allow_next,
@@ -17,7 +19,8 @@ from .warp_decode_routing import (
     pass_of,
     row_of,
     rows_in_passes,
-    serving,
+    serves,
+    slot_of,
     token_of,
     wait_for_previous,
 )
@@ -109,25 +112,43 @@ def gate_up_matrix(
 
 @triton.jit(do_not_specialize=["T", "E", "S"])
 def gate_up_kernel(
-    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, T, D, F, E, S,
+    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, weights_ptr, cache, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, ADVANCE: tl.constexpr,
-    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
+
+    ``cache`` and ``CACHE`` are ``HostExperts.pointers`` and ``constants``, ``None`` where all experts are there.
 
     With ADVANCE the first block adds one to the epoch, which the down kernel reads and, before this one, the gather
     kernel. With GATHERED this one may start while that drains, the down kernel not before it ended: it reads ids early.
     """
     if GATHERED:
         wait_for_previous(DEPENDENT)
-    allow_next(DEPENDENT)
     group, block = tl.program_id(0), tl.program_id(1)
+    if CACHE is not None:
+        block -= CACHE.rows
+        if block < 0:
+            # The interpreter takes all blocks of a group before those of the next one: there the first group's fetch.
+            width = 1 if CACHE.interpret else tl.num_programs(0)
+            if group < width:
+                fetcher = tl.program_id(1) * width + group
+                if fetcher == 0:
+                    plan_misses(ids_ptr, weights_ptr, T * K, cache, E, S, T_BLOCK * K_BLOCK, CACHE)
+                allow_next(DEPENDENT)
+                fetch_misses(fetcher, CACHE.rows * width, cache, E, S, CACHE)
+            return
+    allow_next(DEPENDENT)
     if ADVANCE:
         if (group == 0) & (block == 0):
             tl.store(epoch_ptr, tl.load(epoch_ptr) + 1)
-    slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+    expert, rows = serves(ids_ptr, group, T, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+    if CACHE is None:
+        slot = slot_of(expert, slots_ptr, E, S)
+    else:
+        slot = arrived_slot(expert, cache[0], E, S, CACHE)
     if slot >= 0:
         if VECTOR:
             gate_up_vector(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .expert_cache import HostExperts
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
@@ -26,6 +28,7 @@ class Step:
         w1_scales: ``None``, MX ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
         w2_scales: ``None``, MX ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
         shared_scale: Neighbours along the contraction that share a scale: 32 (MX types), 128 (block FP8), 0 without.
+        host: Where experts come from that have no slot; ``None``: they contribute nothing.
     """
 
     tokens: Tensor
@@ -41,6 +44,7 @@ class Step:
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
     shared_scale: int = 0
+    host: HostExperts | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
 from comet.decode.scales import CODES, check_scales
+from comet.kernels.expert_cache import HostExperts
 from comet.match import Sizes, check_id_dtype
 from comet.quantize import FP8_BLOCK, MX_BLOCK
 
@@ -34,6 +35,7 @@ class DecodeWeights:
             ``(S, 2F, D / 32)`` uint8, e8m0 codes, or block scales ``(S, ceil(2F / 128), ceil(D / 128))`` float32; MXFP4
             has the scales of MXFP8. Their values are looked at here, which waits for their device.
         w2_scales: Likewise, ``(S, D, F / 32)`` or ``(S, ceil(D / 128), ceil(F / 128))``.
+        host: Where experts come from that have no slot yet, and which slots they take; ``None``: from nowhere.
 
     Raises:
         ValueError: If shapes, dtypes, devices or strides do not fit together, or a scale is no number; the message
@@ -45,6 +47,7 @@ class DecodeWeights:
     slots: Tensor
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
+    host: HostExperts | None = None
 
     def __post_init__(self) -> None:
         for name in ("w1", "w2"):
