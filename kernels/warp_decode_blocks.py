@@ -13,7 +13,7 @@ FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
 LEAST_REGISTERS, MOST_REGISTERS = 32, 255  # of a thread
-SIX_BLOCKS_REGISTERS = 80  # 6 blocks of 4 warps on a multiprocessor with 65536
+SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on a multiprocessor with 65536
 QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
 
 
@@ -215,14 +215,16 @@ def _quantised_blocks(
     Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
     nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; beside float16 tokens it is
     multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large experts has
-    few, so that many tokens chose each: no tiles. MXFP4 takes no long steps of w2 in passes: over ranks they spill.
+    few, so that many tokens chose each: no tiles. MXFP4 takes no long steps of w2 in passes: over ranks they spill, and
+    where the compiler aims at 96 registers short ones do.
     """
     is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
     gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
     narrow = BlockShape(rows=32, depth=128, num_stages=4)
     tile = 8
     if is_mx and not (is_half or large):
-        gate_up, down = LONG_STEPS[0], down if four_bits and num_tokens > 8 else LONG_STEPS[1]
+        gate_up, long_down = LONG_STEPS
+        down = replace(down, max_registers=FOUR_BLOCKS_REGISTERS) if four_bits and num_tokens > 8 else long_down
     elif num_tokens <= 32 and not (is_mx or large):
         gate_up, down = _small_fp8_blocks(num_tokens)
     elif num_tokens <= 8 and is_mx:
