@@ -109,7 +109,8 @@ def make_set(
         fields[name] = torch.stack([each.elements.view(torch.uint8) for each in packed])
         fields[name] = fields[name].view(packed[0].elements.dtype)
         fields[f"{name}_scales"] = torch.stack([each.scales for each in packed])
-    return WeightSet(DecodeWeights(slots=plain.slots, **fields), plain)
+    w1, w2, w1_scales, w2_scales = (fields[name] for name in ("w1", "w2", "w1_scales", "w2_scales"))
+    return WeightSet(DecodeWeights(w1=w1, w2=w2, slots=plain.slots, w1_scales=w1_scales, w2_scales=w2_scales), plain)
 
 
 def make_steps(

@@ -13,7 +13,7 @@ FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
 LEAST_REGISTERS, MOST_REGISTERS = 32, 255  # of a thread
-SIX_BLOCKS_REGISTERS = 80  # 6 blocks of 4 warps on a multiprocessor with 65536
+SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on a multiprocessor with 65536
 QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
 
 
@@ -144,7 +144,9 @@ def select(
     elif num_tokens <= 2 and shared_scale:
         config = _few_quantised(num_tokens, lane, dependent)
     elif shared_scale:
-        config = _quantised_blocks(num_tokens, dtype, shared_scale, is_large(hidden_size, ffn_size), dependent)
+        config = _quantised_blocks(
+            num_tokens, dtype, shared_scale, four_bits, is_large(hidden_size, ffn_size), dependent
+        )
     elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
         config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
     else:
@@ -161,6 +163,8 @@ def _float32_blocks(
         block = BlockShape(rows=16, depth=max(32, least_depth(lane)), num_stages=2)
         return DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
     loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
+    if lane == CODED_LANE.value:
+        loads //= 2  # beside 128 bytes of the token more would not fit into registers
     return DecodeConfig(
         form="vector",
         gate_up=_vector_block(lane, hidden_size, rows=loads // 2),
@@ -204,21 +208,23 @@ def _few_blocks(num_tokens: int, hidden_size: int, ffn_size: int, dependent: boo
 
 
 def _quantised_blocks(
-    num_tokens: int, dtype: torch.dtype, shared_scale: int, large: bool, dependent: bool
+    num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool, large: bool, dependent: bool
 ) -> DecodeConfig:
     """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
 
     Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
     nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; beside float16 tokens it is
     multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large experts has
-    few, so that many tokens chose each: no tiles.
+    few, so that many tokens chose each: no tiles. MXFP4 takes no long steps of w2 in passes: over ranks they spill, and
+    where the compiler aims at 96 registers short ones do.
     """
     is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
     gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
     narrow = BlockShape(rows=32, depth=128, num_stages=4)
     tile = 8
     if is_mx and not (is_half or large):
-        gate_up, down = LONG_STEPS
+        gate_up, long_down = LONG_STEPS
+        down = replace(down, max_registers=FOUR_BLOCKS_REGISTERS) if four_bits and num_tokens > 8 else long_down
     elif num_tokens <= 32 and not (is_mx or large):
         gate_up, down = _small_fp8_blocks(num_tokens)
     elif num_tokens <= 8 and is_mx:

@@ -24,7 +24,39 @@ BLOCK = tl.constexpr(128)
 EIGHT = tl.constexpr(8)  # neighbours of a token in one load, and e2m1 codes in a word
 CODED_LANE = tl.constexpr(32)  # e2m1 codes in 16 bytes
 E2M1_IN_HALF = tl.constexpr(2.0**14)  # the biases of float16 and e2m1 are 15 and 1
-SIGNS_OF_PAIR, SIZES_OF_PAIR = tl.constexpr(-0x7FFF8000), tl.constexpr(0x0E000E00)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as ``triton.jit`` asks it, once
+
+
+def _parts_asm() -> str:
+    """A word of codes as eight float32: each code's bits go to the high byte of a float16, in four bytes at once.
+
+    The codes of even and of odd places are moved apart; a pair of float16 has the codes k and k + 4.
+    """
+    lines = ["{.reg .b32 signs, sizes, codes, pair; .reg .b16 low, high;"]
+    for place, sign_shift, size_shift in ((0, "shl.b32 signs, $8, 4;", "shl.b32 sizes, $8, 1;"),
+                                          (1, "mov.b32 signs, $8;", "shr.u32 sizes, $8, 3;")):  # fmt: skip
+        lines += [sign_shift, "and.b32 signs, signs, 0x80808080;", size_shift, "and.b32 sizes, sizes, 0x0E0E0E0E;"]
+        lines += ["or.b32 codes, signs, sizes;"]
+        for k, bytes_of_pair in ((place, "0x2404"), (place + 2, "0x3414")):
+            lines += [f"prmt.b32 pair, codes, 0, {bytes_of_pair};", "mov.b32 {low, high}, pair;"]
+            lines += [f"cvt.f32.f16 ${k}, low;", f"cvt.f32.f16 ${k + 4}, high;"]
+    return " ".join([*lines, "}"])
+
+
+def _bfloat16_asm() -> str:
+    """A word of codes as eight bfloat16: the bits of the codes k and k + 4 as two subnormal numbers, times 2^126."""
+    lines = ["{.reg .b32 signs, sizes, pair, power, zero; mov.b32 power, 0x7E807E80; mov.b32 zero, 0x80008000;"]
+    for k in range(4):
+        up, down = 6 - 4 * k, 4 * k - 6
+        lines += [f"shl.b32 signs, $8, {12 - 4 * k};", "and.b32 signs, signs, 0x80008000;"]
+        lines += [f"shl.b32 sizes, $8, {up};" if up > 0 else f"shr.u32 sizes, $8, {down};"]
+        lines += ["and.b32 sizes, sizes, 0x01C001C0;", "or.b32 pair, signs, sizes;"]
+        lines += ["fma.rn.bf16x2 pair, pair, power, zero;", f"mov.b32 {{${k}, ${k + 4}}}, pair;"]
+    return " ".join([*lines, "}"])
+
+
+PARTS_ASM, BFLOAT16_ASM = tl.constexpr(_parts_asm()), tl.constexpr(_bfloat16_asm())
+EIGHT_FLOATS, EIGHT_HALVES = tl.constexpr("=f," * 8 + "r"), tl.constexpr("=h," * 8 + "r")
 
 
 @triton.constexpr_function
@@ -44,27 +76,34 @@ def stored_length(columns, LANE: tl.constexpr):
 
 
 @triton.jit
+def in_order(numbers):
+    """``(R, 8 C)`` of eight ``(R, C)``, the numbers of the codes 0 to 7 of each word."""
+    # A code's place in its word is, bit by bit, which of a pair, of two pairs of even or odd places, and of both.
+    evens = tl.join(tl.join(numbers[0], numbers[4]), tl.join(numbers[2], numbers[6]))
+    odds = tl.join(tl.join(numbers[1], numbers[5]), tl.join(numbers[3], numbers[7]))
+    return tl.join(evens, odds).reshape(numbers[0].shape[0], numbers[0].shape[1] * EIGHT)
+
+
+@triton.jit
 def e2m1_parts(words):
-    """``(R, 8 C)`` float16: the 2^14th parts of the numbers whose codes are in ``words (R, C)`` int32.
+    """``(R, 8 C)`` float32: the 2^14th parts of the numbers whose codes are in ``words (R, C)`` int32.
 
-    Sign, exponent and fraction of a code go to where float16 has them, of the codes k and k + 4 of a word at once.
+    Sign, exponent and fraction of a code go to where float16 has them, whose bias is larger by 14.
 
-    Example: the word 0x000F0001 has the codes 1 (0.5), 0, 0, 0, 15 (-6), 0, 0, 0; its first pair is 0x8E000200, the
-    float16 numbers 0.5 * 2^-14 below and -6 * 2^-14 above.
+    Example: the word 0x000F0001 has the codes 1 (0.5), 0, 0, 0, 15 (-6), 0, 0, 0. The float16 numbers of the first and
+    the fifth are 0x0200 and 0x8E00: 0.5 * 2^-14 and -6 * 2^-14.
     """
-    pairs = ()
-    for k in tl.static_range(4):
-        if k < 3:
-            sizes = words << (9 - 4 * k)
-        else:
-            sizes = words >> (4 * k - 9)
-        pair = ((words << (12 - 4 * k)) & SIGNS_OF_PAIR) | (sizes & SIZES_OF_PAIR)
-        low = pair.to(tl.int16).to(tl.float16, bitcast=True)
-        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        pairs += (tl.join(low, high),)
-    # A code's number in its word is, bit by bit, half of its pair, which of the pairs 0, 2 or 1, 3, and which of both.
-    numbers = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
-    return numbers.reshape(words.shape[0], words.shape[1] * EIGHT)
+    numbers = ()
+    if INTERPRETED:
+        for k in tl.static_range(8):
+            code = (words >> (4 * k)) & 15
+            half = ((code & 8) << 12) | ((code & 7) << 9)
+            numbers += (half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
+    else:
+        numbers = tl.inline_asm_elementwise(
+            PARTS_ASM, EIGHT_FLOATS, [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1
+        )
+    return in_order(numbers)
 
 
 @triton.jit
@@ -263,8 +302,13 @@ def scaled_dot(weights, x, sums, scales, SCALES: tl.constexpr, PRECISION: tl.con
 @triton.jit
 def widen(weights, dtype: tl.constexpr):
     """e4m3 weights, or words of e2m1 codes, in a type that holds them all."""
-    if weights.dtype == tl.int32:
-        return (e2m1_parts(weights).to(tl.float32) * E2M1_IN_HALF).to(dtype)
+    if weights.dtype == tl.int32 and dtype == tl.bfloat16:
+        numbers = tl.inline_asm_elementwise(
+            BFLOAT16_ASM, EIGHT_HALVES, [weights], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
+        )
+        return in_order(numbers)
+    elif weights.dtype == tl.int32:
+        return (e2m1_parts(weights) * E2M1_IN_HALF).to(dtype)
     elif dtype == tl.bfloat16:
         # Converted to bfloat16 directly they would go one by one through a unit with a quarter of the speed.
         return weights.to(tl.float32).to(tl.bfloat16)

@@ -58,9 +58,9 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         assert (row["x_transformers"] is None) == (not library)
     assert [entry["measured"] for entry in run["crossover"]] == 4 * [[1, 3]]
     with (tmp_path / "bench_decode.csv").open() as file:
-        assert [line["tokens"] for line in csv.DictReader(file)] == 3 * ["1", "3"]
+        assert [line["tokens"] for line in csv.DictReader(file)] == 4 * ["1", "3"]
     assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
-    assert child.stderr.count("done after") == 6
+    assert child.stderr.count("done after") == 8
 
 
 def test_an_interrupted_run_keeps_what_it_had(

@@ -399,14 +399,16 @@ def test_selected_blocks_of_four_bits(dtype: torch.dtype, num_tokens: int, shape
     choose = partial(select, dtype, num_tokens, 8, *shape, shared_scale=32)
     config, of_bytes = choose(four_bits=True), choose()
     assert config.form == ("vector" if num_tokens <= 2 else "matrix")
-    for block, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
+    for shape_of, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
         longest = max(64, triton.next_power_of_2(contraction))
         if config.form == "matrix":
-            assert 64 <= block.depth <= min(256, longest)
+            assert 64 <= shape_of.depth <= min(256, longest)
         elif dtype != torch.float32:
-            assert block.rows * block.depth >= min(block.rows * longest, 1024 * block.num_warps)
+            assert shape_of.rows * shape_of.depth >= min(shape_of.rows * longest, 1024 * shape_of.num_warps)
     if num_tokens == 8 and shape[0] > 32 and dtype != torch.float32:
         assert config == of_bytes
+    if num_tokens == 64 and shape == (2048, 768) and dtype == torch.bfloat16:
+        assert config == replace(of_bytes, down=block(64, 128, 4, max_registers=128))
 
 
 def test_lanes_example() -> None:
