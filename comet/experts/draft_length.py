@@ -15,6 +15,7 @@ FIRST_ROUNDS = 2  # of plain steps, and of the longest drafts, before anything i
 TIMES_KEPT = 9  # of each length: the median of them ignores a round that waited for something else
 PROBE_EVERY = 32  # rounds; so a probe of twice the price costs 3 %
 KEPT = 0.98  # share of the counts that a round leaves of those before it
+HOPED_FOR = 4.0  # drafts of each place that count as accepted before the first round: two refusals are no proof
 
 
 class DraftLength:
@@ -28,8 +29,8 @@ class DraftLength:
         self.longest = longest
         self._rounds = 0
         self._seconds: list[deque[float]] = [deque(maxlen=TIMES_KEPT) for _ in range(longest + 1)]
-        self._offered = [0.0] * longest
-        self._accepted = [0.0] * longest
+        self._offered = [HOPED_FOR] * longest
+        self._accepted = [HOPED_FOR] * longest
 
     def choose(self) -> int:
         """Draft length of the next round, 0 to G; 0 is a plain decode step."""
@@ -58,7 +59,7 @@ class DraftLength:
 
     def acceptance(self) -> list[float]:
         """Share of rounds that accepted their first, second, ... draft, of those that were allowed to make it."""
-        return [each / offered if offered else 0.0 for each, offered in zip(self._accepted, self._offered, strict=True)]
+        return [each / offered for each, offered in zip(self._accepted, self._offered, strict=True)]
 
 
 def best_draft_length(seconds: Sequence[float], acceptance: Sequence[float], tokens: float = 1.0) -> int:

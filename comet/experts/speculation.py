@@ -147,7 +147,8 @@ class Speculation:
         draft = self.draft(last, torch.tensor(active, device=last.device), length, for_drafts)
         self.model.rewind(before)
         likely = self.sampling.probabilities(self.verify(draft.ids), draft.seen)
-        accepted, weights = verdict(self.config, draft, likely, self.sampling.certain(likely), for_verdict)
+        p = self.sampling.certain(likely)
+        accepted, weights = verdict(self.config, draft, likely, p, for_verdict)
         following = pick(weights, for_next[:, 0])
         self.model.rewind(before + 1 + accepted)
         if draft.seen is not None:
@@ -157,6 +158,7 @@ class Speculation:
         rows = torch.cat([counts, draft.ids[:, 1:]], dim=1).tolist()  # waits for the round
         going = [(row[0], row[1]) for row, goes_on in zip(rows, active, strict=True) if goes_on]
         self.report.add(draft.ids.shape[1], going)
+        self.report.agreed += agreement(draft, p, accepted, for_verdict)
         self._length.record(length, self._clock() - started, [number for _, number in going])
         return following, [[*drafts[:number], token] for _, number, token, *drafts in rows]
 
@@ -205,18 +207,39 @@ def verdict(config: SpeculationConfig, draft: Draft, likely: Tensor, p: Tensor, 
     Returns:
         ``(B,)`` int64 and ``(B, V)`` float64 weights, whose sum is above 0.
     """
-    drafted, q = draft.ids[:, 1:], torch.stack([*draft.q, torch.zeros_like(p[:, 0])], dim=1)
+    drafted = draft.ids[:, 1:]
     if config.speculate == "adaptive":
         enough = of_tokens(likely[:, :-1], drafted) > (1 - config.adaptive_tolerance) * draft.confidence
         accepts = enough & (draft.confidence > config.tau)
     else:
-        accepts = draws[:, : drafted.shape[1]] * of_tokens(q[:, :-1], drafted) < of_tokens(p[:, :-1], drafted)
+        accepts = draws[:, : drafted.shape[1]] < lossless(draft, p)
     accepted = (accepts & draft.proposed).cumprod(dim=1).sum(dim=1)
     target = at(p, accepted)
     if config.speculate == "adaptive":
         return accepted, target
+    q = torch.stack([*draft.q, torch.zeros_like(target)], dim=1)
     corrected = (target - at(q, accepted)).clamp(min=0)  # q is zero where nothing was refused: p itself
     return accepted, corrected.where(corrected.sum(dim=1, keepdim=True) > 0, target)  # else p is q but for rounding
+
+
+def lossless(draft: Draft, p: Tensor) -> Tensor:
+    """``(B, g)`` float64: min(1, p / q) of every draft, what ``conservative`` accepts it with; 0 if not proposed.
+
+    Args:
+        draft: The proposals.
+        p: ``(B, g + 1, V)`` float64, what tokens are drawn from with all experts.
+    """
+    ratios = [
+        of_tokens(p[:, place], token) / of_tokens(q, token)
+        for place, (token, q) in enumerate(zip(draft.ids[:, 1:].unbind(1), draft.q, strict=True))
+    ]
+    return columns(ratios, p[:, 0, 0]).clamp(max=1).where(draft.proposed, 0.0)
+
+
+def agreement(draft: Draft, p: Tensor, accepted: Tensor, draws: Tensor) -> Tensor:
+    """``()`` int64: of the first ``accepted (B,)`` drafts, how many ``conservative`` accepts by the same draws."""
+    places = torch.arange(draft.proposed.shape[1], device=p.device)
+    return ((draws[:, : len(places)] < lossless(draft, p)) & (places < accepted[:, None])).sum()
 
 
 def pick(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -274,6 +297,7 @@ class SpeculationReport:
         self._accepted = [0] * longest
         self._drafts = 0
         self._sequences = 0
+        self.agreed: Tensor | int = 0  # of the accepted drafts, those that ``conservative`` accepts
 
     def add(self, passes: int, counts: Sequence[tuple[int, int]]) -> None:
         """Count a round of so many passes, in which each sequence had (proposed, accepted) drafts."""
@@ -291,6 +315,8 @@ class SpeculationReport:
         """What ``comet generate`` reports.
 
         ``acceptance_by_position``: of the proposed first, second, ... drafts; ``None`` where there was none.
+        ``agreement``: of the accepted drafts, those that ``conservative`` accepts; at temperature 0 they are the tokens
+        of a plain step. What is below 1 is the cost of ``adaptive``.
         ``mean_draft_length``: of the rounds of a sequence that drafted. ``tokens_per_round``: of one sequence.
         """
         drafted, accepted = sum(self._proposed), sum(self._accepted)
@@ -305,6 +331,7 @@ class SpeculationReport:
             "accepted": accepted,
             "acceptance": accepted / drafted if drafted else None,
             "acceptance_by_position": by_position,
+            "agreement": int(self.agreed) / accepted if accepted else None,
             "mean_draft_length": drafted / self._drafts if self._drafts else None,
             "tokens_per_round": 1 + accepted / self._sequences if self._sequences else None,
         }
