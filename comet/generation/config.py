@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from comet.config import SpeculationConfig, SpeculationMode, require
+from comet.experts.budget import ExpertStoreKind
 from comet.graphs import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
@@ -33,7 +34,12 @@ class GenerateConfig:
         cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto`` where that works, ``on`` or not at
             all, ``off`` never. The tokens are the same.
         expert_budget: Share of all experts (up to 1), or bytes (above 1), that GPU memory holds; the others stay in
-            host memory and are read when they are needed. ``None``: all of them.
+            the store and are read when they are needed. ``None``: all of them.
+        expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
+            Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
+        host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
+        link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
+        memory_gb_per_s: Likewise, rate of the memory that holds the slots.
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
             with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
             drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
@@ -68,6 +74,10 @@ class GenerateConfig:
     tau: float = 0.5
     adaptive_tolerance: float = 0.3
     draft_cached_only: bool = False
+    expert_store: ExpertStoreKind = "host"
+    host_budget: float | None = None
+    link_gb_per_s: float | None = None
+    memory_gb_per_s: float | None = None
     keep_fp8: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +92,18 @@ class GenerateConfig:
         require(positive, f"repetition_penalty={self.repetition_penalty} must be positive and finite (1: none)")
         require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
-        for name, choices in (("dtype", get_args(GenerateDtype)), ("cuda_graph", get_args(GraphMode))):
+        for name in ("expert_budget", "host_budget", "link_gb_per_s", "memory_gb_per_s"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < float("inf"), f"{name}={value} must be finite and above 0, or None")
+        file_only = self.expert_store == "file" or self.host_budget is None
+        require(
+            file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
+        )
+        for name, choices in (
+            ("dtype", get_args(GenerateDtype)),
+            ("cuda_graph", get_args(GraphMode)),
+            ("expert_store", get_args(ExpertStoreKind)),
+        ):
             value = getattr(self, name)
             require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
         _ = self.speculation

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comet.config import SpeculationConfig, require
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
-from comet.experts import CachedExperts, CacheReport, DraftRouter, ExpertCache
+from comet.experts import CachedExperts, CacheReport, DraftRouter, ExpertCache, report_of
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
@@ -62,6 +62,10 @@ class Engine(Protocol):
         """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step."""
         ...
 
+    def cache_report(self) -> CacheReport | None:
+        """What expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
+        ...
+
     def check(self) -> None:
         """Raise what went wrong on the device so far; waits for it."""
         ...
@@ -104,6 +108,21 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
+def cache_of(layer: MoE, num_slots: int) -> ExpertCache:
+    """The cache of a layer whose experts are in host memory, which the layer and the cache share from here on."""
+    w1, w2 = layer.expert_weights()
+    cache = ExpertCache(
+        w1.flatten(1, 2),
+        w2,
+        num_slots,
+        layer.group.device,
+        num_experts=layer.config.num_experts,
+        first_expert=layer.layout.first_expert,
+    )
+    local(layer.w1).data, local(layer.w2).data = cache.host.w1.view_as(w1), cache.host.w2  # the pinned ones
+    return cache
+
+
 class GPTEngine:
     """A GPT that generates; the model is frozen and can no longer be trained.
 
@@ -118,7 +137,7 @@ class GPTEngine:
             ``None``: neither is called.
 
     Raises:
-        NotImplementedError: If experts in host memory, or drafts, are for a group of several ranks.
+        NotImplementedError: If drafts are for a group of several ranks, or experts in host memory for several nodes.
     """
 
     def __init__(
@@ -131,9 +150,10 @@ class GPTEngine:
         expert_slots: int | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> None:
-        for name, given in (("expert_budget", expert_slots), ("speculate", speculation)):
-            if given is not None and group.parallel.world_size > 1:
-                raise NotImplementedError(f"{name} is for one rank: leave parallel.ep and parallel.tp at 1")
+        if speculation is not None and group.parallel.world_size > 1:
+            raise NotImplementedError("speculate is for one rank: leave parallel.ep and parallel.tp at 1")
+        if expert_slots is not None and group.comm.memory_obstacle:
+            raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
@@ -148,10 +168,8 @@ class GPTEngine:
                 self._experts.append(FrozenExperts(self.runner, layer, columns))
                 layer.experts = self._experts[-1]
             else:
-                w1, w2 = layer.expert_weights()
-                self.caches.append(ExpertCache(w1.flatten(1, 2), w2, expert_slots, group.device))
-                layer.experts = CachedExperts(self.caches[-1], self.runner.decode, moe.top_k)
-                layer.w1.data, layer.w2.data = self.caches[-1].w1.view_as(w1), self.caches[-1].w2  # one copy, pinned
+                self.caches.append(cache_of(layer, expert_slots))
+                layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
         self._draft_routers = [] if speculation is None else self._make_draft_routers(speculation)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
@@ -268,13 +286,7 @@ class GPTEngine:
 
     def cache_report(self) -> CacheReport | None:
         """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        if not self.caches:
-            return None
-        needed, fetched = torch.stack([cache.tables.counts[1:] for cache in self.caches]).sum(0).tolist()
-        cache = self.caches[0]
-        return CacheReport(
-            slots=cache.num_slots, needed=needed, fetched=fetched, fetched_bytes=fetched * cache.expert_bytes
-        )
+        return report_of(self.caches) if self.caches else None
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.
