@@ -108,9 +108,9 @@ def test_a_number_of_draft_experts_for_each_layer() -> None:
     assert [router.config.top_k for router in engine._draft_routers] == [1, 2]
     ids, lengths = batch()
     engine.prefill(ids, lengths, 12)
-    before = [int(cache.tables.counts[1]) for cache in engine.caches]
+    before = [int(cache.tables.totals[0]) for cache in engine.caches]
     engine.draft(ids[:, 0])
-    needed = [int(cache.tables.counts[1]) - start for cache, start in zip(engine.caches, before, strict=True)]
+    needed = [int(cache.tables.totals[0]) - start for cache, start in zip(engine.caches, before, strict=True)]
     assert needed[0] <= 3 * 1
     assert needed[1] <= 3 * 2
 
