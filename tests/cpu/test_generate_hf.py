@@ -110,9 +110,7 @@ def test_the_job_streams_and_reports(qwen, tmp_path, capsys):
 def test_speculation_is_not_there_yet(qwen, tmp_path):
     settings = GenerateConfig(source=str(qwen[0]), prompt="x", speculate="conservative")
     job = make_job(tmp_path, model=model_of(find_source(str(qwen[0]))), generate=settings)
-    with pytest.raises(
-        NotImplementedError, match=r"generate\.speculate is for checkpoints of comet train, not for Hugging"
-    ):
+    with pytest.raises(ValueError, match=r"generate\.speculate='conservative' must be 'off' for a Hugging Face folder"):
         generate_job(job, Rank())
     engine, group, context = engine_of(qwen[0])
     with pytest.raises(NotImplementedError, match=r"generate\.speculate is for checkpoints"):
