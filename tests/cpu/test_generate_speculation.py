@@ -201,9 +201,17 @@ def test_settings_change_no_greedy_text(changes: dict) -> None:
     same_texts(PROMPTS[:2], **changes)
 
 
-def test_resident_experts_with_a_shared_expert_in_the_passes() -> None:
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS, PROMPTS[:2] * 7], ids=["few tokens a pass", "more than warp decode takes"]
+)
+def test_resident_experts_with_a_shared_expert_in_the_passes(prompts: list[str]) -> None:
     config = MODELS["first layer dense, shared expert in decode steps"]
-    same_texts(PROMPTS, engine=lambda: engine_of(config, slots=None))
+    same_texts(prompts, engine=lambda: engine_of(config, slots=None))
+
+
+def test_more_prompts_than_a_draft_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="speculate is for at most 64 prompts at a time, not 65"):
+        run(65 * ["a"], engine=lambda: engine_of(slots=None), max_new_tokens=3)
 
 
 class EndingCodec(ByteCodec):
