@@ -228,9 +228,12 @@ def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.const
 
 
 @triton.jit
-def give_slots(missing, num_missing, now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
-    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies."""
+def give_slots(now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
+    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts."""
     experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
+    missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
+    missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
+    num_missing = tl.sum(missing.to(tl.int32), axis=0)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
     last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=0)
@@ -251,6 +254,7 @@ def give_slots(missing, num_missing, now, state_ptr, scores_ptr, E, S, CACHE: tl
         tl.store(owners_ptr + place, expert)
         tl.store(copies_ptr + copy, expert)
         tl.store(copies_ptr + S + copy, place)
+    return num_missing
 
 
 @triton.jit
@@ -259,25 +263,25 @@ def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CAC
     state_ptr, scores_ptr, totals_ptr = cache[0], cache[1], cache[2]
     header_ptr = header_of(state_ptr, E, S)
     now = tl.load(header_ptr + CLOCK) + 1
-    js, experts = tl.arange(0, J_BLOCK), tl.arange(0, CACHE.experts)
+    js = tl.arange(0, J_BLOCK)
     ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
     held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
     if CACHE.policy != LRU:
         raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
-    tl.store(state_ptr + 2 * E + ids, now, mask=held)
-    tl.debug_barrier()
-    needed = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
-    missing = needed & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
-    num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    # Of equal ids one swap alone finds another number.
+    earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
+    num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
+    num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
     if num_missing > 0:
         tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
-        give_slots(missing, num_missing, now, state_ptr, scores_ptr, E, S, CACHE)
-    tl.store(totals_ptr, tl.load(totals_ptr) + tl.sum(needed.to(tl.int32), axis=0))
-    tl.store(totals_ptr + 1, tl.load(totals_ptr + 1) + num_missing)
+        tl.debug_barrier()
+        num_missing = give_slots(now, state_ptr, scores_ptr, E, S, CACHE)
+        tl.atomic_add(totals_ptr + 1, num_missing.to(tl.int64), sem="relaxed")
+    tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
     tl.store(header_ptr + CLOCK, now)
+    tl.store(header_ptr + COUNT, num_missing)
     tl.debug_barrier()
-    tl.atomic_xchg(header_ptr + COUNT, num_missing, sem="release", scope="gpu")
-    tl.atomic_xchg(header_ptr + READY, 1, sem="release", scope="gpu")
+    tl.atomic_xchg(header_ptr + READY, num_missing + 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -312,7 +316,7 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
     ready = load_acquired(header_ptr + READY, CACHE.interpret)
     while ready == 0:
         ready = load_acquired(header_ptr + READY, CACHE.interpret)
-    count = tl.load(header_ptr + COUNT)
+    count = ready - 1
     for copy in range(count):
         fetch_half(
             fetcher, fetchers, copy, cache[3], cache[5], state_ptr, E, S, 0, CACHE.words1, CACHE.piece
@@ -334,7 +338,9 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
 def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
     """Slot of an expert once its w1 is there; -1 for one that this rank does not serve."""
     known = (expert >= 0) & (expert < E)
-    slot = load_acquired(state_ptr + E + tl.where(known, expert, 0), CACHE.interpret)
+    # To acquire empties L1, which the tokens are in. An expert that was there before this launch needs none, nor does
+    # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it.
+    slot = tl.load(state_ptr + E + tl.where(known, expert, 0))
     if slot < 0:
         header_ptr = header_of(state_ptr, E, S)
         if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
