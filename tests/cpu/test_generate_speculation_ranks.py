@@ -30,6 +30,7 @@ SHARED = replace(CONFIG, moe=replace(CONFIG.moe, shared_ffn_size=32))
 SLOTS = 3  # of the four experts of an EP rank
 PROMPTS = ("def f(x):", "a")
 GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=24, temperature=0.0, speculate="conservative", tau=0.0)
+MANY = replace(GREEDY, prompts=7 * PROMPTS)  # 14 x 5 tokens a pass are more than warp decode takes
 CACHED_ONLY = replace(GREEDY, expert_budget=0.5, draft_cached_only=True)
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 DEADLINE_S = 20.0
@@ -81,7 +82,7 @@ def disturbed(engine: GPTEngine, rank: int, broadcasts: list[Tensor]) -> GPTEngi
 
 def on_ranks(rank: int, world_size: int, ep: int, tp: int) -> list[Generated]:
     group, made, broadcasts = group_of(ep, tp), [], []
-    for settings, slots in ((GREEDY, None), (GREEDY, SLOTS), (CACHED_ONLY, SLOTS)):
+    for settings, slots in ((MANY, None), (GREEDY, SLOTS), (CACHED_ONLY, SLOTS)):
         plain = replace(settings, speculate="off")
         made.append(made_by(engine_of(group, plain, slots), plain))
         for temperature in (0.0, 1.0):
@@ -91,7 +92,7 @@ def on_ranks(rank: int, world_size: int, ep: int, tp: int) -> list[Generated]:
                 broadcasts.clear()
                 made.append(made_by(disturbed(engine_of(group, chosen, slots), rank, broadcasts), chosen))
             assert len(broadcasts) == 1 + made[-1].steps, "one of the first token, and one of every pass"
-            assert max(each.numel() for each in broadcasts) == 5 * len(PROMPTS)
+            assert max(each.numel() for each in broadcasts) == 5 * len(chosen.prompts)
     group.close()
     return made
 
@@ -122,10 +123,15 @@ def cached_on_ranks(rank: int, world_size: int) -> None:
 
     engine = engine_of(group, CACHED_ONLY, SLOTS)
     engine.prefill(torch.tensor([[7, 8, 9]]), torch.tensor([3]), 20)
-    fetched = engine.cache_report().fetched
+    before = engine.cache_report()
     for token in (1, 2, 3):
         engine.draft(torch.tensor([token]))
-    assert engine.cache_report().fetched == fetched, "no rank fetches for a draft"
+    assert engine.cache_report().fetched == before.fetched, "no rank fetches for a draft"
+    needed = torch.tensor(engine.cache_report().needed - before.needed)
+    dist.all_reduce(needed)
+    assert needed == 2 * 3 * CONFIG.num_layers, (
+        "each token has its expert in every layer, on the TP ranks of one EP rank"
+    )
     slots = torch.stack([cache.weights.slots for cache in engine.caches])
     table, held = engine._cached.table, slice(engine._held.start, engine._held.stop)
     assert torch.equal(table[:, held] >= 0, slots[:, held] >= 0), "TP ranks take the same steps"
