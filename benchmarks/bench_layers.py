@@ -3,15 +3,13 @@
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --models mixtral_8x7b,deepseek_v3 --tokens 2048,8192 --ep 4
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try comm_blocks=8 --try comm_blocks=32,num_panels=8
     torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try transport=copy --try transport=copy,num_phases=4
-    torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --compare --try num_panels=6
+    torchrun --nproc-per-node 4 benchmarks/bench_layers.py --ep 4 --try beside=0
     torchrun --nproc-per-node 2 benchmarks/bench_layers.py --device cpu --models tiny --tokens 64 --ep 2
 
 All launches of a point are timed in one interleaved loop, on a GPU as CUDA graphs. Rank 0 writes ``bench_layers.csv``
 (a point's rows as soon as they are measured) and ``.json`` to ``--out``, prints one table and, as the last line, the
-best split of every point as JSON. A launch that fails or hangs is recorded and the run goes on. With ``--compare`` the
-kernels of both layers in Triton and in CUDA C++ are in the same loop, whatever the size of the layer, also those in
-block FP8 where D and F/TP are multiples of 128; they get a table and ``bench_layers_compare.csv`` of their own.
-Columns and protocol: ``RESULTS.md`` beside this file.
+best split of every point as JSON. A launch that fails or hangs is recorded and the run goes on. ``beside=0`` keeps both
+layers to Triton. Columns and protocol: ``RESULTS.md`` beside this file.
 """
 
 from __future__ import annotations
@@ -23,13 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from facts import gather_facts
-from layer_compare import COLUMNS as COMPARED_COLUMNS
-from layer_compare import TABLE as COMPARED_TABLE
-from layer_compare import compared_launches, compared_rows, what_cuda_lacks
 from layer_launches import checked_launches, timed_variants
 from layer_points import Point, open_point
 from layer_report import COLUMNS, KEYS, format_table, make_rows, summary
@@ -57,25 +52,14 @@ GRID: dict[str, tuple[Any, ...]] = {
 TIMEOUT_S = 5.0  # a hang is reported quickly
 
 
-class Measured(NamedTuple):
-    """Of one point: a row per split, and if asked for rows of ``layer_compare``."""
-
-    splits: list[Row]
-    compared: list[Row]
-
-
-def measure_point(point: Point, ranks: Ranks, rounds: int, *, compare: bool) -> Measured:
-    """Check and time every launch of one point, those of ``layer_compare`` as well if ``compare`` (collective)."""
+def measure_point(point: Point, ranks: Ranks, rounds: int) -> list[Row]:
+    """Check and time every launch of one point; a row per split (collective)."""
     failures: dict[str, str] = {}
-    compare_failures: dict[str, str] = {}
     launches = checked_launches(point, ranks, failures)
-    compared = compared_launches(point, ranks, compare_failures) if compare else {}
-    variants, opening = timed_variants(launches | compared, point, ranks, failures)
-    compare_failures |= {name: failures.pop(name) for name in compared if name in failures}
+    variants, opening = timed_variants(launches, point, ranks, failures)
     timings = time_by_protocol(variants, ranks, rounds=rounds, rotate=1, opening=opening)
     point.workspace.check()
-    rows = compared_rows(point, timings, compare_failures) if compare else []
-    return Measured(make_rows(point.paths, timings, failures), rows)
+    return make_rows(point.paths, timings, failures)
 
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
@@ -83,49 +67,29 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
     if ranks.rank == 0:
         arguments.out.mkdir(parents=True, exist_ok=True)
     facts = gather_facts(ranks)
-    lacking = what_cuda_lacks(ranks) if arguments.compare else ""
-    if lacking:
-        tell(ranks, f"--compare: no kernels in CUDA C++ to compare with: {lacking}")
-    compare = arguments.compare and not lacking
-    all_measured = Measured([], [])
+    rows: list[Row] = []
     for name in arguments.models:
-        for num_tokens, measured in measure_model(name, arguments, settings, ranks, compare=compare):
+        for num_tokens, measured in measure_model(name, arguments, settings, ranks):
             parallel = settings.parallel
             keys = dict(zip(KEYS, (name, num_tokens, parallel.ep, parallel.tp, settings.routing), strict=True))
-            new = Measured(*([keys | row for row in rows] for rows in measured))
-            for rows, more in zip(all_measured, new, strict=True):
-                rows.extend(more)
+            new = [keys | row for row in measured]
+            rows += new
             if ranks.rank == 0:
-                append_csv(arguments.out / "bench_layers.csv", new.splits, COLUMNS)
-                if compare:
-                    append_csv(arguments.out / "bench_layers_compare.csv", new.compared, COMPARED_COLUMNS)
+                append_csv(arguments.out / "bench_layers.csv", new, COLUMNS)
             tell(ranks, f"{name} {num_tokens}: done")
         gc.collect()
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
     if ranks.rank == 0:
-        report(all_measured, facts, arguments.out)
-
-
-def report(measured: Measured, facts: Row, out: Path) -> None:
-    """Write the JSON file, print the tables and the line of JSON."""
-    found = summary(measured.splits, facts)
-    rows = {"rows": measured.splits, "compared": measured.compared}
-    (out / "bench_layers.json").write_text(json.dumps(found | rows) + "\n")
-    print(format_table(measured.splits), flush=True)
-    if measured.compared:
-        print(format_table(measured.compared, COMPARED_TABLE), flush=True)
-    print(json.dumps(found))
+        found = summary(rows, facts)
+        (arguments.out / "bench_layers.json").write_text(json.dumps(found | {"rows": rows}) + "\n")
+        print(format_table(rows), flush=True)
+        print(json.dumps(found))
 
 
 def measure_model(
-    name: str,
-    arguments: argparse.Namespace,
-    settings: Settings,
-    ranks: Ranks,
-    *,
-    compare: bool,
-) -> Iterator[tuple[int, Measured]]:
+    name: str, arguments: argparse.Namespace, settings: Settings, ranks: Ranks
+) -> Iterator[tuple[int, list[Row]]]:
     """Rows of one number of tokens after the other; the model's weights live only here (collective)."""
     config = model(name)
     group = make_expert_group(
@@ -140,12 +104,11 @@ def measure_model(
         for num_tokens in arguments.tokens:
             opening = partial(open_point, layer, group, num_tokens, settings.routing, arguments.tries, ranks)
             measured, failure = attempt(
-                lambda: measure_point(opening(), ranks, arguments.rounds, compare=compare),  # noqa: B023
+                lambda: measure_point(opening(), ranks, arguments.rounds),  # noqa: B023
                 ranks,
                 group.workspace,
             )
-            failed: list[Row] = [{"failures": f"point: {failure}"}]
-            yield num_tokens, measured or Measured(failed, failed if compare else [])
+            yield num_tokens, measured or [{"failures": f"point: {failure}"}]
     group.close()
 
 
@@ -172,7 +135,6 @@ def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
         help="comm_blocks=16,num_panels=4,beside=0 or transport=copy; repeatable",
     )
     parser.add_argument("--rounds", type=int, default=7, help="counted calls of each launch")
-    parser.add_argument("--compare", action="store_true", help="time both layers in Triton and in CUDA C++ as well")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_layers"))
     arguments = parser.parse_args(command_line)

@@ -24,8 +24,7 @@ FIGURES = tuple(
 )
 COLUMNS = (*KEYS, *Split._fields, *FIGURES, "plan_ms", "best", "failures")
 SPLIT = "comm/panels/phases/beside/transport"
-TABLE_KEYS = ("model", "tokens")
-TABLE = (*TABLE_KEYS, SPLIT, *COLUMNS[len(KEYS) + len(Split._fields) :])
+TABLE = ("model", "tokens", SPLIT, *COLUMNS[len(KEYS) + len(Split._fields) :])
 
 
 def overlap_figures(layer: float | None, gemm: float | None, comm: float | None) -> tuple[float | None, float | None]:
@@ -81,9 +80,9 @@ def make_rows(splits: Iterable[Split], timings: Mapping[str, Timing], failures: 
     return rows
 
 
-def format_table(rows: Sequence[Row], columns: Sequence[str] = TABLE) -> str:
+def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row; columns in which nothing was measured are left out."""
-    return table_of(rows, columns, _cell)
+    return table_of(rows, TABLE, _cell)
 
 
 def _cell(value: Any) -> str:

@@ -86,10 +86,6 @@ def test_tries_come_after_the_default() -> None:
     assert parse_overlap("transport=copy,comm_blocks=0", "try") == OverlapConfig(transport="copy", comm_blocks=0)
 
 
-def test_kernels_are_compared_when_asked_for() -> None:
-    assert [parse(options)[0].compare for options in ([], ["--compare"])] == [False, True]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -162,8 +158,7 @@ def measure(rank: int, world_size: int, routing: str, trouble: str) -> dict[str,
         failures: dict[str, str] = {}
         launches = checked_launches(point, ranks, failures)
         first = dict(failures)
-        rows, compared = measure_point(point, ranks, rounds=1, compare=False)
-        assert compared == []
+        rows = measure_point(point, ranks, rounds=1)
     group.close()
     return {"launches": set(launches), "failures": first, "rows": rows}
 
@@ -228,18 +223,14 @@ def test_a_failure_is_named_and_the_others_go_on(trouble: str, name: str, reason
 def test_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "benchmarks" / "bench_layers.py"), "--device", "cpu", "--models", "tiny", "--ep", "2"]
-    options = ["--tokens", "32,16", "--routing", "zipf", "--rounds", "2", "--try", "comm_blocks=8", "--compare"]
+    options = ["--tokens", "32,16", "--routing", "zipf", "--rounds", "2", "--try", "comm_blocks=8"]
     done = subprocess.run(
         [*command, *script, *options, "--out", str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [(row["model"], row["tokens"]) for row in found["best"]] == [("tiny", 32), ("tiny", 16)]
-    assert done.stderr.count("--compare: no kernels in CUDA C++ to compare with: ") == 1
-    assert not (tmp_path / "bench_layers_compare.csv").exists()
-    written = json.loads((tmp_path / "bench_layers.json").read_text())
-    assert written["compared"] == []
-    rows = written["rows"]
+    rows = json.loads((tmp_path / "bench_layers.json").read_text())["rows"]
     assert [(row["tokens"], row["comm_blocks"]) for row in rows] == [(32, 16), (32, 8), (16, 16), (16, 8)]
     assert all(row["failures"] == "" for row in rows)
     with (tmp_path / "bench_layers.csv").open() as file:
