@@ -39,15 +39,15 @@ def whole_numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def run_and_leave(main: Callable[[Sequence[str]], None]) -> NoReturn:
-    """Run one rank of a benchmark with the words of its command line, and end the process.
+def run_and_leave(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Run one rank of a benchmark with the words of its command line, and end the process with the status it returns.
 
     A mistake of the user is one line, as of the command ``comet``. Before the ranks have met all of them find it: rank
     0 says it, while the others wait for torchrun to end them, which it does when the first rank leaves. Afterwards each
     rank that meets one says so. Anything else shows its traceback.
     """
     try:
-        main(sys.argv[1:])
+        status = main(sys.argv[1:])
     except Exception as error:
         if not is_user_error(error):
             raise
@@ -55,7 +55,7 @@ def run_and_leave(main: Callable[[Sequence[str]], None]) -> NoReturn:
             time.sleep(SPEAKER_S)
         say(f"error: {one_line(error)}")
         leave(STATUS_USER)
-    leave(0)
+    leave(status or 0)
 
 
 def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], None]) -> None:
