@@ -181,7 +181,7 @@ def main(command_line: Sequence[str]) -> int:
     names = [folder.name for folder in arguments.folders]
     require(len(set(names)) == len(names) >= 2, f"folders={' '.join(names)} must be two or more of different names")
     runs = {folder.name: read_run(folder) for folder in arguments.folders}
-    curves, results = ({name: run[part] for name, run in runs.items()} for part in (0, 1))
+    curves, results = {name: run[0] for name, run in runs.items()}, {name: run[1] for name, run in runs.items()}
     for name in ("dtype", "steps", "world_size"):
         values = {folder: result[name] for folder, result in results.items()}
         require(len(set(values.values())) == 1, f"{name} must be the same in all runs, but is {values}")
