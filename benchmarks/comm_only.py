@@ -9,36 +9,12 @@ import torch
 from torch import Tensor
 
 from comet.paths import SymmetricPath
-from comet.plan import Plan
-
-
-def combine_alone(path: SymmetricPath, plan: Plan, hidden: Tensor, w2: Tensor) -> Callable[[], object]:
-    """Reduce, send and final sum of a plan, all blocks at it.
-
-    Args:
-        path: By kernels or twins.
-        plan: Where rows go; its counters are used up as by layer 1.
-        hidden: ``(Q, F/TP)`` whatever it holds.
-        w2: ``(e, D, F/TP)``.
-
-    Returns:
-        The launch.
-    """
-    if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
-        without_tiles = replace(
-            plan,
-            tile_starts=torch.zeros_like(plan.tile_starts),
-            segment_counts=torch.zeros_like(plan.segment_counts),
-        )
-        return lambda: path.ops.layer1(hidden, w2, without_tiles, path.workspace, path.settings)
-    y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
-    return lambda: path.ops.combine(y, plan, path.workspace, path.settings, weighted=True)
 
 
 def exchange_alone(
     path: SymmetricPath, tokens: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], w2: Tensor
 ) -> Callable[[int], tuple[Tensor, ...]]:
-    """A variant of the whole layer without GEMMs: plan, dispatch and combine of input set ``index``.
+    """A variant of the whole layer without GEMMs: plan, dispatch and combine of input set ``index``, all blocks at it.
 
     Args:
         path: By kernels or twins.
@@ -52,7 +28,14 @@ def exchange_alone(
     def run(index: int) -> tuple[Tensor, ...]:
         plan = path.plan(ids[index], weights[index])
         path.ops.dispatch(tokens[index], plan, path.workspace, path.settings)
-        combine_alone(path, plan, hidden, w2)()
+        if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
+            none = dict(
+                tile_starts=torch.zeros_like(plan.tile_starts), segment_counts=torch.zeros_like(plan.segment_counts)
+            )
+            path.ops.layer1(hidden, w2, replace(plan, **none), path.workspace, path.settings)
+        else:
+            y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
+            path.ops.combine(y, plan, path.workspace, path.settings, weighted=True)
         return ()
 
     return run
