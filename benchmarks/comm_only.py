@@ -29,10 +29,12 @@ def exchange_alone(
         plan = path.plan(ids[index], weights[index])
         path.ops.dispatch(tokens[index], plan, path.workspace, path.settings)
         if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
-            none = dict(
-                tile_starts=torch.zeros_like(plan.tile_starts), segment_counts=torch.zeros_like(plan.segment_counts)
+            without_tiles = replace(
+                plan,
+                tile_starts=torch.zeros_like(plan.tile_starts),
+                segment_counts=torch.zeros_like(plan.segment_counts),
             )
-            path.ops.layer1(hidden, w2, replace(plan, **none), path.workspace, path.settings)
+            path.ops.layer1(hidden, w2, without_tiles, path.workspace, path.settings)
         else:
             y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
             path.ops.combine(y, plan, path.workspace, path.settings, weighted=True)
