@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_library import PREFIX
-from decode_own import OWN
+from decode_variants import OWN
 from report import cell
 
 from comet.tables import aligned

@@ -11,16 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench_moe
-import graphs
+import points
 import pytest
 import torch
 from bench_moe import checked_variants, parse, progress
-from graphs import Graph, record
-from overlap import parse_overlap
-from points import Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer
+from points import Graph, Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer, record
 from recorded_layers import LaterExperts, record_on_cpu
 from report import COLUMNS, append_csv, as_json, draw, format_summary, format_table, set_aside, summary
-from shapes import model
+from shapes import model, parse_overlap
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -131,7 +129,7 @@ def test_a_record_keeps_the_output_of_the_first_set(monkeypatch: pytest.MonkeyPa
         assert [run(index) for index in (*range(rotate), *range(rotate))] == [None] * (2 * rotate)
         return calls.append
 
-    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(points, "capture", capture)
     graph = record(variant, 3)
     assert [int(tensor) for tensor in graph.first()] == [40]
     assert calls == [0, 1, 2, 0, 1, 2, 0]
