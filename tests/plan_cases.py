@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import emulated_group
+from rank_plans import plan_from_ids
 from torch import Tensor
 
-from comet.comm import Communicator, emulated_group
+from comet.comm import Communicator
 from comet.config import OverlapConfig, Transport
 from comet.errors import CapacityError
 from comet.layout import ExpertLayout
-from comet.plan import Plan, begin_plan, plan_from_ids, routed_row_capacity
+from comet.plan import Plan, begin_plan, routed_row_capacity
 from comet.workspace import Workspace, WorkspaceShape
 
 # Of a routed row: phase, received row, arrival row, expert slot, weight.

@@ -9,17 +9,15 @@ from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator, SymmTensor
 from comet.comm.handshake import separate_nodes
-from comet.comm.local import EmulatedCommunicator, LocalCommunicator, emulated_group
+from comet.comm.local import LocalCommunicator
 from comet.config import require
 from comet.errors import UnavailableError
 
 __all__ = [
     "Backend",
     "Communicator",
-    "EmulatedCommunicator",
     "LocalCommunicator",
     "SymmTensor",
-    "emulated_group",
     "make_communicator",
 ]
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from plan_cases import FIELDS, Case, assert_same_plan, check_pool, oracle, random_case, twin_plan, workspace
+from rank_plans import plan_from_ids
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
 from comet.layout import ExpertLayout
-from comet.plan import Plan, begin_plan, make_plan, plan_from_ids, routed_row_capacity
+from comet.plan import Plan, begin_plan, make_plan, routed_row_capacity
 from comet.plan_twin import _positions
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
