@@ -32,7 +32,7 @@ from comet.paths import SymmetricPath
 from comet.plain import make_exchange, plain_experts
 from comet.sharding import local
 from comet.training_graphs import TrainingGraphs
-from comet.tuner.recovery import recover
+from comet.tuner.measure import recover
 from comet.tuner.timing import Variant, capture
 from comet.workspace import Workspace
 

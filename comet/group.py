@@ -21,8 +21,7 @@ from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
 from comet.sharding import forget_meshes, make_mesh
 from comet.side_stream import SideStream
-from comet.tuner.choice import Resolver
-from comet.tuner.shared import shared_resolver
+from comet.tuner.choice import Resolver, shared_resolver
 from comet.workspace import Workspace, WorkspaceShape
 
 logger = logging.getLogger(__name__)

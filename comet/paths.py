@@ -23,8 +23,7 @@ from comet.layout import ExpertLayout
 from comet.match import MatchOnce, Sizes
 from comet.packed import match_fp8_weights
 from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
-from comet.plan import Plan, make_plan, routed_row_capacity
-from comet.plan_rules import check_tokens
+from comet.plan import Plan, check_tokens, make_plan, routed_row_capacity
 from comet.quantize import FP8
 from comet.schedule import check_phases
 from comet.settings import LayerSettings

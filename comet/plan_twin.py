@@ -16,7 +16,7 @@ from comet.comm.signals import signal, wait, waited
 from comet.config import require
 from comet.kernels.buffers import allocate, cut
 from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves
-from comet.plan_rules import PlanRules, num_counters
+from comet.plan import PlanRules, num_counters
 from comet.schedule import phase_of_source
 from comet.workspace import Workspace
 

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from comet.config import OverlapConfig
 from comet.layout import ExpertLayout
-from comet.plan import Plan, plan_of
-from comet.plan_rules import PlanRules
+from comet.plan import Plan, PlanRules, plan_of
 from comet.plan_twin import plan_tensors
 
 

@@ -18,7 +18,7 @@ from comet.errors import UnavailableError
 
 if TYPE_CHECKING:
     from comet.comm.failures import Board, Step
-    from comet.comm.stream_order import StreamOrder
+    from comet.comm.lifecycle import StreamOrder
 
 ALIGNMENT = 256
 

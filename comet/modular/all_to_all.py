@@ -17,8 +17,8 @@ from comet.collectives import accumulator_dtype, all_to_all_rows
 from comet.config import MoEConfig, require
 from comet.group import ExpertGroup
 from comet.layout import ExpertLayout
+from comet.modular.base import resolve
 from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
-from comet.modular.reduce import resolve
 from comet.modular.single_rank import require_dropless
 from comet.quantize import FP8, quantize_rows
 

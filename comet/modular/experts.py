@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from comet.graphs import hold_if_captured
-from comet.modular.base import ExpertsBase, KernelExperts, plain
+from comet.modular.base import (
+    BatchedReduce,
+    ContiguousReduce,
+    DelegateReduce,
+    ExpertsBase,
+    KernelExperts,
+    NoOpReduce,
+    plain,
+    weighted_sum,
+)
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -20,7 +29,6 @@ from comet.modular.interfaces import (
     ScratchShapes,
     TopKReduce,
 )
-from comet.modular.reduce import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce, weighted_sum
 from comet.quantize import Weight
 from comet.reference import expert_outputs, rank_partial, swiglu_expert
 

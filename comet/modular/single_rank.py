@@ -6,8 +6,8 @@ from torch import Tensor
 
 from comet.config import MoEConfig, require
 from comet.group import ExpertGroup
+from comet.modular.base import resolve
 from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
-from comet.modular.reduce import resolve
 from comet.quantize import quantize_rows
 
 

@@ -16,6 +16,7 @@ from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
+from comet.modular.base import DelegateReduce, slot_rows
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -26,9 +27,7 @@ from comet.modular.interfaces import (
     Rows,
     TopKReduce,
 )
-from comet.modular.packed import unpack_rows
-from comet.modular.reduce import DelegateReduce, slot_rows
-from comet.modular.transport import SymmetricTransport
+from comet.modular.transport import SymmetricTransport, unpack_rows
 from comet.plan import Plan
 from comet.workspace import ROWS_NEEDED
 

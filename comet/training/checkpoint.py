@@ -31,6 +31,8 @@ from comet.models.gpt import GPT
 from comet.sharding import local
 from comet.training.checkpoint_folder import (
     Checkpoint,
+    Reader,
+    Writer,
     complete,
     folder_name,
     list_checkpoints,
@@ -42,7 +44,6 @@ from comet.training.checkpoint_folder import (
 )
 from comet.training.ranks import from_first_rank, gather
 from comet.training.settings import SETTINGS_FILE, flat, to_yaml
-from comet.training.storage import Reader, Writer
 from comet.tuner.shared_file import naming
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

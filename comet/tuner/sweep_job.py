@@ -28,8 +28,7 @@ from comet.tuner.machine import Machine
 from comet.tuner.measure import first_failure, measure_layer, reason
 from comet.tuner.problem import Problem
 from comet.tuner.shared_file import require_writable
-from comet.tuner.sweep import Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
-from comet.tuner.sweep_plot import plot_sweep
+from comet.tuner.sweep import Outcome, Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table
 
 CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
 

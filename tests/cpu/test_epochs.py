@@ -16,7 +16,7 @@ from ranks import run_ranks
 from tiers import slow
 
 from comet.comm import LocalCommunicator
-from comet.comm.epochs import MOST_EPOCHS, check_epoch
+from comet.comm.signals import MOST_EPOCHS, check_epoch
 from comet.config import Transport
 from comet.decode import LocalRunner, OwnTokensRunner, RankDecode, ReplicatedRunner
 from comet.errors import CapacityError, CommTimeoutError, EpochError

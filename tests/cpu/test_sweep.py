@@ -22,9 +22,20 @@ from comet.paths import make_path
 from comet.training.config import JobConfig
 from comet.training.ranks import from_first_rank
 from comet.tuner.config import SweepConfig
-from comet.tuner.sweep import COLUMNS, Knobs, Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
+from comet.tuner.sweep import (
+    COLUMNS,
+    Knobs,
+    Outcome,
+    Point,
+    Shape,
+    SweepLog,
+    best_points,
+    plot_sweep,
+    sweep_lines,
+    sweep_points,
+    sweep_table,
+)
 from comet.tuner.sweep_job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
-from comet.tuner.sweep_plot import plot_sweep, sweep_lines
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 CPU = torch.device("cpu")
