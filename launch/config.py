@@ -23,9 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
 from comet.launch.help import config_groups
-from comet.launch.resume import with_saved_settings
 from comet.launch.schema import build, schema_of, setting_names
-from comet.launch.settings_file import Settings
+from comet.launch.settings_file import Settings, with_saved_settings
 from comet.launch.tasks import did_you_mean
 from comet.training.config import JobConfig
 

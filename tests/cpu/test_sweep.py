@@ -17,7 +17,7 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
 from comet.group import make_expert_group
 from comet.launch.config import compose, make_job
-from comet.launch.sweep import load_models, sweep_job
+from comet.launch.tuning import load_models, sweep_job
 from comet.paths import make_path
 from comet.training.config import JobConfig
 from comet.training.ranks import from_first_rank

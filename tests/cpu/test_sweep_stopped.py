@@ -16,7 +16,7 @@ import torch
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.launch.last_words import last_words
-from comet.launch.sweep import sweep_job
+from comet.launch.tuning import sweep_job
 from comet.tuner.sweep import SweepLog
 from comet.tuner.sweep_job import CSV_NAME, tell_kept
 

@@ -1,24 +1,46 @@
-"""The ``explain`` task: which setting each point would use and why; starts no ranks, measures nothing."""
+"""The tasks ``tune``, ``sweep`` and ``explain``, with the models of the configuration groups."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from comet.config import OverlapConfig
-from comet.launch.config import default_ranks, make_job
-from comet.launch.sweep import load_models
-from comet.tuner import Explained, explain_facts, explain_text, propose, resolve
-from comet.tuner.job import job_points
+from comet.config import MoEConfig, OverlapConfig
+from comet.launch.config import compose, default_ranks, make_job
+from comet.launch.distributed import LaunchContext
+from comet.launch.last_words import last_words
+from comet.launch.schema import build
+from comet.models.config import ModelConfig
+from comet.training.config import JobConfig
+from comet.tuner import Explained, explain_facts, explain_text, job, propose, resolve
 from comet.tuner.machine import H200, Machine
 from comet.tuner.model import predict
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
+from comet.tuner.sweep_job import run_sweep, tell_kept
+
+
+def sweep_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
+    """Sweep (collective); see ``comet.tuner.sweep_job.run_sweep``. Told to stop, rank 0 says where its rows are."""
+    with last_words(partial(tell_kept, config)) if context.rank == 0 else nullcontext():
+        return run_sweep(config, context, load_models)
+
+
+def load_models(names: Sequence[str]) -> dict[str, MoEConfig]:
+    """The MoE layers of the models called ``names``; raises ``ValueError`` that lists the models for a wrong name."""
+    return {name: build(ModelConfig, compose([f"model={name}"])["model"], "model").moe for name in names}
+
+
+def tune_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
+    """Tune (collective); see ``comet.tuner.job.tune_job``."""
+    return job.tune_job(config, context, load_models)
 
 
 def explain_job(container: Mapping[str, Any]) -> int:
@@ -33,17 +55,17 @@ def explain_job(container: Mapping[str, Any]) -> int:
     Raises:
         ValueError: If a setting breaks its rule.
     """
-    job = make_job(container, default_ranks(container, torch.cuda.device_count()))
-    on_h200 = job.tune.machine == "h200"
+    config = make_job(container, default_ranks(container, torch.cuda.device_count()))
+    on_h200 = config.tune.machine == "h200"
     device = torch.device("cuda" if on_h200 or torch.cuda.is_available() else "cpu")
     machine = H200 if on_h200 else Machine.of(device)
     if device.type == "cpu":
         sys.stderr.write("comet: no GPU here; tune.machine=h200 tells the times of an H200 in bfloat16\n")
-    store = ProfileStore.open(Path(job.tune.profiles), machine.name, job.parallel.world_size)
+    store = ProfileStore.open(Path(config.tune.profiles), machine.name, config.parallel.world_size)
     facts = []
-    for model, problems in job_points(job, load_models(job.tune.models), device).items():
+    for model, problems in job.job_points(config, load_models(config.tune.models), device).items():
         for problem in problems:
-            found = _explained(problem, machine, store, job.overlap)
+            found = _explained(problem, machine, store, config.overlap)
             sys.stdout.write(f"{model}\n{explain_text(found)}\n\n")
             facts.append({"model": model, **explain_facts(found)})
     sys.stdout.write(json.dumps({"task": "explain", "points": facts}) + "\n")
