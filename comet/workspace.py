@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
-from comet.comm.lifecycle import settle
+from comet.comm.base import ALIGNMENT, Communicator, SymmTensor, settle
 from comet.comm.signals import check_epoch
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, NotFiniteError

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.comm.base import SymmTensor, pointer_table
-from comet.comm.lifecycle import CommunicatorBase
+from comet.comm.base import Communicator, SymmTensor, pointer_table
 from comet.config import require
 
 
-class EmulatedCommunicator(CommunicatorBase):
+class EmulatedCommunicator(Communicator):
     """One of W ranks that live in this process and share one device; made by ``emulated_group``.
 
     The first rank to make its n-th allocation makes it for all; the others receive the same buffers.

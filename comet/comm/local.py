@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from comet.comm.base import SymmTensor, pointer_table
-from comet.comm.lifecycle import CommunicatorBase
+from comet.comm.base import Communicator, SymmTensor, pointer_table
 
 
-class LocalCommunicator(CommunicatorBase):
+class LocalCommunicator(Communicator):
     """The only rank of its group: plain memory of any device, no process group, nobody to wait for.
 
     Args:

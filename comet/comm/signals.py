@@ -6,7 +6,7 @@ nothing is ever reset. Every wait has a deadline.
 
 Kernels wait until what they see is at least the epoch they expect, in 32 bits with a sign. Past 2^31 calls of all
 layers together a wait would be over at once, whoever is late. Half of that is the limit here: between the host's looks
-at it there may be a billion calls. ``CommunicatorBase.restart`` starts it anew.
+at it there may be a billion calls. ``Communicator.restart`` starts it anew.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.comm.base import Communicator, require_memory
-from comet.comm.lifecycle import settle
+from comet.comm.base import Communicator, require_memory, settle
 from comet.comm.signals import check_epoch
 from comet.config import require, resolve_kernels
 from comet.decode.gathered import Batch, TokenGather, words_of

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from comet.comm.base import settle
 from comet.comm.handshake import gather
-from comet.comm.lifecycle import settle
 from comet.config import OverlapConfig, require
 from comet.errors import StepFailedError
 from comet.group import ExpertGroup
