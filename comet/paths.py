@@ -23,7 +23,7 @@ from comet.layout import ExpertLayout
 from comet.match import MatchOnce, Sizes
 from comet.packed import match_fp8_weights
 from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
-from comet.plan import Plan, check_tokens, make_plan, routed_row_capacity
+from comet.plan import Plan, begin_plan, check_tokens, routed_row_capacity
 from comet.quantize import FP8
 from comet.schedule import check_phases
 from comet.settings import LayerSettings
@@ -183,7 +183,7 @@ class SymmetricPath:
             CapacityError: On the CPU, where a plan that does not fit is known at once; on a GPU ``workspace.check``
                 tells.
         """
-        plan = make_plan(
+        plan = begin_plan(
             top_k_ids,
             top_k_weights.detach(),
             self.layout,
@@ -192,8 +192,9 @@ class SymmetricPath:
             expert_capacity=self.expert_capacity,
             max_routed_rows=self.max_routed_rows,
             use_kernels=self.use_kernels,
+            at_once=True,
             trains=trains,
-        )
+        )()
         self.check_reserved(plan)
         return plan
 

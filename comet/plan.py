@@ -244,7 +244,7 @@ class Plan:
         return replace(self, **tensors, memory=memory)
 
 
-def make_plan(
+def begin_plan(
     top_k_ids: Tensor,
     top_k_weights: Tensor,
     layout: ExpertLayout,
@@ -254,9 +254,10 @@ def make_plan(
     expert_capacity: int | None,
     max_routed_rows: int,
     use_kernels: bool,
+    at_once: bool = False,
     trains: bool = False,
-) -> Plan:
-    """Exchange the top-k ids of all ranks and build this rank's plan (collective; the host reads nothing back).
+) -> Callable[[], Plan]:
+    """Send this rank's ids to all ranks; what is returned builds its plan (collective; the host reads nothing back).
 
     Args:
         top_k_ids: ``(T, K)`` int32 global expert ids, 0 .. E-1; -1 masks a slot. T may differ between ranks and be 0.
@@ -268,58 +269,23 @@ def make_plan(
             keeps all. Equal on all ranks.
         max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
         use_kernels: Triton kernels (a GPU, or the interpreter) instead of plain torch on the CPU.
+        at_once: Count all ranks' ids now, where that is one launch: for whoever has nothing to run in between. Who
+            plays several ranks in one process or on one GPU has to begin all their plans before finishing the first.
         trains: Whether a backward pass will follow here; equal on all ranks, which the CPU checks.
 
     Returns:
-        The plan; ``status[2]`` is 1 if Q was too small.
+        The second half, to be called once: it waits for the other ranks' ids and builds the plan, whose ``status[2]``
+        is 1 if Q was too small.
 
     Raises:
         ValueError: If an argument breaks its rule or does not fit the workspace.
-        CommTimeoutError: On the CPU, when another rank is late (on a GPU ``workspace.check`` raises).
+        CommTimeoutError: On the CPU, by the second half, when another rank is late (on a GPU ``workspace.check``).
 
     Example:
         One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
         segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
     """
     rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=True, trains=trains)()
-
-
-def begin_plan(
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    layout: ExpertLayout,
-    workspace: Workspace,
-    *,
-    overlap: OverlapConfig,
-    expert_capacity: int | None,
-    max_routed_rows: int,
-    use_kernels: bool,
-    trains: bool = False,
-) -> Callable[[], Plan]:
-    """Send this rank's ids to all ranks, as the first half of ``make_plan`` (same arguments).
-
-    Returns:
-        The second half, to be called once: it waits for the other ranks' ids and builds the plan. By kernels the two
-        halves are one launch more than ``make_plan``: they are for whoever has something to run in between, and for
-        whoever plays several ranks in one process or on one GPU and begins all their plans before finishing the first.
-    """
-    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=False, trains=trains)
-
-
-def _begin(
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    layout: ExpertLayout,
-    workspace: Workspace,
-    rules: PlanRules,
-    use_kernels: bool,
-    *,
-    at_once: bool,
-    trains: bool,
-) -> Callable[[], Plan]:
-    """Send this rank's ids, and ``at_once`` count all ranks' where that is one launch; the result builds the plan."""
     check_routing(top_k_ids, top_k_weights, layout, workspace)
     rules.check(layout, workspace)
     if use_kernels:

@@ -1,13 +1,20 @@
-"""One rank's plan from the ids of all ranks: the specification of plans."""
+"""Plans for tests: made at once, and one rank's from the ids of all ranks, which is the specification of plans."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from comet.config import OverlapConfig
 from comet.layout import ExpertLayout
-from comet.plan import Plan, PlanRules, plan_of
+from comet.plan import Plan, PlanRules, begin_plan, plan_of
 from comet.plan_twin import plan_tensors
+
+
+def make_plan(*routing: Any, **settings: Any) -> Plan:
+    """The plan of this rank (collective); arguments as for ``begin_plan``."""
+    return begin_plan(*routing, at_once=True, **settings)()
 
 
 def plan_from_ids(
@@ -27,9 +34,9 @@ def plan_from_ids(
         weights: ``(W, M, K)`` float32.
         layout: Whose plan.
         num_tokens: T of that rank.
-        overlap: As for ``make_plan``.
-        expert_capacity: As for ``make_plan``.
-        max_routed_rows: As for ``make_plan``.
+        overlap: As for ``begin_plan``.
+        expert_capacity: As for ``begin_plan``.
+        max_routed_rows: As for ``begin_plan``.
 
     Returns:
         The plan; entries past the used routed rows are -1 and past the used tiles 0 (kernels leave them unspecified).

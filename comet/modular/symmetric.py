@@ -180,7 +180,7 @@ def local_experts(plan: Plan) -> Tensor:
 def batch_table(plan: Plan, batch_rows: int) -> BatchTable:
     """Lay the plan's segments out in batches of ``batch_rows``.
 
-    Example: the plan of ``make_plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4 and
+    Example: the plan of ``begin_plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4 and
     5, so row_ids is ``[[0, 0, 0, 0], [0, 1, 0, 0]]`` and row_slots ``[[4, 0], [5, -1], ...]``.
     """
     starts = plan.segment_starts[:-1].long()
