@@ -19,7 +19,10 @@ from comet.launch.last_words import last_words
 from comet.launch.schema import build
 from comet.models.config import ModelConfig
 from comet.training.config import JobConfig
-from comet.tuner import Explained, explain_facts, explain_text, job, propose, resolve
+from comet.tuner import job
+from comet.tuner.candidates import propose
+from comet.tuner.choice import resolve
+from comet.tuner.explain import Explained, explain_facts, explain_text
 from comet.tuner.machine import H200, Machine
 from comet.tuner.model import predict
 from comet.tuner.problem import Problem

@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from comet.collectives import accumulator_dtype
 from comet.config import check_kernel_dtype
-from comet.layout import round_up
+from comet.layout import positions_in_groups, round_up
 from comet.modular.base import (
     BatchedReduce,
     ContiguousReduce,
@@ -73,11 +73,7 @@ def tiles_of_ids(top_k_ids: Tensor, num_experts: int, capacity: int, block_rows:
     """
     ids, device = top_k_ids.flatten().long(), top_k_ids.device
     bins = ids.where(ids >= 0, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-    counts.scatter_add_(0, bins, torch.ones_like(bins))
-    order = bins.argsort(stable=True)
-    rank_in_bin = torch.empty_like(bins)
-    rank_in_bin[order] = torch.arange(bins.numel(), device=device) - (counts.cumsum(0) - counts)[bins[order]]
+    rank_in_bin, counts = positions_in_groups(bins, num_experts + 1)
     tiles_until = ((counts[:-1] + block_rows - 1) // block_rows).cumsum(0)
     starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
     starts[1:] = tiles_until * block_rows

@@ -65,12 +65,9 @@ def plot_expert_load(history: History, path: Path) -> None:
 
 def _figure() -> Any:
     """A figure that needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
 
 
 def _steps(window: Window) -> range:

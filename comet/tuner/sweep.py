@@ -219,7 +219,6 @@ TOP_MARGIN = 1.1
 
 def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
     """Draw all points that ran as a PNG; a shape without any keeps an empty subplot that says so."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shapes = list(dict.fromkeys(point.shape for point in results))
@@ -227,7 +226,6 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
     rows = math.ceil(len(shapes) / columns)
     size = (SUBPLOT_INCHES[0] * columns, SUBPLOT_INCHES[1] * rows)
     figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in grid[len(shapes) :]:
         axes.set_axis_off()

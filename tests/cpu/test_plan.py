@@ -15,9 +15,8 @@ from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
-from comet.layout import ExpertLayout
+from comet.layout import ExpertLayout, positions_in_groups
 from comet.plan import Plan, routed_row_capacity
-from comet.plan_twin import _positions
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 
@@ -77,7 +76,7 @@ def test_example_of_routed_row_capacity() -> None:
 
 
 def test_example_of_positions() -> None:
-    positions, sizes = _positions(torch.tensor([1, 0, 1, 1]), 2)
+    positions, sizes = positions_in_groups(torch.tensor([1, 0, 1, 1]), 2)
     assert positions.tolist() == [0, 0, 1, 2]
     assert sizes.tolist() == [1, 3]
 

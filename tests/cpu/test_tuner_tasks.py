@@ -22,8 +22,10 @@ from comet.launch.tasks import TASKS
 from comet.launch.tuning import load_models
 from comet.paths import ExpertPath, make_path
 from comet.training.config import JobConfig
-from comet.tuner import H200, Problem, ProfileStore, job
-from comet.tuner.profile import Measured
+from comet.tuner import job
+from comet.tuner.machine import H200
+from comet.tuner.problem import Problem
+from comet.tuner.profile import Measured, ProfileStore
 
 CPU = torch.device("cpu")
 MODELS = {
