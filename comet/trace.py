@@ -97,31 +97,18 @@ def _names(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _complete(span: Span, origin: int) -> dict[str, Any]:
-    event = span.event
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": "wait" if span.name in WAITS else "work",
-        "cname": COLOURS[span.name],
-        "pid": event.rank,
-        "tid": event.block,
-        "ts": (span.begin - origin) / 1e3,
-        "dur": (span.end - span.begin) / 1e3,
-        "args": {**event.arguments, "sm": event.sm, "epoch": event.epoch},
-    }
+    kind = "wait" if span.name in WAITS else "work"
+    entry = _entry(span.event, span.name, kind, span.begin - origin) | {"ph": "X", "cname": COLOURS[span.name]}
+    return entry | {"dur": (span.end - span.begin) / 1e3, "args": {**span.event.arguments, **entry["args"]}}
 
 
 def _instant(event: Event, origin: int) -> dict[str, Any]:
-    return {
-        "ph": "i",
-        "name": ROLES[event.layer],
-        "cat": CONVERSION,
-        "s": "t",
-        "pid": event.rank,
-        "tid": event.block,
-        "ts": (event.end - origin) / 1e3,
-        "args": {"sm": event.sm, "epoch": event.epoch},
-    }
+    return _entry(event, ROLES[event.layer], CONVERSION, event.end - origin) | {"ph": "i", "s": "t"}
+
+
+def _entry(event: Event, name: str, kind: str, time_ns: int) -> dict[str, Any]:
+    place = {"pid": event.rank, "tid": event.block, "ts": time_ns / 1e3}
+    return {"name": name, "cat": kind, **place, "args": {"sm": event.sm, "epoch": event.epoch}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from comet.paths import ExpertPath, make_path
 from comet.tuner.layers import counted
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured
-from comet.tuner.timing import Timing, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Timing, Variant, capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 from comet.workspace import Workspace
 
 
@@ -274,9 +274,10 @@ def _try_setting(
         if group.device.type == "cuda":
             torch.cuda.synchronize(group.device)
         group.workspace.check()
-        calls = [partial(inputs.run, path, index) for index in range(NUM_INPUTS)]
+        run: Variant = partial(inputs.run, path)
         if group.device.type == "cuda" and setting is not None:
-            calls = _as_graphs(calls)
+            run = capture(run, rotate=NUM_INPUTS)
+        calls = [partial(run, index) for index in range(NUM_INPUTS)]
     except (RuntimeError, ValueError) as error:
         if group.comm.board.is_final:
             raise
@@ -286,13 +287,3 @@ def _try_setting(
         return calls, ""
     recover(group.workspace, group.process_group)
     return None, failure
-
-
-def _as_graphs(calls: Sequence[Call]) -> list[Call]:
-    """The same calls recorded; they share the memory of what they compute, which nobody reads."""
-    pool = torch.cuda.graph_pool_handle()
-    graphs = [torch.cuda.CUDAGraph() for _ in calls]
-    for graph, call in zip(graphs, calls, strict=True):
-        with torch.cuda.graph(graph, pool=pool):
-            call()
-    return [graph.replay for graph in graphs]
