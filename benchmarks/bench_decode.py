@@ -33,14 +33,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from decode_library import PREFIX, find_library
 from decode_report import Row, draw, figures, format_table, write_results
 from decode_steps import WEIGHTS, StepRun, Team, WeightSet, make_set, make_steps, open_team
-from decode_variants import ON_ONE_GPU, OVER_RANKS, OWN, Settings, configs, in_place, step_runs
-from facts import gather_facts
+from decode_variants import ON_ONE_GPU, OVER_RANKS, OWN, PREFIX, Settings, configs, find_library, in_place, step_runs
 from points import Ranks
 from shapes import MODELS, ROUTINGS
-from start import run_and_leave, start_ranks, tell, whole_numbers, words
+from start import gather_facts, run_and_leave, start_ranks, tell, whole_numbers, words
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require

@@ -39,12 +39,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_decode import read_roof_tbs
-from facts import gather_facts
 from generate_paths import ATTENTION, COMET, Paths, StepPath, Stepwise, library_version, make_gpt, model_config
 from points import Ranks, attempt
 from report import cell
 from shapes import MODELS
-from start import run_and_leave, start_ranks, tell, whole_numbers
+from start import gather_facts, run_and_leave, start_ranks, tell, whole_numbers
 from torch import Tensor
 
 from comet.config import ParallelConfig, require

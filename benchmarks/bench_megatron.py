@@ -28,11 +28,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from facts import gather_facts, time_by_protocol
 from points import Ranks, attempt, relative_error
 from report import Row, cell, table_of
 from shapes import model
-from start import run_and_leave, start_ranks, tell, whole_numbers, words
+from start import gather_facts, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
 from torch import Tensor, nn
 from torch.nn.functional import silu
 

@@ -22,7 +22,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from facts import gather_facts, time_by_protocol
 from fp8 import deviation
 from points import (
     ROTATE,
@@ -56,7 +55,7 @@ from report import (
     set_aside,
 )
 from shapes import ROUTINGS, model, parse_overlap
-from start import run_and_leave, start_ranks, tell, whole_numbers, words
+from start import gather_facts, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
 from torch import Tensor
 
 from comet.config import ParallelConfig, require

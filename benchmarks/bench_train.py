@@ -35,12 +35,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from facts import gather_facts, time_by_protocol
 from generate_paths import draws_on
 from points import Ranks, attempt
 from report import Row, append_csv, cell, geometric_mean, set_aside, table_of
 from shapes import model
-from start import run_and_leave, start_ranks, tell, whole_numbers, words
+from start import gather_facts, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
 from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require

@@ -37,7 +37,7 @@ from report import table_of
 from start import run_and_leave
 
 from comet.config import require
-from comet.training.history import History
+from comet.training.report import History
 
 EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32 = 20, 0.25, 2 * 4.5e-5
 WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.01

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 import triton
-from facts import time_by_protocol
 from points import Inputs, Ranks, Settings, make_inputs, open_layer
 from shapes import ROUTINGS, model, parse_overlap
-from start import run_and_leave, start_ranks
+from start import run_and_leave, start_ranks, time_by_protocol
 from torch import Tensor
 
 from comet.config import ParallelConfig, require

@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from comet.comm.deadline import set_deadline
-from comet.comm.handshake import Host, this_host
+from comet.comm.handshake import Host, set_deadline, this_host
 from comet.config import require
 from comet.errors import CommTimeoutError
 from comet.training.ranks import RankContext

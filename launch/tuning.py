@@ -15,16 +15,15 @@ import torch
 from comet.config import MoEConfig, OverlapConfig
 from comet.launch.config import compose, default_ranks, make_job
 from comet.launch.distributed import LaunchContext
-from comet.launch.last_words import last_words
+from comet.launch.failures import last_words
 from comet.launch.schema import build
 from comet.models.config import ModelConfig
 from comet.training.config import JobConfig
 from comet.tuner import job
-from comet.tuner.candidates import propose
 from comet.tuner.choice import resolve
 from comet.tuner.explain import Explained, explain_facts, explain_text
 from comet.tuner.machine import H200, Machine
-from comet.tuner.model import predict
+from comet.tuner.model import predict, propose
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
 from comet.tuner.sweep_job import run_sweep, tell_kept

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
-from comet.comm.deadline import patience
+from comet.comm.handshake import patience
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT
 from comet.sharding import local

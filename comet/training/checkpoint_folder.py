@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from comet.comm.deadline import patience
+from comet.comm.handshake import patience
 from comet.config import require
 from comet.models.config import ModelConfig
 from comet.training.ranks import from_first_rank, gather, this_rank

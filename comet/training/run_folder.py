@@ -19,7 +19,7 @@ from comet.training.checkpoint_folder import (
     remove_checkpoint,
 )
 from comet.training.config import JobConfig
-from comet.training.history import HISTORY_FILE
+from comet.training.report import HISTORY_FILE
 from comet.training.settings import SETTINGS_FILE
 from comet.tuner.shared_file import write_whole
 

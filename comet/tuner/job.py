@@ -21,13 +21,12 @@ from comet.progress import Measuring
 from comet.training.config import JobConfig
 from comet.training.ranks import RankContext, from_first_rank
 from comet.training.run import activation_dtype
-from comet.tuner.candidates import propose
 from comet.tuner.choice import resolve
 from comet.tuner.explain import Explained, Tuned, explain_facts, explain_text, regret_text, regrets
 from comet.tuner.layers import effective
 from comet.tuner.machine import Machine
 from comet.tuner.measure import measure_layer
-from comet.tuner.model import predict
+from comet.tuner.model import predict, propose
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Kernels, ProfileEntry, ProfileKey, ProfileStore, profile_path
 from comet.tuner.shared_file import require_writable

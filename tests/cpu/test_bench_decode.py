@@ -14,7 +14,6 @@ import pytest
 import start
 import torch
 from bench_decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
-from decode_library import find_library, make_experts
 from decode_report import crossovers, draw, figures, format_table, write_results
 from decode_steps import Step, Team, make_set, make_steps, open_team
 from decode_variants import (
@@ -22,6 +21,8 @@ from decode_variants import (
     Settings,
     configs,
     expert_counts,
+    find_library,
+    make_experts,
     step_runs,
     tile_table,
     torch_experts,

@@ -11,8 +11,7 @@ from comm_conformance import ALONE, Site
 from emulated import emulated_group
 
 from comet.comm import Communicator, make_communicator
-from comet.comm.base import SymmTensor
-from comet.comm.local import LocalCommunicator
+from comet.comm.base import LocalCommunicator, SymmTensor
 from comet.comm.signals import late, signal, wait, waited
 from comet.errors import CommTimeoutError, UnavailableError
 

@@ -9,7 +9,7 @@ import pytest
 from training_cases import Rank, make_text
 
 from comet.launch.config import compose, make_job
-from comet.training.history import History
+from comet.training.report import History
 from comet.training.run import train
 from comet.training.settings import read_settings
 

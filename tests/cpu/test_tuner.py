@@ -12,11 +12,20 @@ import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.schedule import check_phases
-from comet.tuner.candidates import candidates, propose
 from comet.tuner.choice import Resolved, check_setting, resolve
 from comet.tuner.layers import effective
 from comet.tuner.machine import H200, Machine
-from comet.tuner.model import _advance, all_gemms, copy_rows_ms, layer0_ms, layer1_ms, layer_gemms, predict
+from comet.tuner.model import (
+    _advance,
+    all_gemms,
+    candidates,
+    copy_rows_ms,
+    layer0_ms,
+    layer1_ms,
+    layer_gemms,
+    predict,
+    propose,
+)
 from comet.tuner.problem import Problem, expected_tiles, shard_reach
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)

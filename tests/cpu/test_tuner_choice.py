@@ -14,13 +14,12 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
-from comet.tuner.candidates import propose
 from comet.tuner.choice import Resolved, Resolver, check_setting, resolve
 from comet.tuner.explain import Explained, explain_facts, explain_text
 from comet.tuner.layers import candidate_name
 from comet.tuner.machine import H200, Machine
 from comet.tuner.measure import measure_layer, reason
-from comet.tuner.model import predict
+from comet.tuner.model import predict, propose
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 

@@ -14,10 +14,9 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels import cuda_text, dispatch_gemm_cuda, gemm_combine_cuda, nvrtc
 from comet.kernels.arguments import Returns
 from comet.kernels.dispatch import Sends
-from comet.tuner.candidates import candidates, propose
 from comet.tuner.layers import candidate_name, cuda_layers, effective
 from comet.tuner.machine import H200, Machine
-from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, predict
+from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, candidates, predict, propose
 from comet.tuner.problem import Problem
 from comet.workspace import WorkspaceShape
 

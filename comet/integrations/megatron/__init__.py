@@ -5,8 +5,7 @@
 or float32, SwiGLU experts without bias, EP and expert TP, with any data, sequence or pipeline parallelism around it.
 """
 
-from comet.integrations.megatron.checkpoint import from_sequential
-from comet.integrations.megatron.experts import CometExperts
+from comet.integrations.megatron.experts import CometExperts, from_sequential
 from comet.integrations.megatron.layer import CometMoELayer, with_comet
 from comet.integrations.megatron.rules import moe_config
 
