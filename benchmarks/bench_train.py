@@ -50,8 +50,7 @@ from comet.models.gpt import GPT
 from comet.paths import ExpertPath, make_path
 from comet.sharding import local
 from comet.training.config import TrainConfig
-from comet.training.loop import StepMetrics, Trainer
-from comet.training.optimizer import make_optimizer
+from comet.training.loop import StepMetrics, Trainer, make_optimizer
 
 VARIANTS = ("comet", "comet_graph", "plain", "rest")
 # Fields of ModelConfig: the attention in front of each layer, as in ``configs/model``.

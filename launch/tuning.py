@@ -22,15 +22,14 @@ from comet.training.config import JobConfig
 from comet.tuner import job
 from comet.tuner.choice import resolve
 from comet.tuner.explain import Explained, explain_facts, explain_text
-from comet.tuner.machine import H200, Machine
+from comet.tuner.job import run_sweep, tell_kept
 from comet.tuner.model import predict, propose
-from comet.tuner.problem import Problem
+from comet.tuner.problem import H200, Machine, Problem
 from comet.tuner.profile import ProfileStore
-from comet.tuner.sweep_job import run_sweep, tell_kept
 
 
 def sweep_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
-    """Sweep (collective); see ``comet.tuner.sweep_job.run_sweep``. Told to stop, rank 0 says where its rows are."""
+    """Sweep (collective); see ``comet.tuner.job.run_sweep``. Told to stop, rank 0 says where its rows are."""
     with last_words(partial(tell_kept, config)) if context.rank == 0 else nullcontext():
         return run_sweep(config, context, load_models)
 

@@ -24,8 +24,7 @@ from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import Checkpoint, choose_checkpoint
 from comet.training.config import JobConfig
 from comet.training.data import Corpus, heldout_windows, read_corpus
-from comet.training.loop import StepMetrics, Trainer, deterministic
-from comet.training.optimizer import learning_rate, make_optimizer
+from comet.training.loop import StepMetrics, Trainer, deterministic, learning_rate, make_optimizer
 from comet.training.ranks import RankContext, from_first_rank, gather
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder

@@ -16,9 +16,8 @@ from comet.config import OverlapConfig
 from comet.tables import aligned
 from comet.tuner.choice import Resolved, broken_rule
 from comet.tuner.layers import candidate_name, cuda_layers, effective
-from comet.tuner.machine import Machine
 from comet.tuner.model import Prediction
-from comet.tuner.problem import Problem
+from comet.tuner.problem import Machine, Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileStore, token_bucket
 
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from comet.config import DIM_MULTIPLE, OverlapConfig
 from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
 from comet.settings import TileShape
-from comet.tuner.machine import Machine
-from comet.tuner.problem import Problem
+from comet.tuner.problem import Machine, Problem
 
 PLAIN = "plain"
 

@@ -30,8 +30,7 @@ from comet.config import OverlapConfig, Transport
 from comet.schedule import part_span
 from comet.settings import TileShape
 from comet.tuner.layers import cuda_layers, effective, fitting_panels, fitting_phases
-from comet.tuner.machine import Machine
-from comet.tuner.problem import Problem
+from comet.tuner.problem import Machine, Problem
 
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
 ROOFLINE_POWER = 2.5

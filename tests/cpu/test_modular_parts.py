@@ -11,7 +11,7 @@ from comet.layout import ExpertLayout
 from comet.modular.all_to_all import destinations, local_ids, pack, unpack
 from comet.modular.base import slot_rows, weighted_sum
 from comet.modular.composer import cut, scratch_bytes
-from comet.modular.grouped import routed_capacity, tiles_of_batches, tiles_of_ids
+from comet.modular.experts import routed_capacity, tiles_of_batches, tiles_of_ids
 from comet.modular.interfaces import Problem, ScratchShapes
 from comet.modular.symmetric import batch_table, local_experts
 from comet.plan import Plan, routed_row_capacity

@@ -17,8 +17,8 @@ from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.launch.failures import last_words
 from comet.launch.tuning import sweep_job
+from comet.tuner.job import CSV_NAME, tell_kept
 from comet.tuner.sweep import SweepLog
-from comet.tuner.sweep_job import CSV_NAME, tell_kept
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 180

@@ -18,8 +18,7 @@ from comet.models.gpt import next_token_loss
 from comet.training import run
 from comet.training.config import CommConfig, JobConfig
 from comet.training.data import sample_batch
-from comet.training.loop import Trainer
-from comet.training.optimizer import learning_rate, make_optimizer
+from comet.training.loop import Trainer, learning_rate, make_optimizer
 from comet.training.report import History, Window, printable
 from comet.training.run import generate, heldout_loss, train
 

@@ -15,8 +15,7 @@ from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model
 
 from comet.graphs import GraphMode
 from comet.launch.config import compose
-from comet.training.loop import Trainer
-from comet.training.optimizer import make_optimizer
+from comet.training.loop import Trainer, make_optimizer
 from comet.training.report import History
 from comet.training.run import heldout_loss, train
 

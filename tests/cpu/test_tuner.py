@@ -14,7 +14,6 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.schedule import check_phases
 from comet.tuner.choice import Resolved, check_setting, resolve
 from comet.tuner.layers import effective
-from comet.tuner.machine import H200, Machine
 from comet.tuner.model import (
     _advance,
     all_gemms,
@@ -26,7 +25,7 @@ from comet.tuner.model import (
     predict,
     propose,
 )
-from comet.tuner.problem import Problem, expected_tiles, shard_reach
+from comet.tuner.problem import H200, Machine, Problem, expected_tiles, shard_reach
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
 SHAPES = {

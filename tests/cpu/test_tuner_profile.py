@@ -16,8 +16,7 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.tuner.choice import resolve
-from comet.tuner.machine import H200
-from comet.tuner.problem import Problem
+from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import (
     VERSION,
     Measured,

@@ -10,9 +10,8 @@ import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.tuner.explain import Tuned, model_regret, regret_text, regrets
-from comet.tuner.machine import H200
 from comet.tuner.model import predict
-from comet.tuner.problem import Problem
+from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)

@@ -14,9 +14,8 @@ import torch
 from comet.config import MoEConfig, ParallelConfig
 from comet.tuner.choice import check_setting, resolve
 from comet.tuner.explain import model_regret
-from comet.tuner.machine import H200, Machine
 from comet.tuner.model import predict
-from comet.tuner.problem import Problem
+from comet.tuner.problem import H200, Machine, Problem
 from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries
 
 SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))

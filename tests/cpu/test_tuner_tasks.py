@@ -23,8 +23,7 @@ from comet.launch.tuning import load_models
 from comet.paths import ExpertPath, make_path
 from comet.training.config import JobConfig
 from comet.tuner import job
-from comet.tuner.machine import H200
-from comet.tuner.problem import Problem
+from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import Measured, ProfileStore
 
 CPU = torch.device("cpu")
