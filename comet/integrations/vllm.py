@@ -235,7 +235,7 @@ class PrepareFinalizeAdapter:
 
     def max_num_tokens_per_rank(self) -> int | None:
         """M for batches, which have room for W * M rows each; else no limit of its own: the group's memory has one."""
-        return self.inner.transport.workspace.max_tokens if isinstance(self.inner, SymmetricBatched) else None
+        return self.inner.workspace.max_tokens if isinstance(self.inner, SymmetricBatched) else None
 
     def num_dispatchers(self) -> int:
         """W."""

@@ -36,9 +36,9 @@ from comet.modular.interfaces import (
     TopKReduce,
 )
 from comet.paths import SymmetricPath
-from comet.plan import Plan, begin_plan
+from comet.plan import Plan
 from comet.quantize import FP8, FP8_BLOCK, quantize_rows
-from comet.workspace import ROWS_NEEDED, Workspace
+from comet.workspace import ROWS_NEEDED
 
 SCALE_BYTES = 4
 
@@ -74,119 +74,8 @@ def _parts(packed: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
     return elements, packed.view(torch.float32)[..., first : first + math.ceil(hidden_size / FP8_BLOCK)]
 
 
-class SymmetricTransport:
-    """Moves rows over the pool of an expert group; one dispatch and one combine per plan.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks and the pool.
-        overlap: ``comm_blocks`` and ``block_rows`` are used; ``None`` takes the defaults.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
-    """
-
-    def __init__(
-        self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, use_kernels: bool | None
-    ) -> None:
-        kernels = resolve_kernels(group.device, use_kernels)
-        self.path = SymmetricPath(config, group, overlap or OverlapConfig(), use_kernels=kernels)
-        self.layout = self.path.layout
-        self.workspace: Workspace = self.path.workspace
-        self.plan_stream = group.plan_stream
-
-    def bring(self, routed: RoutedTokens, *, quantize: bool) -> tuple[Plan, Tensor]:
-        """Send this rank's tokens and wait for the rows of all: ``start`` for a caller with nothing to run in between.
-
-        Returns:
-            What ``start``'s result returns.
-
-        Raises:
-            ValueError: If the tokens do not fit the pool.
-        """
-        self._check(routed)
-        return self.plan_stream.start(lambda: self._bring(routed, quantize))()
-
-    def start(self, routed: RoutedTokens, *, quantize: bool) -> Callable[[], tuple[Plan, Tensor]]:
-        """Begin to send this rank's tokens, quantised and packed if asked for (collective).
-
-        On a GPU the plan and the rows travel on a stream of their own, beside whatever the caller launches next; on a
-        CPU only the ids are on their way when this returns, which by kernels costs the plan a launch.
-
-        Returns:
-            To be called once: waits for the rows of all ranks, and returns the plan and the received rows ``(R, D)``,
-            or packed ones (see ``pack_rows``), a view of the pool.
-
-        Raises:
-            ValueError: If the tokens do not fit the pool.
-        """
-        self._check(routed)
-        if self.plan_stream.stream is None:
-            return self._begin(routed, quantize)
-        return self.plan_stream.start(lambda: self._bring(routed, quantize))
-
-    def combine_partials(self, partial: Tensor, plan: Plan) -> Tensor:
-        """Send one partial sum per received row ``(R, D)`` home and add them up: ``(T, D)`` (collective)."""
-        numbers = torch.arange(partial.shape[0], dtype=torch.int32, device=partial.device)
-        return self.combine(partial, plan, numbers[:, None], weighted=False)
-
-    def combine(self, outputs: Tensor, plan: Plan, row_slots: Tensor, *, weighted: bool) -> Tensor:
-        """Add up the outputs of each received row, send the sums home, and add those up in rank order (collective).
-
-        Args:
-            outputs: ``(Q', D)``.
-            plan: Of the dispatch the rows came with.
-            row_slots: ``(R, K')`` int32 rows of ``outputs``, -1 for none; K' = K when weighted.
-            weighted: Apply the plan's routing weights.
-
-        Returns:
-            ``(T, D)``.
-        """
-        path, plan = self.path, replace(plan, row_slots=row_slots)
-        combined: Tensor = path.ops.combine(
-            outputs.contiguous(), plan, self.workspace, path.settings, weighted=weighted
-        )
-        return combined
-
-    def _bring(self, routed: RoutedTokens, quantize: bool) -> tuple[Plan, Tensor]:
-        """The plan is made in halves, a launch more, only where there are rows to quantise while ids travel."""
-        if quantize:
-            return self._begin(routed, quantize)()
-        path = self.path
-        plan = path.plan(routed.top_k_ids, routed.top_k_weights)
-        return plan, path.ops.dispatch(routed.tokens.contiguous(), plan, path.workspace, path.settings)
-
-    def _begin(self, routed: RoutedTokens, quantize: bool) -> Callable[[], tuple[Plan, Tensor]]:
-        path, rows = self.path, routed.tokens.contiguous()
-        finish = begin_plan(
-            routed.top_k_ids,
-            routed.top_k_weights,
-            path.layout,
-            path.workspace,
-            overlap=path.overlap,
-            expert_capacity=path.expert_capacity,
-            max_routed_rows=path.max_routed_rows,
-            use_kernels=path.use_kernels,
-        )
-        if quantize:  # while ids travel
-            rows = pack_rows(quantize_rows(rows, trusted=True), rows.dtype)
-
-        def arrive() -> tuple[Plan, Tensor]:
-            plan = finish()
-            path.check_reserved(plan)
-            return plan, path.ops.dispatch(rows, plan, path.workspace, path.settings)
-
-        return arrive
-
-    def _check(self, routed: RoutedTokens) -> None:
-        shape, tokens = self.workspace.shape, routed.tokens
-        require(
-            tokens.shape[1] == shape.hidden_size,
-            f"hidden_size={tokens.shape[1]} of tokens must be the pool's {shape.hidden_size}",
-        )
-        require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
-
-
 class _Symmetric(ABC):
-    """What both formats share: the transport, and a reduction that may be part of the combine.
+    """What both formats share: plan, dispatch and combine, and a reduction that may be part of the combine.
 
     Args:
         config: Shape of the layer.
@@ -207,38 +96,87 @@ class _Symmetric(ABC):
         use_kernels: bool | None = None,
     ) -> None:
         require_memory(group.comm, type(self).__name__, "use AllToAll")
-        self.transport = SymmetricTransport(config, group, overlap, use_kernels)
-        self.layout = self.transport.layout
-        self.comm = group.comm
+        kernels = resolve_kernels(group.device, use_kernels)
+        self.path = SymmetricPath(config, group, overlap or OverlapConfig(), use_kernels=kernels)
+        self.layout, self.workspace, self.comm = self.path.layout, self.path.workspace, group.comm
+        self.plan_stream = group.plan_stream
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""
-        plan, tokens = self.transport.bring(routed, quantize=quantize)
-        return self._received(plan, tokens, routed.tokens.shape[1] if quantize else None)
+        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch.
+
+        Raises:
+            ValueError: If the tokens do not fit the pool.
+        """
+        self._check_tokens(routed)
+        return self._received(routed, quantize, *self.plan_stream.start(lambda: self._bring(routed, quantize))())
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver.
 
+        On a GPU plan and rows travel on a stream of their own. On a CPU only the ids are on their way when this
+        returns, which by kernels costs the plan a launch.
+
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
+
+        Raises:
+            ValueError: If the tokens do not fit the pool.
         """
-        arrive = self.transport.start(routed, quantize=quantize)
-        packed_size = routed.tokens.shape[1] if quantize else None
-        return lambda: self._received(*arrive(), packed_size)
+        self._check_tokens(routed)
+        if self.plan_stream.stream is None:
+            arrive = self._begin(routed, quantize)
+        else:
+            arrive = self.plan_stream.start(lambda: self._bring(routed, quantize))
+        return lambda: self._received(routed, quantize, *arrive())
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
-        """Reduce, combine; a delegated reduction is part of the combine."""
-        plan: Plan = received.route
-        if isinstance(reduce, DelegateReduce):
-            return self.transport.combine(outputs.flatten(0, 1), plan, self._row_slots(received.rows), weighted=True)
-        return self.transport.combine_partials(reduce.apply(outputs, received.rows), plan)
+        """Reduce, send the sums home, and add those up in rank order; a delegated reduction is part of the combine."""
+        path, plan = self.path, received.route
+        is_delegated = isinstance(reduce, DelegateReduce)
+        if is_delegated:
+            outputs, row_slots = outputs.flatten(0, 1), self._row_slots(received.rows)
+        else:  # one partial sum per received row
+            outputs = reduce.apply(outputs, received.rows)
+            row_slots = torch.arange(outputs.shape[0], dtype=torch.int32, device=outputs.device)[:, None]
+        plan = replace(plan, row_slots=row_slots)
+        combined: Tensor = path.ops.combine(
+            outputs.contiguous(), plan, path.workspace, path.settings, weighted=is_delegated
+        )
+        return combined
 
-    def _received(self, plan: Plan, tokens: Tensor, packed_size: int | None) -> Received:
-        """Received rows as they lie in the pool, in the class's format; ``packed_size`` is the D of packed ones."""
+    def _bring(self, routed: RoutedTokens, quantize: bool) -> tuple[Plan, Tensor]:
+        """The plan is made in halves, a launch more, only where there are rows to quantise while ids travel."""
+        return self._begin(routed, quantize, at_once=not quantize)()
+
+    def _begin(
+        self, routed: RoutedTokens, quantize: bool, *, at_once: bool = False
+    ) -> Callable[[], tuple[Plan, Tensor]]:
+        """Send ids; what is returned gets the plan and the received rows ``(R, D)``, or packed ones."""
+        path, rows = self.path, routed.tokens.contiguous()
+        finish = path.begin_plan(routed.top_k_ids, routed.top_k_weights, at_once=at_once)
+        if quantize:  # while ids travel
+            rows = pack_rows(quantize_rows(rows, trusted=True), rows.dtype)
+
+        def arrive() -> tuple[Plan, Tensor]:
+            plan = finish()
+            return plan, path.ops.dispatch(rows, plan, path.workspace, path.settings)
+
+        return arrive
+
+    def _check_tokens(self, routed: RoutedTokens) -> None:
+        shape, tokens = self.workspace.shape, routed.tokens
+        require(
+            tokens.shape[1] == shape.hidden_size,
+            f"hidden_size={tokens.shape[1]} of tokens must be the pool's {shape.hidden_size}",
+        )
+        require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
+
+    def _received(self, routed: RoutedTokens, is_packed: bool, plan: Plan, tokens: Tensor) -> Received:
+        """Received rows as they lie in the pool, in the class's format."""
         rows = self._rows(plan, tokens)
-        if packed_size is not None:
+        if is_packed:
             assert isinstance(rows.tokens, Tensor)
-            rows = replace(rows, tokens=unpack_rows(rows.tokens, packed_size))
+            rows = replace(rows, tokens=unpack_rows(rows.tokens, routed.tokens.shape[1]))
         return Received(rows=rows, route=plan)
 
     @abstractmethod
@@ -315,7 +253,7 @@ class SymmetricBatched(_Symmetric):
 
     def _check(self, plan: Plan, batch_rows: int) -> None:
         most = plan.segment_counts.max()
-        fault = self.transport.workspace.fault[ROWS_NEEDED]
+        fault = self.workspace.fault[ROWS_NEEDED]
         fault.copy_(most.where(most > batch_rows, fault))  # no waiting: the host reads it in workspace.check
         if most.device.type == "cpu" and int(most) > batch_rows:
             raise CapacityError(
