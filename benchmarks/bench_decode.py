@@ -24,7 +24,6 @@ paths, which take no such weights, run on the same numbers in the dtype of the t
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,13 +37,13 @@ from decode_steps import WEIGHTS, StepRun, Team, WeightSet, make_set, make_steps
 from decode_variants import ON_ONE_GPU, OVER_RANKS, OWN, PREFIX, Settings, configs, find_library, in_place, step_runs
 from points import Ranks
 from shapes import MODELS, ROUTINGS
-from start import gather_facts, run_and_leave, start_ranks, tell, whole_numbers, words
+from start import gather_facts, release, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.launch.cli import Parser
-from comet.tuner.timing import Variant, capture, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Variant, capture, rank_barrier
 
 FLUSH_BYTES = 2**28
 # Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
@@ -74,15 +73,8 @@ def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, settin
     checked = Checked(failures=dict(team.failures))
     for name, run in step_runs(team, steps, settings).items():
         check_variant(name, run, exact, len(steps), team, checked)
-    timings = time_interleaved(
-        checked.variants,
-        rounds=settings.rounds,
-        barrier=flush_and_meet(ranks),
-        rotate=1,
-        device=ranks.device,
-        slowest=max_over_ranks(ranks.device, ranks.process_group),
-        warmup=3,
-    )
+    opening = flush_and_meet(ranks)
+    timings = time_by_protocol(checked.variants, ranks, rounds=settings.rounds, opening=opening, leads=False)
     _, failure = team.attempt(team.check)
     if failure:
         checked.failures["after timing"] = failure
@@ -260,13 +252,6 @@ def measure_weights(team: Team, kind: str, tokens: Sequence[int], settings: Sett
         release(ranks)
 
 
-def release(ranks: Ranks) -> None:
-    """Give back the memory of what is gone; graphs are gone before the communicators they recorded."""
-    gc.collect()
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def read_roof_tbs(ranks: Ranks) -> float:
     """TB/s of adding up a large array, the fastest of three ways: what reading memory can reach here (collective)."""
     device = ranks.device
@@ -277,15 +262,7 @@ def read_roof_tbs(ranks: Ranks) -> float:
         "rows": lambda _: data.view(-1, 4096).sum(dim=1),
         "bf16": lambda _: data.view(torch.bfloat16).view(-1, 8192).amax(dim=1),
     }
-    timings = time_interleaved(
-        readers,
-        rounds=10,
-        barrier=rank_barrier(device, ranks.process_group),
-        rotate=1,
-        device=device,
-        slowest=max_over_ranks(device, ranks.process_group),
-        warmup=3,
-    )
+    timings = time_by_protocol(readers, ranks, rounds=10, leads=False)
     return num_bytes / (min(timing.median_ms for timing in timings.values()) * 1e9)
 
 

@@ -43,7 +43,7 @@ from generate_paths import ATTENTION, COMET, Paths, StepPath, Stepwise, library_
 from points import Ranks, attempt
 from report import cell
 from shapes import MODELS
-from start import gather_facts, run_and_leave, start_ranks, tell, whole_numbers
+from start import gather_facts, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -54,7 +54,7 @@ from comet.launch.cli import Parser
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.tables import aligned
-from comet.tuner.timing import Timing, Variant, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Timing, Variant, rank_barrier
 
 Row = dict[str, Any]
 
@@ -167,15 +167,7 @@ def measure_context(
     variants: dict[str, Variant] = {
         name: partial(take_steps, path, first, arguments.steps) for name, path in ready.items()
     }
-    timings = time_interleaved(
-        variants,
-        rounds=arguments.rounds,
-        barrier=rewind,
-        rotate=1,
-        device=device,
-        slowest=max_over_ranks(device, ranks.process_group),
-        warmup=1,
-    )
+    timings = time_by_protocol(variants, ranks, rounds=arguments.rounds, opening=rewind, leads=False, warmup=1)
     num_bytes = ranks.worst(step_bytes(gpt, contents, first, num_places, arguments.steps))
     keys: Row = {"model": config.name, "layers": config.num_layers, "ep": arguments.ep, "tp": arguments.tp}
     keys |= {"batch": arguments.batch, "context": context}

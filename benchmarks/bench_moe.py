@@ -12,7 +12,6 @@ and protocol: ``RESULTS.md`` beside this file.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +54,7 @@ from report import (
     set_aside,
 )
 from shapes import ROUTINGS, model, parse_overlap
-from start import gather_facts, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
+from start import gather_facts, release, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -225,9 +224,7 @@ def measure_model(
             tell(ranks, f"{name}: layer made in {time.perf_counter() - start:.1f} s")
             yield from measure_layer(layer, points, settings, ranks, arguments.rounds, link_roof)
         del layer
-        gc.collect()
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(ranks)
 
 
 def measure_layer(

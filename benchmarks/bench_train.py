@@ -22,7 +22,6 @@ the run as JSON. Columns and protocol: ``RESULTS.md`` beside this file.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import time
@@ -39,7 +38,7 @@ from generate_paths import draws_on
 from points import Ranks, attempt
 from report import Row, append_csv, cell, geometric_mean, set_aside, table_of
 from shapes import model
-from start import gather_facts, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
+from start import gather_facts, release, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
 from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require
@@ -304,9 +303,7 @@ def measure_all(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
     """A row for each model and number of tokens; collective."""
     for name, num_tokens in product(arguments.models, arguments.tokens):
         yield measure(name, num_tokens, arguments, ranks)
-        gc.collect()
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(ranks)
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:

@@ -5,6 +5,7 @@ Mistakes are one line and status 2. Facts are what this machine can do at best, 
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from points import Ranks
 from report import Row
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from comet.comm import make_communicator
 from comet.config import ParallelConfig, require
@@ -37,38 +37,28 @@ from comet.tuner.timing import Name, Timing, Variant, host_ahead, max_over_ranks
 ROUNDS = 10
 
 
-def gemm_roof_tflops(device: torch.device, process_group: ProcessGroup | None) -> float:
+def gemm_roof_tflops(ranks: Ranks) -> float:
     """Rate of an 8192^3 bf16 product (256^3 float32 on a CPU), all ranks at once, of the slowest rank."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / (_median_ms(lambda _: a @ b, device, process_group) * 1e9)
+    size = 8192 if ranks.device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=ranks.device).to(ranks.dtype) for _ in range(2))
+    timings = time_by_protocol({"roof": lambda _: a @ b}, ranks, rounds=ROUNDS, leads=False)
+    return 2 * size**3 / (timings["roof"].median_ms * 1e9)
 
 
-def link_roof_gbs(device: torch.device, process_group: ProcessGroup | None) -> float | None:
+def link_roof_gbs(ranks: Ranks) -> float | None:
     """GB/s of a copy to the next rank, all ranks at once, by the copy engines; ``None`` for a rank alone."""
-    if process_group is None:
+    device = ranks.device
+    if ranks.process_group is None:
         return None
     num_bytes = 2**28 if device.type == "cuda" else 2**20
-    comm = make_communicator("auto", process_group, device)
+    comm = make_communicator("auto", ranks.process_group, device)
     window = comm.alloc(num_bytes)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target: Tensor = window.peers[(comm.rank + 1) % comm.world_size]
-    milliseconds = _median_ms(lambda _: target.copy_(source), device, process_group)
+    timings = time_by_protocol({"roof": lambda _: target.copy_(source)}, ranks, rounds=ROUNDS, leads=False)
     comm.barrier()
     comm.close()
-    return num_bytes / (milliseconds * 1e6)
-
-
-def _median_ms(variant: Callable[[int], object], device: torch.device, process_group: ProcessGroup | None) -> float:
-    timings = time_interleaved(
-        {"roof": variant},
-        rounds=ROUNDS,
-        barrier=rank_barrier(device, process_group),
-        rotate=1,
-        device=device,
-        slowest=max_over_ranks(device, process_group),
-    )
-    return timings["roof"].median_ms
+    return num_bytes / (timings["roof"].median_ms * 1e6)
 
 
 def time_by_protocol(
@@ -76,10 +66,12 @@ def time_by_protocol(
     ranks: Ranks,
     *,
     rounds: int,
-    rotate: int,
+    rotate: int = 1,
     opening: Callable[[], None] | None = None,
+    leads: bool = True,
+    warmup: int = 3,
 ) -> dict[Name, Timing]:
-    """Time variants in turn, the host ahead of the GPU and ranks starting together; the slowest rank counts.
+    """Time variants in turn, ranks starting together; the slowest rank counts.
 
     Args:
         variants: By name, equal on all ranks.
@@ -87,15 +79,18 @@ def time_by_protocol(
         rounds: Counted calls of each variant.
         rotate: Input sets.
         opening: What comes before each call in the place of the ranks' barrier.
+        leads: Whether the host gets ahead of the GPU before each call.
+        warmup: Rounds that are not counted.
     """
     barrier = rank_barrier(ranks.device, ranks.process_group) if opening is None else opening
     return time_interleaved(
         variants,
         rounds=rounds,
-        barrier=host_ahead(barrier, ranks.device),
+        barrier=host_ahead(barrier, ranks.device) if leads else barrier,
         rotate=rotate,
         device=ranks.device,
         slowest=max_over_ranks(ranks.device, ranks.process_group),
+        warmup=warmup,
     )
 
 
@@ -116,8 +111,8 @@ def gather_facts(ranks: Ranks) -> Row:
         "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
         "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
         "torch": torch.__version__,
-        "gemm_roof_tflops": gemm_roof_tflops(ranks.device, ranks.process_group),
-        "link_roof_gbs": link_roof_gbs(ranks.device, ranks.process_group),
+        "gemm_roof_tflops": gemm_roof_tflops(ranks),
+        "link_roof_gbs": link_roof_gbs(ranks),
     }
 
 
@@ -182,3 +177,10 @@ def tell(ranks: Ranks, line: str) -> None:
     """One line of progress, by rank 0."""
     if ranks.rank == 0:
         print(line, file=sys.stderr, flush=True)
+
+
+def release(ranks: Ranks) -> None:
+    """Give back the memory of what is gone; graphs are gone before the communicators they recorded."""
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
