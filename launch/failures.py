@@ -26,7 +26,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from comet.comm.failures import is_peer_error
 from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, StepFailedError, UnavailableError
@@ -114,7 +113,7 @@ def report(error: BaseException, signs: Signs | None, with_traceback: bool = Fal
     if signs is None:
         _print(error, "a rank that met no other", f"error: {one_line(error)}", with_traceback)
         return _status(error)
-    context, where = signs.context, place_of(_inwards(error)[::-1])
+    context, where = signs.context, place_of(list(traceback.walk_tb(error.__traceback__))[::-1])
     signs.place = where
     if context.num_nodes > 1:  # this node's agent would end the rank before it can name the other node's
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -159,10 +158,6 @@ def _print(error: BaseException, who: str, line: str, with_traceback: bool) -> N
     text = "" if short and not with_traceback else "".join(traceback.format_exception(error))
     last = line if short else f"error: {who} failed with {type(error).__name__}"
     say_text(f"{text}comet: {last}\n")
-
-
-def _inwards(error: BaseException) -> list[tuple[FrameType, int]]:
-    return list(traceback.walk_tb(error.__traceback__))
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

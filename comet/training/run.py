@@ -257,7 +257,7 @@ class Job:
             "ep": group.parallel.ep,
             "tp": group.parallel.tp,
             "data_parallel": group.data_parallel,
-            "device": _device_name(group.device),
+            "device": torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "moe_path": config.moe_path,
             "cuda_graph": not any_eager,
@@ -363,7 +363,3 @@ def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, w
 
 def _is_due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
