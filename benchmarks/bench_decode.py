@@ -1,7 +1,7 @@
 """Decode: microseconds and TB/s of distinct touched weight bytes, warp decode against every other way to do it.
 
     python benchmarks/bench_decode.py --models qwen3_30b_a3b,mixtral_8x7b --tokens 1,2,4,8,16,32,64,128,256
-    python benchmarks/bench_decode.py --weights bf16,mxfp8,fp8 --variants comet,triton
+    python benchmarks/bench_decode.py --weights bf16,fp8,mxfp8,mxfp4 --variants comet,triton
     python benchmarks/bench_decode.py --try form=matrix,gate_up.rows=64 --try dependent=1 --tokens 1,4
     torchrun --nproc-per-node 4 benchmarks/bench_decode.py --ep 4 --tokens 1,8,32
     torchrun --nproc-per-node 2 benchmarks/bench_decode.py --ep 2 --tokens 2,16,64 --variants comet,local,own

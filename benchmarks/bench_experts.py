@@ -29,7 +29,7 @@ from start import run_and_leave, start_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
-from comet.decode.runners import Decoder
+from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache, slots_of_budget
 from comet.experts.cache import pinned
@@ -79,7 +79,7 @@ class Layers:
             )
             for _ in range(num_layers)
         ]
-        self.decode = Decoder(config.top_k, 1)
+        self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
 
@@ -91,7 +91,7 @@ class Layers:
     def cached(self, num_slots: int) -> tuple[Callable[[], Any], list[ExpertCache]]:
         """A step that reads from caches, and these."""
         caches = [ExpertCache(w1, w2, num_slots, self.device) for w1, w2 in self.host]
-        layers = [CachedExperts(cache, self.decode, self.config.top_k) for cache in caches]
+        layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
         next_ids = self.ids()
 
         def step() -> None:
@@ -108,7 +108,7 @@ class Layers:
 
         def step() -> None:
             for experts, ids in zip(held, next_ids(), strict=True):
-                self.decode(self.token, ids, self.weights, experts)
+                self.runner.decode(self.token, ids, self.weights, experts)
 
         return step
 
@@ -130,7 +130,7 @@ class Layers:
                     held.w2[slot].copy_(w2[expert], non_blocking=True)
                 on_device = self.trace[at, index]
                 slots.scatter_(0, on_device[0].long(), taken)
-                self.decode(self.token, on_device, self.weights, held)
+                self.runner.decode(self.token, on_device, self.weights, held)
 
         return step
 
@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 def counts_of(caches: Sequence[ExpertCache]) -> tuple[int, int]:
     """Distinct experts needed so far, and those fetched, of all layers."""
-    needed, fetched = torch.stack([cache.tables.counts[1:] for cache in caches]).sum(0).tolist()
+    needed, fetched = torch.stack([cache.tables.totals[:2] for cache in caches]).sum(0).tolist()
     return needed, fetched
 
 

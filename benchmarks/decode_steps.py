@@ -19,7 +19,7 @@ from comet.decode.twin import slot_weights
 from comet.group import ExpertGroup, make_expert_group
 from comet.layout import ExpertLayout
 from comet.paths import ExpertPath, make_path
-from comet.quantize import FP8, MXFP8, quantize_fp8, quantize_mxfp8
+from comet.quantize import FP8, MXFP4, MXFP8, quantize_fp8, quantize_mxfp4, quantize_mxfp8
 from comet.reference import rank_partial
 
 TIMEOUT_S = 30.0
@@ -115,7 +115,9 @@ def _build(config: MoEConfig, parallel: ParallelConfig, max_tokens: int, ranks: 
     return Shared(group=group, fused=fused, decode=decode)
 
 
-QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | FP8]] = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8}
+QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | MXFP4 | FP8]] = {
+    "mxfp8": quantize_mxfp8, "mxfp4": quantize_mxfp4, "fp8": quantize_fp8
+}  # fmt: skip
 WEIGHTS = ("bf16", *QUANTISERS)
 SEEDS_PER_RANK = 1000
 StepRun = Callable[[int], Tensor]  # a way to run a step, by its number
@@ -193,7 +195,7 @@ def make_weights(
 def make_set(
     config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int, kind: str
 ) -> WeightSet:
-    """``make_weights``, quantised for the ``WEIGHTS`` ``mxfp8`` and ``fp8``."""
+    """``make_weights``, quantised for the ``WEIGHTS`` that ``QUANTISERS`` has."""
     plain = make_weights(config, layout, device, dtype, seed)
     if kind not in QUANTISERS:
         return WeightSet(plain, plain)
@@ -203,9 +205,11 @@ def make_set(
         for expert in weight:  # one by one, because the quantiser works in float32
             packed.append(QUANTISERS[kind](expert))
             expert.copy_(packed[-1].dequantize(dtype))
-        fields[name] = torch.stack([each.elements.view(torch.uint8) for each in packed]).view(torch.float8_e4m3fn)
+        fields[name] = torch.stack([each.elements.view(torch.uint8) for each in packed])
+        fields[name] = fields[name].view(packed[0].elements.dtype)
         fields[f"{name}_scales"] = torch.stack([each.scales for each in packed])
-    return WeightSet(DecodeWeights(slots=plain.slots, **fields), plain)
+    w1, w2, w1_scales, w2_scales = (fields[name] for name in ("w1", "w2", "w1_scales", "w2_scales"))
+    return WeightSet(DecodeWeights(w1=w1, w2=w2, slots=plain.slots, w1_scales=w1_scales, w2_scales=w2_scales), plain)
 
 
 def make_steps(

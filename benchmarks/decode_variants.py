@@ -341,7 +341,9 @@ def decode_runs(team: Team, steps: Sequence[Step], settings: Settings) -> dict[s
     """Warp decode of this rank and over the ranks, and every trial."""
     tokens, weights, model = steps[0].tokens, steps[0].weights, team.config
     local_model = replace(model, ffn_size=weights.ffn_size)
-    chosen = configs(local_model, len(tokens), tokens.dtype, settings.trials, weights.shared_scale)
+    chosen = configs(
+        local_model, len(tokens), tokens.dtype, settings.trials, weights.shared_scale, weights.per_number > 1
+    )
     scratch, other_scratch = (
         DecodeScratch.create(weights, model.top_k, tokens.dtype, max_tokens=len(tokens)) for _ in range(2)
     )
@@ -408,9 +410,10 @@ def configs(
     dtype: torch.dtype,
     trials: Sequence[Trial],
     shared_scale: int = 0,
+    four_bits: bool = False,
 ) -> dict[str, DecodeConfig]:
     """The selected blocks as ``comet``, and every trial under its text; a trial may name the form to start at."""
-    choose = partial(select, dtype, shared_scale=shared_scale)
+    choose = partial(select, dtype, shared_scale=shared_scale, four_bits=four_bits)
     shape = (model.top_k, model.hidden_size, model.ffn_size)
     found = {"comet": choose(num_tokens, *shape)}
     for trial in trials:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -16,6 +16,7 @@ Path = Literal["fused", "twin", "plain", "reference"]
 Score = Literal["softmax", "sigmoid"]
 Balance = Literal["aux", "bias", "none"]
 Transport = Literal["push", "copy"]
+SpeculationMode = Literal["off", "conservative", "adaptive"]
 
 MAX_TOP_K = 32
 DIM_MULTIPLE = 16
@@ -236,3 +237,58 @@ class OverlapConfig:
         require(self.num_phases >= 1, f"num_phases={self.num_phases} must be at least 1")
         require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
         require(self.block_rows in (16, 32, 64, 128), f"block_rows={self.block_rows} must be one of 16, 32, 64, 128")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationConfig:
+    """How tokens are drafted with few experts and verified with all K (``comet.experts.speculation``).
+
+    Args:
+        speculate: ``off``, ``conservative`` or ``adaptive``.
+        draft_experts: r, experts of a token in a draft, at least 1 and below K: one number for all MoE layers, or one
+            a layer; none: half of K.
+        draft_tokens: Longest draft, at least 1.
+        tau: A sequence stops drafting behind a token of a probability below it; 0 to 1, 0: never.
+        adaptive_tolerance: T, 0 to 1: ``adaptive`` accepts a draft of probability q > tau where p / q > 1 - T.
+        draft_cached_only: Draft only with experts that are on the GPU.
+    """
+
+    speculate: SpeculationMode = "conservative"
+    draft_experts: tuple[int, ...] = ()
+    draft_tokens: int = 4
+    tau: float = 0.5
+    adaptive_tolerance: float = 0.3
+    draft_cached_only: bool = False
+
+    def __post_init__(self) -> None:
+        modes = get_args(SpeculationMode)
+        require(self.speculate in modes, f"speculate={self.speculate!r} must be one of {', '.join(modes)}")
+        require(
+            all(number >= 1 for number in self.draft_experts),
+            f"draft_experts={list(self.draft_experts)} must each be at least 1",
+        )
+        require(self.draft_tokens >= 1, f"draft_tokens={self.draft_tokens} must be at least 1")
+        for name in ("tau", "adaptive_tolerance"):
+            require(0 <= getattr(self, name) <= 1, f"{name}={getattr(self, name)} must be between 0 and 1")
+
+    def experts_per_layer(self, top_k: int, num_layers: int) -> tuple[int, ...]:
+        """The r of every MoE layer.
+
+        Example: K = 6, 3 layers: ``()`` gives ``(3, 3, 3)``, ``(2,)`` gives ``(2, 2, 2)``, ``(1, 2, 5)`` stays.
+
+        Args:
+            top_k: K of the model.
+            num_layers: MoE layers of the model.
+
+        Raises:
+            ValueError: If a number is not below K, or there are neither one nor one a layer.
+        """
+        require(top_k >= 2, f"speculate={self.speculate!r} must be 'off': top_k={top_k} leaves no fewer experts")
+        require(num_layers >= 1, f"speculate={self.speculate!r} must be 'off': the model has no MoE layer")
+        chosen = self.draft_experts or (top_k // 2,)
+        require(
+            len(chosen) in (1, num_layers),
+            f"draft_experts={list(chosen)} must be one number, or one for each of the {num_layers} MoE layers",
+        )
+        require(max(chosen) < top_k, f"draft_experts={list(chosen)} must be below top_k={top_k} of the model")
+        return chosen if len(chosen) == num_layers else chosen * num_layers

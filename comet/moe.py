@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
-from comet.router import Router
+from comet.router import Router, Routes
 from comet.router_losses import RouterStats
 from comet.sharding import expert_parameter, local, local_weights
 from comet.shared_expert import SharedExpert
@@ -114,7 +114,7 @@ class MoE(nn.Module):
         return local(self.w1).detach(), local(self.w2).detach()
 
     @uncompiled
-    def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
+    def forward(self, x: Tensor, router: Routes | None = None) -> tuple[Tensor, RouterStats]:
         """Run the layer.
 
         What goes wrong on a GPU (a rank that does not come, a capacity that is too small, logits that are not finite)
@@ -123,15 +123,17 @@ class MoE(nn.Module):
 
         Args:
             x: ``(..., D)`` this rank's tokens, any number of them, also none.
+            router: Routes them in place of the layer's own; ``None``: the layer's own.
 
         Returns:
             ``(..., D)`` of the same type, and the router's statistics; add ``stats.loss`` to the training loss.
         """
         tokens, side = self.tokens_of(x), self.group.side_stream
-        routing = self.router(tokens)
+        router = self.router if router is None else router
+        routing = router(tokens)
         # The plan waits for neither; first the one that can fill the GPU while the plan cannot.
         shared = None if self.shared is None else side.start(self.shared, tokens)
-        measure = partial(self.router.measure, largest_logit=self.group.workspace.largest_logit)
+        measure = partial(router.measure, largest_logit=self.group.workspace.largest_logit)
         stats = side.start(measure, routing.logits, routing.scores, routing.top_k_ids)
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)
         output = routed if shared is None else routed + shared()

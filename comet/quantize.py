@@ -1,14 +1,16 @@
-"""Eight-bit weights and activations: e4m3 elements that share a scale, in the two layouts the kernels stream.
+"""Weights and activations of eight and four bits: elements that share a scale, in the layouts the kernels stream.
 
-* **MXFP8** (OCP Microscaling): one power of two per 32 elements along the contraction, stored as e8m0: the byte c means
-  2^(c - 127), and 255 is its NaN.
-* **FP8**: one float32 scale per 128 x 128 block of a weight, or per 128 elements of a token (``block_rows`` 128 or 1);
-  blocks at the edges may be smaller.
+* **MXFP8** (OCP Microscaling): e4m3 elements, and one power of two per 32 of them along the contraction, stored as
+  e8m0: the byte c means 2^(c - 127), and 255 is its NaN.
+* **MXFP4** (OCP Microscaling): the same scales for e2m1 elements, two in a byte.
+* **FP8**: e4m3 elements, and one float32 scale per 128 x 128 block of a weight, or per 128 elements of a token
+  (``block_rows`` 128 or 1); blocks at the edges may be smaller.
 
-An e4m3 number has 1 sign, 4 exponent and 3 fraction bits, at most 448 and in steps of 2^-9 below 2^-6; there is no
-infinity. Rounding is to the nearest, ties to even, and what would round past 448 becomes 448. Scales are chosen such
-that element times scale is exact in float32 (but for numbers under 2^-126 next to a scale under 2^-121, whose last bits
-float32 does not have), and that quantising a dequantised float32 tensor gives the same bits.
+An e4m3 number has 1 sign, 4 exponent and 3 fraction bits, at most 448 and in steps of 2^-9 below 2^-6; an e2m1 number
+is one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign. Neither has an infinity. Rounding is to the nearest, ties to even,
+and what would round past the largest becomes it. Scales are chosen such that element times scale is exact in float32
+(but for numbers under 2^-126 next to a scale under 2^-121, whose last bits float32 does not have), and that quantising
+a dequantised float32 tensor gives the same bits.
 
 These functions are plain torch, run where their input lives and wait for the device, because bad numbers are errors;
 only where they are told to trust their input they do not look at it, and do not wait.
@@ -33,9 +35,10 @@ E4M3_MAX = 448.0
 E4M3_MAX_EXPONENT = 8
 E4M3_SATURATES_ABOVE = 464.0  # half way between 448 and the 480 that e4m3 has no code for; the tie goes to 448
 FLOAT16_MX_MAX = 61440.0  # 240 * 2^8; what e4m3 has next is 256 * 2^8 = 65536, which float16 does not have
+E2M1_MAX_EXPONENT = 2
+E2M1_IN_E4M3 = 64.0  # an e2m1 number's bits in the fields of an e4m3 number are its 64th, for the biases are 1 and 7
 E8M0_BIAS = 127
 E8M0_NAN = 255
-LARGEST_CODE = E8M0_BIAS + 127 - E4M3_MAX_EXPONENT  # 448 * 2^119 is finite in float32, 256 * 2^120 is not
 FLOAT32_FRACTION_BITS = 23
 FLOAT64_FRACTION_BITS = 52
 FLOAT64_BIAS = 1023
@@ -58,13 +61,10 @@ class MXFP8:
     scales: Tensor
 
     def __post_init__(self) -> None:
-        sizes, device = Sizes(), self.elements.device
+        sizes = Sizes()
         sizes.match("elements", self.elements, "... K", dtype=torch.float8_e4m3fn)
         _check_contraction(self.elements)
-        if self.scales.dtype != torch.uint8:
-            raise ValueError(f"scales of dtype {self.scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)")
-        sizes.match("scales", self.scales, f"... K/{MX_BLOCK}", device=device)
-        _refuse(self.scales == E8M0_NAN, self.scales, "scales", "be at most 254; 255 is the NaN of e8m0")
+        _check_e8m0(sizes, self.scales, self.elements.device)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
         """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
@@ -72,11 +72,42 @@ class MXFP8:
         Scales above 2^119, which the quantiser never makes, may give infinity. ``out`` is memory for the result, of
         its shape and dtype.
         """
-        out = _memory_for(self.elements, dtype, out)
-        # On a CPU in float64, to which 2^-127 is a normal number: torch.set_flush_denormal would make it 0.
-        wide = torch.float64 if out.device.type == "cpu" else torch.float32
-        out.unflatten(-1, (-1, MX_BLOCK)).mul_(decode_e8m0(self.scales, wide).unsqueeze(-1))
-        return out
+        return _times_e8m0(_memory_for(self.elements, dtype, out), self.scales)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MXFP4:
+    """A tensor in MXFP4; its contraction is the last dimension.
+
+    Element 2i is the low half of byte i and element 2i + 1 the high one, as in torch.float4_e2m1fn_x2 and in published
+    models (gpt-oss). Example: the elements 0.5, -6 are the codes 1, 15 and the byte 0xF1.
+
+    Args:
+        elements: ``(..., K / 2)`` uint8, two e2m1 codes each, K a multiple of 32; view float4_e2m1fn_x2 as uint8.
+        scales: ``(..., K / 32)`` uint8, e8m0 codes; view float8_e8m0fnu scales as uint8.
+
+    Raises:
+        ValueError: If a dtype, shape or device is wrong, or a scale is NaN.
+    """
+
+    elements: Tensor
+    scales: Tensor
+
+    def __post_init__(self) -> None:
+        sizes = Sizes(K=(2 * self.elements.shape[-1:].numel(), "elements"))
+        sizes.match("elements", self.elements, "... K/2", dtype=torch.uint8)
+        _check_contraction(self.elements, 2)
+        _check_e8m0(sizes, self.scales, self.elements.device)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
+        """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
+
+        Scales above 2^125, which the quantiser never makes, may give infinity. ``out`` is memory for the result, of
+        its shape and dtype.
+        """
+        codes = torch.stack((self.elements & 15, self.elements >> 4), dim=-1).flatten(-2)
+        in_e4m3 = ((codes & 8) << 4 | (codes & 7) << 2).view(torch.float8_e4m3fn)
+        return _times_e8m0(_memory_for(in_e4m3, dtype, out).mul_(E2M1_IN_E4M3), self.scales)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -158,8 +189,37 @@ def quantize_mxfp8(weight: Tensor, *, rule: ScaleRule = "floor") -> MXFP8:
     _check_finite("weight", weight, amax)
     if weight.dtype == torch.float16:
         blocks, amax = blocks.clamp(-FLOAT16_MX_MAX, FLOAT16_MX_MAX), amax.clamp(max=FLOAT16_MX_MAX)
-    scales = _e8m0_scales(amax, rule)
+    scales = _e8m0_scales(amax, E4M3_MAX_EXPONENT, E4M3_SATURATES_ABOVE if rule == "fit" else None)
     return MXFP8(elements=_to_e4m3(blocks * _inverse_e8m0(scales).unsqueeze(-1)).flatten(-2), scales=scales)
+
+
+@torch.no_grad()
+def quantize_mxfp4(weight: Tensor) -> MXFP4:
+    """Quantise along the last dimension to MXFP4, with the OCP specification's scales.
+
+    A block's scale 2^x follows from its largest magnitude, amax: x = floor(log2(amax)) - 2, at least -127; amax / 2^x
+    may reach 8, and what is past 6 saturates. A block of zeros takes x = -127.
+
+    Args:
+        weight: ``(..., K)`` float32, float16 or bfloat16, finite; K a multiple of 32, the contraction.
+
+    Returns:
+        Elements and scales; the sign of zeros is kept.
+
+    Raises:
+        ValueError: If dtype or K break their rule, or a number is NaN or infinite (the first one is named).
+
+    Example: a block of -5, 1, 0.3 and 29 zeros has amax 5, so x = 2 - 2 = 0 and the scale's code is 127. -5 is between
+    -4 and -6 and goes to -4, whose code is even, 0.3 to 0.5; the codes are 14, 2, 1, 0 ..., the bytes 0x2E, 0x01, 0 ...
+    """
+    _check_input("weight", weight)
+    _check_contraction(weight)
+    blocks = weight.float().unflatten(-1, (-1, MX_BLOCK))
+    amax = blocks.abs().amax(-1)
+    _check_finite("weight", weight, amax)
+    scales = _e8m0_scales(amax, E2M1_MAX_EXPONENT)
+    codes = _to_e2m1(blocks * _inverse_e8m0(scales).unsqueeze(-1))
+    return MXFP4(elements=(codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2), scales=scales)
 
 
 def quantize_fp8(weight: Tensor) -> FP8:
@@ -222,13 +282,22 @@ def _inverse_e8m0(codes: Tensor) -> Tensor:
     return decode_e8m0((2 * E8M0_BIAS - codes.int()).byte())
 
 
-def _e8m0_scales(amax: Tensor, rule: ScaleRule) -> Tensor:
+def _times_e8m0(out: Tensor, scales: Tensor) -> Tensor:
+    """``out (..., K)`` itself, every 32 of it multiplied by their scale."""
+    # On a CPU in float64, to which 2^-127 is a normal number: torch.set_flush_denormal would make it 0.
+    wide = torch.float64 if out.device.type == "cpu" else torch.float32
+    out.unflatten(-1, (-1, MX_BLOCK)).mul_(decode_e8m0(scales, wide).unsqueeze(-1))
+    return out
+
+
+def _e8m0_scales(amax: Tensor, max_exponent: int, saturates_above: float | None = None) -> Tensor:
     # The exponent field of a float32 is floor(log2) + 127 where it is not 0, and there the code is 0 in any case.
-    codes = (amax.view(torch.int32) >> FLOAT32_FRACTION_BITS) - E4M3_MAX_EXPONENT
+    codes = (amax.view(torch.int32) >> FLOAT32_FRACTION_BITS) - max_exponent
     codes = codes.clamp(min=0)
-    if rule == "fit":
-        codes = codes + (amax * _inverse_e8m0(codes) > E4M3_SATURATES_ABOVE).int()
-    return codes.clamp(max=LARGEST_CODE).byte()
+    if saturates_above is not None:
+        codes = codes + (amax * _inverse_e8m0(codes) > saturates_above).int()
+    # One more and the largest element would not be finite in float32: of e4m3 448 * 2^119 is, 256 * 2^120 is not.
+    return codes.clamp(max=E8M0_BIAS + 127 - max_exponent).byte()
 
 
 @torch.no_grad()
@@ -280,13 +349,31 @@ def _to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def _to_e2m1(values: Tensor) -> Tensor:
+    """uint8 codes: how many middles between neighbours lie below; a tie counts where the upper code is even."""
+    size = values.abs()
+    codes = values.signbit().byte() << 3
+    for middle in (0.25, 1.25, 2.5, 5.0):
+        codes += size > middle
+    for middle in (0.75, 1.75, 3.5):
+        codes += size >= middle
+    return codes
+
+
 def _check_input(name: str, values: Tensor) -> None:
     require(values.dtype in MOE_DTYPES, f"{name}.dtype={values.dtype} must be one of {MOE_DTYPES}")
 
 
-def _check_contraction(values: Tensor) -> None:
-    size = values.shape[-1] if values.dim() else 0
+def _check_contraction(values: Tensor, per_number: int = 1) -> None:
+    size = per_number * values.shape[-1] if values.dim() else 0
     require(size > 0 and size % MX_BLOCK == 0, f"contraction={size} must be a positive multiple of {MX_BLOCK}")
+
+
+def _check_e8m0(sizes: Sizes, scales: Tensor, device: torch.device) -> None:
+    if scales.dtype != torch.uint8:
+        raise ValueError(f"scales of dtype {scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)")
+    sizes.match("scales", scales, f"... K/{MX_BLOCK}", device=device)
+    _refuse(scales == E8M0_NAN, scales, "scales", "be at most 254; 255 is the NaN of e8m0")
 
 
 def _check_matrix(name: str, values: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,20 @@ class Routing:
     top_k_weights: Tensor
     logits: Tensor
     scores: Tensor
+
+
+class Routes(Protocol):
+    """What routes a layer's tokens and measures it, as a ``Router`` does."""
+
+    def __call__(self, tokens: Tensor) -> Routing:
+        """``(T, D)`` -> the ``Routing`` of these tokens."""
+        ...
+
+    def measure(
+        self, logits: Tensor, scores: Tensor, top_k_ids: Tensor, *, largest_logit: Tensor | None = None
+    ) -> RouterStats:
+        """See ``Router.measure``."""
+        ...
 
 
 class Router(nn.Module):
@@ -82,8 +97,21 @@ class Router(nn.Module):
             ValueError: If ``tokens`` is not ``(T, D)`` floating, or, on a CPU, if a logit is not finite; on a GPU
                 ``measure`` looks for those.
         """
+        return self.route(tokens, self.config, self.selection_bias)
+
+    def route(self, tokens: Tensor, config: MoEConfig, selection_bias: Tensor | None) -> Routing:
+        """``forward`` by another rule.
+
+        Args:
+            tokens: ``(T, D)``, a floating dtype.
+            config: Read for the routing rule; of this router's D and E.
+            selection_bias: ``(E,)`` float32, added to the scores that are compared; minus infinity leaves an expert
+                out for as long as there are others. ``None``: nothing.
+
+        Returns:
+            The ``Routing`` of these tokens.
+        """
         self._check_tokens(tokens)
-        config = self.config
         with without_autocast(tokens.device):
             logits = compute_logits(tokens, self.weight)
             if logits.device.type == "cpu":
@@ -91,10 +119,10 @@ class Router(nn.Module):
             if has_kernels(logits):
                 from comet.router_kernels import select  # needs triton
 
-                top_k_ids, top_k_weights, scores = select(logits, self.selection_bias, config)
+                top_k_ids, top_k_weights, scores = select(logits, selection_bias, config)
             else:
                 scores = score_logits(logits, config.score)
-                top_k_ids = select_experts(self._selection_scores(logits, scores), config)
+                top_k_ids = select_experts(_selection_scores(logits, scores, selection_bias, config), config)
                 top_k_weights = weigh_experts(scores, top_k_ids, config)
         return Routing(top_k_ids.int(), top_k_weights, logits, scores)
 
@@ -162,14 +190,6 @@ class Router(nn.Module):
         )
         require(tokens.is_floating_point(), lambda: f"tokens of dtype {tokens.dtype} must be floating")
 
-    def _selection_scores(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """What experts are compared by: logits where only their order counts, else scores (plus bias)."""
-        if self.selection_bias is not None:
-            return scores.detach() + self.selection_bias
-        # Scores saturate at 0 and 1, and torch's vectorised sigmoid can differ from its scalar tail for equal logits.
-        groups_are_summed = self.config.top_groups < self.config.num_groups
-        return (scores if groups_are_summed else logits).detach()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         # A bias of 0.5 in bf16 cannot move by 0.001, so module.to(bfloat16) and .half() must not reach the bias.
         bias = self.selection_bias
@@ -177,6 +197,15 @@ class Router(nn.Module):
         if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
+
+
+def _selection_scores(logits: Tensor, scores: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> Tensor:
+    """What experts are compared by: logits where only their order counts, else scores (plus bias)."""
+    if selection_bias is not None:
+        return scores.detach() + selection_bias
+    # Scores saturate at 0 and 1, and torch's vectorised sigmoid can differ from its scalar tail for equal logits.
+    groups_are_summed = config.top_groups < config.num_groups
+    return (scores if groups_are_summed else logits).detach()
 
 
 def has_kernels(logits: Tensor) -> bool:

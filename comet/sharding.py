@@ -70,6 +70,8 @@ def expert_parameter(part: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
     names = mesh.mesh_dim_names
     assert names is not None
     placements = [PLACEMENTS[name] for name in names[1:]]
+    if part.device.type != mesh.device_type:  # experts in host memory: a DTensor on the mesh would move there
+        mesh = DeviceMesh(part.device.type, mesh.mesh, mesh_dim_names=names, _init_backend=False)
     return nn.Parameter(DTensor.from_local(part, mesh[names[1:]], placements, run_check=False))
 
 

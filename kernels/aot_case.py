@@ -22,7 +22,7 @@ class KernelCase:
         name: The configuration in words, unique among the cases of the kernel.
         fn: The ``@triton.jit`` function.
         signature: Triton type of every argument that is not a constexpr: ``*bf16``, ``i32``,
-            ``tensordesc<bf16[128, 64]>``.
+            ``tensordesc<bf16[128, 64]>``, or a tuple of such.
         constexprs: Value of every constexpr.
         unaligned: Integer arguments that are not multiples of 16 (pointers and integers are taken to be, as the
             just-in-time compiler finds at run time; arguments the kernel excludes from specialisation never are).
@@ -40,7 +40,7 @@ class KernelCase:
 
     name: str
     fn: JITFunction
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constexprs: Mapping[str, Any]
     unaligned: frozenset[str] = frozenset()
     num_warps: int = 4
@@ -66,23 +66,25 @@ class KernelCase:
         """Name of the kernel."""
         return self.fn.__name__
 
-    def types(self) -> dict[str, str]:
+    def types(self) -> dict[str, Any]:
         """Type of every argument in the order of the kernel, ``constexpr`` where a constant is given."""
         return {name: self.signature.get(name, "constexpr") for name in self.fn.arg_names}
 
-    def attributes(self) -> dict[tuple[int], list[list[Any]]]:
+    def attributes(self) -> dict[tuple[int, ...], list[list[Any]]]:
         """Divisibility by 16 of the arguments, as the just-in-time compiler would record it."""
-        return {
-            (index,): [["tt.divisibility", 16]]
-            for index, parameter in enumerate(self.fn.params)
-            if self._is_aligned(parameter.name, parameter)
-        }
+        kinds: dict[tuple[int, ...], str] = {}
+        for index, parameter in enumerate(self.fn.params):
+            kind = self.signature.get(parameter.name, "constexpr")
+            fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if isinstance(kind, tuple):
+                kinds |= {(index, place): each for place, each in enumerate(kind)}
+            elif parameter.name not in self.unaligned and not fixed:
+                kinds[index,] = kind
+        return {place: [["tt.divisibility", 16]] for place, kind in kinds.items() if _has_divisor(kind)}
 
-    def _is_aligned(self, name: str, parameter: Any) -> bool:
-        kind = self.signature.get(name, "constexpr")
-        if name in self.unaligned or parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
-            return False
-        return kind.startswith(("*", "i", "u")) and kind not in ("i1", "u1")
+
+def _has_divisor(kind: str) -> bool:
+    return kind.startswith(("*", "i", "u")) and kind not in ("i1", "u1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,197 +1,184 @@
-"""The expert cache of one layer, kept by the GPU: which experts a step needs, which slots they take, and the copies.
+"""The expert cache of one layer, kept by the GPU inside the decode step: no launch and no host beside it.
 
-Two launches before a decode step: ``lookup_kernel`` finds the distinct experts of the step that have no slot, gives
-each one the slot that was used longest ago, and lists the copies; ``fetch_kernel`` reads the listed experts from host
-memory, which the GPU has mapped, into their slots. The host reads nothing and waits for nothing, so the step stays one
-CUDA graph.
+The first blocks of ``gate_up_kernel`` serve the step's misses. One of them, the planner, finds the experts of the step
+that have no slot and gives each one the slot whose expert is worth least. All of them then read these experts from host
+memory, which the GPU has mapped, into their slots: first w1 of all, then w2. The blocks that multiply wait for the w1
+of their own expert alone, so experts that are there are computed meanwhile, and w1 of those that arrive while w2
+travels. A step whose experts are all there waits for nobody: the planner's work runs beside the products.
 
-No slot is overwritten that a kernel may still read: a step's kernels run one after the other on one stream, and a slot
-of an expert that this step needs is never given away.
+No slot is overwritten that a kernel may still read, and none is read half-written. A step's kernels run one after the
+other on one stream. A slot whose expert this step needs is never given away. ``arriving`` names a slot once w1 is
+there, ``slots`` once w2 is too, each by a store that releases what was written before it. ``down_kernel`` starts to
+read w2 before ``gate_up_kernel`` has ended only where the planner said that nothing is missing.
 
-What bounds it: the link to the host (51 GB/s from four blocks on an H200 with PCIe 5); a step whose experts are all
-there costs the two launches.
+What bounds it: the link to the host (55 GB/s on an H200 with PCIe 5).
 """
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .aot_case import KernelCase
 from .arguments import power_of_2
+from .primitives import clock_ns
+from .warp_decode_routing import wait_for_previous
 
-LOOKUP_WARPS = 8
-FETCH_BLOCKS = 16  # four fill the link; more hide the start of a copy
-FETCH_WARPS = 16
-PIECE_WORDS = 8192  # of 8 bytes, that a block copies at once
-MAX_SLOTS = 512  # the ranking of slots compares each with each
+Policy = Literal["lru", "lfu", "score"]
+POLICIES = ("lru", "lfu", "score")
+LRU, LFU = tl.constexpr(0), tl.constexpr(1)
+KEPT = tl.constexpr(0.98)  # of an expert's worth, with every step
+FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
+PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
+NEVER = tl.constexpr(2**31 - 1)
+# The words of ``CacheTables.header``.
+COUNT, CLOCK, READY, DONE, FIRST, LAST = (tl.constexpr(word) for word in range(6))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTables:
-    """What the GPU knows of a layer's cache; all int32.
+    """What the GPU knows of a layer's cache.
 
     Args:
-        slots: ``(E,)`` in ``[-1, S)``: slot of each expert, -1 without one.
-        owners: ``(S,)`` in ``[-1, E)``: expert of each slot, -1 while it is empty.
-        last_used: ``(S,)``: number of the last step that used a slot, 0 while it is empty.
-        clock: ``(1,)``: number of the last step.
-        copies: ``(2, S)``: experts to fetch in this step, and their slots; the first ``counts[0]`` of them count.
-        counts: ``(3,)``: copies of this step; and of all steps distinct experts needed, and those fetched.
+        state: ``(3E + 5S + 8,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
+            copies, landed, header.
+        scores: ``(E,)`` float32: what an expert is worth, for the policies ``lfu`` and ``score``.
+        totals: ``(4,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
+            travelled; and when the last ones began to.
+        num_experts: E.
+        num_slots: S.
     """
 
-    slots: Tensor
-    owners: Tensor
-    last_used: Tensor
-    clock: Tensor
-    copies: Tensor
-    counts: Tensor
+    state: Tensor
+    scores: Tensor
+    totals: Tensor
+    num_experts: int
+    num_slots: int
 
     @classmethod
-    def create(cls, num_experts: int, num_slots: int, device: torch.device) -> "CacheTables":
-        """Of a cache that holds nothing yet."""
+    def create(
+        cls, num_experts: int, num_slots: int, device: torch.device, held: tuple[int, int] | None = None
+    ) -> "CacheTables":
+        """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
+        tables = cls(
+            state=torch.zeros(3 * num_experts + 5 * num_slots + 8, dtype=torch.int32, device=device),
+            scores=torch.zeros(num_experts, device=device),
+            totals=torch.zeros(4, dtype=torch.int64, device=device),
+            num_experts=num_experts,
+            num_slots=num_slots,
+        )
+        for table in (tables.slots, tables.arriving, tables.owners):
+            table.fill_(-1)
+        first, end = held or (0, num_experts)
+        tables.header[FIRST.value : LAST.value + 1] = torch.tensor([first, end], dtype=torch.int32)
+        return tables
 
-        def filled(shape: tuple[int, ...], value: int) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=device)
+    @property
+    def slots(self) -> Tensor:
+        """``(E,)`` in ``[-1, S)``: slot of each expert; -1 without one, or while its weights travel."""
+        return self.state[: self.num_experts]
 
-        return cls(
-            slots=filled((num_experts,), -1), owners=filled((num_slots,), -1), last_used=filled((num_slots,), 0),
-            clock=filled((1,), 0), copies=filled((2, num_slots), 0), counts=filled((3,), 0),
-        )  # fmt: skip
+    @property
+    def arriving(self) -> Tensor:
+        """``(E,)`` in ``[-1, S)``: the same, from the moment on that w1 is there."""
+        return self.state[self.num_experts : 2 * self.num_experts]
 
+    @property
+    def last_used(self) -> Tensor:
+        """``(E,)``: number of the last step that needed an expert, 0 for none."""
+        return self.state[2 * self.num_experts : 3 * self.num_experts]
 
-@triton.jit(do_not_specialize=["J", "E", "S"])
-def lookup_kernel(
-    ids_ptr, slots_ptr, owners_ptr, last_used_ptr, clock_ptr, copies_ptr, counts_ptr, J, E, S,
-    E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """See ``lookup``; one block."""
-    experts, places = tl.arange(0, E_BLOCK), tl.arange(0, S_BLOCK)
-    owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
-    needed = experts < 0
-    kept = places < 0
-    for j in range(J):
-        expert = tl.load(ids_ptr + j).to(tl.int32)
-        needed |= experts == expert
-        kept |= (owners == expert) & (owners >= 0)
-    needed &= experts < E
-    slots = tl.load(slots_ptr + experts, mask=experts < E, other=-1)
-    missing = needed & (slots < 0)
-    now = tl.load(clock_ptr) + 1
-    last_used = tl.load(last_used_ptr + places, mask=places < S, other=0)
-    # The order in which slots are given away: used longest ago first, of equals the lower number; kept ones last.
-    age = tl.where(kept | (places >= S), 2**31 - 1, last_used)
-    before = (age[None, :] < age[:, None]) | ((age[None, :] == age[:, None]) & (places[None, :] < places[:, None]))
-    place_rank = tl.sum(before.to(tl.int32), axis=1)
-    expert_rank = tl.cumsum(missing.to(tl.int32), axis=0) - 1
-    num_missing = tl.sum(missing.to(tl.int32), axis=0)
-    given = (place_rank < num_missing) & (places < S) & (kept == 0)
-    pairs = (expert_rank[:, None] == place_rank[None, :]) & missing[:, None] & given[None, :]
-    new_slots = tl.sum(tl.where(pairs, places[None, :], 0), axis=1)
-    new_owners = tl.sum(tl.where(pairs, experts[:, None], 0), axis=0)
-    tl.store(slots_ptr + owners, -1, mask=given & (owners >= 0))
-    tl.store(slots_ptr + experts, new_slots, mask=missing)
-    tl.store(owners_ptr + places, new_owners, mask=given)
-    tl.store(last_used_ptr + places, now, mask=kept | given)
-    tl.store(copies_ptr + expert_rank, experts, mask=missing)
-    tl.store(copies_ptr + S + expert_rank, new_slots, mask=missing)
-    tl.store(clock_ptr, now)
-    tl.store(counts_ptr, num_missing)
-    tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + tl.sum(needed.to(tl.int32), axis=0))
-    tl.store(counts_ptr + 2, tl.load(counts_ptr + 2) + num_missing)
+    @property
+    def owners(self) -> Tensor:
+        """``(S,)`` in ``[-1, E)``: expert of each slot, -1 while it is empty."""
+        return self._after_experts(0, 1)
 
+    @property
+    def copies(self) -> Tensor:
+        """``(2, S)``: the experts that the last step fetched, and their slots; the first ``header[COUNT]`` count."""
+        return self._after_experts(1, 2).view(2, self.num_slots)
 
-@triton.jit
-def copy_piece(source, target, source_ptr, target_ptr, first, WORDS: tl.constexpr, PIECE: tl.constexpr):
-    """Words ``[first, first + PIECE)`` of expert ``source`` in host memory to slot ``target``; each has WORDS."""
-    at = first + tl.arange(0, PIECE)
-    from_host = source_ptr + source.to(tl.int64) * WORDS + at
-    to_slot = target_ptr + target.to(tl.int64) * WORDS + at
-    if WORDS % PIECE == 0:
-        tl.store(to_slot, tl.load(from_host, eviction_policy="evict_first"))
-    else:
-        words = tl.load(from_host, mask=at < WORDS, other=0, eviction_policy="evict_first")
-        tl.store(to_slot, words, mask=at < WORDS)
+    @property
+    def header(self) -> Tensor:
+        """``(8,)``: copies of the last step, number of that step, and between the blocks of a step."""
+        return self.state[-8:]
+
+    def _after_experts(self, start: int, count: int) -> Tensor:
+        first = 3 * self.num_experts + start * self.num_slots
+        return self.state[first : first + count * self.num_slots]
 
 
-@triton.jit(do_not_specialize=["S"])
-def fetch_kernel(
-    w1_host_ptr, w2_host_ptr, w1_ptr, w2_ptr, copies_ptr, counts_ptr, S,
-    WORDS1: tl.constexpr, WORDS2: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    """See ``fetch``; blocks take pieces in turn, those of w1 before those of w2."""
-    PIECES1: tl.constexpr = (WORDS1 + PIECE - 1) // PIECE
-    PIECES: tl.constexpr = PIECES1 + (WORDS2 + PIECE - 1) // PIECE
-    num_pieces = tl.load(counts_ptr) * PIECES
-    for item in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        copy, piece = item // PIECES, item % PIECES
-        source, target = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
-        if piece < PIECES1:
-            copy_piece(source, target, w1_host_ptr, w1_ptr, piece * PIECE, WORDS1, PIECE)
-        else:
-            copy_piece(source, target, w2_host_ptr, w2_ptr, (piece - PIECES1) * PIECE, WORDS2, PIECE)
-
-
-def lookup(ids: Tensor, tables: CacheTables) -> None:
-    """Give every expert of a step a slot, and list those that have to be fetched into theirs.
-
-    Example (E = 4, S = 2; slot 0 holds expert 3, used in step 1, slot 1 expert 0, used in step 2): ids ``[[3, 2]]`` in
-    step 3 keep slot 0 and give slot 1 to expert 2: slots ``[-1, -1, 1, 0]``, owners ``[3, 2]``, copies ``[2], [1]``.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostExperts:
+    """Where the experts of a step that have no slot come from.
 
     Args:
-        ids: ``(T, K)`` int32 or int64 expert ids; others than ``[0, E)`` need no slot. At most S distinct ones.
-        tables: Of the layer; changed in place.
+        w1: ``(e, ...)`` of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert.
+        w2: ``(e, ...)``, in the same memory.
+        tables: Of the layer; a step changes them.
+        policy: Which expert's slot is given away: of the one used longest ago (``lru``), used least (``lfu``, where
+            a use counts 2 % less with every step), or of the least routing weight (``score``, likewise).
     """
-    num_experts, num_slots = tables.slots.shape[0], tables.owners.shape[0]
-    lookup_kernel[(1,)](
-        ids, tables.slots, tables.owners, tables.last_used, tables.clock, tables.copies, tables.counts,
-        ids.numel(), num_experts, num_slots,
-        E_BLOCK=power_of_2(num_experts), S_BLOCK=power_of_2(num_slots), num_warps=LOOKUP_WARPS,
-    )  # fmt: skip
+
+    w1: Tensor
+    w2: Tensor
+    tables: CacheTables
+    policy: Policy = "lru"
+
+    def pointers(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, ...]:
+        """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2."""
+        words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
+        return (self.tables.state, self.tables.scores, self.tables.totals, *words)
+
+    def constants(self, groups: int, num_warps: int) -> "CacheConstants":
+        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
+        sizes = self.tables.num_experts, self.tables.num_slots
+        return cache_constants(*sizes, (self.w1[0].nbytes // 8, self.w2[0].nbytes // 8), groups, num_warps, self.policy)
 
 
-def lookup_torch(ids: Tensor, tables: CacheTables) -> None:
-    """The twin of ``lookup``."""
-    num_experts = tables.slots.shape[0]
-    needed = [expert for expert in sorted(set(ids.flatten().tolist())) if 0 <= expert < num_experts]
-    missing = [expert for expert in needed if tables.slots[expert] < 0]
-    owners, last_used = tables.owners.tolist(), tables.last_used.tolist()
-    now = int(tables.clock) + 1
-    free = sorted((used, slot) for slot, used in enumerate(last_used) if owners[slot] not in needed)
-    for copy, (expert, (_, slot)) in enumerate(zip(missing, free, strict=False)):
-        if owners[slot] >= 0:
-            tables.slots[owners[slot]] = -1
-        tables.slots[expert], tables.owners[slot] = slot, expert
-        tables.copies[0, copy], tables.copies[1, copy] = expert, slot
-    for expert in needed:
-        tables.last_used[tables.slots[expert]] = now
-    tables.clock.add_(1)
-    tables.counts.add_(torch.tensor([len(missing) - int(tables.counts[0]), len(needed), len(missing)]))
-
-
-def fetch(w1_host: Tensor, w2_host: Tensor, w1: Tensor, w2: Tensor, tables: CacheTables) -> None:
-    """Copy the listed experts from host memory into their slots.
+class CacheConstants(NamedTuple):
+    """What ``gate_up_kernel`` is compiled for where it serves misses.
 
     Args:
-        w1_host: ``(E, ...)``, on a GPU's host pinned, so that the GPU reads it; an expert is a multiple of 16 bytes.
-        w2_host: ``(E, ...)``, likewise.
-        w1: ``(S, ...)`` the slots, of the dtype and shape per expert of ``w1_host``.
-        w2: ``(S, ...)``, likewise.
-        tables: What ``lookup`` listed.
+        rows: Rows of blocks, in front of those that multiply, which fetch.
+        experts: Power of two, at least E.
+        slots: Power of two, at least S.
+        words1: Of w1 of an expert, of 8 bytes.
+        words2: Of w2.
+        piece: Words that a block copies at once.
+        policy: Place in ``POLICIES``.
+        interpret: Under Triton's interpreter.
     """
-    words = [_words(tensor) for tensor in (w1_host, w2_host, w1, w2)]
-    fetch_kernel[(FETCH_BLOCKS,)](
-        *words, tables.copies, tables.counts, tables.owners.shape[0],
-        WORDS1=words[0].shape[1], WORDS2=words[1].shape[1], PIECE=PIECE_WORDS, num_warps=FETCH_WARPS,
-    )  # fmt: skip
+
+    rows: int
+    experts: int
+    slots: int
+    words1: int
+    words2: int
+    piece: int
+    policy: int
+    interpret: bool
 
 
-def fetch_torch(w1_host: Tensor, w2_host: Tensor, w1: Tensor, w2: Tensor, tables: CacheTables) -> None:
-    """The twin of ``fetch``."""
-    for source, target in tables.copies[:, : int(tables.counts[0])].T.tolist():
-        w1[target], w2[target] = w1_host[source], w2_host[source]
+CACHE_POINTERS = ("*i32", "*fp32", *["*i64"] * 5)  # types of ``HostExperts.pointers``
+
+
+def cache_constants(
+    num_experts: int, num_slots: int, words: tuple[int, int], groups: int, num_warps: int, policy: Policy
+) -> CacheConstants:
+    """What a cache of S slots for E experts is compiled for; ``words``: of w1 and of w2 of an expert."""
+    return CacheConstants(
+        rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
+        experts=power_of_2(num_experts),
+        slots=power_of_2(num_slots),
+        words1=words[0],
+        words2=words[1],
+        piece=PIECE_WORDS * num_warps,
+        policy=POLICIES.index(policy),
+        interpret=triton.knobs.runtime.interpret,
+    )
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -199,20 +186,229 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).flatten(1).view(torch.int64)
 
 
-def aot_cases() -> list[KernelCase]:
-    """The shapes of three models, with slots for a quarter of the experts or half of them."""
-    shapes = {"qwen3": (128, 32, 2048, 768), "mixtral": (8, 4, 4096, 14336), "deepseek": (256, 64, 7168, 2048)}
-    state = dict.fromkeys(("slots_ptr", "owners_ptr", "last_used_ptr", "clock_ptr"), "*i32")
-    lists = {"copies_ptr": "*i32", "counts_ptr": "*i32", "S": "i32"}
-    pointers = dict.fromkeys(("w1_host_ptr", "w2_host_ptr", "w1_ptr", "w2_ptr"), "*i64")
-    cases = []
-    for name, (experts, slots, hidden, ffn) in shapes.items():
-        sizes = {"E_BLOCK": power_of_2(experts), "S_BLOCK": power_of_2(slots)}
-        given = {"ids_ptr": "*i32", "J": "i32", "E": "i32", **state, **lists}
-        cases.append(KernelCase(name=name, fn=lookup_kernel, signature=given, constexprs=sizes, num_warps=LOOKUP_WARPS))
-        words = hidden * ffn * 2 // 8
-        pieces = {"WORDS1": 2 * words, "WORDS2": words, "PIECE": PIECE_WORDS}
-        given, wide = {**pointers, **lists}, frozenset({"wide_loads", "wide_stores"})
-        options = dict(num_warps=FETCH_WARPS, expects=wide)
-        cases.append(KernelCase(name=name, fn=fetch_kernel, signature=given, constexprs=pieces, **options))
-    return cases
+@triton.jit
+def load_acquired(ptr, INTERPRET: tl.constexpr):
+    """An int32 that another block stores with release; what it wrote before can be read after this."""
+    if INTERPRET:
+        return tl.load(ptr)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def readable_by_tma(value, INTERPRET: tl.constexpr):
+    """``value``, after which TMA loads see what was stored before it without TMA."""
+    if INTERPRET:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def header_of(state_ptr, E, S):
+    """Pointer to ``CacheTables.header``."""
+    return state_ptr + 3 * E + 5 * S
+
+
+@triton.jit
+def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.constexpr):
+    """Let what experts are worth fade, and add a use, or its routing weight, to those of the step."""
+    experts, js = tl.arange(0, CACHE.experts), tl.arange(0, ids.shape[0])
+    scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
+    tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
+    tl.debug_barrier()
+    gain = tl.full(ids.shape, 1.0, tl.float32)
+    if CACHE.policy != LFU:
+        gain = tl.load(weights_ptr + js, mask=held, other=0.0)
+    tl.atomic_add(scores_ptr + ids, gain, mask=held, sem="relaxed")
+
+
+@triton.jit
+def give_slots(now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
+    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts."""
+    experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
+    missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
+    missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
+    num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
+    owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
+    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=0)
+    worth = last_used
+    if CACHE.policy != LRU:
+        # The bits of positive floats are in their order; those of -1 are a negative integer.
+        worth = tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
+    worth = tl.where((last_used == now) | (places >= S), NEVER, worth)
+    for copy in range(num_missing):
+        expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
+        missing = missing & (experts != expert)
+        place = tl.argmin(worth, axis=0)
+        worth = tl.where(places == place, NEVER, worth)
+        owner = tl.load(owners_ptr + place)
+        if owner >= 0:
+            tl.store(state_ptr + owner, -1)
+            tl.store(state_ptr + E + owner, -1)
+        tl.store(owners_ptr + place, expert)
+        tl.store(copies_ptr + copy, expert)
+        tl.store(copies_ptr + S + copy, place)
+    return num_missing
+
+
+@triton.jit
+def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """Find the experts of the step that have no slot, give them slots, and let the blocks that fetch begin."""
+    state_ptr, scores_ptr, totals_ptr = cache[0], cache[1], cache[2]
+    header_ptr = header_of(state_ptr, E, S)
+    now = tl.load(header_ptr + CLOCK) + 1
+    js = tl.arange(0, J_BLOCK)
+    ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
+    held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
+    if CACHE.policy != LRU:
+        raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
+    # Of equal ids one swap alone finds another number.
+    earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
+    num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
+    num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
+    if num_missing > 0:
+        tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
+        tl.debug_barrier()
+        num_missing = give_slots(now, state_ptr, scores_ptr, E, S, CACHE)
+        tl.atomic_add(totals_ptr + 1, num_missing.to(tl.int64), sem="relaxed")
+    tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
+    tl.store(header_ptr + CLOCK, now)
+    tl.store(header_ptr + COUNT, num_missing)
+    tl.debug_barrier()
+    tl.atomic_xchg(header_ptr + READY, num_missing + 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def fetch_half(
+    fetcher, fetchers, copy, host_ptr, slot_ptr, state_ptr, E, S,
+    HALF: tl.constexpr, WORDS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """This block's pieces of w1 (HALF 0) or w2 (1) of a missing expert; the last block to end says it is there."""
+    header_ptr, copies_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + S
+    expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
+    source_ptr = host_ptr + (expert - tl.load(header_ptr + FIRST)).to(tl.int64) * WORDS
+    target_ptr = slot_ptr + place.to(tl.int64) * WORDS
+    for piece in range(fetcher, tl.cdiv(WORDS, PIECE), fetchers):
+        at = piece * PIECE + tl.arange(0, PIECE)
+        if WORDS % PIECE == 0:
+            tl.store(target_ptr + at, tl.load(source_ptr + at, eviction_policy="evict_first"))
+        else:
+            words = tl.load(source_ptr + at, mask=at < WORDS, other=0, eviction_policy="evict_first")
+            tl.store(target_ptr + at, words, mask=at < WORDS)
+    landed_ptr = state_ptr + 3 * E + (3 + HALF) * S + copy
+    tl.debug_barrier()
+    if tl.atomic_add(landed_ptr, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
+        tl.store(landed_ptr, 0)
+        tl.atomic_xchg(state_ptr + (1 - HALF) * E + expert, place, sem="release", scope="gpu")
+
+
+@triton.jit
+def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
+    """Bring what is missing, once the planner has said so; the last block to end makes ready for the next step."""
+    state_ptr, totals_ptr = cache[0], cache[2]
+    header_ptr = header_of(state_ptr, E, S)
+    ready = load_acquired(header_ptr + READY, CACHE.interpret)
+    while ready == 0:
+        ready = load_acquired(header_ptr + READY, CACHE.interpret)
+    count = ready - 1
+    for copy in range(count):
+        fetch_half(
+            fetcher, fetchers, copy, cache[3], cache[5], state_ptr, E, S, 0, CACHE.words1, CACHE.piece
+        )  # fmt: skip
+    for copy in range(count):
+        fetch_half(
+            fetcher, fetchers, copy, cache[4], cache[6], state_ptr, E, S, 1, CACHE.words2, CACHE.piece
+        )  # fmt: skip
+    tl.debug_barrier()
+    if tl.atomic_add(header_ptr + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
+        tl.store(header_ptr + DONE, 0)
+        tl.store(header_ptr + READY, 0)
+        if count > 0:
+            clock = clock_ns(tl.load(header_ptr + CLOCK).to(tl.int64) + 1, CACHE.interpret)
+            tl.store(totals_ptr + 2, tl.load(totals_ptr + 2) + clock - tl.load(totals_ptr + 3))
+
+
+@triton.jit
+def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
+    """Slot of an expert once its w1 is there; -1 for one that this rank does not serve."""
+    known = (expert >= 0) & (expert < E)
+    # To acquire empties L1, which the tokens are in. An expert that was there before this launch needs none, nor does
+    # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it.
+    slot = tl.load(state_ptr + E + tl.where(known, expert, 0))
+    if slot < 0:
+        header_ptr = header_of(state_ptr, E, S)
+        if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
+            while slot < 0:
+                slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+    return tl.where(known, readable_by_tma(slot, CACHE.interpret), -1)
+
+
+@triton.jit
+def count_missing(cache, E, S, CACHE: tl.constexpr):
+    """How many experts of the step the kernel before brings, for one that starts early; nothing waits for it yet."""
+    if CACHE is None:
+        return 0
+    else:
+        return tl.load(header_of(cache[0], E, S) + COUNT, volatile=True)
+
+
+@triton.jit
+def wait_for_missing(count, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
+    """Return at once where all experts of the step were there before it; to be called before slots are read."""
+    if CACHE is not None:
+        if count > 0:
+            wait_for_previous(DEPENDENT)
+            readable_by_tma(0, CACHE.interpret)
+
+
+def bring_torch(ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: HostExperts) -> None:
+    """The twin of what the first blocks of a decode step do: give the missing experts slots, and copy them there.
+
+    Example (E = 4, S = 2; slot 0 holds expert 3, used in step 1, slot 1 expert 0, used in step 2): ids ``[[3, 2]]`` in
+    step 3 keep slot 0 and give slot 1 to expert 2: slots ``[-1, -1, 1, 0]``, owners ``[3, 2]``, copies ``[2], [1]``.
+
+    Args:
+        ids: ``(T, K)`` int32 or int64 expert ids; others than those this rank serves need no slot.
+        weights: ``(T, K)`` float32 routing weights.
+        w1: ``(S, ...)`` the slots.
+        w2: ``(S, ...)``, of the same experts.
+        host: Where experts come from; its tables are changed.
+    """
+    tables = host.tables
+    first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
+    needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
+    missing = [expert for expert in needed if tables.slots[expert] < 0]
+    now = int(tables.header[CLOCK.value]) + 1
+    if host.policy != "lru":
+        tables.scores.mul_(KEPT.value)
+        held = (ids >= first) & (ids < end)
+        gain = weights if host.policy == "score" else torch.ones_like(weights)
+        tables.scores.index_add_(0, ids[held].long(), gain[held].float())
+    tables.last_used[needed] = now
+    for copy, expert in enumerate(missing):
+        place = _cheapest_place(host, now)
+        owner = int(tables.owners[place])
+        if owner >= 0:
+            tables.slots[owner] = tables.arriving[owner] = -1
+        tables.owners[place] = expert
+        tables.slots[expert] = tables.arriving[expert] = place
+        tables.copies[0, copy], tables.copies[1, copy] = expert, place
+        w1[place], w2[place] = host.w1[expert - first], host.w2[expert - first]
+    tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing)
+    tables.totals[:2] += torch.tensor([len(needed), len(missing)])
+
+
+def _cheapest_place(host: HostExperts, now: int) -> int:
+    """The slot that is given away next."""
+    tables = host.tables
+    owners = tables.owners.long()
+    worth = tables.last_used if host.policy == "lru" else tables.scores
+    values = worth[owners].double().where(owners >= 0, -1.0)
+    kept = (owners >= 0) & (tables.last_used[owners] == now)
+    return int(values.where(~kept, torch.inf).argmin())

@@ -10,12 +10,13 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .expert_cache import CacheConstants
 from .group_gemm import dot_precision
-from .warp_decode_blocks import LOAD_BYTES, QUANTISED_DEPTH, BlockShape, DecodeConfig
+from .warp_decode_blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import gather
-from .warp_decode_scales import part_of
+from .warp_decode_scales import in_number, part_of
 from .warp_decode_step import Landing, Step
 
 LEAST_TOKENS = 8  # what the matrix form pads the tokens of a step to, the least the matrix instructions take
@@ -38,7 +39,7 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     (num_tokens, top_k), num_experts = step.ids.shape, step.slots.shape[0]
     if config.form == "vector" and num_tokens > 2:
         raise ValueError(f"T={num_tokens} must be at most 2 for form='vector'")
-    _check_depth(config, step.shared_scale)
+    _check_depth(config, step)
     routed_rows = num_tokens * top_k
     by_expert = routed_rows >= num_experts
     groups = num_experts if by_expert else routed_rows
@@ -46,7 +47,7 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     least = 1 if config.form == "vector" else LEAST_TOKENS
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
-        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=LOAD_BYTES // step.w1.element_size(),
+        BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=lane_of(step.w1.dtype),
         SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
         GATHERED=gathered,
     )  # fmt: skip
@@ -55,6 +56,8 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     w1, w2 = _weights(step, config)
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
+    if step.host is not None:
+        assert min(routed_rows, step.host.w1.shape[0]) <= step.host.tables.num_slots, "each expert has a slot"
     _gate_up(step, w1, config, landing, groups, constants)
     _down(step, w2, config, landing, groups, constants)
 
@@ -63,24 +66,33 @@ def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescripto
     """Both weights as the kernels take them."""
     if config.form == "vector":
         return step.w1, step.w2
-    num_slots, hidden_size, ffn_size = step.w2.shape
-    gate_and_up = step.w1.view(num_slots, 2, ffn_size, hidden_size)
-    depths = [part_of(shape.depth, step.shared_scale) for shape in (config.gate_up, config.down)]
+    num_slots, _, ffn_size = step.sizes
+    gate_and_up = step.w1.view(num_slots, 2, ffn_size, -1)
+    number = in_number(lane_of(step.w1.dtype))
+    depths = [part_of(shape.depth, step.shared_scale) // number for shape in (config.gate_up, config.down)]
     return (
         TensorDescriptor.from_tensor(gate_and_up, [1, 2, config.gate_up.rows, depths[0]]),
         TensorDescriptor.from_tensor(step.w2, [1, config.down.rows, depths[1]]),
     )
 
 
-def _check_depth(config: DecodeConfig, shared_scale: int) -> None:
-    """In the matrix form a step holds whole groups of MXFP8, and is as long as TMA swizzles."""
-    if config.form == "vector" or shared_scale == 0:
+def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...], CacheConstants] | tuple[None, None]:
+    """What both kernels take of an expert cache."""
+    if step.host is None:
+        return None, None
+    return step.host.pointers(step.w1, step.w2), step.host.constants(groups, num_warps)
+
+
+def _check_depth(config: DecodeConfig, step: Step) -> None:
+    """In the matrix form a step holds whole groups of MX, and is as long as TMA swizzles."""
+    if config.form == "vector" or step.shared_scale == 0:
         return
+    least = least_depth(lane_of(step.w1.dtype))
     for name, depth in (("gate_up", config.gate_up.depth), ("down", config.down.depth)):
-        if depth < QUANTISED_DEPTH:
+        if depth < least:
             raise ValueError(
-                f"{name}.depth={depth} must be at least {QUANTISED_DEPTH} for form='matrix' and weights with a scale "
-                f"per {shared_scale}"
+                f"{name}.depth={depth} must be at least {least} for form='matrix' and weights with a scale per "
+                f"{step.shared_scale}{' in four bits' if least > 32 else ''}"
             )
 
 
@@ -109,15 +121,16 @@ def _gate_up(
     constants: dict,
 ) -> None:
     shape = config.gate_up
-    num_slots, hidden_size, ffn_size = step.w2.shape
+    num_slots, hidden_size, ffn_size = step.sizes
     options = _registers(shape, landing)
     options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
-    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows))](
+    cache, cached = _cache(step, groups, shape.num_warps)
+    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + (cached.rows if cached else 0))](
         step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
-        step.tickets if landing is None else landing.epoch,
+        step.tickets if landing is None else landing.epoch, step.routing_weights, cache,
         step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
+        CACHE=cached, num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip
 
 
@@ -130,7 +143,8 @@ def _down(
     constants: dict,
 ) -> None:
     shape = config.down
-    num_slots, hidden_size, ffn_size = step.w2.shape
+    cache, cached = _cache(step, groups, shape.num_warps)
+    num_slots, hidden_size, ffn_size = step.sizes
     num_tokens = step.ids.shape[0]
     if config.fold:
         groups = num_tokens
@@ -145,10 +159,10 @@ def _down(
     options = _registers(shape, landing) | ({"launch_pdl": True} if _starts_early(config) else {})
     down_kernel[(blocks,)](
         step.hidden, step.ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
-        step.out, *network,
+        step.out, *network, cache,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
         WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),
-        INTERPRET=triton.knobs.runtime.interpret,
+        INTERPRET=triton.knobs.runtime.interpret, CACHE=cached,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip

@@ -8,13 +8,14 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
+from .expert_cache import CACHE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
-from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, select
+from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
 from .warp_decode_down import down_kernel
 from .warp_decode_gate_up import gate_up_kernel
 from .warp_decode_gather import COLS, NUM_WARPS, gather_kernel
-from .warp_decode_scales import BLOCK, MX, part_of
+from .warp_decode_scales import BLOCK, MX, in_number, part_of
 
 WGMMA_ROWS, WGMMA_TOKENS = 64, 16  # smaller products take the older matrix instruction
 # name: E, K, D, F
@@ -25,7 +26,7 @@ SHAPES = {
     "deepseek and shared": (257, 9, 7168, 2048),  # with its shared expert as one that every token names
 }
 RANKS = 4
-SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value}
+SCALES = {"": 0, "mxfp8": MX.value, "fp8": BLOCK.value, "mxfp4": MX.value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class Setting:
         ranks: W.
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
+        cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
     """
 
     shape: str
@@ -49,6 +51,7 @@ class Setting:
     ranks: int = 1
     gathered: bool = False
     dependent: bool = True
+    cache: Policy | None = None
 
     @property
     def label(self) -> str:
@@ -57,11 +60,14 @@ class Setting:
         words += [f"{self.ranks} ranks"] if self.ranks > 1 else []
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
+        words += [f"cache {self.cache}"] if self.cache else []
         return ", ".join(filter(None, words))
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of w1 and w2."""
+        """Of w1 and w2; words of codes for MXFP4."""
+        if self.quantised == "mxfp4":
+            return torch.int32
         return torch.float8_e4m3fn if self.quantised else self.dtype
 
     @property
@@ -70,7 +76,7 @@ class Setting:
         _, top_k, hidden_size, ffn_size = SHAPES[self.shape]
         return select(
             self.dtype, self.num_tokens, top_k, hidden_size, ffn_size,
-            shared_scale=SCALES[self.quantised], dependent=self.dependent,
+            shared_scale=SCALES[self.quantised], four_bits=self.quantised == "mxfp4", dependent=self.dependent,
         )  # fmt: skip
 
     def constants(self) -> dict[str, Any]:
@@ -81,15 +87,26 @@ class Setting:
         return dict(
             K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=token_block,
             TILE=min(self.config.tile, token_block), BY_EXPERT=self.num_tokens * top_k >= num_experts, VECTOR=vector,
-            LANE=LOAD_BYTES // self.weight_dtype.itemsize,
+            LANE=lane_of(self.weight_dtype),
             SCALES=SCALES[self.quantised], PRECISION=dot_precision(self.dtype), DEPENDENT=self.config.dependent,
             GATHERED=self.gathered, **({} if self.quantised else {"scales_ptr": None}),
+            **({} if self.cache else {"cache": None, "CACHE": None}),
         )  # fmt: skip
+
+    def cache_constants(self, num_warps: int) -> CacheConstants:
+        """Those of a kernel whose blocks have so many warps."""
+        num_experts, top_k, hidden_size, ffn_size = SHAPES[self.shape]
+        words = hidden_size * ffn_size * self.weight_dtype.itemsize // 8
+        groups = min(num_experts, self.num_tokens * top_k)
+        return cache_constants(
+            num_experts, num_experts // 4, (2 * words, words), groups, num_warps, self.cache or "lru"
+        )
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
-        element = "fp8e4nv" if self.quantised else as_triton_dtype(self.dtype)
-        block = [*rows, part_of(depth, SCALES[self.quantised])]
+        names = {torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32"}
+        element = names.get(self.weight_dtype) or as_triton_dtype(self.dtype)
+        block = [*rows, part_of(depth, SCALES[self.quantised]) // in_number(lane_of(self.weight_dtype))]
         return f"*{element}" if self.config.form == "vector" else f"tensordesc<{element}{block}>"
 
 
@@ -102,7 +119,7 @@ def aot_cases() -> list[KernelCase]:
     settings += [Setting(shape="qwen3", num_tokens=num_tokens, dtype=torch.float32) for num_tokens in (1, 8)]
     settings += [Setting(shape="qwen3", num_tokens=1, dependent=False)]
     settings += [Setting(shape="qwen3", num_tokens=8, dtype=torch.float16)]
-    for quantised in ("mxfp8", "fp8"):
+    for quantised in ("mxfp8", "fp8", "mxfp4"):
         for shape in ("qwen3", "deepseek"):
             settings += [Setting(shape=shape, num_tokens=count, quantised=quantised) for count in (1, 2, 8, 16, 32, 64)]
         settings += [Setting(shape="qwen3", num_tokens=count, quantised=quantised, ranks=RANKS) for count in (1, 8, 16)]
@@ -119,6 +136,12 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="qwen3", num_tokens=count, ranks=ranks, gathered=True, quantised="mxfp8")
         for count, ranks in ((2, 2), (8, RANKS))
     ]
+    settings += [Setting(shape="qwen3", num_tokens=count, cache="lru") for count in (1, 2, 4)]
+    settings += [
+        Setting(shape="mixtral", num_tokens=1, cache="lru"),
+        Setting(shape="deepseek", num_tokens=1, cache="lru"),
+    ]
+    settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     return cases + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
@@ -128,7 +151,7 @@ def _gate_up(setting: Setting) -> KernelCase:
     hidden_size = SHAPES[setting.shape][2]
     pointers = {
         "w1": setting.weight_type([1, 2, shape.rows], shape.depth), "x_ptr": f"*{element}",
-        "hidden_ptr": f"*{element}",
+        "hidden_ptr": f"*{element}", "weights_ptr": "*fp32",
     }  # fmt: skip
     constants = dict(
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=setting.ranks > 1
@@ -174,15 +197,17 @@ def _case(
 ) -> KernelCase:
     """Wide stores where a thread has 16 bytes of the tile to store; the vector form stores a value per row.
 
-    MXFP8 in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step, those loaded
+    MX in the vector form loads a byte of scales for each of the ``rows`` that a lane reads in a step, those loaded
     ahead among them; in the matrix
     form one load is narrow where a step has less than four scales for each thread.
     """
-    constants = setting.constants() | of_kernel
-    kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised == "mxfp8" else "*fp32"}
-    kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
     config = setting.config
     shape = config.gate_up if kernel is gate_up_kernel else config.down
+    constants = setting.constants() | of_kernel
+    constants |= {"CACHE": setting.cache_constants(shape.num_warps)} if setting.cache else {}
+    kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
+    kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
+    kinds |= {"cache": CACHE_POINTERS}
     expects = {"wide_loads"}
     if config.form == "matrix":
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize
@@ -191,7 +216,7 @@ def _case(
         if constants["PRECISION"] != "ieee" and rows >= WGMMA_ROWS and constants["TILE"] >= WGMMA_TOKENS:
             expects |= {"wgmma"}
     scale_bytes = 0
-    if setting.quantised == "mxfp8":
+    if setting.quantised.startswith("mx"):
         lanes_of_row = min(32, shape.depth // constants["LANE"])
         few_scales = rows * shape.depth // MX.value < 4 * 32 * shape.num_warps
         steps = 1 + constants.get("AHEAD", 0)

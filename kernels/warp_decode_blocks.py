@@ -6,15 +6,15 @@ from typing import Literal
 import torch
 import triton
 
-from .warp_decode_scales import MX
+from .warp_decode_scales import CODED_LANE, EIGHT, MX
 
 LOAD_BYTES = 16
 FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
 LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
 LONG_EXPERT = 2**25
 LEAST_REGISTERS, MOST_REGISTERS = 32, 255  # of a thread
-SIX_BLOCKS_REGISTERS = 80  # 6 blocks of 4 warps on a multiprocessor with 65536
-QUANTISED_DEPTH = 32  # least step of the matrix form for weights of a byte: a scale of MXFP8, and what TMA swizzles
+SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on a multiprocessor with 65536
+QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +95,19 @@ class DecodeConfig:
         )
 
 
+def lane_of(dtype: torch.dtype) -> int:
+    """Weights in the 16 bytes that a thread loads at once; int32 are words of eight e2m1 codes (MXFP4).
+
+    Example: 8 in bfloat16, 16 in float8_e4m3fn, 32 in int32.
+    """
+    return LOAD_BYTES // dtype.itemsize * (EIGHT.value if dtype == torch.int32 else 1)
+
+
+def least_depth(lane: int) -> int:
+    """Least step of the matrix form for quantised weights, of which 16 bytes hold ``lane``: 32, in MXFP4 64."""
+    return QUANTISED_BYTES // LOAD_BYTES * lane
+
+
 def select(
     dtype: torch.dtype,
     num_tokens: int,
@@ -103,6 +116,7 @@ def select(
     ffn_size: int,
     *,
     shared_scale: int = 0,
+    four_bits: bool = False,
     dependent: bool = True,
 ) -> DecodeConfig:
     """The default for a step.
@@ -110,7 +124,7 @@ def select(
     16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models (see
     ``benchmarks/RESULTS.md``): vector for one token, and for two where experts are large or quantised; else matrix.
     float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once), else
-    matrix.
+    matrix. MXFP4, not measured: what MXFP8 takes, with as many bytes for each thread in the vector form.
 
     Args:
         dtype: Of the tokens.
@@ -119,37 +133,43 @@ def select(
         hidden_size: D.
         ffn_size: F.
         shared_scale: Neighbouring weights that share a scale (see ``Step``); 0: weights in the dtype of the tokens.
+        four_bits: Whether the weights are MXFP4, where their scale is that of an MX type.
         dependent: See ``DecodeConfig``; not where experts are too large for it to pay.
     """
     # Where gate/up has very many blocks, those of down would take their room and wait.
     dependent = dependent and hidden_size * ffn_size < LONG_EXPERT
+    lane = (CODED_LANE.value if four_bits else LOAD_BYTES) if shared_scale else lane_of(dtype)
     if dtype == torch.float32:
-        config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, 1 if shared_scale else 4, dependent)
+        config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, lane, dependent)
     elif num_tokens <= 2 and shared_scale:
-        config = _few_quantised(num_tokens, dependent)
+        config = _few_quantised(num_tokens, lane, dependent)
     elif shared_scale:
-        config = _quantised_blocks(num_tokens, dtype, shared_scale, is_large(hidden_size, ffn_size), dependent)
+        config = _quantised_blocks(
+            num_tokens, dtype, shared_scale, four_bits, is_large(hidden_size, ffn_size), dependent
+        )
     elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
         config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
     else:
         config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
-    least = QUANTISED_DEPTH if shared_scale else 1
+    least = least_depth(lane) if shared_scale else 1
     return config.fit(max(hidden_size, least), max(ffn_size, least))
 
 
 def _float32_blocks(
-    num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, itemsize: int, dependent: bool
+    num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, lane: int, dependent: bool
 ) -> DecodeConfig:
-    """Weights of ``itemsize`` bytes beside float32 tokens."""
+    """Weights, ``lane`` of them in 16 bytes, beside float32 tokens."""
     if num_tokens > 2:
-        block = BlockShape(rows=16, depth=32, num_stages=2)
+        block = BlockShape(rows=16, depth=max(32, least_depth(lane)), num_stages=2)
         return DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
     loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
+    if lane == CODED_LANE.value:
+        loads //= 2  # beside 128 bytes of the token more would not fit into registers
     return DecodeConfig(
         form="vector",
-        gate_up=_vector_block(itemsize, hidden_size, rows=loads // 2),
+        gate_up=_vector_block(lane, hidden_size, rows=loads // 2),
         down=_vector_block(
-            itemsize, ffn_size, rows=max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
+            lane, ffn_size, rows=max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
         ),
         fold=num_tokens == 1,
         dependent=dependent,
@@ -161,9 +181,13 @@ def is_large(hidden_size: int, ffn_size: int) -> bool:
     return hidden_size * ffn_size >= LARGE_EXPERT
 
 
-def _few_quantised(num_tokens: int, dependent: bool) -> DecodeConfig:
-    """One or two tokens, weights of a byte: half a warp for a row of w2, as much of which is loaded early as fits."""
-    gate_up, down = BlockShape(rows=2, depth=512, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
+def _few_quantised(num_tokens: int, lane: int, dependent: bool) -> DecodeConfig:
+    """One or two tokens: half a warp for a row of w2 in bytes, as much of which is loaded early as fits.
+
+    In MXFP4, 32 weights for each of the lanes, a step of w2 is as long, for it fits F, and has twice the rows.
+    """
+    gate_up = BlockShape(rows=2, depth=32 * lane, num_warps=1)
+    down = BlockShape(rows=lane // 2, depth=256, num_warps=1)
     ahead = 3 if num_tokens == 1 else 1
     return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=ahead)
 
@@ -184,21 +208,23 @@ def _few_blocks(num_tokens: int, hidden_size: int, ffn_size: int, dependent: boo
 
 
 def _quantised_blocks(
-    num_tokens: int, dtype: torch.dtype, shared_scale: int, large: bool, dependent: bool
+    num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool, large: bool, dependent: bool
 ) -> DecodeConfig:
     """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
 
     Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
     nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; beside float16 tokens it is
     multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large experts has
-    few, so that many tokens chose each: no tiles.
+    few, so that many tokens chose each: no tiles. MXFP4 takes no long steps of w2 in passes: over ranks they spill, and
+    where the compiler aims at 96 registers short ones do.
     """
     is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
     gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
     narrow = BlockShape(rows=32, depth=128, num_stages=4)
     tile = 8
     if is_mx and not (is_half or large):
-        gate_up, down = LONG_STEPS
+        gate_up, long_down = LONG_STEPS
+        down = replace(down, max_registers=FOUR_BLOCKS_REGISTERS) if four_bits and num_tokens > 8 else long_down
     elif num_tokens <= 32 and not (is_mx or large):
         gate_up, down = _small_fp8_blocks(num_tokens)
     elif num_tokens <= 8 and is_mx:
@@ -245,15 +271,15 @@ def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: in
     return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
 
 
-def _vector_block(itemsize: int, contraction: int, *, rows: int) -> BlockShape:
+def _vector_block(lane: int, contraction: int, *, rows: int) -> BlockShape:
     """Every lane of up to 4 warps loads 16 bytes of a row at a time; as many warps as divide the contraction.
 
     All warps along the contraction: a lane's piece of the tokens serves all rows of the block, and arrives where it is
-    needed without shared memory. Weights of a byte, where not even one warp divides it: half a warp for each of twice
+    needed without shared memory. Quantised weights, where not even one warp divides it: half a warp for each of twice
     the rows.
     """
-    lanes = 32 * LOAD_BYTES // itemsize
-    if itemsize == 1 and contraction % lanes:
+    lanes = 32 * lane
+    if lane >= LOAD_BYTES and contraction % lanes:
         return BlockShape(rows=min(2 * rows, 16), depth=lanes // 2, num_warps=1)
     num_warps = next(count for count in (4, 2, 1) if count == 1 or contraction % (count * lanes) == 0)
     return BlockShape(rows=min(rows, 16), depth=num_warps * lanes, num_warps=num_warps)

@@ -13,9 +13,11 @@ reading F D weights of every distinct expert once.
 import triton
 import triton.language as tl
 
+from .expert_cache import count_missing, wait_for_missing
 from .warp_decode_gather import ABSENT
-from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serving, slot_of, wait_for_previous
+from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serves, slot_of, wait_for_previous
 from .warp_decode_scales import (
+    in_number,
     lane_columns,
     lane_scales,
     load_lanes,
@@ -24,6 +26,7 @@ from .warp_decode_scales import (
     scaled_products,
     step_and_next_scales,
     step_scales,
+    stored_length,
 )
 from .warp_decode_words import push_words, sum_words
 
@@ -36,11 +39,12 @@ def weight_tile(
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """``(weights (BLOCK_D, BLOCK_K), their scales)`` of a slot, from column ``f`` of w2 on; zeros for slot -1."""
-    legal_slot = tl.maximum(slot, 0)
-    cols, ks = first_col + tl.arange(0, BLOCK_D), f + tl.arange(0, BLOCK_K)
-    ptrs = w2_ptr + legal_slot.to(tl.int64) * D * F + cols[:, None] * F + ks[None, :]
+    NUMBER: tl.constexpr = in_number(LANE)
+    legal_slot, length = tl.maximum(slot, 0), stored_length(F, LANE)
+    cols, ks = first_col + tl.arange(0, BLOCK_D), f // NUMBER + tl.arange(0, BLOCK_K // NUMBER)
+    ptrs = w2_ptr + legal_slot.to(tl.int64) * D * length + cols[:, None] * length + ks[None, :]
     # Masked, not skipped: a branch would keep the loads of several experts from being in flight together.
-    mask = (slot >= 0) & (EVEN_K | (ks < F)[None, :])
+    mask = (slot >= 0) & (EVEN_K | (ks < length)[None, :])
     weights = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     return weights, lane_scales(scales_ptr, legal_slot, first_col, f, D, F, BLOCK_D, BLOCK_K, LANE, SCALES, EVEN_K)
 
@@ -138,11 +142,12 @@ def down_vector(
 @triton.jit
 def down_matrix(
     hidden_ptr, w2_desc, scales_ptr, partials_ptr, slot, rows, first_col, D, F,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of one expert for the TILE tokens of one pass."""
     PART: tl.constexpr = part_of(BLOCK_K, SCALES)
+    NUMBER: tl.constexpr = in_number(LANE)
     cols = first_col + tl.arange(0, BLOCK_D)
     ks = tl.arange(0, PART)
     valid = rows < NO_ROW
@@ -156,7 +161,7 @@ def down_matrix(
         for part in tl.static_range(BLOCK_K // PART):
             at = f + part * PART
             hs += (tl.load(hidden_ptrs + at, mask=valid[:, None] & (EVEN_K | (at + ks < F)[None, :]), other=0.0),)
-            ws += (w2_desc.load([slot, first_col, at]).reshape(BLOCK_D, PART),)
+            ws += (w2_desc.load([slot, first_col, at // NUMBER]).reshape(BLOCK_D, PART // NUMBER),)
         scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, f, D, F, BLOCK_K, SCALES, EVEN_K)
         for part in tl.static_range(BLOCK_K // PART):
             accumulator = scaled_dot(ws[part], hs[part], accumulator, scales[part], SCALES, PRECISION)
@@ -229,13 +234,18 @@ def publish(
 @triton.jit(do_not_specialize=["T", "E", "S", "rank", "max_tokens", "timeout_ns"])
 def down_kernel(
     hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, partials_ptr, tickets_ptr, out_ptr,
-    landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, T, D, F, E, S,
+    landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, cache, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
     GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, AHEAD: tl.constexpr, INTERPRET: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
-    """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``."""
+    """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``.
+
+    Slots of experts that the kernel before this one still brings are not there to be read early.
+    """
+    num_missing = count_missing(cache, E, S, CACHE)
     groups = T * K
     if FOLD:
         groups = T
@@ -253,6 +263,7 @@ def down_kernel(
             )  # fmt: skip
     if block < blocks:
         if FOLD:
+            wait_for_missing(num_missing, DEPENDENT, CACHE)
             total = down_fold(
                 hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, group, block * BLOCK_D, D, F, E, S,
                 K, K_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT,
@@ -263,7 +274,9 @@ def down_kernel(
                 max_tokens, T, D, K, W, GATHERED,
             )  # fmt: skip
         else:
-            slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+            expert, rows = serves(ids_ptr, group, T, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+            wait_for_missing(num_missing, DEPENDENT, CACHE)
+            slot = slot_of(expert, slots_ptr, E, S)
             IS_ALONE: tl.constexpr = T_BLOCK == 1 and not BY_EXPERT
             if IS_ALONE:
                 # Loaded here they are there when the last block adds up, which everything else waits for.
@@ -280,7 +293,7 @@ def down_kernel(
                 for first in range(0, rows_in_passes(rows, TILE), TILE):
                     down_matrix(
                         hidden_ptr, w2, scales_ptr, partials_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_D,
-                        D, F, TILE, BLOCK_D, BLOCK_K, EVEN_K, SCALES, PRECISION,
+                        D, F, TILE, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION,
                     )  # fmt: skip
             # ---- the last of the column block adds up
             tl.debug_barrier()

@@ -1,6 +1,7 @@
 """Decode, first kernel: hidden = silu(x gate^T) * (x up^T) of every routed row whose expert is held here.
 
-A block computes BLOCK_F columns of hidden for one group (see ``warp_decode_routing``). *vector* (1 or 2 tokens): gate
+A block computes BLOCK_F columns of hidden for one group (see ``warp_decode_routing``). Where experts are cached, blocks
+before all others bring those that are missing (see ``expert_cache``). *vector* (1 or 2 tokens): gate
 and up rows go from memory to registers in 16-byte pieces, products in float32. *matrix*: gate and up rows are the M
 side of ``tl.dot``, the tokens its N side, and TMA loads run ahead of it.
 What bounds it: reading 2 F D weights of every distinct expert once.
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .activation import swiglu
+from .expert_cache import arrived_slot, fetch_misses, plan_misses
 from .warp_decode_routing import (
     NO_ROW,
     allow_next,
@@ -17,11 +19,13 @@ from .warp_decode_routing import (
     pass_of,
     row_of,
     rows_in_passes,
-    serving,
+    serves,
+    slot_of,
     token_of,
     wait_for_previous,
 )
 from .warp_decode_scales import (
+    in_number,
     lane_columns,
     lane_scales,
     load_lanes,
@@ -30,6 +34,7 @@ from .warp_decode_scales import (
     scaled_products,
     step_and_next_scales,
     step_scales,
+    stored_length,
 )
 
 
@@ -41,18 +46,20 @@ def gate_up_vector(
 ):  # fmt: skip
     """One or two tokens; BLOCK_F divides F. A token without this expert computes on token 0 and stores nothing."""
     cols = first_col + tl.arange(0, BLOCK_F)
-    ks = tl.arange(0, BLOCK_K)
+    NUMBER: tl.constexpr = in_number(LANE)
+    ks, length = tl.arange(0, BLOCK_K // NUMBER), stored_length(D, LANE)
     row, other_row = row_of(rows, 0), row_of(rows, T_BLOCK - 1)
     xs = lane_columns(BLOCK_F, BLOCK_K, LANE, SCALES)
     x_ptrs = x_ptr + token_of(row, K) * D + xs
     other_x_ptrs = x_ptr + token_of(other_row, K) * D + xs
-    gate_ptrs = w1_ptr + slot.to(tl.int64) * (2 * F) * D + cols[:, None] * D + ks[None, :]
-    up_ptrs = gate_ptrs + F * D
+    gate_ptrs = w1_ptr + slot.to(tl.int64) * (2 * F) * length + cols[:, None] * length + ks[None, :]
+    up_ptrs = gate_ptrs + F * length
     gate = tl.zeros((BLOCK_F, BLOCK_K // LANE), dtype=tl.float32)
     up, other_gate, other_up = gate, gate, gate
     for k in range(0, D, BLOCK_K):
-        gate_rows = load_columns(gate_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
-        up_rows = load_columns(up_ptrs + k, (k + ks < D)[None, :], EVEN_K, "evict_first")
+        at = k // NUMBER
+        gate_rows = load_columns(gate_ptrs + at, (at + ks < length)[None, :], EVEN_K, "evict_first")
+        up_rows = load_columns(up_ptrs + at, (at + ks < length)[None, :], EVEN_K, "evict_first")
         gate_scales = lane_scales(scales_ptr, slot, first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
         up_scales = lane_scales(scales_ptr, slot, F + first_col, k, 2 * F, D, BLOCK_F, BLOCK_K, LANE, SCALES, EVEN_K)
         x = load_lanes(x_ptrs + k, k + xs < D, LANE, SCALES, EVEN_K, "evict_last")
@@ -74,10 +81,11 @@ def gate_up_vector(
 def gate_up_matrix(
     x_ptr, w1_desc, scales_ptr, hidden_ptr, slot, rows, first_col, D, F,
     K: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, LANE: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The TILE tokens of one pass; where ``rows`` has none, they are zeros that are not read from memory."""
     PART: tl.constexpr = part_of(BLOCK_K, SCALES)
+    NUMBER: tl.constexpr = in_number(LANE)
     cols = first_col + tl.arange(0, BLOCK_F)
     ks = tl.arange(0, PART)
     valid = rows < NO_ROW
@@ -92,7 +100,7 @@ def gate_up_matrix(
             at = k + part * PART
             # The tail of D needs the mask; tokens without this expert are masked so that nothing is read for them.
             xs += (tl.load(x_ptrs + at, mask=valid[:, None] & (EVEN_K | (at + ks < D)[None, :]), other=0.0),)
-            ws += (w1_desc.load([slot, 0, first_col, at]).reshape(2 * BLOCK_F, PART),)
+            ws += (w1_desc.load([slot, 0, first_col, at // NUMBER]).reshape(2 * BLOCK_F, PART // NUMBER),)
         scales, ahead = step_and_next_scales(ahead, scales_ptr, slot, weight_rows, k, 2 * F, D, BLOCK_K, SCALES, EVEN_K)
         for part in tl.static_range(BLOCK_K // PART):
             accumulator = scaled_dot(ws[part], xs[part], accumulator, scales[part], SCALES, PRECISION)
@@ -104,25 +112,43 @@ def gate_up_matrix(
 
 @triton.jit(do_not_specialize=["T", "E", "S"])
 def gate_up_kernel(
-    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, T, D, F, E, S,
+    x_ptr, ids_ptr, slots_ptr, w1, scales_ptr, hidden_ptr, epoch_ptr, weights_ptr, cache, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, ADVANCE: tl.constexpr,
-    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATHERED: tl.constexpr, DEPENDENT: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """See the module; grid (groups, column blocks of hidden). ``w1`` is a pointer (vector) or a descriptor (matrix).
+
+    ``cache`` and ``CACHE`` are ``HostExperts.pointers`` and ``constants``, ``None`` where all experts are there.
 
     With ADVANCE the first block adds one to the epoch, which the down kernel reads and, before this one, the gather
     kernel. With GATHERED this one may start while that drains, the down kernel not before it ended: it reads ids early.
     """
     if GATHERED:
         wait_for_previous(DEPENDENT)
-    allow_next(DEPENDENT)
     group, block = tl.program_id(0), tl.program_id(1)
+    if CACHE is not None:
+        block -= CACHE.rows
+        if block < 0:
+            # The interpreter takes all blocks of a group before those of the next one: there the first group's fetch.
+            width = 1 if CACHE.interpret else tl.num_programs(0)
+            if group < width:
+                fetcher = tl.program_id(1) * width + group
+                if fetcher == 0:
+                    plan_misses(ids_ptr, weights_ptr, T * K, cache, E, S, T_BLOCK * K_BLOCK, CACHE)
+                allow_next(DEPENDENT)
+                fetch_misses(fetcher, CACHE.rows * width, cache, E, S, CACHE)
+            return
+    allow_next(DEPENDENT)
     if ADVANCE:
         if (group == 0) & (block == 0):
             tl.store(epoch_ptr, tl.load(epoch_ptr) + 1)
-    slot, rows = serving(ids_ptr, slots_ptr, group, T, E, S, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+    expert, rows = serves(ids_ptr, group, T, K, K_BLOCK, T_BLOCK, BY_EXPERT)
+    if CACHE is None:
+        slot = slot_of(expert, slots_ptr, E, S)
+    else:
+        slot = arrived_slot(expert, cache[0], E, S, CACHE)
     if slot >= 0:
         if VECTOR:
             gate_up_vector(
@@ -133,5 +159,5 @@ def gate_up_kernel(
             for first in range(0, rows_in_passes(rows, TILE), TILE):
                 gate_up_matrix(
                     x_ptr, w1, scales_ptr, hidden_ptr, slot, pass_of(rows, first, TILE), block * BLOCK_F, D, F,
-                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, SCALES, PRECISION,
+                    K, TILE, BLOCK_F, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION,
                 )  # fmt: skip

@@ -23,22 +23,17 @@ def slot_of(ids, slots_ptr, E, S):
 
 
 @triton.jit
-def serving(
-    ids_ptr, slots_ptr, group, T, E, S,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr,
-):  # fmt: skip
-    """What the blocks of ``group`` do: ``(slot, rows)``.
+def serves(ids_ptr, group, T, K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr):
+    """What the blocks of ``group`` do: ``(expert, rows)``.
 
-    ``slot`` is -1 where there is nothing to do. ``rows`` ``(T_BLOCK,)`` int32 is, for each token, its first routed row
-    with the group's expert, or ``NO_ROW``. With one token every routed row serves itself.
+    ``expert`` is -1 where there is nothing to do. ``rows`` ``(T_BLOCK,)`` int32 is, for each token, its first routed
+    row with the group's expert, or ``NO_ROW``. With one token every routed row serves itself.
 
-    Example (T = 2, K = 2, E = S = 4, all held; ids [[3, 1], [1, 0]]): four groups; group 0 is expert 3 with rows
-    [0, NO_ROW], group 1 expert 1 with rows [1, 2], group 2 is -1 because row 1 names its expert, group 3 expert 0 with
-    rows [NO_ROW, 3].
+    Example (T = 2, K = 2, E = 4; ids [[3, 1], [1, 0]]): four groups; group 0 is expert 3 with rows [0, NO_ROW], group 1
+    expert 1 with rows [1, 2], group 2 is -1 because row 1 names its expert, group 3 expert 0 with rows [NO_ROW, 3].
     """
     if T_BLOCK == 1 and not BY_EXPERT:
         expert = tl.load(ids_ptr + group).to(tl.int32)
-        slot = slot_of(expert, slots_ptr, E, S)
         rows = tl.full((1,), 0, tl.int32) + group
     else:
         tokens = tl.arange(0, T_BLOCK)[:, None]
@@ -50,12 +45,11 @@ def serving(
         ids = tl.load(ids_ptr + index, mask=(tokens < T) & (ks < K), other=-1).to(tl.int32)
         rows = tl.min(tl.where(ids == expert, index, NO_ROW), axis=1)
         first = tl.min(rows, axis=0)
-        slot = slot_of(expert, slots_ptr, E, S)
         if BY_EXPERT:
-            slot = tl.where(first < NO_ROW, slot, -1)
+            expert = tl.where(first < NO_ROW, expert, -1)
         else:
-            slot = tl.where(first == group, slot, -1)
-    return slot, rows
+            expert = tl.where(first == group, expert, -1)
+    return expert, rows
 
 
 @triton.jit

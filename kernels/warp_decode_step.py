@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .expert_cache import HostExperts
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
@@ -16,15 +18,17 @@ class Step:
         ids: ``(T, K)`` int32 or int64.
         routing_weights: ``(T, K)`` float32.
         slots: ``(E,)`` int32.
-        w1: ``(S, 2F, D)``; float8_e4m3fn with scales, otherwise the tokens' dtype.
-        w2: ``(S, D, F)``, likewise.
+        w1: ``(S, 2F, D)``; float8_e4m3fn with scales, otherwise the tokens' dtype. MXFP4: ``(S, 2F, D / 8)`` int32,
+            eight e2m1 codes each, the first in the lowest bits; starting at a multiple of 16 bytes.
+        w2: ``(S, D, F)`` or ``(S, D, F / 8)``, dtype of ``w1``.
         hidden: ``(J, F)`` at least T*K rows.
         partials: ``(J, D)`` float32, likewise.
         tickets: ``(D,)`` int32 zeros.
         out: ``(T, D)`` result; of gathered tokens only this rank's own.
-        w1_scales: ``None``, MXFP8 ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
-        w2_scales: ``None``, MXFP8 ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
-        shared_scale: Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without.
+        w1_scales: ``None``, MX ``(S, 2F, D / 32)`` uint8, or block ``(S, ceil(2F / 128), ceil(D / 128))`` float32.
+        w2_scales: ``None``, MX ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
+        shared_scale: Neighbours along the contraction that share a scale: 32 (MX types), 128 (block FP8), 0 without.
+        host: Where experts come from that have no slot; ``None``: they contribute nothing.
     """
 
     tokens: Tensor
@@ -40,6 +44,12 @@ class Step:
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
     shared_scale: int = 0
+    host: HostExperts | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """S, D and F."""
+        return self.w2.shape[0], self.w2.shape[1], self.hidden.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from comet.launch.help import help_page, task_page, version_line
 from comet.launch.tasks import TASKS, Task, find_task
 
-PROGRAM = ("-m", "comet.launch")
+PROGRAM = ("-P", "-m", "comet.launch")  # not what the current folder has under the same names
 
 
 class Parser(argparse.ArgumentParser):

@@ -150,8 +150,9 @@ def with_source_model(job: dict[str, Any], overrides: Sequence[str]) -> dict[str
 def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
     """How many ranks this machine should start.
 
-    ``nproc`` if the user gave it. Otherwise every visible GPU, two ranks on a machine without, or ep * tp there if
-    ``ep`` is given. With an open ``ep`` the number is lowered until the experts divide over the ranks.
+    ``nproc`` if the user gave it, or one with an ``expert_budget`` and no group asked for. Otherwise every visible GPU,
+    two ranks on a machine without, or ep * tp there if ``ep`` is given. With an open ``ep`` the number is lowered until
+    the experts divide over the ranks.
 
     Args:
         container: From ``compose``.
@@ -171,6 +172,8 @@ def default_ranks(container: Mapping[str, Any], num_gpus: int) -> int:
         _require_gpus(num_gpus, requested, f"nproc={requested}")
         return int(requested)
     require(tp >= 1, f"parallel.tp={tp} must be at least 1")
+    if container["generate"]["expert_budget"] is not None and (ep or 1) * tp == 1:
+        return 1
     if ep is not None:
         require(ep >= 1, f"parallel.ep={ep} must be at least 1")
         group = ep * tp

@@ -13,6 +13,7 @@ import torch
 
 from comet.config import OverlapConfig
 from comet.models.config import ModelConfig
+from comet.models.sizes import dense_elements, expert_elements
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
 from comet.training.settings import to_yaml
@@ -111,16 +112,8 @@ def rank_parameters(model: ModelConfig, ep: int, tp: int) -> int:
     embedding and of the head each, per layer 65536 attention, 1024 router, 196608 expert and 256 norm elements, 128 in
     the last norm: 1119360 in all.
     """
-    width, moe = model.hidden_size, model.moe
-    attention = 2 * width * model.head_width * (model.num_heads + model.num_kv_heads)
-    router = width * moe.num_experts
-    experts = 3 * width * moe.ffn_size * moe.num_experts // (ep * tp)
-    sparse = router + experts + 3 * width * moe.shared_ffn_size
-    dense = 3 * width * model.dense_ffn_size
-    norms = 2 * width
-    sparse_layers = model.num_layers - model.dense_layers
-    layers = model.num_layers * (attention + norms) + sparse_layers * sparse + model.dense_layers * dense
-    return 2 * model.vocab_size * width + layers + width
+    embedding = model.vocab_size * model.hidden_size
+    return embedding + dense_elements(model) + expert_elements(model) // (ep * tp)
 
 
 def activation_elements(model: ModelConfig, tp: int, tokens: int) -> int:

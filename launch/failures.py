@@ -38,9 +38,10 @@ STATUS_SAVED = 128 + signal.SIGTERM
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether the user can mend it: a bad value, a capacity too small, a missing package, a path of no use."""
+    """Whether the user can mend it: a bad value, what is not built yet, a missing package, a path of no use."""
     return (
         isinstance(error, ValueError | CapacityError | UnavailableError)
+        or (isinstance(error, NotImplementedError) and bool(str(error)))
         or (isinstance(error, OSError) and error.filename is not None)
         or bool(missing_package(error))
     )

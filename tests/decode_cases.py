@@ -15,10 +15,13 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import slot_weights
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, select
 from comet.kernels.warp_decode_scales import MX, scale_values, widen
-from comet.quantize import FP8_BLOCK, MX_BLOCK, decode_e8m0, quantize_fp8, quantize_mxfp8
+from comet.quantize import FP8_BLOCK, MX_BLOCK, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8
 
 NAN = float("nan")
 E4M3_NAN = 0x7F
+E2M1_LARGEST = 0x77  # twice 6, which is infinity with the largest scale
+QUANTISERS = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8, "mxfp4": quantize_mxfp4}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP specification, section 5.3.3; from code 8 on negative
 
 # Small blocks, so that small inputs have several blocks and tails along every axis.
 VECTOR = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=32), down=BlockShape(rows=16, depth=32))
@@ -34,7 +37,7 @@ class DecodeCase:
     ``none``: all are; ``repeated``: every token names one expert K times; ``unknown``: some ids are no expert's;
     ``always``: the last two experts of every token are E-2 and E-1, as a shared one's pieces are.
     ``held``: how many of the E experts are held; the others' routing weights are NaN, as are the slots nobody uses.
-    ``quantised``: ``mxfp8`` or ``fp8``, with scales that differ from one to the next by powers of two.
+    ``quantised``: one of ``QUANTISERS``, with scales that differ from one to the next by powers of two.
     """
 
     name: str
@@ -121,19 +124,19 @@ def make_inputs(case: DecodeCase, dtype: torch.dtype, device: str) -> Inputs:
 def quantised_weights(
     kind: str, w1: Tensor, w2: Tensor, slots: Tensor, used: Tensor, generator: torch.Generator, device: str
 ) -> DecodeWeights:
-    """Quantised weights whose every group of 32 x 32 (MXFP8) or 128 x 128 is multiplied by its own power of two.
+    """Quantised weights whose every group of 32 x 32 (MX) or 128 x 128 is multiplied by its own power of two.
 
-    Slots that are not ``used`` hold the NaN of e4m3 and the largest scale.
+    Slots that are not ``used`` hold the NaN of e4m3, or the largest number of e2m1, and the largest scale.
     """
-    is_mx = kind == "mxfp8"
-    size, quantise = (MX_BLOCK, quantize_mxfp8) if is_mx else (FP8_BLOCK, quantize_fp8)
+    is_mx, quantise = kind.startswith("mx"), QUANTISERS[kind]
+    size = MX_BLOCK if is_mx else FP8_BLOCK
     fields: dict[str, Tensor] = {}
     for name, weight in (("w1", w1), ("w2", w2)):
         num_slots, rows, columns = weight.shape
         factors = 2.0 ** -torch.randint(0, 4, (num_slots, rows // size + 1, columns // size + 1), generator=generator)
         factors = factors.repeat_interleave(size, 1)[:, :rows].repeat_interleave(size, 2)[:, :, :columns]
         packed = quantise(weight * factors)
-        packed.elements.view(torch.uint8)[~used] = E4M3_NAN
+        packed.elements.view(torch.uint8)[~used] = E2M1_LARGEST if kind == "mxfp4" else E4M3_NAN
         packed.scales[~used] = 254 if is_mx else 3e38
         fields |= {name: packed.elements.to(device), f"{name}_scales": packed.scales.to(device)}
     return DecodeWeights(slots=slots.to(device), **fields)
@@ -167,8 +170,9 @@ def check_graph(case: DecodeCase, *, replays: int, dependent: bool = True) -> No
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     scratch = DecodeScratch.create(inputs.weights, case.K, torch.bfloat16, max_tokens=case.T)
     arguments = (inputs.tokens.contiguous(), inputs.ids, inputs.routing_weights, inputs.weights)
-    shared = inputs.weights.shared_scale
-    config = select(torch.bfloat16, case.T, case.K, case.D, case.F, shared_scale=shared, dependent=dependent)
+    sizes = (case.T, case.K, case.D, case.F)
+    types = dict(shared_scale=inputs.weights.shared_scale, four_bits=inputs.weights.per_number > 1)
+    config = select(torch.bfloat16, *sizes, **types, dependent=dependent)
     run_kernels(*arguments, scratch=scratch, config=config)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -186,13 +190,13 @@ def check_graph(case: DecodeCase, *, replays: int, dependent: bool = True) -> No
 
 
 def random_case(seed: int, *, most_tokens: int, largest: int, quantised: str = "") -> DecodeCase:
-    """A case drawn from a seed; sizes are multiples of 16, for MXFP8 of 32, up to ``largest``."""
+    """A case drawn from a seed; sizes are multiples of 16, for MX of 32, up to ``largest``."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-    num_experts, multiple = draw(1, 12), 32 if quantised == "mxfp8" else 16
+    num_experts, multiple = draw(1, 12), 32 if quantised.startswith("mx") else 16
     return DecodeCase(
         name=f"random {seed}", T=draw(1, most_tokens), K=draw(1, min(num_experts, 5)), E=num_experts,
         D=multiple * draw(1, largest // multiple), F=multiple * draw(1, largest // multiple), quantised=quantised,
@@ -205,6 +209,24 @@ def decode_codes_kernel(elements_ptr, codes_ptr, values_ptr, scales_ptr, N: tl.c
     index = tl.arange(0, N)
     tl.store(values_ptr + index, widen(tl.load(elements_ptr + index), values_ptr.dtype.element_ty))
     tl.store(scales_ptr + index, scale_values(tl.load(codes_ptr + index), MX))
+
+
+@triton.jit
+def decode_words_kernel(words_ptr, values_ptr, N: tl.constexpr):
+    words = tl.load(words_ptr + tl.arange(0, N))
+    numbers = widen(words[:, None], values_ptr.dtype.element_ty)
+    tl.store(values_ptr + tl.arange(0, N)[:, None] * 8 + tl.arange(0, 8)[None, :], numbers)
+
+
+def check_every_e2m1_code(dtype: torch.dtype, device: str) -> None:
+    """The kernels read every code at each of the 8 places of a word; the other places hold other codes."""
+    codes = (torch.arange(16)[:, None] + 5 * torch.arange(8)) % 16
+    data = (codes[:, ::2] | codes[:, 1::2] << 4).byte().to(device)
+    values = torch.empty(16, 8, dtype=dtype, device=device)
+    decode_words_kernel[(1,)](data.view(torch.int32), values, N=16)
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])[codes].to(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16  # for the sign of zeros counts, too
+    assert torch.equal(values.cpu().view(bits), numbers.view(bits))
 
 
 def check_every_code(dtype: torch.dtype, device: str) -> None:

@@ -27,7 +27,9 @@ class Steps:
     lr: float = 0.05
 
     def __post_init__(self) -> None:
-        self.optimizers = [torch.optim.SGD(layer.parameters(), lr=self.lr) for layer in (self.layer, self.eager)]
+        self.optimizers = [
+            torch.optim.SGD(layer.parameters(), lr=self.lr, foreach=False) for layer in (self.layer, self.eager)
+        ]
 
     @property
     def layer(self) -> MoE:

@@ -159,6 +159,22 @@ def save_fused(model: Any, folder: Path) -> None:
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def save_model(folder: Path, family: str, **changes: Any) -> Any:
+    """A tiny model whose tokens are the 256 bytes and one end token; returns it with the stock experts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    model = tiny_model(family, vocab_size=257, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
 class CountedSlice:
     """A lazy tensor that notes how many bytes of it were read."""
 

@@ -39,8 +39,8 @@ from stress_cases import StressCase
 
 from comet import fused
 from comet.decode import DecodeWeights, RankDecode, rank_slots
-from comet.experts.cache import pinned
-from comet.kernels.expert_cache import CacheTables, fetch, lookup
+from comet.decode.local import run_kernels
+from comet.experts import ExpertCache
 from comet.kernels.group_gemm import GemmConfig
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.group_gemm_wgrad_cuda import group_gemm_wgrad_cuda
@@ -141,7 +141,7 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
     matrix = replace(tiny, name="matrix", T=3, config=MATRIX, routing="masked")
     check_decode(matrix, dtype, device.type, runs=1)
     wide = replace(tiny, D=160, F=64, config=None)
-    for quantised in ("mxfp8", "fp8"):
+    for quantised in ("mxfp8", "fp8", "mxfp4"):
         for num_tokens in (1, 3):
             case = replace(wide, name=f"{quantised}, {num_tokens} tokens", T=num_tokens, quantised=quantised)
             check_decode(case, dtype, device.type, runs=1)
@@ -149,15 +149,17 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
 
 def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
     """Slots are filled, kept and given away, and what is fetched is what lies in host memory."""
-    host = [pinned(torch.randn(6, *size).to(dtype), device) for size in ((32, 32), (32, 16))]
-    slots = [torch.zeros(3, *each.shape[1:], dtype=dtype, device=device) for each in host]
-    tables = CacheTables.create(6, 3, device)
-    for needed in ([0, 5], [5, 2, 0], [1, 4, -1]):
-        lookup(torch.tensor([needed], dtype=torch.int32, device=device), tables)
-        fetch(*host, *slots, tables)
-        for expert in (each for each in needed if each >= 0):
-            slot = int(tables.slots[expert])
-            assert all(torch.equal(there[slot].cpu(), here[expert]) for there, here in zip(slots, host, strict=True))
+    host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
+    for policy, num_tokens in (("lru", 1), ("score", 1), ("lfu", 3)):
+        cache = ExpertCache(*host, 2 * num_tokens, device, policy=policy)
+        for needed in ([0, 5], [5, 2], [1, 4], [1, -1]):
+            ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
+            tokens, weights = torch.randn(num_tokens, 32, device=device).to(dtype), torch.rand(ids.shape, device=device)
+            run_kernels(tokens, ids, weights, cache.weights)
+            for expert in (each for each in needed if each >= 0):
+                slot = int(cache.tables.slots[expert])
+                assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
+                assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
 
 
 def run_router(device: torch.device) -> None:

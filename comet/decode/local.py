@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from comet.config import check_kernel_dtype, resolve_kernels
@@ -77,14 +78,18 @@ def run_kernels(
     if scratch is None:
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
-    hold_if_captured(weights.w1, weights.slots, scratch.hidden, scratch.partials, scratch.tickets)
+    held = () if weights.host is None else (weights.host.w1, weights.host.w2, weights.host.tables.scores)
+    hold_if_captured(weights.w1, *held, weights.slots, scratch.hidden, scratch.partials, scratch.tickets)
+    w1, w2 = weights.w1, weights.w2
+    if weights.per_number > 1:
+        w1, w2 = w1.view(torch.int32), w2.view(torch.int32)
     step = Step(
         tokens=aligned(tokens.contiguous()),
         ids=top_k_ids.contiguous(),
         routing_weights=top_k_weights.contiguous(),
         slots=weights.slots,
-        w1=weights.w1,
-        w2=weights.w2,
+        w1=w1,
+        w2=w2,
         hidden=scratch.hidden,
         partials=scratch.partials,
         tickets=scratch.tickets,
@@ -92,9 +97,13 @@ def run_kernels(
         w1_scales=weights.w1_scales,
         w2_scales=weights.w2_scales,
         shared_scale=weights.shared_scale,
+        host=weights.host,
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)
-        config = select(tokens.dtype, num_tokens, top_k, *sizes, shared_scale=weights.shared_scale)
+        config = select(
+            tokens.dtype, num_tokens, top_k, *sizes,
+            shared_scale=weights.shared_scale, four_bits=weights.per_number > 1,
+        )  # fmt: skip
     decode(step, config, landing)
     return out

@@ -8,8 +8,10 @@ from torch.nn.functional import silu
 
 from comet.autocast import without_autocast
 from comet.config import require
+from comet.decode.scales import CODES
 from comet.decode.weights import DecodeWeights, check_inputs
-from comet.quantize import FP8, MXFP8
+from comet.kernels.expert_cache import bring_torch
+from comet.quantize import FP8, MXFP4, MXFP8
 
 
 def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
@@ -37,6 +39,8 @@ def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, 
 def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
     """``warp_decode_torch`` before its last rounding: ``(T, D)`` float32, float64 for float64."""
     check_inputs(tokens, top_k_ids, top_k_weights, weights)
+    if weights.host is not None:
+        bring_torch(top_k_ids, top_k_weights, weights.w1, weights.w2, weights.host)
     slots = _entry_slots(top_k_ids, weights)
     wide = torch.promote_types(tokens.dtype, torch.float32)
     outputs = tokens.new_zeros(*top_k_ids.shape, tokens.shape[1], dtype=wide)
@@ -70,7 +74,8 @@ def slot_weights(weights: DecodeWeights, slot: int, dtype: torch.dtype) -> tuple
 def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scales is None:
         return elements.to(dtype)
-    kind = MXFP8 if scales.dtype == torch.uint8 else FP8
+    mx = MXFP4 if elements.dtype == CODES else MXFP8
+    kind = mx if scales.dtype == torch.uint8 else FP8
     return kind(elements=elements, scales=scales).dequantize(dtype)
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
-from comet.decode.scales import check_scales
+from comet.decode.scales import CODES, check_scales
+from comet.kernels.expert_cache import HostExperts
 from comet.match import Sizes, check_id_dtype
 from comet.quantize import FP8_BLOCK, MX_BLOCK
 
@@ -25,14 +26,16 @@ class DecodeWeights:
     Example: S = 2 slots hold experts 5 and 1 of E = 8: slots ``[-1, 1, -1, -1, -1, 0, -1, -1]``.
 
     Args:
-        w1: ``(S, 2F, D)``, gate rows first, then up rows, of each slot.
-        w2: ``(S, D, F)``, dtype of ``w1``.
+        w1: ``(S, 2F, D)``, gate rows first, then up rows, of each slot. In MXFP4 ``(S, 2F, D / 2)`` uint8 (or
+            float4_e2m1fn_x2, which becomes uint8 here): two e2m1 codes a byte, as in ``comet.quantize.MXFP4``.
+        w2: ``(S, D, F)``, or ``(S, D, F / 2)``, dtype of ``w1``.
         slots: ``(E,)`` int32 in ``[-1, S)``: slot of each global expert; -1: not held here, its routed rows contribute
             nothing on this rank. Read on the device at every step, never by the host.
         w1_scales: ``None`` for float32, float16 and bfloat16. Quantised weights (float8_e4m3fn) have MXFP8 scales
-            ``(S, 2F, D / 32)`` uint8, e8m0 codes, or block scales ``(S, ceil(2F / 128), ceil(D / 128))`` float32. Their
-            values are looked at here, which waits for their device.
+            ``(S, 2F, D / 32)`` uint8, e8m0 codes, or block scales ``(S, ceil(2F / 128), ceil(D / 128))`` float32; MXFP4
+            has the scales of MXFP8. Their values are looked at here, which waits for their device.
         w2_scales: Likewise, ``(S, D, F / 32)`` or ``(S, ceil(D / 128), ceil(F / 128))``.
+        host: Where experts come from that have no slot yet, and which slots they take; ``None``: from nowhere.
 
     Raises:
         ValueError: If shapes, dtypes, devices or strides do not fit together, or a scale is no number; the message
@@ -44,11 +47,19 @@ class DecodeWeights:
     slots: Tensor
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
+    host: HostExperts | None = None
 
     def __post_init__(self) -> None:
-        sizes, device = Sizes(), self.w1.device
-        sizes.match("w2", self.w2, "S D F", dtype=self.w1.dtype, device=device, contiguous=True)
-        sizes.match("w1", self.w1, "S 2F D", contiguous=True)
+        for name in ("w1", "w2"):
+            stored = getattr(self, name)
+            if stored.dtype == torch.float4_e2m1fn_x2:  # which has no operations
+                object.__setattr__(self, name, stored.view(CODES))
+        sizes, device, part = Sizes(), self.w1.device, ""
+        if self.per_number > 1:
+            sizes = Sizes(F=(self.per_number * self.w2.shape[-1:].numel(), "w2"))
+            part = f"/{self.per_number}"
+        sizes.match("w2", self.w2, f"S D F{part}", dtype=self.w1.dtype, device=device, contiguous=True)
+        sizes.match("w1", self.w1, f"S 2F D{part}", contiguous=True)
         sizes.match("slots", self.slots, "E", dtype=torch.int32, device=device, contiguous=True)
         for letter in "DF":
             size = sizes.values[letter]
@@ -66,7 +77,7 @@ class DecodeWeights:
     @property
     def ffn_size(self) -> int:
         """F."""
-        return self.w2.shape[2]
+        return self.w2.shape[2] * self.per_number
 
     @property
     def num_experts(self) -> int:
@@ -74,8 +85,13 @@ class DecodeWeights:
         return self.slots.shape[0]
 
     @property
+    def per_number(self) -> int:
+        """Weights in one element of ``w1`` and ``w2``: 2 in MXFP4, else 1."""
+        return 2 if self.w1.dtype == CODES else 1
+
+    @property
     def shared_scale(self) -> int:
-        """Neighbours along the contraction that share a scale: 32 (MXFP8), 128 (block FP8), 0 without scales."""
+        """Neighbours along the contraction that share a scale: 32 (MX types), 128 (block FP8), 0 without scales."""
         if self.w1_scales is None:
             return 0
         return MX_BLOCK if self.w1_scales.dtype == torch.uint8 else FP8_BLOCK

@@ -1,5 +1,7 @@
 """Experts beyond GPU memory: all of them in host memory, some of them in slots on the GPU."""
 
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, slots_of_budget
+from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of, slots_of_budget
+from comet.experts.draft_router import DraftRouter
+from comet.experts.speculation import Speculation
 
-__all__ = ["CacheReport", "CachedExperts", "ExpertCache", "slots_of_budget"]
+__all__ = ["CacheReport", "CachedExperts", "DraftRouter", "ExpertCache", "Speculation", "report_of", "slots_of_budget"]

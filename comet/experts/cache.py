@@ -1,24 +1,24 @@
 """The cache of one layer's experts, and decode steps that read from it.
 
-The GPU keeps the cache itself (``comet.kernels.expert_cache``): it looks up which experts a step needs, gives the
-missing ones the slots that were used longest ago, and reads them from pinned host memory. A hit costs the host nothing,
-and a step stays one CUDA graph. Results are those of experts that are all in GPU memory, bit for bit, where the slots
-serve a step at once; a step in parts rounds as its parts do.
+The GPU keeps the cache itself, inside the decode step (``comet.kernels.expert_cache``): it looks up which experts a
+step needs, gives the missing ones the slots of those that are worth least, and reads them from pinned host memory. A
+hit costs the host nothing, and a step stays one CUDA graph. Results are those of experts that are all in GPU memory,
+bit for bit, where the slots serve a step at once; a step in parts rounds as its parts do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, require, resolve_kernels
-from comet.decode.runners import Decoder, rounds
+from comet.config import MoEConfig, require
+from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
-from comet.kernels.expert_cache import MAX_SLOTS, CacheTables, fetch, fetch_torch, lookup, lookup_torch
+from comet.kernels.expert_cache import POLICIES, CacheTables, HostExperts, Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +30,14 @@ class CacheReport:
         needed: Distinct experts that steps needed, summed over steps and layers.
         fetched: How many of them were not there.
         fetched_bytes: Read from host memory.
+        fetching_s: Seconds in which a layer's experts travelled, summed over layers; products ran beside.
     """
 
     slots: int
     needed: int
     fetched: int
     fetched_bytes: int
+    fetching_s: float
 
     @property
     def hits(self) -> float:
@@ -47,49 +49,63 @@ class ExpertCache:
     """Slots for some experts of a layer on this rank's device.
 
     Args:
-        w1: ``(E, 2F, D)`` all experts in host memory, gate rows first, then up rows; pinned here for a GPU.
-        w2: ``(E, D, F)``, likewise.
+        w1: ``(e, 2F, D)`` the rank's experts in host memory, gate rows first, then up rows; pinned here for a GPU.
+        w2: ``(e, D, F)``, likewise.
         num_slots: S, at least 1.
         device: Where the slots are.
+        policy: Whose slot is given away (``HostExperts``).
+        num_experts: E, of all ranks; ``None``: e.
+        first_expert: Number of the first of w1 among them.
 
     Raises:
-        ValueError: If the weights are not on the CPU, or there are more slots than a lookup can rank.
+        ValueError: If the weights are not on the CPU, there is no slot, or no such policy.
         UnavailableError: If the host's memory cannot be pinned.
     """
 
-    def __init__(self, w1: Tensor, w2: Tensor, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        w1: Tensor,
+        w2: Tensor,
+        num_slots: int,
+        device: torch.device,
+        *,
+        policy: Policy = "lru",
+        num_experts: int | None = None,
+        first_expert: int = 0,
+    ) -> None:
         for name, weight in (("w1", w1), ("w2", w2)):
             require(weight.device.type == "cpu", f"device={weight.device} of {name} must be 'cpu': it is the store")
-        require(1 <= num_slots <= MAX_SLOTS, f"num_slots={num_slots} must be between 1 and {MAX_SLOTS}")
+        require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
+        require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
         self.num_slots = num_slots
-        self.w1, self.w2 = (pinned(weight.contiguous(), device) for weight in (w1, w2))
-        self.tables = CacheTables.create(w1.shape[0], num_slots, device)
+        held = (first_expert, first_expert + w1.shape[0])
+        self.tables = CacheTables.create(num_experts or w1.shape[0], num_slots, device, held)
+        self.host = HostExperts(
+            w1=pinned(w1.contiguous(), device), w2=pinned(w2.contiguous(), device), tables=self.tables, policy=policy
+        )
         self.weights = DecodeWeights(
             w1=torch.zeros(num_slots, *w1.shape[1:], dtype=w1.dtype, device=device),
             w2=torch.zeros(num_slots, *w2.shape[1:], dtype=w2.dtype, device=device),
             slots=self.tables.slots,
+            host=self.host,
         )
-        use_kernels = resolve_kernels(device, None)
-        self._lookup: Callable[[Tensor, CacheTables], None] = lookup if use_kernels else lookup_torch
-        self._fetch: Callable[..., None] = fetch if use_kernels else fetch_torch
 
     @property
     def expert_bytes(self) -> int:
         """Of one expert."""
-        return self.w1[0].nbytes + self.w2[0].nbytes
+        return self.host.w1[0].nbytes + self.host.w2[0].nbytes
 
-    def bring(self, top_k_ids: Tensor) -> DecodeWeights:
-        """Bring the experts of a step into slots; nothing waits for the device.
 
-        Args:
-            top_k_ids: ``(T, K)`` with at most S distinct experts.
-
-        Returns:
-            The slots, for a decode step that follows on the same stream.
-        """
-        self._lookup(top_k_ids, self.tables)
-        self._fetch(self.w1, self.w2, self.weights.w1, self.weights.w2, self.tables)
-        return self.weights
+def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
+    """What the caches of all layers did so far; waits for their device."""
+    needed, fetched, nanoseconds = torch.stack([cache.tables.totals[:3] for cache in caches]).sum(0).tolist()
+    return CacheReport(
+        slots=caches[0].num_slots,
+        needed=needed,
+        fetched=fetched,
+        fetched_bytes=fetched * caches[0].expert_bytes,
+        fetching_s=nanoseconds / 1e9,
+    )
 
 
 class CachedExperts:
@@ -98,24 +114,27 @@ class CachedExperts:
     A step of more tokens than the slots can serve at once is taken in parts.
 
     Args:
-        cache: The layer's.
-        decode: Warp decode, which all layers share.
-        top_k: K, at most the number of slots.
+        cache: The layer's; over ranks this rank's, of as many slots as those of the others.
+        runner: Serves all layers, and adds up what the ranks contribute.
+        top_k: K, at most the number of slots, or all experts of the rank have one.
     """
 
-    def __init__(self, cache: ExpertCache, decode: Decoder, top_k: int) -> None:
-        require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+    def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         self.cache = cache
-        self.decode = decode
-        self.tokens_at_once = min(decode.max_tokens, cache.num_slots // top_k)
+        self.runner = runner
+        self.tokens_at_once = runner.decode.max_tokens
+        held = cache.host.w1.shape[0]
+        if cache.num_slots < held:
+            require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+            self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
-        ids, outputs = top_k_ids.contiguous(), []
+        ids, outputs, experts = top_k_ids.contiguous(), [], self.cache.weights
         for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
             part = slice(start, stop)
-            experts = self.cache.bring(ids[part])
-            outputs.append(self.decode(tokens[part], ids[part], top_k_weights[part], experts))
+            with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+                outputs.append(self.runner(tokens[part], ids[part], top_k_weights[part], w1, w2, experts=experts))
         return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
 
 

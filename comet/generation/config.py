@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from comet.config import require
+from comet.config import SpeculationConfig, SpeculationMode, require
+from comet.experts.budget import ExpertStoreKind
 from comet.graphs import GraphMode
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
@@ -24,13 +25,33 @@ class GenerateConfig:
         temperature: Logits are divided by it before a token is drawn; 0 always takes the most probable token.
         top_k: Draw among so many of the most probable tokens; ``None``: among all.
         top_p: Draw among the fewest most probable tokens that have this share of the probability, above 0 up to 1.
-        seed: Of the draws; sequence i's draws depend on (seed, i) only.
+        repetition_penalty: Positive logits of tokens that a sequence has already are divided by it, negative ones
+            multiplied; 1 changes nothing.
+        seed: Of the draws; sequence i's draws depend on (seed, i) only. With speculation a seed repeats a text only as
+            long as draft lengths do, which follow measured times; at temperature 0 the text is always the same.
         stop: Text that ends a sequence; it is not part of the result.
         dtype: Of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto`` where that works, ``on`` or not at
             all, ``off`` never. The tokens are the same.
         expert_budget: Share of all experts (up to 1), or bytes (above 1), that GPU memory holds; the others stay in
-            host memory and are read when they are needed. ``None``: all of them.
+            the store and are read when they are needed. ``None``: all of them.
+        expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
+            Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
+        host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
+        link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
+        memory_gb_per_s: Likewise, rate of the memory that holds the slots.
+        speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
+            with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
+            drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
+            are faster. One rank, checkpoints of ``comet train``.
+        draft_experts: Experts of a token in a draft, fewer than the model's top_k: ``[2]`` for all layers, or one
+            number a layer; none: half of top_k.
+        draft_tokens: Longest draft.
+        tau: Drafting stops behind a token of a probability below it; 0: never.
+        adaptive_tolerance: T: ``adaptive`` accepts a draft of probability q > tau where its true probability p is above
+            (1 - T) * q.
+        draft_cached_only: Draft only with experts that are in GPU memory, so that a draft reads nothing from the host;
+            with ``expert_budget``.
         keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored; else they are dequantised.
     """
 
@@ -41,11 +62,22 @@ class GenerateConfig:
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int = 0
     stop: str | None = None
     dtype: GenerateDtype = "auto"
     cuda_graph: GraphMode = "auto"
     expert_budget: float | None = None
+    speculate: SpeculationMode = "off"
+    draft_experts: tuple[int, ...] = ()
+    draft_tokens: int = 4
+    tau: float = 0.5
+    adaptive_tolerance: float = 0.3
+    draft_cached_only: bool = False
+    expert_store: ExpertStoreKind = "host"
+    host_budget: float | None = None
+    link_gb_per_s: float | None = None
+    memory_gb_per_s: float | None = None
     keep_fp8: bool = False
 
     def __post_init__(self) -> None:
@@ -56,11 +88,41 @@ class GenerateConfig:
         require(finite, f"temperature={self.temperature} must be finite and at least 0 (0: the most probable token)")
         require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1, or None for all tokens")
         require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
+        positive = 0 < self.repetition_penalty < float("inf")
+        require(positive, f"repetition_penalty={self.repetition_penalty} must be positive and finite (1: none)")
         require(self.seed >= 0, f"seed={self.seed} must be at least 0")
         require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
-        for name, choices in (("dtype", get_args(GenerateDtype)), ("cuda_graph", get_args(GraphMode))):
+        for name in ("expert_budget", "host_budget", "link_gb_per_s", "memory_gb_per_s"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < float("inf"), f"{name}={value} must be finite and above 0, or None")
+        file_only = self.expert_store == "file" or self.host_budget is None
+        require(
+            file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
+        )
+        for name, choices in (
+            ("dtype", get_args(GenerateDtype)),
+            ("cuda_graph", get_args(GraphMode)),
+            ("expert_store", get_args(ExpertStoreKind)),
+        ):
             value = getattr(self, name)
             require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+        _ = self.speculation
+        require(
+            self.expert_budget is not None or not self.draft_cached_only,
+            "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
+        )
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        """The settings of drafting and verifying."""
+        return SpeculationConfig(
+            speculate=self.speculate,
+            draft_experts=self.draft_experts,
+            draft_tokens=self.draft_tokens,
+            tau=self.tau,
+            adaptive_tolerance=self.adaptive_tolerance,
+            draft_cached_only=self.draft_cached_only,
+        )
 
     @property
     def texts(self) -> tuple[str, ...]:

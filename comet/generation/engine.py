@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from comet.config import SpeculationConfig, require
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
-from comet.experts import CachedExperts, CacheReport, ExpertCache
+from comet.experts import CachedExperts, CacheReport, DraftRouter, ExpertCache, report_of
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
@@ -61,6 +62,10 @@ class Engine(Protocol):
         """Bytes of weights this rank read per decode step since ``prefill``, on average; 0 without a step."""
         ...
 
+    def cache_report(self) -> CacheReport | None:
+        """What expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
+        ...
+
     def check(self) -> None:
         """Raise what went wrong on the device so far; waits for it."""
         ...
@@ -103,6 +108,21 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
+def cache_of(layer: MoE, num_slots: int) -> ExpertCache:
+    """The cache of a layer whose experts are in host memory, which the layer and the cache share from here on."""
+    w1, w2 = layer.expert_weights()
+    cache = ExpertCache(
+        w1.flatten(1, 2),
+        w2,
+        num_slots,
+        layer.group.device,
+        num_experts=layer.config.num_experts,
+        first_expert=layer.layout.first_expert,
+    )
+    local(layer.w1).data, local(layer.w2).data = cache.host.w1.view_as(w1), cache.host.w2  # the pinned ones
+    return cache
+
+
 class GPTEngine:
     """A GPT that generates; the model is frozen and can no longer be trained.
 
@@ -113,9 +133,11 @@ class GPTEngine:
         cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
         expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
             (``expert_device`` of ``GPT``); ``None``: all on the device.
+        speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
+            ``None``: neither is called.
 
     Raises:
-        NotImplementedError: If experts in host memory belong to a group of several ranks.
+        NotImplementedError: If drafts are for a group of several ranks, or experts in host memory for several nodes.
     """
 
     def __init__(
@@ -126,9 +148,12 @@ class GPTEngine:
         decode_tokens: int = DECODE_TOKENS,
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
-        if expert_slots is not None and group.parallel.world_size > 1:
-            raise NotImplementedError("expert_budget is for one rank: leave parallel.ep and parallel.tp at 1")
+        if speculation is not None and group.parallel.world_size > 1:
+            raise NotImplementedError("speculate is for one rank: leave parallel.ep and parallel.tp at 1")
+        if expert_slots is not None and group.comm.memory_obstacle:
+            raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
@@ -143,15 +168,13 @@ class GPTEngine:
                 self._experts.append(FrozenExperts(self.runner, layer, columns))
                 layer.experts = self._experts[-1]
             else:
-                w1, w2 = layer.expert_weights()
-                self.caches.append(ExpertCache(w1.flatten(1, 2), w2, expert_slots, group.device))
-                layer.experts = CachedExperts(self.caches[-1], self.runner.decode, moe.top_k)
-                layer.w1.data, layer.w2.data = self.caches[-1].w1.view_as(w1), self.caches[-1].w2  # one copy, pinned
+                self.caches.append(cache_of(layer, expert_slots))
+                layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
+        self._draft_routers = [] if speculation is None else self._make_draft_routers(speculation)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cache: KeyValueCache | None = None
-        self._step: DecodeStep | None = None
-        self._ids = torch.empty(0, dtype=torch.int64)
+        self._passes: dict[tuple[int, bool], DecodeStep] = {}
         self._steps = 0
         self._touched = torch.zeros((), dtype=torch.int64, device=group.device)
 
@@ -162,8 +185,18 @@ class GPTEngine:
 
     @property
     def why_eager(self) -> str:
-        """See ``Engine``."""
-        return TOO_FEW if self._step is None else self._step.why_eager
+        """See ``Engine``; with drafts, why any kind of pass was not replayed."""
+        reasons = [step.why_eager for step in self._passes.values()]
+        return next(filter(None, reasons), "") if reasons else TOO_FEW
+
+    @property
+    def lengths(self) -> Tensor:
+        """``(B,)`` int64: tokens of each sequence in the cache."""
+        return self._room().lengths
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Keep the first ``lengths (B,)`` tokens of each sequence."""
+        self._room().rewind(lengths)
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
@@ -179,35 +212,73 @@ class GPTEngine:
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
         """See ``Engine``."""
-        assert self._step is not None, "prompts are read before tokens are appended"
-        self._steps += 1
-        return self._step(ids)
+        return self._take(ids[:, None])[:, 0]
+
+    @torch.no_grad()
+    def draft(self, ids: Tensor) -> Tensor:
+        """``decode`` with few experts: those of ``speculation``."""
+        return self._take(ids[:, None], drafts=True)[:, 0]
+
+    @torch.no_grad()
+    def verify(self, ids: Tensor) -> Tensor:
+        """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
+        return self._take(ids)
+
+    def _make_draft_routers(self, config: SpeculationConfig) -> list[DraftRouter]:
+        require(
+            bool(self.caches) or not config.draft_cached_only,
+            "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
+        )
+        layers = self.model.moe_layers()
+        chosen = config.experts_per_layer(self.model.config.moe.top_k, len(layers))
+        slots: list[Tensor | None] = [None] * len(layers)
+        if config.draft_cached_only:
+            slots = [cache.weights.slots for cache in self.caches]
+        return [DraftRouter(layer.router, r, held) for layer, r, held in zip(layers, chosen, slots, strict=True)]
 
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
-        self._step = None  # a graph keeps its memory
-        self._cache = cache = KeyValueCache(
+        most = self.runner.decode.max_tokens
+        require(
+            not self._draft_routers or bool(self.caches) or num_sequences <= most,
+            f"speculate is for at most {most} prompts at a time, not {num_sequences}",
+        )
+        self._passes.clear()  # a graph keeps its memory
+        self._cache = KeyValueCache(
             self.model.config,
             num_sequences=num_sequences,
             length=max_length,
             dtype=self.model.dtype,
             device=self.device,
         )
-        self._ids = torch.zeros(num_sequences, dtype=torch.int64, device=self.device)
-        self._step = DecodeStep(
-            self._append,
-            self._ids,
+        return self._cache
+
+    def _room(self) -> KeyValueCache:
+        assert self._cache is not None, "prompts are read before tokens are appended"
+        return self._cache
+
+    def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
+        """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
+        kind = (ids.shape[1], drafts)
+        if kind not in self._passes:
+            self._passes[kind] = self._make_pass(torch.zeros_like(ids), drafts)
+        self._steps += 1
+        return self._passes[kind](ids)
+
+    def _make_pass(self, ids: Tensor, drafts: bool) -> DecodeStep:
+        """A pass that reads ``ids (B, S)``, captured by itself: passes of other shapes are other graphs."""
+        return DecodeStep(
+            partial(self._append, ids, self._draft_routers if drafts else None),
+            ids,
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
-            obstacle=batch_obstacle(num_sequences, self.runner.decode.max_tokens),
+            obstacle=batch_obstacle(ids.numel(), self.runner.decode.max_tokens),
         )
-        return cache
 
-    def _append(self) -> Tensor:
-        """One step, from and to memory that stays where it is."""
-        assert self._cache is not None, "there is a cache for every step"
-        output = self.model.decode(self._ids, self._cache)
+    def _append(self, ids: Tensor, routers: list[DraftRouter] | None) -> Tensor:
+        """One pass, from and to memory that stays where it is."""
+        output = self.model.extend(ids, self._room(), routers)
         self._touched += (output.expert_load[:, self._held] > 0).sum()
-        return output.logits[:, 0]
+        return output.logits
 
     def check(self) -> None:
         """See ``Engine``."""
@@ -215,13 +286,7 @@ class GPTEngine:
 
     def cache_report(self) -> CacheReport | None:
         """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        if not self.caches:
-            return None
-        needed, fetched = torch.stack([cache.tables.counts[1:] for cache in self.caches]).sum(0).tolist()
-        cache = self.caches[0]
-        return CacheReport(
-            slots=cache.num_slots, needed=needed, fetched=fetched, fetched_bytes=fetched * cache.expert_bytes
-        )
+        return report_of(self.caches) if self.caches else None
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.

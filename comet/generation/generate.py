@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comet.config import require
+from comet.experts import Speculation
 from comet.generation.config import GenerateConfig
-from comet.generation.engine import Engine
-from comet.generation.sampling import Sampler
+from comet.generation.engine import Engine, GPTEngine
+from comet.generation.sampling import Sampler, tokens_seen, uniform_draws
 from comet.generation.text import Codec, Continuation
 from comet.graphs import WARM_CALLS
 
@@ -35,8 +37,9 @@ class Generated:
         first_token_s: From the start of reading the prompts until every sequence's first token was known, in seconds.
         decode_s: From then until the last token was known.
         weight_bytes_per_step: Weights this rank read per decode step, on average.
-        steps: Decode steps.
+        steps: Decode steps; every pass that drafts or verifies is one.
         why_eager: Why they were launched kernel by kernel; empty if they were replayed from a CUDA graph.
+        speculation: What was drafted and accepted; ``None`` without speculation.
     """
 
     texts: tuple[str, ...]
@@ -48,6 +51,7 @@ class Generated:
     weight_bytes_per_step: float
     steps: int
     why_eager: str
+    speculation: dict[str, Any] | None = None
 
 
 def encode_prompts(config: GenerateConfig, codec: Codec, context: int) -> list[list[int]]:
@@ -79,7 +83,7 @@ def generate(
     """Continue all prompts at once (collective over the engine's ranks).
 
     Args:
-        engine: The model.
+        engine: The model; with ``config.speculate`` one that drafts and verifies, as ``GPTEngine`` does.
         codec: Its vocabulary.
         prompts: From ``encode_prompts``.
         config: How to choose tokens and when to end.
@@ -95,23 +99,26 @@ def generate(
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
     ids, lengths = pad(prompts, engine.device)
-    sampler = Sampler(config, len(prompts), engine.device)
+    penalises = config.repetition_penalty != 1
+    seen = tokens_seen(ids, lengths, codec.num_tokens) if penalises else None
+    sampler = Sampler(config, len(prompts), engine.device, num_tokens=codec.num_tokens, seen=seen)
+    advance = make_advance(engine, sampler, config)
     started = time.perf_counter()
-    logits = engine.prefill(ids, lengths, most_positions(prompts, limits))
-    first_token_s, step = 0.0, 0
+    chosen = sampler.choose(engine.prefill(ids, lengths, most_positions(prompts, limits)), 0)
+    tokens, first_token_s = [[token] for token in chosen.tolist()], 0.0
     while True:
-        chosen = agree(sampler(logits[:, : codec.num_tokens], step))
-        for index, (sequence, token) in enumerate(zip(sequences, chosen.tolist(), strict=True)):
-            if not sequence.done:
-                text = sequence.push(token)
-                if show is not None and (text or sequence.done):
-                    show(index, sequence, text)
-        if step == 0:
-            first_token_s = time.perf_counter() - started
-        if all(sequence.done for sequence in sequences):
+        for index, (sequence, made) in enumerate(zip(sequences, tokens, strict=True)):
+            for token in made:
+                if not sequence.done:  # what is behind its end was drafted in vain
+                    text = sequence.push(token)
+                    if show is not None and (text or sequence.done):
+                        show(index, sequence, text)
+        first_token_s = first_token_s or time.perf_counter() - started
+        active = [not sequence.done for sequence in sequences]
+        if not any(active):
             break
-        logits = engine.decode(chosen)
-        step += 1
+        room = [limit - sequence.num_tokens for sequence, limit in zip(sequences, limits, strict=True)]
+        chosen, tokens = advance(chosen, active, max(compress(room, active)))
     stopped_by = [
         "context" if sequence.stopped_by == "length" and limit < config.max_new_tokens else sequence.stopped_by
         for sequence, limit in zip(sequences, limits, strict=True)
@@ -124,9 +131,47 @@ def generate(
         first_token_s=first_token_s,
         decode_s=time.perf_counter() - started - first_token_s,
         weight_bytes_per_step=engine.weight_bytes_per_step(),
-        steps=step,
+        steps=advance.passes,
         why_eager=engine.why_eager,
+        speculation=advance.report.facts() if isinstance(advance, Speculation) else None,
     )
+
+
+class PlainSteps:
+    """One token of every sequence a step.
+
+    Args:
+        engine: It has been given all tokens but the newest ones.
+        sampler: Chooses.
+    """
+
+    def __init__(self, engine: Engine, sampler: Sampler) -> None:
+        self.engine = engine
+        self.sampler = sampler
+        self.passes = 0
+
+    def __call__(self, last: Tensor, active: Sequence[bool], most_tokens: int) -> tuple[Tensor, list[list[int]]]:
+        """The tokens ``(B,)`` behind the ``last (B,)``, and the same as lists; see ``Speculation.__call__``."""
+        self.passes += 1
+        chosen = self.sampler.choose(self.engine.decode(last), self.passes)
+        return chosen, [[token] for token in chosen.tolist()]
+
+
+def make_advance(engine: Engine, sampler: Sampler, config: GenerateConfig) -> PlainSteps | Speculation:
+    """What makes the tokens behind the first ones.
+
+    Raises:
+        NotImplementedError: If an engine that cannot draft is to speculate.
+    """
+    if config.speculate == "off":
+        return PlainSteps(engine, sampler)
+    if not isinstance(engine, GPTEngine):
+        raise NotImplementedError("generate.speculate is for checkpoints of comet train, not for Hugging Face yet")
+    numbers = 2 * config.draft_tokens + 1
+    num_sequences = sampler.draws.shape[1]
+    draws = [uniform_draws(config.seed, each, config.max_new_tokens * numbers) for each in range(num_sequences)]
+    rounds = torch.stack(draws, dim=1).unflatten(0, (config.max_new_tokens, numbers)).transpose(1, 2)
+    return Speculation(engine, sampler, config.speculation, rounds[1:].to(engine.device))  # the first token's is used
 
 
 def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateConfig, *, context: int) -> None:
@@ -135,9 +180,14 @@ def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateCo
     That is what is compiled or allocated, and the capture of the decode step. Arguments as in ``generate``.
     """
     ids, lengths = pad(prompts, engine.device)
-    engine.prefill(ids, lengths, most_positions(prompts, token_limits(prompts, config, context)))
+    limits = token_limits(prompts, config, context)
+    engine.prefill(ids, lengths, most_positions(prompts, limits))
     for _ in range(WARM_CALLS + 1):
         engine.decode(ids[:, 0])
+        if config.speculate != "off" and isinstance(engine, GPTEngine):
+            for length in range(1, min(config.draft_tokens, max(limits) - 2) + 1):
+                engine.draft(ids[:, 0])
+                engine.verify(ids[:, :1].expand(-1, length + 1))
 
 
 def token_limits(prompts: Sequence[Sequence[int]], config: GenerateConfig, context: int) -> list[int]:
@@ -165,10 +215,3 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
     longest = max(map(len, prompts))
     rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
     return torch.tensor(rows, device=device), torch.tensor([len(prompt) for prompt in prompts], device=device)
-
-
-def agree(chosen: Tensor) -> Tensor:
-    """The choice of rank 0, on every rank: ranks that differed in a last bit would otherwise go separate ways."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(chosen, 0)
-    return chosen

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import require
+from comet.experts import CacheReport
 from comet.generation.text import TokenizerCodec
 from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode
 from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.static import StaticDecoder
+from comet.integrations.hf.stored_experts import cache_report
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -107,6 +109,10 @@ class HFEngine:
         """See ``Engine``."""
         check(self.model)
 
+    def cache_report(self) -> CacheReport | None:
+        """See ``Engine``."""
+        return cache_report(self.model)
+
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; the formula is that of ``GPTEngine``, an embedding that is also the head counts as head."""
         if not self._steps or not self._experts:
@@ -118,7 +124,7 @@ class HFEngine:
         if head is not embedding:
             dense -= embedding.nbytes
         module = self._experts[0]
-        expert = sum(weight.nbytes for weight in module.parameters(recurse=False)) // module.layout.experts_local
+        expert = module.expert_bytes
         if self._shape[0] <= module.runner.decode.max_tokens:
             dense -= sum(each.shared.bytes_elsewhere(expert) for each in self._experts if each.shared is not None)
         return int(self._touched) / self._steps * expert + dense + self._shape[0] * embedding[0].nbytes

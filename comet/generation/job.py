@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,11 +11,12 @@ import torch.distributed as dist
 
 from comet.comm.handshake import meet
 from comet.config import require
-from comet.experts import slots_of_budget
+from comet.experts.budget import ExpertBudget
 from comet.generation.engine import Engine, GPTEngine
+from comet.generation.experts import cache_facts, expectation, plan_experts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.report import Printer, context_note
-from comet.generation.roof import read_bytes_per_second
+from comet.generation.roof import link_bytes_per_second, read_bytes_per_second
 from comet.generation.source import Source, find_source
 from comet.generation.text import ByteCodec, Codec
 from comet.group import ExpertGroup, make_expert_group
@@ -45,8 +45,11 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     """
     settings = config.generate
     source = find_source(settings.source)
-    if source.checkpoint is None and settings.expert_budget is not None:
-        raise NotImplementedError("generate.expert_budget is for checkpoints of comet train, not for Hugging Face yet")
+    require(
+        source.checkpoint is not None or settings.speculate == "off",
+        f"generate.speculate={settings.speculate!r} must be 'off' for a Hugging Face folder: only checkpoints of comet "
+        "train draft yet",
+    )
     require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
@@ -55,25 +58,33 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         logger.warning("skipped: %s", reason)
     codec = _open_codec(source)
     prompts = encode_prompts(settings, codec, config.model.context)
+    dtype = activation_dtype(settings.dtype, context.device)
+    budget = plan_experts(config, dtype)
     most_tokens = len(prompts) * max(map(len, prompts))
     group = make_expert_group(
         config.model.moe,
         config.parallel,
         max_tokens=-(-most_tokens // config.parallel.world_size),
-        dtype=activation_dtype(settings.dtype, context.device),
+        dtype=dtype,
         device=context.device,
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
         profiles=config.tune.profiles,
     )
-    engine = _open_engine(source, config, group)
+    engine = _open_engine(source, config, group, budget)
     meet(context.device)
     roof = read_bytes_per_second(context.device)
     warm_up(engine, prompts, settings, context=config.model.context)
+    warm = engine.cache_report()
     printer = Printer(settings.texts, sys.stdout) if context.rank == 0 else None
     generated = generate(engine, codec, prompts, settings, context=config.model.context, show=printer)
     engine.check()
-    result = _result(config, source, group, generated, roof) | _cache_facts(engine)
+    result = _result(config, source, group, generated, roof)
+    if generated.speculation is not None:
+        result["speculation"] = generated.speculation
+    if budget is not None and warm is not None:
+        facts = cache_facts(warm, engine.cache_report() or warm, group)
+        result["expert_cache"] = facts | _prediction(config, budget, group, result["roof_tb_per_s"] * 1e12)
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))
@@ -89,23 +100,20 @@ def _open_codec(source: Source) -> Codec:
     return open_codec(source.path)
 
 
-def _open_engine(source: Source, config: JobConfig, group: ExpertGroup) -> Engine:
+def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: ExpertBudget | None) -> Engine:
     if source.checkpoint is None:
         from comet.generation.hf import HFEngine
         from comet.integrations.hf import load_pretrained
 
-        hf_model = load_pretrained(source.path, group, keep_fp8=config.generate.keep_fp8)
-        return HFEngine(hf_model, cuda_graph=config.generate.cuda_graph)
-    budget, moe = config.generate.expert_budget, config.model.moe
-    if budget is None:
-        slots, device = None, None
-    else:
-        num_layers = config.model.num_layers - config.model.dense_layers
-        slots = slots_of_budget(budget, moe, num_layers, group.workspace.shape.dtype)
-        device = torch.device("cpu")
+        settings = config.generate
+        options = {name: getattr(settings, name) for name in ("expert_budget", "expert_store", "host_budget")}
+        hf_model = load_pretrained(source.path, group, keep_fp8=settings.keep_fp8, **options)
+        return HFEngine(hf_model, cuda_graph=settings.cuda_graph)
+    slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)
-    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots)
+    speculation = None if config.generate.speculate == "off" else config.generate.speculation
+    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots, speculation=speculation)
 
 
 def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
@@ -146,9 +154,13 @@ def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Ge
     }
 
 
-def _cache_facts(engine: Engine) -> dict[str, Any]:
-    report = engine.cache_report() if isinstance(engine, GPTEngine) else None
-    return {} if report is None else {"expert_cache": asdict(report) | {"hits": report.hits}}
+def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roof: float) -> dict[str, Any]:
+    """What ``--dry-run`` says of a budget, by the rates that were stated, or measured in this run."""
+    settings = config.generate
+    link = settings.link_gb_per_s or -_largest([-link_bytes_per_second(group.device) / 1e9], group)[0]
+    memory = settings.memory_gb_per_s or roof / 1e9
+    expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
+    return {"store": budget.store, "link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
 
 
 def _largest(values: list[float], group: ExpertGroup) -> list[float]:

@@ -78,6 +78,19 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{1e3 * result['roof_tb_per_s']:,.1f} GB/s a plain read reaches here",
             ),
         ]
+    if cache := result.get("expert_cache"):
+        speed = cache["expected_tokens_per_second"]
+        told = "" if speed is None else f" and {speed:,.1f} tokens/s"
+        rows.append(("expert hits", f"{cache['hits']:.3f}; uniform routing: {cache['expected_hits']:.3f}{told}"))
+    drafts = result.get("speculation")
+    if drafts and drafts["drafted"]:
+        rows.append(
+            (
+                "drafts",
+                f"{drafts['acceptance']:.1%} of {drafts['drafted']:,} accepted, "
+                f"{drafts['tokens_per_round']:.2f} tokens per round of a sequence",
+            )
+        )
     return "\n".join(f"{name:<14}{value}" for name, value in rows)
 
 

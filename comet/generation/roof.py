@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from comet.tuner.timing import host_ahead, time_interleaved
+from comet.tuner.timing import Variant, host_ahead, time_interleaved
 
 READS = 10
 CPU_BYTES = 2**28
 GPU_BYTES = 2**30
+LINK_BYTES = 2**26
 FREE_SHARE = 4
 
 
@@ -32,11 +33,17 @@ def read_bytes_per_second(device: torch.device, num_bytes: int | None = None) ->
         if device.type == "cuda":
             num_bytes = min(GPU_BYTES, torch.cuda.mem_get_info(device)[0] // FREE_SHARE)
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    timings = time_interleaved(
-        {"read": lambda _: buffer.sum()},
-        rounds=READS,
-        barrier=host_ahead(lambda: None, device),
-        rotate=1,
-        device=device,
-    )
-    return buffer.nbytes / (timings["read"].median_ms / 1e3)
+    return _rate(lambda _: buffer.sum(), buffer.nbytes, device)
+
+
+def link_bytes_per_second(device: torch.device) -> float:
+    """Likewise, of copies from pinned host memory to the device; on a CPU from memory to memory."""
+    source = torch.ones(LINK_BYTES // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
+    target = torch.empty(source.shape, dtype=torch.float32, device=device)
+    return _rate(lambda _: target.copy_(source, non_blocking=True), source.nbytes, device)
+
+
+def _rate(call: Variant, num_bytes: int, device: torch.device) -> float:
+    barrier = host_ahead(lambda: None, device)
+    timings = time_interleaved({"call": call}, rounds=READS, barrier=barrier, rotate=1, device=device)
+    return num_bytes / (timings["call"].median_ms / 1e3)

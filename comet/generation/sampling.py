@@ -11,8 +11,10 @@ from __future__ import annotations
 import zlib
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from comet.experts.speculation import pick, with_token
 from comet.generation.config import GenerateConfig
 
 
@@ -20,21 +22,82 @@ class Sampler:
     """Chooses the next token of every sequence.
 
     Args:
-        config: Read for ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``max_new_tokens``.
+        config: Read for ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ``seed`` and ``max_new_tokens``.
         num_sequences: B.
         device: Of the logits.
+        num_tokens: Logits of higher ids are no tokens; ``None``: all are.
+        seen: ``(B, num_tokens)`` bool, tokens that each sequence has, which ``repetition_penalty`` is for
+            (``tokens_seen``); ``None``: nothing is penalised.
     """
 
-    def __init__(self, config: GenerateConfig, num_sequences: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: GenerateConfig,
+        num_sequences: int,
+        device: torch.device,
+        *,
+        num_tokens: int | None = None,
+        seen: Tensor | None = None,
+    ) -> None:
         self.config = config
+        self.num_tokens = num_tokens
+        self.seen = seen
         draws = [uniform_draws(config.seed, index, config.max_new_tokens) for index in range(num_sequences)]
         self.draws = torch.stack(draws, dim=1).to(device)
 
     def __call__(self, logits: Tensor, step: int) -> Tensor:
         """Choose token number ``step`` of each sequence: ``(B, V)`` float32 -> ``(B,)`` int64."""
+        logits = self.penalised(logits, self.seen)
         if self.config.temperature == 0:
             return logits.argmax(dim=-1)
         return draw(logits / self.config.temperature, self.draws[step], self.config.top_k, self.config.top_p)
+
+    def choose(self, logits: Tensor, step: int) -> Tensor:
+        """The same on every rank, and noted as what the sequences go on with."""
+        chosen = agree(self(logits, step))
+        self.seen = with_token(self.seen, chosen)
+        return chosen
+
+    def probabilities(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """``(..., V)`` float64 after penalties, temperature (0 counts as 1), top-k and top-p.
+
+        Args:
+            logits: ``(..., V)`` float32.
+            seen: ``(..., V)`` bool: what each row's choice follows; ``None`` without penalties.
+        """
+        scaled = self.penalised(logits, seen) / (self.config.temperature or 1.0)
+        rows = scaled.flatten(0, -2)
+        kept, ids = likely(rows, self.config.top_k, self.config.top_p)
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+        return torch.zeros_like(rows, dtype=kept.dtype).scatter(1, ids, kept).view(scaled.shape)
+
+    def certain(self, probabilities: Tensor) -> Tensor:
+        """What tokens are drawn from: at temperature 0 the most probable one has probability 1."""
+        if self.config.temperature > 0:
+            return probabilities
+        best = probabilities.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(probabilities).scatter(-1, best, 1.0)
+
+    def penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Logits ``(..., V)`` of all tokens, those ``seen (..., V)`` made less likely."""
+        logits, penalty = logits[..., : self.num_tokens], self.config.repetition_penalty
+        if seen is None:
+            return logits
+        return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def agree(chosen: Tensor) -> Tensor:
+    """The choice of rank 0, on every rank: ranks that differed in a last bit would otherwise go separate ways."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(chosen, 0)
+    return chosen
+
+
+def tokens_seen(ids: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+    """``(B, num_tokens)`` bool: the tokens of prompts ``ids (B, S)`` of ``lengths (B,)``."""
+    behind = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
+    table = torch.zeros(ids.shape[0], num_tokens + 1, dtype=torch.bool, device=ids.device)
+    return table.scatter(1, ids.masked_fill(behind, num_tokens), True)[:, :num_tokens]
 
 
 def uniform_draws(seed: int, sequence: int, count: int) -> Tensor:
@@ -45,9 +108,6 @@ def uniform_draws(seed: int, sequence: int, count: int) -> Tensor:
 
 def draw(logits: Tensor, uniform: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Draw by inverting the cumulative distribution of the kept tokens, the most probable one first.
-
-    Kept are the ``top_k`` most probable tokens and, of their distribution, the fewest that have at least ``top_p`` of
-    the probability. Equal logits keep the order of their ids.
 
     Example: probabilities 0.5, 0.125, 0.375 and top_p 0.8 keep tokens 0 and 2 with 4/7 and 3/7, so the draw 0.5 gives
     token 0 and the draw 0.6 token 2.
@@ -61,13 +121,23 @@ def draw(logits: Tensor, uniform: Tensor, top_k: int | None, top_p: float) -> Te
     Returns:
         ``(B,)`` int64.
     """
+    kept, ids = likely(logits, top_k, top_p)
+    return ids.gather(1, pick(kept, uniform)[:, None])[:, 0]
+
+
+def likely(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` most probable tokens and, of their distribution, the fewest with at least ``top_p`` of it.
+
+    Args:
+        logits: ``(B, V)``; equal ones keep the order of their ids.
+        top_k: At least 1; ``None`` keeps all.
+        top_p: Above 0, at most 1.
+
+    Returns:
+        ``(B, top_k)`` float64, the most probable first, 0 for what ``top_p`` leaves out; not renormalised. And the ids.
+    """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     ordered, ids = ordered[:, :top_k].double(), ids[:, :top_k]
     probabilities = ordered.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    kept = probabilities.where(before < top_p, 0.0)
-    cumulative = kept.cumsum(dim=-1)
-    passed = cumulative <= uniform[:, None] * cumulative[:, -1:]
-    last = (kept > 0).sum(dim=-1, keepdim=True) - 1
-    place = passed.sum(dim=-1, keepdim=True).minimum(last)
-    return ids.gather(1, place)[:, 0]
+    return probabilities.where(before < top_p, 0.0), ids

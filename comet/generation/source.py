@@ -94,7 +94,13 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _hf_model(folder: Path) -> ModelConfig:
     """The closest GPT: what the launcher needs to place experts and count bytes."""
     from comet.integrations.hf.block_fp8 import is_block_fp8
-    from comet.integrations.hf.families import moe_config, read_config, require_transformers, shared_ffn_size
+    from comet.integrations.hf.families import (
+        moe_config,
+        num_moe_layers,
+        read_config,
+        require_transformers,
+        shared_ffn_size,
+    )
 
     require_transformers()
     config = read_config(folder)
@@ -109,5 +115,6 @@ def _hf_model(folder: Path) -> ModelConfig:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None),
+        dense_layers=config.num_hidden_layers - num_moe_layers(config),
         moe=replace(moe, shared_ffn_size=shared_ffn_size(config)),
     )

@@ -4,7 +4,7 @@ A step of a whole model launches so many small kernels that the host is slower t
 are one launch. What is captured is the very function that runs elsewhere: it reads the tokens from a buffer, keeps
 positions and cache on the device, changes them in place and never asks the host. Hence both ways make the same tokens.
 
-Letters: B sequences, V vocabulary.
+Letters: B sequences, S tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from comet.graphs import GraphMode, Replayed
 
 
 class DecodeStep:
-    """Appends one token to every sequence of a batch.
+    """Appends one token, or some, to every sequence of a batch.
 
     Args:
-        run: Reads ``ids``, appends them and returns the ``(B, V)`` logits of the next tokens; see ``Replayed``.
-        ids: ``(B,)`` int64, the buffer ``run`` reads.
+        run: Reads ``ids``, appends them and returns the logits of the next tokens, ``(B, V)`` or ``(B, S, V)``; see
+            ``Replayed``.
+        ids: ``(B,)`` or ``(B, S)`` int64, the buffer ``run`` reads.
         before: Called before every step, replayed or not: refuses it where the group is closed, puts it behind what
             else the group was given, and renews what the step reads copies of.
         cuda_graph: Whether it is replayed; see ``Replayed``.
@@ -50,7 +51,7 @@ class DecodeStep:
         return self._run.why_eager
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Take a step with ``(B,)`` int64 tokens; returns ``(B, V)`` logits that no later step overwrites.
+        """Take a step with int64 tokens shaped like the buffer; returns logits that no later step overwrites.
 
         Raises:
             ValueError: If a graph is insisted on and the step cannot be captured.
@@ -62,10 +63,10 @@ class DecodeStep:
         return logits if self.why_eager else logits.clone()
 
 
-def batch_obstacle(num_sequences: int, decode_tokens: int) -> str:
-    """Why a step of so many sequences must not be captured, where warp decode takes ``decode_tokens``; else empty."""
-    if num_sequences <= decode_tokens:
+def batch_obstacle(num_tokens: int, decode_tokens: int) -> str:
+    """Why a step of so many tokens must not be captured, where warp decode takes ``decode_tokens``; else empty."""
+    if num_tokens <= decode_tokens:
         return ""
     if not decode_tokens:
         return "warp decode is off, and other paths wait for the host"
-    return f"{num_sequences} sequences are more than the {decode_tokens} of warp decode"
+    return f"{num_tokens} tokens are more than the {decode_tokens} of warp decode"

@@ -1,7 +1,7 @@
 """Attention over positions read together, and over those a cache remembers.
 
 Shapes never depend on how far a sequence has come, and no step asks the host anything: a decode step writes at each
-sequence's own position and masks what lies behind it, so it can be captured once and replayed.
+sequence's own positions and masks what lies behind them, so it can be captured once and replayed.
 
 Letters: B sequences, S positions read together, C positions the cache holds, H heads, G key and value heads, w width.
 """
@@ -34,7 +34,9 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class KeyValueCache:
-    """The attention memory of B sequences, filled by ``GPT.prefill`` and extended by ``GPT.decode``.
+    """The attention memory of B sequences, filled by ``GPT.prefill`` and extended by ``GPT.extend``.
+
+    What lies behind a sequence's length is never seen: setting ``lengths`` back takes tokens away.
 
     Args:
         config: Of the model.
@@ -66,13 +68,20 @@ class KeyValueCache:
         self.values.zero_()
         self.lengths.zero_()
 
-    def next_positions(self) -> Tensor:
-        """``(B,)`` int64: where the next token of each sequence goes; a full sequence overwrites its last position."""
-        return self.lengths.clamp(max=self.length - 1)
+    def next_positions(self, count: int = 1) -> Tensor:
+        """``(B, count)`` int64: where the next tokens of each sequence go; a full one overwrites its last position.
 
-    def advance(self) -> None:
-        """Count the token that every layer has now been extended by."""
-        self.lengths.copy_(self.next_positions() + 1)
+        Example: lengths ``[4, 6]`` of 8 positions, count 3: ``[[4, 5, 6], [6, 7, 7]]``.
+        """
+        return (self.lengths[:, None] + self.positions[:count]).clamp(max=self.length - 1)
+
+    def advance(self, count: int = 1) -> None:
+        """Count the tokens that every layer has now been extended by."""
+        self.rewind(self.lengths + count)
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Keep the first ``lengths (B,)`` tokens of each sequence, at most all that there is room for."""
+        self.lengths.copy_(lengths.clamp(max=self.length))
 
     def fill(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend causally, and remember the first S positions of a layer; see ``attend_causally``."""
@@ -81,28 +90,28 @@ class KeyValueCache:
         return attend_causally(query, key, value)
 
     def extend(self, layer: int, newest: Tensor, unseen: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Remember one more position of each sequence and let it gather from all of its own.
+        """Remember S more positions of each sequence and let each gather from all up to itself.
 
         Args:
             layer: Which layer attends.
-            newest: ``(B,)`` int64, from ``next_positions``.
+            newest: ``(B, S)`` int64, from ``next_positions``.
             unseen: From ``unseen_from`` these positions; all layers share it.
-            query: ``(B, H, 1, w)``.
-            key: ``(B, G, 1, w)``, G divides H.
-            value: ``(B, G, 1, w)``.
+            query: ``(B, H, S, w)``.
+            key: ``(B, G, S, w)``, G divides H.
+            value: ``(B, G, S, w)``.
 
         Returns:
-            ``(B, H, 1, w)``.
+            ``(B, H, S, w)``.
         """
         keys, values = self.keys[layer], self.values[layer]
-        place = newest[:, None, None, None].expand_as(key)
+        place = newest[:, None, :, None].expand_as(key)
         keys.scatter_(2, place, key)
         values.scatter_(2, place, value)
         return attend_to_cache(query, keys, values, unseen)
 
     def unseen_from(self, newest: Tensor) -> Tensor:
-        """``(B, 1, 1, C)`` bool: the places that lie behind a position of each sequence, ``newest (B,)``."""
-        return self.positions > newest[:, None, None, None]
+        """``(B, 1, S, C)`` bool: the places that lie behind positions of each sequence, ``newest (B, S)``."""
+        return self.positions > newest[:, None, :, None]
 
 
 def allocated_places(length: int) -> int:
@@ -111,32 +120,32 @@ def allocated_places(length: int) -> int:
 
 
 def attend_to_cache(query: Tensor, keys: Tensor, values: Tensor, unseen: Tensor) -> Tensor:
-    """Let one position of each sequence gather from all that its cache holds.
+    """Let some positions of each sequence gather from all that its cache holds.
 
     Heads that share keys are the rows of one product, so keys and values are read once, and the sum over positions is
     cut into chunks: a product that is 8 rows high keeps a GPU busy only where many of them run at once. Products of 16
     bits are added up in float32.
 
     Args:
-        query: ``(B, H, 1, w)``.
+        query: ``(B, H, S, w)``.
         keys: ``(B, G, C, w)``, G divides H; C is at most ``CHUNK`` or a multiple of it.
         values: ``(B, G, C, w)``.
-        unseen: ``(B, 1, 1, C)`` bool, what to leave out: not all of a sequence.
+        unseen: ``(B, 1, S, C)`` bool, what to leave out: not all of a position.
 
     Returns:
-        ``(B, H, 1, w)``.
+        ``(B, H, S, w)``.
     """
-    batch, num_heads, _, width = query.shape
+    batch, num_heads, positions, width = query.shape
     groups, places = keys.shape[1:3]
-    rows, chunk = num_heads // groups, min(places, CHUNK)
+    rows, chunk = num_heads // groups * positions, min(places, CHUNK)
     with torch.autocast(query.device.type, enabled=False):
         scores = _product(query.reshape(batch * groups, rows, width), keys.flatten(0, 1).mT) * width**-0.5
-        scores = scores.view(batch, groups, rows, places).masked_fill(unseen, float("-inf"))
+        scores = scores.view(batch, num_heads, positions, places).masked_fill(unseen, float("-inf"))
         shares = scores.softmax(dim=-1).to(values.dtype)
         parts = shares.view(batch * groups, rows, -1, chunk).transpose(1, 2).reshape(-1, rows, chunk)
         mixed = _product(parts, values.reshape(-1, chunk, width))
         total = mixed.view(batch * groups, -1, rows, width).sum(dim=1)
-    return total.view(batch, num_heads, 1, width).to(query.dtype)
+    return total.view(batch, num_heads, positions, width).to(query.dtype)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from comet.group import ExpertGroup
 from comet.models.cache import KeyValueCache, attend_causally
 from comet.models.config import ModelConfig
 from comet.moe import MoE
+from comet.router import Routes
 from comet.router_losses import RouterStats
 from comet.shared_expert import SharedExpert
 
@@ -142,20 +143,25 @@ class GPT(nn.Module):
         return self._predict(ids, self.rotary[:, : ids.shape[1]], attends, lengths - 1)
 
     def decode(self, ids: Tensor, cache: KeyValueCache) -> GPTOutput:
-        """Append one token to every sequence and predict the next; static shapes, and the host never waits.
+        """Append one token ``(B,)`` to every sequence; see ``extend``."""
+        return self.extend(ids[:, None], cache)
+
+    def extend(self, ids: Tensor, cache: KeyValueCache, routers: Sequence[Routes] | None = None) -> GPTOutput:
+        """Append tokens to every sequence and predict what follows each; static shapes, and the host never waits.
 
         Args:
-            ids: ``(B,)`` int64.
+            ids: ``(B, S)`` int64.
             cache: From ``prefill`` or an earlier step; the tokens are added to it.
+            routers: What routes in place of each MoE layer's own router, such as ``comet.experts.DraftRouter``.
 
         Returns:
-            Logits ``(B, 1, V)``, router loss and expert load of this step.
+            Logits ``(B, S, V)``, router loss and expert load of this step.
         """
-        newest = cache.next_positions()
+        newest = cache.next_positions(ids.shape[1])
         unseen = cache.unseen_from(newest)
         attends = [partial(cache.extend, layer, newest, unseen) for layer in range(len(self.blocks))]
-        output = self._predict(ids[:, None], self.rotary[:, newest][:, :, None, None], attends)
-        cache.advance()
+        output = self._predict(ids, self.rotary[:, newest][:, :, None], attends, routers=routers)
+        cache.advance(ids.shape[1])
         return output
 
     def moe_layers(self) -> list[MoE]:
@@ -175,13 +181,22 @@ class GPT(nn.Module):
         """Parameters of the whole model, all expert shards counted."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def _predict(self, ids: Tensor, rotary: Tensor, attends: Sequence[Attend], last: Tensor | None = None) -> GPTOutput:
+    def _predict(
+        self,
+        ids: Tensor,
+        rotary: Tensor,
+        attends: Sequence[Attend],
+        last: Tensor | None = None,
+        routers: Sequence[Routes] | None = None,
+    ) -> GPTOutput:
         """Run all blocks; with ``last (B,)`` only that position of each sequence is predicted from."""
         stats: list[RouterStats] = []
+        others = iter(routers or ())
         with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = self.embedding(ids)
             for block, attend in zip(self._blocks(), attends, strict=True):
-                x, layer_stats = block(x, rotary, attend)
+                router = next(others, None) if isinstance(block.ffn, MoE) else None
+                x, layer_stats = block(x, rotary, attend, router)
                 if layer_stats is not None:
                     stats.append(layer_stats)
             if last is not None:
@@ -219,12 +234,14 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.hidden_size, device=device, dtype=torch.float32)
         self.ffn = ffn
 
-    def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> tuple[Tensor, RouterStats | None]:
+    def forward(
+        self, x: Tensor, rotary: Tensor, attend: Attend, router: Routes | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
         """``(B, S, D)`` float32 -> the same, and the router's statistics unless the block is dense."""
         x = x + self.attention(self.attention_norm(x), rotary, attend)
         tokens = self.ffn_norm(x).to(self.dtype).flatten(0, 1)
         if isinstance(self.ffn, MoE):
-            output, stats = self.ffn(tokens)
+            output, stats = self.ffn(tokens, router)
         else:
             output, stats = self.ffn(tokens), None
         return x + output.view_as(x), stats

@@ -272,6 +272,9 @@ class JobConfig:
         require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")
         require(self.resume is None or bool(self.resume), f"resume={self.resume!r} must not be empty")
         self.parallel.check(self.model.moe)
+        if self.generate.speculate != "off":
+            layers = self.model.num_layers - self.model.dense_layers
+            self.generate.speculation.experts_per_layer(self.model.moe.top_k, layers)
         if self.parallel.declares_nodes:
             nodes = (
                 f"groups of {self.parallel.world_size} ranks span nodes of parallel.node_size={self.parallel.node_size}"

@@ -91,7 +91,9 @@ def test_touched_bytes_count_an_expert_once() -> None:
     assert step.touched_bytes == len(set(ids.flatten().tolist())) * 3 * 32 * 16 * 4
 
 
-@pytest.mark.parametrize(("kind", "per_expert"), [("mxfp8", 3 * 64 * 32 * 33 // 32), ("fp8", 3 * 64 * 32 + 2 * 4)])
+@pytest.mark.parametrize(("kind", "per_expert"), [
+    ("mxfp8", 3 * 64 * 32 * 33 // 32), ("fp8", 3 * 64 * 32 + 2 * 4), ("mxfp4", 3 * 64 * 32 * 17 // 32)
+])  # fmt: skip
 def test_quantised_steps(kind: str, per_expert: int) -> None:
     """Bytes count the scales; the other paths and float64 get the quantised numbers."""
     config = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=32)
@@ -179,7 +181,7 @@ def test_report_survives_what_failed(tmp_path: Path) -> None:
     [
         (["--models", "gpt"], "models='gpt' must be one of qwen3_30b_a3b"),
         (["--routing", "round"], "routing='round' must be one of"),
-        (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, fp8"),
+        (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, mxfp4, fp8"),
         (["--try", "gate_up.width=3"], "--try gate_up.width=3: the field must be one of form, fold"),
         (["--try", "form=vector,gate_up.rows=3"], "gate_up.rows=3 must be a power of two"),
         (["--tokens", "1,0"], "tokens=0 must be at least 1"),

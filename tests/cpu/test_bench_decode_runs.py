@@ -40,12 +40,12 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
     except ImportError:
         functions = None
     command = [sys.executable, str(ROOT / "benchmarks/bench_decode.py"), *TINY, "--out", str(tmp_path)]
-    command += ["--weights", "bf16,mxfp8,fp8", "--tokens", "1,3", "--try", "dependent=1"]
+    command += ["--weights", "bf16,mxfp8,fp8,mxfp4", "--tokens", "1,3", "--try", "dependent=1"]
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
     run = json.loads(child.stdout.splitlines()[-1])
     points = [(row["weights"], row["tokens"]) for row in run["rows"]]
-    assert points == [(kind, tokens) for kind in ("bf16", "mxfp8", "fp8") for tokens in (1, 3)]
+    assert points == [(kind, tokens) for kind in ("bf16", "mxfp8", "fp8", "mxfp4") for tokens in (1, 3)]
     library = {f"transformers_{name}" for name in ("eager", *functions)} if functions is not None else set()
     known = {"comet", "dependent=1", "torch", "triton0", "triton1", "triton2", "fused"}
     for row in run["rows"]:
@@ -54,11 +54,11 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         assert all(error < 1e-5 and cosine > 0.999996 for error, cosine in row["accuracy"].values())
         assert library == {name for name in {*row["times_us"], *row["failures"]} if name.startswith("transformers_")}
         assert (row["x_transformers"] is None) == (not library)
-    assert [entry["measured"] for entry in run["crossover"]] == 3 * [[1, 3]]
+    assert [entry["measured"] for entry in run["crossover"]] == 4 * [[1, 3]]
     with (tmp_path / "bench_decode.csv").open() as file:
-        assert [line["tokens"] for line in csv.DictReader(file)] == 3 * ["1", "3"]
+        assert [line["tokens"] for line in csv.DictReader(file)] == 4 * ["1", "3"]
     assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
-    assert child.stderr.count("done after") == 6
+    assert child.stderr.count("done after") == 8
 
 
 def test_an_interrupted_run_keeps_what_it_had(

@@ -57,7 +57,7 @@ def test_deepseek_routes_with_sigmoid_groups_bias_and_a_shared_expert():
 def test_every_choice_of_every_group_is_valid():
     groups = config_groups()
     assert {"model", "parallel"} <= groups.keys()
-    assert groups["model"] == sorted([*SHAPES, "tiny"])
+    assert groups["model"] == sorted([*SHAPES, "moe_600m", "tiny"])
     jobs = [job_of(f"model={model}", world_size=8) for model in groups["model"]]
     assert [job.model.name for job in jobs] == groups["model"]
     for parallel in groups["parallel"]:

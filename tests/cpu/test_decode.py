@@ -26,7 +26,7 @@ from comet.decode import (
 from comet.decode.local import run_kernels
 from comet.graphs import hold_if_captured
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
-from comet.kernels.warp_decode_routing import NO_ROW, pass_of, rows_in_passes, serving
+from comet.kernels.warp_decode_routing import NO_ROW, pass_of, rows_in_passes, serves
 from comet.reference import reference_experts
 from comet.shared_expert import SharedExpert
 
@@ -79,7 +79,7 @@ def interpreted(rank: int, world_size: int) -> None:
         check_decode(replace(case, T=8 + 4 * case.T, config=TILES), torch.float32, "cpu", runs=1)
     steps_that_share_a_scratch()
     ids_of_64_bits()
-    check_serving_example()
+    check_serves_example()
     check_passes()
 
 
@@ -102,22 +102,21 @@ def ids_of_64_bits() -> None:
 
 
 @triton.jit
-def serving_kernel(ids_ptr, slots_ptr, slot_ptr, rows_ptr, T, E, S, K: tl.constexpr, BY_EXPERT: tl.constexpr):
-    slot, rows = serving(ids_ptr, slots_ptr, tl.program_id(0), T, E, S, K, K, 2, BY_EXPERT)
-    tl.store(slot_ptr + tl.program_id(0), slot)
+def serves_kernel(ids_ptr, expert_ptr, rows_ptr, T, K: tl.constexpr, BY_EXPERT: tl.constexpr):
+    expert, rows = serves(ids_ptr, tl.program_id(0), T, K, K, 2, BY_EXPERT)
+    tl.store(expert_ptr + tl.program_id(0), expert)
     tl.store(rows_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), rows)
 
 
-def check_serving_example() -> None:
+def check_serves_example() -> None:
     ids = torch.tensor([[3, 1], [1, 0]], dtype=torch.int32)
-    slots = torch.arange(4, dtype=torch.int32)
-    slot, rows = torch.empty(4, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32)
+    expert, rows = torch.empty(4, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32)
     none = NO_ROW.value
-    serving_kernel[(4,)](ids, slots, slot, rows, 2, 4, 4, K=2, BY_EXPERT=False)
-    assert slot.tolist() == [3, 1, -1, 0]
+    serves_kernel[(4,)](ids, expert, rows, 2, K=2, BY_EXPERT=False)
+    assert expert.tolist() == [3, 1, -1, 0]
     assert rows.tolist() == [[0, none], [1, 2], [1, 2], [none, 3]]
-    serving_kernel[(4,)](ids, slots, slot, rows, 2, 4, 4, K=2, BY_EXPERT=True)
-    assert slot.tolist() == [0, 1, -1, 3]
+    serves_kernel[(4,)](ids, expert, rows, 2, K=2, BY_EXPERT=True)
+    assert expert.tolist() == [0, 1, -1, 3]
     assert rows.tolist() == [[none, 3], [1, 2], [none, none], [0, none]]
 
 

@@ -1,4 +1,4 @@
-"""Warp decode of MXFP8 and block FP8 weights: kernels under the interpreter against the twin, ranks, and bad scales."""
+"""Warp decode of MXFP8, MXFP4 and block FP8 weights: kernels (interpreted) against the twin, ranks, and bad scales."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
-from decode_cases import DecodeCase, check_decode, check_every_code, make_inputs, random_case
+from decode_cases import (
+    QUANTISERS,
+    DecodeCase,
+    check_decode,
+    check_every_code,
+    check_every_e2m1_code,
+    make_inputs,
+    random_case,
+)
 from ranks import run_ranks
 
 from comet.comm import make_communicator
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
 from comet.decode.twin import decode_partial_torch
 from comet.kernels.warp_decode import most_registers
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
+from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, lane_of, select
 from comet.kernels.warp_decode_scales import part_of
 from comet.layout import ExpertLayout
-from comet.quantize import quantize_fp8, quantize_mxfp8
 from comet.reference import shard_experts
 
-KINDS = ("mxfp8", "fp8")
-QUANTISERS = {"mxfp8": quantize_mxfp8, "fp8": quantize_fp8}
+KINDS = ("mxfp8", "fp8", "mxfp4")
 
 # Steps of 64 leave tails; in the vector form 8 rows share a warp, so a token is there in several copies.
 VECTOR = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
@@ -54,6 +60,21 @@ CASES = {
         DecodeCase(name="selected", T=3, K=2, E=4, D=64, F=32),
         DecodeCase(name="selected, passes", T=34, K=2, E=2, D=96, F=160, routing="masked"),
     ],
+    "mxfp4": [
+        DecodeCase(name="fold, tails, not all held", T=1, K=3, E=4, D=96, F=32, config=FOLD, held=3),
+        DecodeCase(name="one token, repeated", T=1, K=2, E=4, D=64, F=32, config=VECTOR, routing="repeated"),
+        DecodeCase(name="two tokens, unknown", T=2, K=2, E=3, D=96, F=32, config=VECTOR, routing="unknown"),
+        DecodeCase(name="a warp along a row", T=1, K=1, E=2, D=1056, F=32, config=replace(
+            WIDE, gate_up=BlockShape(rows=8, depth=1024))),
+        DecodeCase(name="ahead, two tokens", T=2, K=2, E=4, D=64, F=160, config=replace(VECTOR, ahead=2), held=3),
+        DecodeCase(name="matrix, tails", T=5, K=2, E=4, D=160, F=96, config=MATRIX, routing="masked", held=3),
+        DecodeCase(name="three passes, tails", T=20, K=2, E=3, D=160, F=96, config=TILES, routing="one", held=2),
+        DecodeCase(name="matrix, no tails", T=3, K=2, E=9, D=128, F=128, config=MATRIX, routing="repeated"),
+        DecodeCase(name="long steps, tails", T=9, K=2, E=3, D=288, F=416, config=LONG, held=2),
+        DecodeCase(name="selected", T=1, K=2, E=4, D=32, F=32),
+        DecodeCase(name="selected", T=17, K=2, E=4, D=96, F=160, routing="unknown"),
+        DecodeCase(name="selected", T=3, K=2, E=4, D=64, F=32),
+    ],
     # A block of scales ends inside the gate rows, and the up rows begin in the middle of one.
     "fp8": [
         DecodeCase(name="fold, blocks of F", T=1, K=1, E=2, D=48, F=144, config=FOLD),
@@ -83,7 +104,7 @@ CASES = {
 
 def interpreted(rank: int, world_size: int, kind: str) -> None:
     for dtype in (torch.float32, torch.float16):
-        check_every_code(dtype, "cpu")
+        (check_every_e2m1_code if kind == "mxfp4" else check_every_code)(dtype, "cpu")
     for index, case in enumerate(CASES[kind]):
         check_decode(replace(case, quantised=kind), (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
     for seed in range(2):
@@ -113,6 +134,17 @@ def test_no_tokens(kind: str) -> None:
     step = (inputs.tokens, inputs.ids, inputs.routing_weights, inputs.weights)
     for use_kernels in (False, True):
         assert warp_decode(*step, use_kernels=use_kernels).shape == (0, 32)
+
+
+def test_torch_type_of_two_codes_a_byte_is_taken() -> None:
+    """Its first element is in the low half, as ours; a step gives the bits that it gives for the codes."""
+    inputs = make_inputs(DecodeCase(name="torch", T=3, K=2, E=4, D=64, F=32, quantised="mxfp4"), torch.float32, "cpu")
+    packed, step = inputs.weights, (inputs.tokens, inputs.ids, inputs.routing_weights)
+    views = {name: getattr(packed, name).view(torch.float4_e2m1fn_x2) for name in ("w1", "w2")}
+    given = replace(packed, **views)
+    assert given.w1.dtype == given.w2.dtype == torch.uint8
+    assert (given.hidden_size, given.ffn_size, given.shared_scale, given.per_number) == (64, 32, 32, 2)
+    assert torch.equal(warp_decode(*step, given), warp_decode(*step, packed))
 
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------
@@ -169,6 +201,10 @@ def with_value(scales: torch.Tensor, value: float) -> torch.Tensor:
 
 def elements(*shape: int) -> torch.Tensor:
     return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+
+def codes(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -234,12 +270,43 @@ def elements(*shape: int) -> torch.Tensor:
             {"w1": elements(6, 192, 144), "w2": elements(6, 144, 96)},
             "D=144, the contraction of w1, must be a multiple of 32 for MXFP8",
         ),
+        (
+            "mxfp4",
+            {"w1_scales": None, "w2_scales": None},
+            "w1 and w2 of dtype torch.uint8 must come with w1_scales and w2_scales",
+        ),
+        (
+            "mxfp4",
+            {"w2_scales": GOOD["mxfp4"].w2_scales[:, :, :2].contiguous()},
+            r"w2_scales of shape \(6, 160, 2\) must be \(S, D, F/32\) = \(6, 160, 3\) with .*F=96 of w2",
+        ),
+        (
+            "mxfp4",
+            {"w1_scales": GOOD["fp8"].w1_scales},
+            r"w1_scales of dtype torch.float32 must be torch.uint8 for w1 in MXFP4 \(torch.uint8\)",
+        ),
+        (
+            "mxfp4",
+            {"w2_scales": with_value(GOOD["mxfp4"].w2_scales, 255)},
+            r"w2_scales\[1, 0, 0\]=255 must be at most 254; 255 is the NaN of e8m0",
+        ),
+        ("mxfp4", {"w2": GOOD["mxfp8"].w2}, "w2 of dtype torch.float8_e4m3fn must be torch.uint8"),
+        ("mxfp4", {"w1": codes(6, 192, 96)}, r"w1 of shape \(6, 192, 96\) must be \(S, 2F, D/2\) = \(6, 192, 80\)"),
+        (
+            "mxfp4",
+            {"w1": codes(6, 160, 80), "w2": codes(6, 160, 40)},
+            "F=80, the contraction of w2, must be a multiple of 32 for MXFP4",
+        ),
+        ("mxfp4", {"w2": codes(7 * 160 * 48)[8:][: 6 * 160 * 48].view(6, 160, 48)}, "w2 starts 8 bytes past a multi"),
     ],
 )
 def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
-    if "w2" in changes and kind == "mxfp8":  # the field whose contraction is legal gets the scales it needs
+    if "w1" in changes and "w2" in changes and kind != "fp8":  # what is legal gets the scales it needs
+        columns = 16 if kind == "mxfp4" else 32
         shapes = {name: changes[name].shape for name in ("w1", "w2")}
-        scales = {f"{name}_scales": torch.zeros(*shape[:2], shape[2] // 32).byte() for name, shape in shapes.items()}
+        scales = {
+            f"{name}_scales": torch.zeros(*shape[:2], shape[2] // columns).byte() for name, shape in shapes.items()
+        }
         changes = changes | scales
     with pytest.raises(ValueError, match=message):
         replace(GOOD[kind], **changes)
@@ -250,6 +317,7 @@ def test_bad_scales_are_named(kind: str, changes: dict, message: str) -> None:
     [
         ("mxfp8", 16, r"down.depth=16 must be at least 32 for form='matrix' and weights with a scale per 32"),
         ("fp8", 16, r"down.depth=16 must be at least 32 for form='matrix' and weights with a scale per 128"),
+        ("mxfp4", 32, r"down.depth=32 must be at least 64 for form='matrix' and weights with a scale per 32 in four b"),
     ],
 )
 def test_steps_that_do_not_fit_the_scales_are_named(kind: str, depth: int, message: str) -> None:
@@ -321,6 +389,30 @@ def test_selected_blocks(dtype: torch.dtype, num_tokens: int, shape: tuple[int, 
                 assert contraction % block.depth == 0
             else:
                 assert (block.num_warps, block.depth) == (1, min(256, longest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("shape", [(2048, 768), (2816, 704), (7168, 2048), (32, 32)])
+def test_selected_blocks_of_four_bits(dtype: torch.dtype, num_tokens: int, shape: tuple[int, int]) -> None:
+    """Lanes of 32 weights fill the warps of the vector form; a step of the matrix form has 32 bytes of a row."""
+    choose = partial(select, dtype, num_tokens, 8, *shape, shared_scale=32)
+    config, of_bytes = choose(four_bits=True), choose()
+    assert config.form == ("vector" if num_tokens <= 2 else "matrix")
+    for shape_of, contraction in ((config.gate_up, shape[0]), (config.down, shape[1])):
+        longest = max(64, triton.next_power_of_2(contraction))
+        if config.form == "matrix":
+            assert 64 <= shape_of.depth <= min(256, longest)
+        elif dtype != torch.float32:
+            assert shape_of.rows * shape_of.depth >= min(shape_of.rows * longest, 1024 * shape_of.num_warps)
+    if num_tokens == 8 and shape[0] > 32 and dtype != torch.float32:
+        assert config == of_bytes
+    if num_tokens == 64 and shape == (2048, 768) and dtype == torch.bfloat16:
+        assert config == replace(of_bytes, down=block(64, 128, 4, max_registers=128))
+
+
+def test_lanes_example() -> None:
+    assert [lane_of(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int32)] == [8, 16, 32]
 
 
 def test_parts_of_a_step_example() -> None:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import tiny_model
+from hf_cases import save_model
 from hf_fp8_cases import publish, stock
 from training_cases import Rank, make_job
 
@@ -31,22 +31,6 @@ from comet.launch.dry_run_generate import memory_needs
 PROMPTS = ("def f(x):", "a", "the quick brown fox")
 GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=6, temperature=0.0)
 END = 256
-
-
-def save_model(folder: Path, family: str, **changes):
-    """A tiny model whose tokens are the 256 bytes and one end token; returns it with the stock experts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
-    model = tiny_model(family, vocab_size=257, **changes)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +107,17 @@ def test_the_job_streams_and_reports(qwen, tmp_path, capsys):
     assert (result["weight_bytes_per_step"] - dense_bytes(model)) / expert == pytest.approx(12, abs=4)
 
 
+def test_speculation_is_not_there_yet(qwen, tmp_path):
+    settings = GenerateConfig(source=str(qwen[0]), prompt="x", speculate="conservative")
+    job = make_job(tmp_path, model=model_of(find_source(str(qwen[0]))), generate=settings)
+    with pytest.raises(ValueError, match=r"generate\.speculate='conservative' must be 'off' for a Hugging Face folder"):
+        generate_job(job, Rank())
+    engine, group, context = engine_of(qwen[0])
+    with pytest.raises(NotImplementedError, match=r"generate\.speculate is for checkpoints"):
+        generate(engine, open_codec(qwen[0]), [[1]], settings, context=context)
+    group.close()
+
+
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8")
@@ -152,7 +147,7 @@ def test_the_job_keeps_fp8_where_there_is_some(fp8, qwen, tmp_path, capsys):
         memory_needs(replace(job, generate=each), torch.bfloat16)
         for each in (settings, replace(settings, keep_fp8=False))
     )
-    expert = job.model.num_layers * 3 * 160 * 256
+    expert = (job.model.num_layers - 1) * 3 * 160 * 256  # the first layer has none
     assert whole["weights"] - kept["weights"] == 8 * expert
     pieces = [needs["shared experts in decode steps"] for needs in (kept, whole)]
     assert pieces == [2 * expert, 2 * expert * 2], "two pieces, of a byte per weight or of bfloat16"

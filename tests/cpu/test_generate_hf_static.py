@@ -137,7 +137,7 @@ def test_a_sliding_window_is_not_captured(monkeypatch: pytest.MonkeyPatch, caplo
 def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs_on_cpu(monkeypatch)
     model = hf.convert(tiny_model("mixtral"), decode_tokens=1)
-    assert hf.StaticDecoder(model, 2, 12).step.why_eager == "2 sequences are more than the 1 of warp decode"
+    assert hf.StaticDecoder(model, 2, 12).step.why_eager == "2 tokens are more than the 1 of warp decode"
     assert "warp decode" not in hf.StaticDecoder(model, 1, 12).step.why_eager
 
 

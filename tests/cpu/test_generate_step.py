@@ -231,7 +231,7 @@ def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pyt
     for _ in range(3):
         engine.decode(torch.tensor([1, 2]))
     assert captures.count == 0
-    assert engine.why_eager == "2 sequences are more than the 1 of warp decode"
+    assert engine.why_eager == "2 tokens are more than the 1 of warp decode"
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
@@ -279,9 +279,10 @@ def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_cl
 ) -> None:
     captures, engine = graphs_on_cpu(monkeypatch), engine_of(cuda_graph="on")
     engine.prefill(PROMPTS, LENGTHS, 16)
-    order = []
-    monkeypatch.setattr(engine._group.comm.stream_order, "join", lambda: order.append(engine._ids.tolist()))
-    for token in range(3):
+    engine.decode(torch.tensor([0, 0]))
+    order, (step,) = [], engine._passes.values()
+    monkeypatch.setattr(engine._group.comm.stream_order, "join", lambda: order.append(step._ids[:, 0].tolist()))
+    for token in range(1, 3):
         engine.decode(torch.tensor([token, token]))
     assert order[-1] == [1, 1], "the tokens of the call before are still there when a replay joins"
     engine._group.close()
@@ -292,5 +293,5 @@ def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_cl
 
 def test_why_a_batch_is_not_captured_names_warp_decode_only_where_it_is_on():
     assert batch_obstacle(64, 64) == ""
-    assert batch_obstacle(65, 64) == "65 sequences are more than the 64 of warp decode"
+    assert batch_obstacle(65, 64) == "65 tokens are more than the 64 of warp decode"
     assert batch_obstacle(1, 0) == "warp decode is off, and other paths wait for the host"

@@ -50,3 +50,10 @@ def test_a_module_of_comet_that_is_missing_is_a_fault_of_comet() -> None:
     missing = ModuleNotFoundError("No module named 'torch.x'", name="torch.x")
     assert is_user_error(missing)
     assert one_line(missing) == "the package 'torch' is not installed: pip install torch"
+
+
+def test_what_is_not_built_yet_is_one_line() -> None:
+    refusal = NotImplementedError("speculate is for one rank: leave parallel.ep and parallel.tp at 1")
+    assert is_user_error(refusal)
+    assert one_line(refusal) == str(refusal)
+    assert not is_user_error(NotImplementedError()), "an abstract method that was called"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet.quantize import FP8, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp8, quantize_rows
+from comet.quantize import FP8, MXFP4, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_rows
 
 RULES = ["floor", "fit"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -204,6 +204,7 @@ def quantisers() -> dict:
     return {
         "mxfp8 floor": quantize_mxfp8,
         "mxfp8 fit": lambda values: quantize_mxfp8(values, rule="fit"),
+        "mxfp4": quantize_mxfp4,
         "fp8": quantize_fp8,
         "rows": quantize_rows,
     }
@@ -237,7 +238,7 @@ def test_strided_and_trainable_inputs_and_leading_dimensions(name: str) -> None:
 
 def test_dequantised_half_types_are_rounded_once() -> None:
     values = random_values((40, 64), seed=3, dtype=torch.float16)
-    for packed in (quantize_mxfp8(values), quantize_fp8(values), quantize_rows(values)):
+    for packed in (quantize_mxfp8(values), quantize_mxfp4(values), quantize_fp8(values), quantize_rows(values)):
         for dtype in (torch.float16, torch.bfloat16):
             assert torch.equal(packed.dequantize(dtype), packed.dequantize().to(dtype))
             assert packed.dequantize(dtype).dtype == dtype
@@ -290,6 +291,7 @@ def with_bad(value: float, *where: int, shape: tuple[int, ...] = (2, 3, 64)) -> 
 
 
 E4M3 = torch.zeros(4, 64, dtype=torch.float8_e4m3fn)
+E2M1 = torch.zeros(4, 32, dtype=torch.uint8)
 BYTES = torch.full((4, 2), 127, dtype=torch.uint8)
 ONES = torch.ones(4, 1)
 
@@ -306,6 +308,9 @@ ONES = torch.ones(4, 1)
         (lambda: quantize_mxfp8(with_bad(math.nan, 0, 2, 5)), "weight[0, 2, 5]=nan must be finite"),
         (lambda: quantize_mxfp8(with_bad(-math.inf, 1, 0, 63)), "weight[1, 0, 63]=-inf must be finite"),
         (lambda: quantize_mxfp8(with_bad(math.inf, 1, 0, 33).half()), "weight[1, 0, 33]=inf must be finite"),
+        (lambda: quantize_mxfp4(torch.zeros(4, 48)), "contraction=48 must be a positive multiple of 32"),
+        (lambda: quantize_mxfp4(torch.zeros(32).double()), "weight.dtype=torch.float64 must be one of"),
+        (lambda: quantize_mxfp4(with_bad(math.nan, 0, 2, 5)), "weight[0, 2, 5]=nan must be finite"),
         (lambda: quantize_fp8(with_bad(math.nan, 0, 2, 5)), "weight[0, 2, 5]=nan must be finite"),
         (lambda: quantize_rows(with_bad(math.inf, 0, 1, 0)), "tokens[0, 1, 0]=inf must be finite"),
         (lambda: quantize_rows(torch.zeros(4, 8).int()), "tokens.dtype=torch.int32 must be one of"),
@@ -329,6 +334,17 @@ ONES = torch.ones(4, 1)
             "scales[3, 1]=255 must be at most 254; 255 is the NaN of e8m0",
         ),
         (lambda: MXFP8(elements=E4M3, scales=BYTES.to("meta")), "scales is on meta, must be on cpu"),
+        (lambda: MXFP4(elements=E4M3, scales=BYTES), "elements of dtype torch.float8_e4m3fn must be torch.uint8"),
+        (lambda: MXFP4(elements=E2M1[:, :24], scales=BYTES), "contraction=48 must be a positive multiple of 32"),
+        (lambda: MXFP4(elements=torch.tensor(1).byte(), scales=BYTES), "elements of shape () must be (..., K/2)"),
+        (
+            lambda: MXFP4(elements=E2M1, scales=BYTES[:, :1]),
+            "scales of shape (4, 1) must be (..., K/32) = (4, 2) with K=64 of elements",
+        ),
+        (
+            lambda: MXFP4(elements=E2M1, scales=torch.tensor([[0, 254]] * 3 + [[1, 255]]).byte()),
+            "scales[3, 1]=255 must be at most 254; 255 is the NaN of e8m0",
+        ),
         (
             lambda: FP8(elements=E4M3, scales=ONES),
             "scales of shape (4, 1) must be (..., N/128, K/128) = (1, 1) with N=4, K=64 of elements",

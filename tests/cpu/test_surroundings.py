@@ -39,7 +39,7 @@ from comet.modular import (
 from comet.modular.all_to_all import num_not_finite
 from comet.moe import MoE
 from comet.paths import SymmetricPath, make_path
-from comet.quantize import FP8, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp8, quantize_rows
+from comet.quantize import FP8, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_rows
 from comet.shared_expert import SharedExpert
 from comet.tuner.measure import NUM_INPUTS, make_inputs
 from comet.tuner.problem import Problem
@@ -144,6 +144,7 @@ def quantised(dtype: torch.dtype) -> list[Tensor]:
     values = numbers((8, 160), 5, dtype)
     values[0], values[1] = 0, values[1] * 2**-8
     packed = [quantize_mxfp8(values), quantize_mxfp8(values, rule="fit"), quantize_fp8(values), quantize_rows(values)]
+    packed.append(quantize_mxfp4(values))
     return [part for each in packed for part in (each.elements.float(), each.scales, each.dequantize(dtype))]
 
 
@@ -208,13 +209,13 @@ def test_autocast_helper_is_free_without_autocast() -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("rule", ["floor", "fit"])
-def test_mxfp8_blocks_of_the_smallest_scale_outlive_flushed_subnormals(rule: str) -> None:
-    """2^-127 is subnormal in float32; 2^-120 is not, and neither are zeros."""
+@pytest.mark.parametrize("quantise", [quantize_mxfp8, partial(quantize_mxfp8, rule="fit"), quantize_mxfp4])
+def test_mx_blocks_of_the_smallest_scale_outlive_flushed_subnormals(quantise: Callable) -> None:
+    """2^-127 is subnormal in float32; 2^-125 is not, and neither are zeros."""
     values = torch.zeros(2, 32)
-    values[1, :2] = torch.tensor([2.0**-120, -(2.0**-125)])
+    values[1, :2] = torch.tensor([2.0**-120 if quantise is not quantize_mxfp4 else 2.0**-126, -(2.0**-125)])
     with flushed_subnormals():
-        packed = quantize_mxfp8(values, rule=rule)  # type: ignore[arg-type]
+        packed = quantise(values)
         found = packed.dequantize()
         coarse = packed.dequantize(torch.bfloat16)
     assert packed.scales.tolist() == [[0], [0]]

@@ -1,4 +1,4 @@
-"""Warp decode of MXFP8 and block FP8 weights on a GPU: shipped and other blocks against the twin, CUDA graphs."""
+"""Warp decode of MXFP8, MXFP4 and block FP8 weights on a GPU: all shapes of blocks against the twin, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import DecodeCase, check_decode, check_every_code, check_graph, make_inputs, random_case
+from decode_cases import (
+    DecodeCase,
+    check_decode,
+    check_every_code,
+    check_every_e2m1_code,
+    check_graph,
+    make_inputs,
+    random_case,
+)
 
 from comet.decode import DecodeWeights, warp_decode
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", ["mxfp8", "fp8"])]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", ["mxfp8", "fp8", "mxfp4"])]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QWEN3 = dict(K=8, E=32, D=2048, F=768)
@@ -31,7 +39,7 @@ LIMITED = replace(LONG, down=BlockShape(rows=64, depth=128, num_stages=4, max_re
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code(dtype: torch.dtype, kind: str) -> None:
-    check_every_code(dtype, "cuda")
+    (check_every_e2m1_code if kind == "mxfp4" else check_every_code)(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +60,7 @@ def test_selected_blocks_of_deepseek(num_tokens: int, kind: str) -> None:
 @pytest.mark.parametrize("routing", ["one", "masked", "none", "repeated", "unknown", "always"])
 def test_routings(num_tokens: int, routing: str, dtype: torch.dtype, kind: str) -> None:
     """Sizes that no step of a kernel divides; a block of scales ends inside the gate rows."""
-    sizes = dict(D=352, F=224) if kind == "mxfp8" else dict(D=336, F=208)
+    sizes = dict(D=352, F=224) if kind.startswith("mx") else dict(D=336, F=208)
     case = DecodeCase(
         name=routing, T=num_tokens, K=4, E=16, routing=routing, held=11, seed=num_tokens, quantised=kind, **sizes
     )
@@ -79,6 +87,7 @@ def test_random_cases(seed: int, kind: str) -> None:
         (64, replace(MATRIX, tile=8)),
         (64, replace(MATRIX, tile=16)),
         (64, replace(MATRIX, gate_up=BlockShape(rows=128, depth=32), down=BlockShape(rows=128, depth=64))),
+        (64, replace(MATRIX, gate_up=BlockShape(rows=128, depth=64), down=BlockShape(rows=128, depth=64))),
         (64, replace(MATRIX, gate_up=BlockShape(rows=64, depth=128, num_warps=8, num_stages=2))),
         (9, LONG),
         (64, replace(LONG, tile=16)),
@@ -87,7 +96,11 @@ def test_random_cases(seed: int, kind: str) -> None:
 )
 def test_other_blocks(num_tokens: int, config: DecodeConfig, dependent: bool, kind: str) -> None:
     case = DecodeCase(name="blocks", T=num_tokens, quantised=kind, config=replace(config, dependent=dependent), **QWEN3)
-    check_decode(case, torch.bfloat16, "cuda", runs=20)
+    if kind == "mxfp4" and config.gate_up.depth < 64 and config.form == "matrix":
+        with pytest.raises(ValueError, match=r"gate_up.depth=32 must be at least 64"):
+            check_decode(case, torch.bfloat16, "cuda")
+    else:
+        check_decode(case, torch.bfloat16, "cuda", runs=20)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,7 +125,7 @@ def test_offsets_past_two_billion_elements(num_tokens: int, kind: str) -> None:
         if old.dtype == torch.float32:
             new = new.float()
         new[shift:] = old if old.dtype == new.dtype else old.view(torch.uint8)
-        fields[name] = new if name.endswith("scales") else new.view(torch.float8_e4m3fn)
+        fields[name] = new if name.endswith("scales") else new.view(old.dtype)
     large = DecodeWeights(slots=small.slots + shift, **fields)
     step = (inputs.tokens, inputs.ids, inputs.routing_weights)
     assert torch.equal(warp_decode(*step, large), warp_decode(*step, small))

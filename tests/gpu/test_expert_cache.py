@@ -1,52 +1,76 @@
-"""The expert cache on a GPU: kernels against their twins, and steps replayed from a graph against resident experts."""
+"""The expert cache on a GPU: steps of kernels against twins and against resident experts, launched and replayed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
-from comet.decode.runners import Decoder
+from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
-from comet.kernels.expert_cache import CacheTables, lookup, lookup_torch
+from comet.kernels.expert_cache import POLICIES, CacheTables, bring_torch
 
 pytestmark = pytest.mark.gpu
 E, K, D, F = 48, 4, 512, 208
+CUDA = torch.device("cuda")
 
 
-@pytest.mark.parametrize("num_slots", [K, 11, E])
-def test_lookups_equal_the_twin(num_slots: int) -> None:
+def weights_of(made: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(E, 2 * F, D, generator=made).bfloat16(), torch.randn(E, D, F, generator=made).bfloat16()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (1, E), (2, 9), (5, 20), (11, E)])
+def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, policy: str) -> None:
     made = torch.Generator().manual_seed(num_slots)
-    mine, twin = (CacheTables.create(E, num_slots, torch.device(device)) for device in ("cuda", "cpu"))
-    for step in range(200):
-        count = int(torch.randint(1, num_slots + 1, (1,), generator=made))
-        ids = torch.randint(-1, E + 1, (1, count), generator=made, dtype=torch.int32)
-        lookup(ids.cuda(), mine)
-        lookup_torch(ids, twin)
-        for name in ("slots", "owners", "last_used", "clock", "counts"):
-            assert torch.equal(getattr(mine, name).cpu(), getattr(twin, name)), f"{name}, step {step}"
-        copies = int(twin.counts[0])
-        assert torch.equal(mine.copies[:, :copies].cpu(), twin.copies[:, :copies])
+    w1, w2 = weights_of(made)
+    cache = ExpertCache(w1, w2, num_slots, CUDA, policy=policy)
+    twin = CacheTables.create(E, num_slots, torch.device("cpu"))
+    twin_host = replace(cache.host, tables=twin)
+    twin_w1, twin_w2 = w1.new_zeros(num_slots, 2 * F, D), w2.new_zeros(num_slots, D, F)
+    resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
+    decode = LocalRunner(K, num_tokens).decode
+    for step in range(100):
+        ids = torch.stack([torch.randperm(E + 1, generator=made)[:K] - 1 for _ in range(num_tokens)]).int()
+        weights = torch.randint(1, 9, ids.shape, generator=made) / 8  # sums that are exact in any order
+        tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
+        output = decode(tokens, ids.cuda(), weights.cuda(), cache.weights)
+        assert torch.equal(output, decode(tokens, ids.cuda(), weights.cuda(), resident)), f"step {step}"
+        bring_torch(ids, weights, twin_w1, twin_w2, twin_host)
+        assert torch.equal(cache.tables.last_used.cpu(), twin.last_used), f"step {step}"
+        if policy == "lru":  # scores fade by products that round differently
+            for name in ("slots", "arriving", "owners"):
+                assert torch.equal(getattr(cache.tables, name).cpu(), getattr(twin, name)), f"{name}, step {step}"
+            assert torch.equal(cache.tables.totals[:2].cpu(), twin.totals[:2])
+    slots = cache.tables.slots.tolist()
+    for expert in (expert for expert in range(E) if slots[expert] >= 0):
+        assert torch.equal(cache.weights.w1[slots[expert]].cpu(), w1[expert])
+        assert torch.equal(cache.weights.w2[slots[expert]].cpu(), w2[expert])
+    assert int(cache.tables.totals[2]) > 0
 
 
 @pytest.mark.parametrize("num_slots", [K, 13, E])
 def test_replayed_steps_equal_resident_experts_bit_for_bit(num_slots: int) -> None:
     made = torch.Generator().manual_seed(5)
-    w1, w2 = (torch.randn(*sizes, generator=made).bfloat16() for sizes in ((E, 2 * F, D), (E, D, F)))
-    resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device="cuda"))
-    decode = Decoder(K, 1)
-    cached = CachedExperts(ExpertCache(w1, w2, num_slots, torch.device("cuda")), decode, K)
+    w1, w2 = weights_of(made)
+    resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
+    runner = LocalRunner(K, 1)
+    decode = runner.decode
+    cached = CachedExperts(ExpertCache(w1, w2, num_slots, CUDA), runner, K)
     tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
-    ids, weights = torch.zeros(1, K, dtype=torch.int32, device="cuda"), torch.rand(1, K, generator=made).cuda()
+    ids, weights = torch.zeros(1, K, dtype=torch.int32, device=CUDA), torch.rand(1, K, generator=made).cuda()
     for _ in range(2):
         cached(tokens, ids, weights, w1, w2)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = cached(tokens, ids, weights, w1, w2)
-    for step in range(100):
+    for step in range(200):
         ids.copy_(torch.randperm(E, generator=made)[:K].int()[None])
         tokens.copy_(torch.randn(1, D, generator=made).bfloat16())
         graph.replay()
         assert torch.equal(out, decode(tokens, ids, weights, resident)), f"step {step}"
-    assert int(cached.cache.tables.counts[1]) >= 100 * K
+    assert int(cached.cache.tables.totals[0]) >= 200 * K

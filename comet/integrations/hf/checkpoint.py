@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.integrations.hf.stored import BLOCK_FP8, DTYPES, SCALES, StoredTensor, several, some
+from comet.integrations.hf.stored import BLOCK_FP8, DTYPES, SCALES, CopiedSlice, StoredTensor, several, some
 from comet.layout import ExpertLayout
 from comet.quantize import FP8_BLOCK
 
@@ -66,6 +66,22 @@ class LazyShard:
             buffer[piece.into] = piece.source[piece.index]
         return buffer.view(self.shape)
 
+    def read_expert(self, expert: int, into: Tensor) -> None:
+        """Read one of the rank's experts, one stored tensor after the other.
+
+        Args:
+            expert: In ``[0, e)``, counted from the rank's first.
+            into: Contiguous, of ``shape[1:]``; what is read is converted to its dtype.
+        """
+        buffer = into.view(self.buffer_shape[1:])
+        for piece in self.pieces:
+            (held, *place), (first, *others) = piece.into, piece.index
+            if held == ALL:  # one tensor holds all experts
+                own = slice(first.start + expert, first.start + expert + 1)
+                buffer[tuple(place)] = piece.source[own, *others][0]
+            elif held == expert:
+                buffer[tuple(place)] = piece.source[piece.index]
+
 
 def shard_checkpoint(
     tensors: dict[str, StoredTensor],
@@ -96,7 +112,11 @@ def shard_checkpoint(
     for layer in modules:
         problems += _layer_problems(layer, layers[layer], moe, keep_fp8)
     require(not problems, f"expert tensors of the checkpoint must be complete and no more: {several(problems)}")
-    state: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    state: dict[str, Any] = {
+        name: replace(tensor, lazy=CopiedSlice(tensor.lazy))
+        for name, tensor in tensors.items()
+        if ".experts." not in name
+    }
     for layer, module in modules.items():
         found = layers[layer]
         state[f"{module}.gate_up_proj"] = _gate_up_shard(found, moe.hidden_size, moe.ffn_size, layout)

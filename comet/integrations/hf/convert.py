@@ -24,6 +24,7 @@ from comet.integrations.hf.families import (
 from comet.integrations.hf.fp8_experts import FP8Experts, check_width
 from comet.integrations.hf.fp8_shared import FP8JoinedExperts
 from comet.integrations.hf.methods import is_silu, is_stock
+from comet.integrations.hf.stored_experts import StoredExperts
 from comet.layout import ExpertLayout
 from comet.reference import shard_experts
 
@@ -61,8 +62,8 @@ def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens
     return model
 
 
-def keep_from_saving(model: nn.Module, layout: ExpertLayout, *, keep_fp8: bool = False) -> None:
-    """Let ``model.save_pretrained`` raise ``ValueError`` where a rank holds experts in part only, or kept in FP8.
+def keep_from_saving(model: nn.Module, layout: ExpertLayout, *, keep_fp8: bool = False, in_store: bool = False) -> None:
+    """Let ``model.save_pretrained`` raise ``ValueError`` where a rank holds experts in part, in FP8, or in a store.
 
     The folder would look like a model's and hold one rank's shard, or scales that nothing in it explains.
     """
@@ -73,6 +74,8 @@ def keep_from_saving(model: nn.Module, layout: ExpertLayout, *, keep_fp8: bool =
         )
     elif keep_fp8:
         reason = "experts are kept in block FP8; load the model with keep_fp8=False to save it"
+    elif in_store:
+        reason = "experts are in a store and no parameters; load the model without expert_budget to save it"
     else:
         return
 
@@ -129,6 +132,7 @@ class Place:
         shared_columns: What the shared expert adds to K in decode steps; 0: it is not part of them.
         num_pieces: Pieces of the shared expert that this rank holds for them.
         keep_fp8: Whether its experts are kept in block FP8.
+        in_store: Whether its experts are in a store that is opened after the model was made.
     """
 
     layout: ExpertLayout
@@ -138,10 +142,17 @@ class Place:
     shared_columns: int
     num_pieces: int
     keep_fp8: bool = False
+    in_store: bool = False
 
     @classmethod
     def create(
-        cls, config: Any, group: ExpertGroup | None, decode_tokens: int = DECODE_TOKENS, *, keep_fp8: bool = False
+        cls,
+        config: Any,
+        group: ExpertGroup | None,
+        decode_tokens: int = DECODE_TOKENS,
+        *,
+        keep_fp8: bool = False,
+        in_store: bool = False,
     ) -> Place:
         """This rank's place among the experts of a model with this configuration; raises ``ValueError`` as above."""
         require(
@@ -153,8 +164,8 @@ class Place:
         if keep_fp8:
             check_width(moe, layout)
         shared = shared_ffn_size(config)
-        columns = shared_columns(layout, moe.ffn_size, shared)
-        if group is None:
+        columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
+        if group is None or in_store:
             runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens)
         else:
             runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
@@ -167,6 +178,7 @@ class Place:
             shared_columns=columns,
             num_pieces=len(held_pieces(layout, moe.ffn_size // layout.tp, shared)) if columns else 0,
             keep_fp8=keep_fp8,
+            in_store=in_store,
         )
 
     def install(self, model: nn.Module, name: str, stock: nn.Module) -> None:
@@ -183,6 +195,8 @@ class Place:
     def take(self, stock: nn.Module) -> CometExperts:
         """This rank's part of a stock experts module, copied unless it is all of it; room for it to be kept in FP8."""
         module: Any = stock
+        if self.in_store:
+            return StoredExperts(self.layout, self.runner)
         if self.keep_fp8:
             _, hidden_size, ffn_size = module.down_proj.shape
             device, width = module.down_proj.device, ffn_size // self.layout.tp

@@ -67,6 +67,11 @@ class CometExperts(nn.Module):
             ids, weights = self.shared.routing(ids, weights, gate)
         return self.runner(hidden_states, ids, weights, self.gate_up_proj, self.down_proj, experts=experts)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, or of this rank's slice of it."""
+        return sum(weight.nbytes for weight in self.parameters(recurse=False)) // self.layout.experts_local
+
     def extra_repr(self) -> str:
         """The part of the experts held here."""
         layout = self.layout

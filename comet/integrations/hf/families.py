@@ -113,6 +113,20 @@ def moe_config(config: Any) -> MoEConfig:
     )
 
 
+def num_moe_layers(config: Any) -> int:
+    """Layers of a supported model that have routed experts.
+
+    Example: DeepSeek-V3: 61 layers, the first 3 without: 58.
+    """
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "deepseek_v3":
+        return len(layers[config.first_k_dense_replace :])
+    if config.model_type == "mixtral":
+        return len(layers)
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    return sum(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+
+
 def shared_ffn_size(config: Any) -> int:
     """F_shared, the width of a supported model's shared expert; 0 where it has none."""
     if config.model_type == "qwen2_moe":

@@ -15,6 +15,7 @@ from torch import nn
 
 from comet.config import MOE_DTYPES, require
 from comet.decode.runners import DECODE_TOKENS
+from comet.experts.budget import ExpertBudget, ExpertStoreKind
 from comet.group import ExpertGroup
 from comet.integrations.hf.block_fp8 import check_wide, dequantized, is_block_fp8, join_scales
 from comet.integrations.hf.checkpoint import LazyShard, shard_checkpoint
@@ -29,8 +30,12 @@ from comet.integrations.hf.families import (
 )
 from comet.integrations.hf.fp8_shared import has_fp8_pieces, piece_shards
 from comet.integrations.hf.stored import StoredTensor, open_checkpoint, some
+from comet.integrations.hf.stored_experts import open_stores, take_files
 
 logger = logging.getLogger(__name__)
+
+# transformers leaves out what does not fit, and reports it: ``_check_report`` says so in our words.
+REPORTED = dict(ignore_mismatched_sizes=True, output_loading_info=True)
 
 
 def load_pretrained(
@@ -41,6 +46,9 @@ def load_pretrained(
     device: torch.device | str | None = None,
     decode_tokens: int = DECODE_TOKENS,
     keep_fp8: bool = False,
+    expert_budget: float | None = None,
+    expert_store: ExpertStoreKind = "host",
+    host_budget: float | None = None,
     **options: Any,
 ) -> Any:
     """Build a causal language model from a local folder, with its experts converted and sharded over a group.
@@ -61,6 +69,12 @@ def load_pretrained(
         keep_fp8: Keep the experts of a block FP8 checkpoint as they are stored, F/TP a multiple of 128: warp decode
             reads them so, with the shared expert where the checkpoint has that in block FP8, too, and the group's path
             gets the layer it is at dequantised. For inference.
+        expert_budget: Share of all experts (up to 1), or bytes (above 1), that the device holds; the others stay in the
+            store and come when a token needs them. Experts never go to the device as a whole. For inference on one
+            rank. ``None``: all experts are on the device.
+        expert_store: ``host``: all experts are read into host memory, one by one; ``file``: they stay in the folder's
+            files, which must not change.
+        host_budget: With ``file``: share of all experts, or bytes, that host memory holds.
         **options: Passed on to ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
@@ -68,15 +82,24 @@ def load_pretrained(
 
     Raises:
         ValueError: If the family, activation, a quantisation or the group does not fit, or tensors are missing,
-            superfluous or of a wrong shape; everything about experts is known before anything is read.
+            superfluous or of a wrong shape; everything about experts is known before anything is read. If a budget is
+            too small, or a file changes while it is read.
+        NotImplementedError: If an ``expert_budget`` comes with a group of several ranks or with ``keep_fp8``.
         UnavailableError: If transformers is missing.
     """
     require_transformers()
+    in_store = _is_in_store(expert_budget, expert_store, host_budget)
+    if in_store:
+        _check_store(group, decode_tokens, keep_fp8)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
     is_fp8 = _take_block_fp8(config, folder, keep_fp8)
-    place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8)
+    place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=in_store)
     stock_class, modules = _blueprint(config)
+    sizes = moe_config(config), len(modules), dtype
+    budget = None
+    if expert_budget is not None:
+        budget = ExpertBudget.create(expert_budget, *sizes, store=expert_store, host_budget=host_budget)
     with ExitStack() as files:
         tensors = _wanted(open_checkpoint(folder, files), stock_class)
         if is_fp8:
@@ -87,17 +110,14 @@ def load_pretrained(
         state = shard_checkpoint(tensors, modules, moe_config(config), place.layout, keep_fp8=keep_fp8)
         state |= _piece_shards(place, tensors, modules, config)
         _log_bytes(state, tensors, place)
+        layers = {} if budget is None else take_files(state, modules)
         model, report = _sharded_class(stock_class, place).from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=dtype,
-            ignore_mismatched_sizes=True,  # reported below, in our words
-            output_loading_info=True,
-            **options,
+            None, config=config, state_dict=state, dtype=dtype, **REPORTED, **options
         )
-    _check_report(report, folder)
-    return _finish(model, stock_class, folder, place).to(device)
+        model = _finish(model, report, stock_class, folder, place).to(device)
+        if budget is not None:
+            open_stores(model, layers, budget, dtype, device, files)
+    return model
 
 
 def _settings(
@@ -114,6 +134,24 @@ def _settings(
         same = value is None or str(value) in (str(of_group), str(of_group).split(":")[0])
         require(same, f"{name}={value} must be the group's {of_group}, or None")
     return config, group.workspace.shape.dtype, group.device
+
+
+def _is_in_store(expert_budget: float | None, expert_store: ExpertStoreKind, host_budget: float | None) -> bool:
+    alone = expert_store == "host" and host_budget is None
+    require(
+        alone or expert_budget is not None,
+        "expert_budget=None must be a share or bytes with an expert_store='file' or a host_budget",
+    )
+    return expert_budget is not None
+
+
+def _check_store(group: ExpertGroup | None, decode_tokens: int, keep_fp8: bool) -> None:
+    """Raise ``NotImplementedError`` or ``ValueError`` for what a store does not go with."""
+    if group is not None and group.parallel.world_size > 1:
+        raise NotImplementedError("expert_budget is for one rank: leave ep and tp of the group at 1")
+    if keep_fp8:
+        raise NotImplementedError("expert_budget does not keep block FP8 yet: load with keep_fp8=False, dequantised")
+    require(decode_tokens >= 1, f"decode_tokens={decode_tokens} must be at least 1 with an expert_budget")
 
 
 def _take_block_fp8(config: Any, folder: Path, keep_fp8: bool) -> bool:
@@ -229,15 +267,16 @@ def _check_report(report: dict[str, Any], folder: Path) -> None:
     require(not problems, f"checkpoint {folder} must hold the tensors of its model: {'; '.join(problems)}")
 
 
-def _finish(model: Any, stock_class: type[nn.Module], folder: Path, place: Place) -> Any:
+def _finish(model: Any, report: dict[str, Any], stock_class: type[nn.Module], folder: Path, place: Place) -> Any:
     """What ``from_pretrained`` does with a folder's name: remember it, and read the generation defaults."""
     from transformers import GenerationConfig
 
+    _check_report(report, folder)
     model.__class__ = stock_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    keep_from_saving(model, place.layout, keep_fp8=place.keep_fp8)
+    keep_from_saving(model, place.layout, keep_fp8=place.keep_fp8, in_store=place.in_store)
     if place.layout.world_size > 1 or place.keep_fp8:
         for name, parameter in model.named_parameters():
             if ".experts." in name:

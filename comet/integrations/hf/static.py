@@ -17,9 +17,11 @@ from torch import Tensor
 
 from comet.config import require
 from comet.decode import before_replay
+from comet.experts.staged import WHY_EAGER
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import GraphMode
 from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.stored_experts import StoredExperts
 
 ALIGNMENT = 16  # elements of a mask's row; torch copies masks that are not, in every layer
 DEVICE_COUNTED = "StaticLayer"
@@ -128,5 +130,7 @@ def graph_obstacle(model: Any, cache: Any, num_sequences: int) -> str:
     others = sorted({type(layer).__name__ for layer in cache.layers} - {DEVICE_COUNTED})
     if others:
         return f"transformers counts the positions of {', '.join(others)} on the host"
+    if any(isinstance(module, StoredExperts) and module.host_driven for module in model.modules()):
+        return WHY_EAGER
     limits = [module.runner.decode.max_tokens for module in model.modules() if isinstance(module, CometExperts)]
     return batch_obstacle(num_sequences, min(limits, default=num_sequences))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +61,71 @@ class StoredTensor:
         return values
 
 
+@dataclass(frozen=True, slots=True)
+class UnchangedFile:
+    """A file as it was when it was opened.
+
+    Args:
+        path: Of the file.
+        seen: Its number, size in bytes, and time of the last change in nanoseconds.
+    """
+
+    path: Path
+    seen: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> UnchangedFile:
+        """As it is now; raises ``OSError`` if it is gone."""
+        return cls(path, _identity(path))
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if the file is gone or another one: what is mapped may no longer be what was checked."""
+        try:
+            is_same = _identity(self.path) == self.seen
+        except OSError:
+            is_same = False
+        require(is_same, f"{self.path} must stay as it was when it was opened: it changed or is gone; load it anew")
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSlice:
+    """Slices of a tensor in a file that has not changed."""
+
+    lazy: Any
+    file: UnchangedFile
+
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
+        self.file.check()  # behind a cut file's new end, reading mapped memory would end the process
+        values: Tensor = self.lazy[index]
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedSlice:
+    """Copies of slices, for weights that stay on the CPU.
+
+    What is read otherwise is the mapped file, and changes or ends with it; and as it begins at any byte, products with
+    it may round otherwise than with a copy.
+    """
+
+    lazy: Any
+
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
+        values: Tensor = self.lazy[index]
+        return values.clone()
+
+
 def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
     """List the tensors of a checkpoint without reading them.
 
     Args:
         folder: Holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it names.
-        files: Keeps the files open.
+        files: Keeps the files open; leaving it raises ``ValueError`` if one of them has changed.
 
     Returns:
         Every tensor by name.
@@ -79,13 +139,16 @@ def open_checkpoint(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
     found = {}
     for file in sorted(set(promised.values())):
         require((folder / file).is_file(), f"checkpoint {folder} must hold {file}: it is gone")
+        opened = UnchangedFile.of(folder / file)
+        files.callback(opened.check)  # once more, after the last read
         try:
             handle = files.enter_context(safe_open(folder / file, framework="pt"))
         except SafetensorError as error:
             raise ValueError(f"checkpoint {folder} is damaged: {file} cannot be read ({error})") from error
         for name in handle.keys():  # noqa: SIM118 - the handle is no dict
             lazy = handle.get_slice(name)
-            found[name] = StoredTensor(name=name, shape=tuple(lazy.get_shape()), dtype=lazy.get_dtype(), lazy=lazy)
+            shape, dtype = tuple(lazy.get_shape()), lazy.get_dtype()
+            found[name] = StoredTensor(name=name, shape=shape, dtype=dtype, lazy=CheckedSlice(lazy, opened))
     lacking = sorted(name for name in promised if name and name not in found)
     require(not lacking, f"checkpoint {folder} is damaged: {INDEX_FILE} promises {some(lacking)}, the files lack them")
     return found

@@ -1,0 +1,161 @@
+"""What a budget puts where, and what to expect of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from comet.config import MoEConfig, ParallelConfig, require
+from comet.experts.cache import slots_of_budget
+
+ExpertStoreKind = Literal["host", "file"]
+ALONE = ParallelConfig()
+UNIT = "a share of all experts, or bytes above 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertBudget:
+    """Where the experts of a model's layers are; all of them are in the store.
+
+    Args:
+        store: ``host``: all experts are in host memory. ``file``: they stay in their files, and host memory holds some.
+        num_layers: L, that have experts.
+        num_experts: E of each, on all ranks.
+        held: Of these on one rank, the only one but for ``host``.
+        top_k: K.
+        expert_bytes: Of one expert, or of a rank's slice of it.
+        slots: S, experts of each layer on the device.
+        places: Experts of all layers together in host memory.
+    """
+
+    store: ExpertStoreKind
+    num_layers: int
+    num_experts: int
+    held: int
+    top_k: int
+    expert_bytes: int
+    slots: int
+    places: int
+
+    @classmethod
+    def create(
+        cls,
+        budget: float,
+        config: MoEConfig,
+        num_layers: int,
+        dtype: torch.dtype,
+        *,
+        store: ExpertStoreKind = "host",
+        host_budget: float | None = None,
+        parallel: ParallelConfig = ALONE,
+    ) -> ExpertBudget:
+        """Turn shares or bytes into experts; over ranks, what each of them has.
+
+        Example: 4 layers of 64 experts of 98,304 bytes, ``budget=0.25``: 16 slots a layer, 6,291,456 bytes on the
+        device. In host memory all 256 experts, or with ``store="file", host_budget=0.5`` any 128.
+
+        Args:
+            budget: See ``slots_of_budget``.
+            config: Of the layers.
+            num_layers: L.
+            dtype: Of the weights.
+            store: See above.
+            host_budget: Share of all experts (up to 1), or bytes (above 1), that host memory holds of a file store.
+            parallel: The ranks that share the experts.
+
+        Raises:
+            ValueError: If a budget is no positive number or too small, or ``host_budget`` does not go with the store.
+        """
+        kinds = get_args(ExpertStoreKind)
+        require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
+        require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
+        held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
+        mine = MoEConfig(
+            hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held)
+        )
+        slots = slots_of_budget(budget, mine, num_layers, dtype)
+        expert = 3 * config.hidden_size * width * dtype.itemsize
+        places = num_layers * held
+        if store == "file":
+            places = _places(host_budget, places, slots, expert)
+        else:
+            require(host_budget is None, f"host_budget={host_budget} must be None where host memory holds all experts")
+        return cls(
+            store=store,
+            num_layers=num_layers,
+            num_experts=config.num_experts,
+            held=held,
+            top_k=config.top_k,
+            expert_bytes=expert,
+            slots=slots,
+            places=places,
+        )
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the slots of all layers."""
+        return self.num_layers * self.slots * self.expert_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the experts in host memory."""
+        return self.places * self.expert_bytes
+
+    @property
+    def store_bytes(self) -> int:
+        """Of all experts of the rank."""
+        return self.num_layers * self.held * self.expert_bytes
+
+    def needed(self, num_tokens: int) -> float:
+        """Distinct experts that a decode step of so many tokens is expected to need of the rank, over all layers.
+
+        Routing is taken as uniform and independent. Example: E = 4, K = 2, L = 1: one token needs 2, two tokens
+        ``4 * (1 - (1 - 2/4)**2) = 3``.
+        """
+        return self.num_layers * self.held * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+
+    @property
+    def expected_hits(self) -> float:
+        """Share of the needed experts that have a slot, S / e: what uniform routing gives any policy.
+
+        Trained routers repeat themselves, so that more is found.
+        """
+        return self.slots / self.held
+
+    def expected_tokens_per_second(
+        self, num_tokens: int, dense_bytes: float, link_rate: float, memory_rate: float
+    ) -> float:
+        """Of decode steps by bytes alone: what is missing comes over the link while the layer's experts are read.
+
+        Example: 10 experts needed, hits of 0.5, experts of 1e6 bytes, a link of 1e9 bytes/s: 5 ms, and beside them
+        0.5 ms at 20e9 bytes/s of memory; 10e6 dense bytes take another 0.5 ms: 5.5 ms a token, 182 tokens/s.
+
+        Args:
+            num_tokens: Sequences, each with one token a step.
+            dense_bytes: Of all other weights that a step reads.
+            link_rate: From host memory to the device, in bytes/s.
+            memory_rate: Of the device's memory, in bytes/s.
+        """
+        needed = self.needed(num_tokens) * self.expert_bytes
+        missing = needed * (1 - self.expected_hits)
+        return num_tokens / (max(missing / link_rate, needed / memory_rate) + dense_bytes / memory_rate)
+
+
+def _places(host_budget: float | None, num_experts: int, slots: int, expert_bytes: int) -> int:
+    """Experts in host memory, of all ``num_experts``; raises ``ValueError`` unless one layer's slots can be filled."""
+    require(
+        host_budget is not None and 0 < host_budget < math.inf,
+        f"host_budget={host_budget} must be given with expert_store='file', finite and above 0: {UNIT}, that host "
+        "memory holds",
+    )
+    assert host_budget is not None
+    places = int(host_budget * num_experts) if host_budget <= 1 else int(host_budget // expert_bytes)
+    require(
+        places >= slots,
+        f"host_budget={host_budget} holds {places} experts, and must hold the {slots} that a layer has slots for: "
+        f"{slots * expert_bytes:,} bytes, or a share of {slots / num_experts:.3g}",
+    )
+    return min(num_experts, places)

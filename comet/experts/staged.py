@@ -1,0 +1,205 @@
+"""Experts that a GPU cannot read where they are: the host brings those of a step, through pinned memory.
+
+For files, and for host memory that cannot be pinned. The host asks the device which experts a layer needs, and waits
+for the answer in every layer, so a step cannot be a CUDA graph. Whatever fails on the way, no memory that was half
+written counts as an expert.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comet.config import require
+from comet.decode.runners import Decoder, rounds
+from comet.decode.weights import DecodeWeights
+from comet.experts.cache import CacheReport
+from comet.experts.store import ExpertReader, host_memory
+
+WHY_EAGER = "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedReport(CacheReport):
+    """``CacheReport`` where the host fetches.
+
+    Args:
+        staged_bytes: That it read from files, or from pageable memory, into the memory it copies from.
+    """
+
+    staged_bytes: int
+
+
+class Stage:
+    """Host memory for the experts that were read last, of all layers; the one used longest ago makes room.
+
+    Args:
+        num_places: Experts it holds, at least those that one layer has slots for.
+        shapes: Of one expert's w1 and w2.
+        dtype: Of the memory.
+        device: That copies from it.
+
+    Attributes:
+        num_reads: Experts that were read into it so far.
+        files: What its readers need to stay open, if anything.
+    """
+
+    def __init__(
+        self,
+        num_places: int,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._w1, self._w2 = (host_memory((num_places, *shape), dtype, device)[0] for shape in shapes)
+        self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._free = list(range(num_places))
+        self.num_places = num_places
+        self.num_reads = 0
+        self.files: AbstractContextManager[object] | None = None
+
+    def get(self, reader: ExpertReader, layer: int, expert: int) -> tuple[Tensor, Tensor]:
+        """An expert's w1 ``(2F, D)`` and w2 ``(D, F)``, good until ``num_places`` others were asked for."""
+        key = layer, expert
+        if key in self._places:
+            self._places.move_to_end(key)
+        else:
+            if not self._free:
+                self._free.append(self._places.popitem(last=False)[1])
+            place = self._free[-1]
+            reader.read(expert, self._w1[place], self._w2[place])
+            self._places[key] = self._free.pop()  # not before it is whole
+            self.num_reads += 1
+        place = self._places[key]
+        return self._w1[place], self._w2[place]
+
+
+class StagedCache:
+    """Slots for some experts of a layer on the device, filled by the host; the one used longest ago makes room.
+
+    Example (S = 2): steps that need experts 3, then 0, then 3 and 2: expert 2 takes the slot of expert 0.
+
+    Args:
+        reader: All experts of the layer.
+        stage: Which all layers share.
+        layer: Tells its experts there from those of other layers.
+        num_slots: S.
+        dtype: Of the slots.
+        device: Where they are.
+
+    Attributes:
+        needed: Distinct experts that steps needed so far, summed over steps.
+        fetched: How many of them had no slot.
+        fetching_s: Seconds of the host for these.
+    """
+
+    def __init__(
+        self,
+        reader: ExpertReader,
+        stage: Stage,
+        layer: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        (num_experts, *w1), (_, *w2) = reader.shapes
+        require(
+            num_slots <= stage.num_places,
+            f"num_places={stage.num_places} of the stage must be at least num_slots={num_slots}",
+        )
+        self.num_slots = num_slots
+        self.needed = self.fetched = 0
+        self.fetching_s = 0.0
+        self.weights = DecodeWeights(
+            w1=torch.zeros(num_slots, *w1, dtype=dtype, device=device),
+            w2=torch.zeros(num_slots, *w2, dtype=dtype, device=device),
+            slots=torch.full((num_experts,), -1, dtype=torch.int32, device=device),
+        )
+        self._reader, self.stage, self._layer = reader, stage, layer
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(num_slots))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return self.weights.w1[0].nbytes + self.weights.w2[0].nbytes
+
+    def bring(self, top_k_ids: Tensor) -> DecodeWeights:
+        """Bring the experts of a step into slots; waits for the device, and so for all copies before.
+
+        Args:
+            top_k_ids: ``(T, K)`` with at most S distinct experts; others than ``[0, E)`` need no slot.
+
+        Returns:
+            The slots, for a decode step that follows on the same stream.
+        """
+        table = torch.full(self.weights.slots.shape, -1, dtype=torch.int32)
+        needed = [expert for expert in sorted(set(top_k_ids.flatten().tolist())) if 0 <= expert < len(table)]
+        missing = [expert for expert in needed if expert not in self._slots]
+        for expert in needed:
+            if expert in self._slots:
+                self._slots.move_to_end(expert)
+        started = time.perf_counter()
+        for expert in missing:
+            self._fetch(expert)
+        self.fetching_s += time.perf_counter() - started
+        table[list(self._slots)] = torch.tensor(list(self._slots.values()), dtype=torch.int32)
+        self.weights.slots.copy_(table)
+        self.needed += len(needed)
+        self.fetched += len(missing)
+        return self.weights
+
+    def _fetch(self, expert: int) -> None:
+        if not self._free:
+            self._free.append(self._slots.popitem(last=False)[1])
+        slot = self._free[-1]
+        w1, w2 = self.stage.get(self._reader, self._layer, expert)
+        self.weights.w1[slot].copy_(w1, non_blocking=True)
+        self.weights.w2[slot].copy_(w2, non_blocking=True)
+        self._slots[expert] = self._free.pop()
+
+
+def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
+    """What the caches of all layers, which share a stage, did so far."""
+    fetched, expert = sum(cache.fetched for cache in caches), caches[0].expert_bytes
+    return StagedReport(
+        slots=caches[0].num_slots,
+        needed=sum(cache.needed for cache in caches),
+        fetched=fetched,
+        fetched_bytes=fetched * expert,
+        fetching_s=sum(cache.fetching_s for cache in caches),
+        staged_bytes=caches[0].stage.num_reads * expert,
+    )
+
+
+class StagedExperts:
+    """Routed experts of a layer, brought by the host; an ``ExpertPath``, for inference.
+
+    A step of more tokens than the slots can serve at once is taken in parts, as ``CachedExperts`` does.
+
+    Args:
+        cache: The layer's.
+        decode: Warp decode, which all layers share.
+        top_k: K, at most the number of slots.
+    """
+
+    def __init__(self, cache: StagedCache, decode: Decoder, top_k: int) -> None:
+        require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+        self.cache = cache
+        self.decode = decode
+        self.tokens_at_once = min(decode.max_tokens, cache.num_slots // top_k)
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        outputs = []
+        for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
+            part = slice(start, stop)
+            experts = self.cache.bring(top_k_ids[part])
+            outputs.append(self.decode(tokens[part], top_k_ids[part], top_k_weights[part], experts))
+        return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)

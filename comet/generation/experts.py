@@ -1,0 +1,97 @@
+"""``generate.expert_budget``: what it puts where, what to expect of it, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comet.config import require
+from comet.experts.budget import ExpertBudget
+from comet.experts.cache import CacheReport
+from comet.generation.source import is_hf_folder
+from comet.group import ExpertGroup
+from comet.models.sizes import dense_elements
+from comet.training.config import JobConfig
+
+
+def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
+    """Where the experts of ``generate``'s model go; ``None`` without a budget.
+
+    Args:
+        config: Of the task, with the source's model.
+        dtype: Of the weights.
+
+    Raises:
+        ValueError: If a budget is too small, or does not go with the other settings.
+    """
+    settings, model = config.generate, config.model
+    if settings.expert_budget is None:
+        alone = settings.host_budget is None and settings.expert_store == "host"
+        require(alone, "generate.expert_budget must be given with generate.expert_store or generate.host_budget")
+        return None
+    named = f"generate.expert_budget={settings.expert_budget}"
+    ranks, is_folder = config.parallel.world_size, is_hf_folder(settings.source)
+    require(
+        ranks == 1 or not is_folder,
+        f"{named} of a Hugging Face folder is for one rank yet, not for {ranks}: set parallel.ep=1 and parallel.tp=1",
+    )
+    require(
+        not config.parallel.declares_nodes, f"{named} must be left out over several nodes: they have no warp decode"
+    )
+    require(not settings.keep_fp8, f"{named} does not keep block FP8 yet: set generate.keep_fp8=false")
+    require(
+        settings.expert_store == "host" or is_folder,
+        f"generate.expert_store={settings.expert_store!r} must be 'host' for a checkpoint of comet train: only Hugging "
+        "Face folders are read expert by expert yet",
+    )
+    try:
+        return ExpertBudget.create(
+            settings.expert_budget,
+            model.moe,
+            model.num_layers - model.dense_layers,
+            dtype,
+            store=settings.expert_store,
+            host_budget=settings.host_budget,
+            parallel=config.parallel,
+        )
+    except ValueError as error:
+        raise ValueError(f"generate.{error}") from error
+
+
+def expectation(
+    config: JobConfig, budget: ExpertBudget, dtype: torch.dtype, link_rate: float | None, memory_rate: float | None
+) -> dict[str, float | None]:
+    """What uniform routing makes of a budget in decode steps of all prompts at once.
+
+    Args:
+        config: Of the task, with the source's model.
+        budget: Of its experts.
+        dtype: Of the weights.
+        link_rate: From host memory to the device in bytes/s, if it is known.
+        memory_rate: Of the device's memory in bytes/s, if it is known.
+
+    Returns:
+        ``expected_hits``, and ``expected_tokens_per_second``, ``None`` where a rate is unknown or experts come from
+        files, whose rate nobody states.
+    """
+    expected = None
+    if link_rate and memory_rate and budget.store == "host":
+        dense, sequences = dense_elements(config.model) * dtype.itemsize, max(len(config.generate.texts), 1)
+        expected = budget.expected_tokens_per_second(sequences, dense, link_rate, memory_rate)
+    return {"expected_hits": budget.expected_hits, "expected_tokens_per_second": expected}
+
+
+def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:
+    """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
+    first, last = asdict(before), asdict(after)
+    spent = {name: last[name] - first[name] for name in last if name != "slots"}
+    if group.world_size > 1:
+        summed = torch.tensor(list(spent.values()), dtype=torch.float64, device=group.device)
+        dist.all_reduce(summed)
+        spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
+        spent["fetching_s"] /= group.world_size
+    report = type(after)(slots=after.slots, **spent)
+    return asdict(report) | {"hits": report.hits}

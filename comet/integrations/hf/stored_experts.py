@@ -1,0 +1,143 @@
+"""Experts of a transformers model in a store, some of them in slots on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet.collectives import wants_grad
+from comet.config import require
+from comet.decode.runners import Runner
+from comet.experts.budget import ExpertBudget
+from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
+from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
+from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
+from comet.integrations.hf.checkpoint import LazyShard
+from comet.integrations.hf.experts import CometExperts
+from comet.layout import ExpertLayout
+
+
+class StoredExperts(CometExperts):
+    """Has no parameters, so that transformers neither makes nor loads the experts; for inference.
+
+    A shared expert of the block runs by itself.
+
+    Args:
+        layout: Of one rank.
+        runner: Of all layers; its ``decode`` computes from the slots.
+    """
+
+    def __init__(self, layout: ExpertLayout, runner: Runner) -> None:
+        super().__init__(None, None, layout, runner)  # type: ignore[arg-type]
+        self.path: CachedExperts | StagedExperts | None = None
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See ``CometExperts``."""
+        assert self.path is not None, "the loader opens a store before the model is used"
+        require(
+            not wants_grad(hidden_states),
+            "requires_grad=True of the tokens must be False: a model with an expert_budget is for inference, run it "
+            "under torch.no_grad()",
+        )
+        slots = self.path.cache.weights
+        return self.path(hidden_states, top_k_index.to(torch.int32), top_k_weights.float(), slots.w1, slots.w2)
+
+    @property
+    def expert_bytes(self) -> int:
+        """See ``CometExperts``."""
+        assert self.path is not None, "the loader opens a store before the model is used"
+        return self.path.cache.expert_bytes
+
+    @property
+    def host_driven(self) -> bool:
+        """Whether the host brings what a step misses, which no CUDA graph can."""
+        return isinstance(self.path, StagedExperts)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StoredExperts:
+        """A copied model reads the same store and slots."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFiles:
+    """Reads the experts of one layer from a checkpoint; an ``ExpertReader``.
+
+    Args:
+        gate_up: Of all experts.
+        down: Likewise.
+    """
+
+    gate_up: LazyShard
+    down: LazyShard
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See ``ExpertReader``."""
+        return self.gate_up.shape, self.down.shape
+
+    def read(self, expert: int, w1: Tensor, w2: Tensor) -> None:
+        """See ``ExpertReader``."""
+        self.gate_up.read_expert(expert, w1)
+        self.down.read_expert(expert, w2)
+
+
+def take_files(state: dict[str, Any], modules: Mapping[int, str]) -> dict[str, LayerFiles]:
+    """Take the expert tensors out of what transformers is to load; returns each layer's by the name of its module."""
+    return {
+        name: LayerFiles(state.pop(f"{name}.gate_up_proj"), state.pop(f"{name}.down_proj")) for name in modules.values()
+    }
+
+
+def open_stores(
+    model: Any,
+    layers: Mapping[str, LayerFiles],
+    budget: ExpertBudget,
+    dtype: torch.dtype,
+    device: torch.device,
+    files: ExitStack,
+) -> None:
+    """Give every ``StoredExperts`` of a model its store and slots; a host store is read here.
+
+    Args:
+        model: On ``device``, its other weights loaded.
+        layers: Where each layer's experts are read, by the name of its module.
+        budget: For the model.
+        dtype: Of the experts.
+        device: Of the slots.
+        files: Open ones; the model keeps them where experts stay in files.
+    """
+    readers: dict[str, ExpertReader] = dict(layers)
+    places = budget.places
+    if budget.store == "host":
+        held = {name: HeldExperts.fill(reader, dtype, device) for name, reader in layers.items()}
+        if all(layer.readable for layer in held.values()):
+            for name, layer in held.items():
+                cache = ExpertCache(layer.w1, layer.w2, budget.slots, device)
+                experts = model.get_submodule(name)
+                experts.path = CachedExperts(cache, experts.runner, budget.top_k)
+            return
+        warn_pageable(sum(layer.w1.nbytes + layer.w2.nbytes for layer in held.values() if not layer.readable))
+        readers, places = dict(held), budget.slots
+    (_, *w1), (_, *w2) = next(iter(readers.values())).shapes
+    stage = Stage(places, (tuple(w1), tuple(w2)), dtype, device)
+    if budget.store == "file":
+        stage.files = files.pop_all()
+    for number, (name, reader) in enumerate(readers.items()):
+        staged = StagedCache(reader, stage, number, budget.slots, dtype, device)
+        experts = model.get_submodule(name)
+        experts.path = StagedExperts(staged, experts.runner.decode, budget.top_k)
+
+
+def cache_report(model: Any) -> CacheReport | None:
+    """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
+    caches = [module.path.cache for module in model.modules() if isinstance(module, StoredExperts) and module.path]
+    if not caches:
+        return None
+    staged = [cache for cache in caches if isinstance(cache, StagedCache)]
+    return staged_report_of(staged) if staged else report_of([each for each in caches if isinstance(each, ExpertCache)])

@@ -1,0 +1,210 @@
+"""Experts in host memory and in files, brought by the host; budgets, and what they make one expect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from training_cases import MODEL, MOE
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.decode import DecodeWeights
+from comet.decode.runners import Decoder
+from comet.experts.budget import ExpertBudget
+from comet.experts.staged import Stage, StagedCache, StagedExperts
+from comet.experts.store import HeldExperts, host_memory
+from comet.models.sizes import dense_elements, expert_elements
+
+CPU = torch.device("cpu")
+NUM_EXPERTS, WIDTH, DEPTH = 8, 32, 16
+
+
+class Recorded:
+    """A reader of random experts that notes what was asked for, and fails on the expert ``broken``."""
+
+    def __init__(self, seed: int) -> None:
+        print("seed", seed)
+        made = torch.Generator().manual_seed(seed)
+        self.w1 = torch.randn(NUM_EXPERTS, 2 * DEPTH, WIDTH, generator=made)
+        self.w2 = torch.randn(NUM_EXPERTS, WIDTH, DEPTH, generator=made)
+        self.asked: list[int] = []
+        self.broken = -1
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(self.w1.shape), tuple(self.w2.shape)
+
+    def read(self, expert: int, w1: Tensor, w2: Tensor) -> None:
+        self.asked.append(expert)
+        w1.copy_(self.w1[expert])
+        if expert == self.broken:
+            raise ValueError(f"expert {expert} is cut off")
+        w2.copy_(self.w2[expert])
+
+
+def staged(reader: Recorded, num_slots: int, num_places: int) -> StagedCache:
+    stage = Stage(num_places, ((2 * DEPTH, WIDTH), (WIDTH, DEPTH)), torch.float32, CPU)
+    return StagedCache(reader, stage, 0, num_slots, torch.float32, CPU)
+
+
+def routing(num_tokens: int, top_k: int, made: torch.Generator) -> Tensor:
+    return torch.rand(num_tokens, NUM_EXPERTS, generator=made).argsort(dim=1)[:, :top_k].to(torch.int32)
+
+
+def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
+    reader = Recorded(1)
+    held = HeldExperts.fill(reader, torch.bfloat16, CPU)
+    assert held.readable
+    assert reader.asked == list(range(NUM_EXPERTS))
+    assert torch.equal(held.w1, reader.w1.bfloat16())
+    assert torch.equal(held.w2, reader.w2.bfloat16())
+
+
+@pytest.mark.parametrize(("num_slots", "num_places"), [(2, 2), (3, 5), (4, 8)])
+def test_staged_decode_equals_resident_decode_bit_for_bit(num_slots: int, num_places: int) -> None:
+    reader = Recorded(7 * num_slots)
+    path = StagedExperts(staged(reader, num_slots, num_places), Decoder(2, 64), top_k=2)
+    resident = DecodeWeights(w1=reader.w1, w2=reader.w2, slots=torch.arange(NUM_EXPERTS, dtype=torch.int32))
+    made = torch.Generator().manual_seed(num_slots)
+    for _ in range(40):
+        tokens, ids, weights = (
+            torch.randn(1, WIDTH, generator=made),
+            routing(1, 2, made),
+            torch.rand(1, 2, generator=made),
+        )
+        found = path(tokens, ids, weights, resident.w1, resident.w2)
+        assert torch.equal(found, Decoder(2, 64)(tokens, ids, weights, resident))
+    cache = path.cache
+    assert cache.needed == 80
+    assert NUM_EXPERTS < cache.fetched < 80, "slots were given away, and kept"
+    assert len(reader.asked) == cache.stage.num_reads <= cache.fetched
+    assert (len(reader.asked) == NUM_EXPERTS) == (num_places == NUM_EXPERTS), "what the stage holds is read once"
+    tokens, ids, weights = torch.randn(5, WIDTH, generator=made), routing(5, 2, made), torch.rand(5, 2, generator=made)
+    found = path(tokens, ids, weights, resident.w1, resident.w2)
+    torch.testing.assert_close(found, Decoder(2, 64)(tokens, ids, weights, resident), rtol=1e-4, atol=1e-4)
+    assert path(tokens[:0], ids[:0], weights[:0], resident.w1, resident.w2).shape == (0, WIDTH)
+
+
+def test_the_slot_used_longest_ago_is_given_away() -> None:
+    reader = Recorded(3)
+    cache = staged(reader, 2, 8)
+    for ids in ([[3]], [[0]], [[3, 2]]):
+        slots = cache.bring(torch.tensor(ids, dtype=torch.int32)).slots
+    assert (slots[0] < 0, slots[2] == 1 - slots[3]) == (True, True), "as in the docstring"
+    assert (cache.needed, cache.fetched) == (4, 3)
+
+
+def test_an_expert_that_was_read_in_part_is_never_used() -> None:
+    reader = Recorded(5)
+    cache = staged(reader, 2, 2)
+    cache.bring(torch.tensor([[0, 1]]))
+    reader.broken = 4
+    with pytest.raises(ValueError, match="expert 4 is cut off"):
+        cache.bring(torch.tensor([[1, 4]]))
+    with pytest.raises(ValueError, match="expert 4 is cut off"):
+        cache.bring(torch.tensor([[4]]))  # not taken for read
+    reader.broken = -1
+    for ids in ([0, 1], [4, 0], [1, 4]):
+        weights = cache.bring(torch.tensor([ids]))
+        for expert in range(NUM_EXPERTS):
+            slot = int(weights.slots[expert])
+            assert slot >= 0 or expert not in ids
+            if slot >= 0:
+                assert torch.equal(weights.w1[slot], reader.w1[expert])
+                assert torch.equal(weights.w2[slot], reader.w2[expert])
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_memory_is_registered_with_cuda_until_nobody_refers_to_it(status: int, monkeypatch) -> None:
+    calls = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *given: calls.append(given) or status,
+        cudaHostUnregister=lambda *given: calls.append(given),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory, readable = host_memory((3, 5), torch.float32, torch.device("meta"))  # any device but the CPU
+    assert readable == (status == 0)
+    address = memory.data_ptr()
+    part = memory[1:].fill_(2)
+    del memory
+    assert calls == [(address, 60, 0)]
+    assert part.sum() == 20
+    del part
+    assert calls[1:] == [(address,)] * readable
+
+
+EXAMPLE = MoEConfig(hidden_size=128, ffn_size=64, num_experts=64, top_k=6)
+
+
+def budget_of(budget: float = 0.25, **changes) -> ExpertBudget:
+    return ExpertBudget.create(budget, EXAMPLE, 4, torch.float32, **changes)
+
+
+def test_a_budget_in_experts_and_bytes() -> None:
+    held, files = budget_of(), budget_of(store="file", host_budget=0.5)
+    assert (held.slots, held.places, held.device_bytes) == (16, 256, 6_291_456)
+    assert held.host_bytes == held.store_bytes == 256 * 98_304
+    assert (files.slots, files.places, files.host_bytes) == (16, 128, 128 * 98_304)
+    assert budget_of(store="file", host_budget=20 * 98_304 + 1).places == 20
+    assert budget_of(store="file", host_budget=1e12).places == 256
+    assert budget_of(0.1).slots == 6
+    ranks = budget_of(0.25, parallel=ParallelConfig(ep=2, tp=2))
+    assert (ranks.held, ranks.slots, ranks.expert_bytes, ranks.expected_hits) == (32, 8, 49_152, 0.25)
+    assert ranks.store_bytes == held.store_bytes // 4
+    assert ranks.needed(1) == held.needed(1) / 2
+    few = budget_of(1.0, parallel=ParallelConfig(ep=16))
+    assert (few.held, few.slots) == (4, 4), "fewer than top_k experts all have slots"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": float("nan")}, "expert_budget=nan must be finite"),
+        ({"budget": float("inf")}, "expert_budget=inf must be finite"),
+        ({"budget": 0.0}, "expert_budget=0.0 must be above 0"),
+        ({"budget": -3.0}, "expert_budget=-3.0 must be above 0"),
+        ({"budget": 0.09}, "expert_budget=0.09 holds 5 experts of each of 4 layers, and must hold top_k=6"),
+        ({"budget": 5.0}, "expert_budget=5.0 holds 0 experts .* must hold top_k=6: 2,359,296 bytes"),
+        ({"store": "disk"}, "expert_store='disk' must be one of host, file"),
+        ({"host_budget": 0.5}, "host_budget=0.5 must be None where host memory holds all experts"),
+        ({"store": "file"}, "host_budget=None must be given with expert_store='file'"),
+        ({"store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
+        ({"store": "file", "host_budget": -1.0}, "host_budget=-1.0 must be given .* finite and above 0"),
+        (
+            {"store": "file", "host_budget": 0.05},
+            "host_budget=0.05 holds 12 experts, and must hold the 16 .* 1,572,864",
+        ),
+    ],
+)
+def test_a_budget_that_cannot_be_says_why(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        budget_of(**settings)
+
+
+def test_the_examples_of_what_to_expect() -> None:
+    small = replace(budget_of(), num_layers=1, num_experts=4, held=4, top_k=2, slots=2, expert_bytes=10**6)
+    assert (small.needed(1), small.needed(2), small.expected_hits) == (2, 3, 0.5)
+    ten = replace(small, num_layers=5)
+    assert ten.needed(1) == 10
+    assert ten.expected_tokens_per_second(1, 10e6, 1e9, 20e9) == pytest.approx(1 / 5.5e-3)
+    assert ten.expected_tokens_per_second(1, 0, 1e12, 20e9) == pytest.approx(2000), "the memory's rate"
+    assert ten.expected_tokens_per_second(2, 0, 1e9, 1e30) == pytest.approx(2 / 7.5e-3), "15 experts, half of them"
+
+
+def test_uniform_routing_hits_as_often_as_is_expected() -> None:
+    reader, made = Recorded(11), torch.Generator().manual_seed(11)
+    cache = staged(reader, 4, 8)
+    for step in range(2000):
+        if step == 100:
+            cache.needed = cache.fetched = 0
+        cache.bring(routing(1, 2, made))
+    assert 1 - cache.fetched / cache.needed == pytest.approx(4 / NUM_EXPERTS, abs=0.03)
+
+
+def test_the_sizes_of_a_model() -> None:
+    moe = replace(MOE, hidden_size=128, ffn_size=128, num_experts=8)
+    model = replace(MODEL, hidden_size=128, num_heads=4, num_kv_heads=4, num_layers=4, moe=moe)
+    assert (dense_elements(model), expert_elements(model)) == (300_160, 1_572_864)

@@ -1,0 +1,232 @@
+"""``comet generate`` with a budget for experts: what it writes, says beforehand, and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from ranks import run_ranks
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import save_model, tiny_config
+from training_cases import MODEL, MOE, Rank, make_job
+
+from comet.experts.staged import WHY_EAGER
+from comet.generation.config import GenerateConfig
+from comet.generation.job import generate_job
+from comet.generation.source import find_source, model_of
+from comet.integrations.hf import load_pretrained
+from comet.integrations.hf.families import num_moe_layers
+from comet.integrations.hf.static import StaticDecoder
+from comet.launch.cli import main
+from comet.launch.config import compose, default_ranks
+from comet.launch.dry_run_generate import memory_needs
+from comet.training.run import train
+
+GREEDY = GenerateConfig(prompts=("def f(x):", "a", "the quick brown fox"), max_new_tokens=6, temperature=0.0)
+EXPERT = 3 * 32 * 32 * 4  # bytes in float32
+FILE = {"expert_store": "file", "host_budget": 0.75}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_model(folder, "qwen3_moe")  # two layers of 8 experts, of which a token takes 4, and a dense one
+    return folder
+
+
+def job_of(folder, tmp_path, **settings):
+    model = model_of(find_source(str(folder)))
+    return make_job(tmp_path, model=model, generate=replace(GREEDY, source=str(folder), **settings))
+
+
+@pytest.mark.parametrize("store", ["host", "file"])
+def test_the_job_writes_the_same_and_repeats_what_was_expected(store, qwen, tmp_path, capsys):
+    settings = dict(expert_budget=0.5, link_gb_per_s=50.0, memory_gb_per_s=2000.0) | (FILE if store == "file" else {})
+    whole = generate_job(job_of(qwen, tmp_path), Rank())
+    found = generate_job(job_of(qwen, tmp_path, **settings), Rank())
+    assert found["texts"] == whole["texts"]
+    assert "expert_cache" not in whole
+    cache = found["expert_cache"]
+    assert (cache["store"], cache["slots"], cache["expected_hits"]) == (store, 4, 0.5)
+    assert 0 < cache["hits"] < 1
+    assert cache["hits"] == 1 - cache["fetched"] / cache["needed"]
+    assert cache["fetched_bytes"] == cache["fetched"] * EXPERT
+    assert ("staged_bytes" in cache) == (store == "file")
+    assert (cache["expected_tokens_per_second"] is None) == (store == "file")
+    assert (cache["link_gb_per_s"], cache["memory_gb_per_s"]) == (50, 2000)
+    assert found["weight_bytes_per_step"] == whole["weight_bytes_per_step"]
+    out = capsys.readouterr().out
+    assert re.search(r"expert hits   0\.\d{3}; uniform routing: 0\.500", out)
+    assert json.loads(out.splitlines()[-1])["expert_cache"] == cache
+
+
+def test_rates_that_were_not_stated_are_measured(qwen, tmp_path):
+    cache = generate_job(job_of(qwen, tmp_path, expert_budget=0.5, max_new_tokens=2), Rank())["expert_cache"]
+    assert cache["link_gb_per_s"] > 0
+    assert cache["memory_gb_per_s"] > 0
+    assert cache["expected_tokens_per_second"] > 0
+
+
+def test_steps_that_the_host_serves_are_no_graph(qwen):
+    loaded = load_pretrained(qwen, expert_budget=0.5, **FILE)
+    with pytest.raises(ValueError, match=f"cuda_graph='on' must be 'auto' or 'off' here: {WHY_EAGER}"):
+        StaticDecoder(loaded, 1, 16, cuda_graph="on")
+
+
+def dry_run(capsys, monkeypatch, *words) -> tuple[dict[str, float], str]:
+    """Rows of the table in MiB, and the whole text."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    capsys.readouterr()
+    assert main(["generate", "--dry-run", *words]) == 0
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out)["nproc"] == 1
+    rows = (line[1:].rsplit(maxsplit=1) for line in out.splitlines() if line.startswith("#   "))
+    return {name.strip(): float(size.replace(",", "")) for name, size in rows}, out
+
+
+def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
+    words = [f"generate.source={qwen}", "generate.prompt=ab", "generate.expert_budget=0.5"]
+    rates = ["generate.link_gb_per_s=50", "generate.memory_gb_per_s=2000"]
+    rows, text = dry_run(capsys, monkeypatch, *words)
+    assert "# experts on the device: 4 of 8 in each of 2 layers" in text
+    assert rows["slots of experts"] == pytest.approx(2 * 4 * EXPERT / 2**20, abs=0.1)
+    assert rows["all experts, in host memory"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
+    assert rows["memory of this host"] == pytest.approx(psutil.virtual_memory().total / 2**20, rel=1e-3)
+    assert "if routing were uniform: hits 0.500, tokens/s not known: state generate.link_gb_per_s and" in text
+    loaded = load_pretrained(qwen, expert_budget=0.5)
+    needs = memory_needs(job_of(qwen, tmp_path, expert_budget=0.5), torch.float32, None)
+    budgeted, text = dry_run(capsys, monkeypatch, *words, *rates)
+    assert needs["weights"] / 2**20 - budgeted["weights"] == pytest.approx(2 * 8 * EXPERT / 2**20, abs=0.1)
+    assert budgeted["weights"] == pytest.approx(sum(each.nbytes for each in loaded.parameters()) / 2**20, abs=0.1)
+    expected = float(
+        re.search(r"up to ([\d,.]+) tokens/s by bytes alone .50.0 GB/s from host", text)[1].replace(",", "")
+    )
+    job = job_of(qwen, tmp_path, prompts=("ab",), expert_budget=0.5, link_gb_per_s=50.0, memory_gb_per_s=2000.0)
+    assert generate_job(job, Rank())["expert_cache"]["expected_tokens_per_second"] == pytest.approx(expected, abs=0.1)
+    files = [f"generate.{name}={value}" for name, value in FILE.items()]
+    rows, text = dry_run(capsys, monkeypatch, *words, *files)
+    assert rows["12 of them in host memory as well"] == pytest.approx(12 * EXPERT / 2**20, abs=0.1)
+    assert "all experts, in files" in rows
+    assert "tokens/s not known: they depend on how fast the files are read" in text
+
+
+BUDGET = "generate.expert_budget"
+MISTAKES = [
+    (["=nan"], "generate: expert_budget=nan must be finite and above 0, or None"),
+    (["=-0.5"], "generate: expert_budget=-0.5 must be finite and above 0, or None"),
+    (["=0"], "generate: expert_budget=0.0 must be finite and above 0, or None"),
+    (["=inf"], "generate: expert_budget=inf must be finite and above 0, or None"),
+    (["=0.1"], "generate.expert_budget=0.1 holds 0 experts of each of 2 layers, and must hold top_k=4"),
+    (
+        ["=0.5", "parallel.ep=2"],
+        "generate.expert_budget=0.5 of a Hugging Face folder is for one rank yet, not for 2: set parallel.ep=1",
+    ),
+    (["=0.5", "generate.keep_fp8=true"], "generate.expert_budget=0.5 does not keep block FP8 yet"),
+    (["=0.5", "generate.host_budget=0.5"], "generate: host_budget=0.5 must be None with expert_store=host"),
+    (["=0.5", "generate.expert_store=file"], "generate.host_budget=None must be given with expert_store='file'"),
+    (["=0.5", "generate.expert_store=disk"], "generate.expert_store='disk' must be one of host, file"),
+    (
+        ["=0.5", "generate.expert_store=file", "generate.host_budget=0.1"],
+        "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that a layer has slots for",
+    ),
+    (["=null", "generate.expert_store=file"], "generate.expert_budget must be given with generate.expert_store"),
+    (["=0.5", "generate.link_gb_per_s=0"], "generate: link_gb_per_s=0.0 must be finite and above 0, or None"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_is_one_line(words, message, qwen, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    first, *others = words
+    assert main(["generate", "--dry-run", f"generate.source={qwen}", BUDGET + first, *others]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1), err
+    assert err.startswith(f"comet: error: {message}")
+
+
+def test_the_job_refuses_before_a_group_is_made(qwen, tmp_path, monkeypatch):
+    monkeypatch.setattr("comet.generation.job.make_expert_group", lambda *given, **named: pytest.fail("a group"))
+    job = make_job(
+        tmp_path, ep=2, model=job_of(qwen, tmp_path).model, generate=job_of(qwen, tmp_path, expert_budget=0.5).generate
+    )
+    with pytest.raises(
+        ValueError, match=r"generate\.expert_budget=0\.5 of a Hugging Face folder is for one rank yet, not for 2"
+    ):
+        generate_job(job, Rank())
+
+
+def test_a_folder_does_not_draft_yet(qwen, tmp_path):
+    with pytest.raises(ValueError, match=r"generate\.speculate='conservative' must be 'off' for a Hugging Face folder"):
+        generate_job(job_of(qwen, tmp_path, speculate="conservative"), Rank())
+
+
+def test_files_are_for_hugging_face(tmp_path):
+    from comet.generation.experts import plan_experts
+
+    settings = GenerateConfig(source=str(tmp_path), prompt="x", expert_budget=0.5, **FILE)
+    with pytest.raises(
+        ValueError, match=r"generate\.expert_store='file' must be 'host' for a checkpoint of comet train"
+    ):
+        plan_experts(make_job(tmp_path, model=MODEL, generate=settings), torch.float32)
+
+
+def test_a_budget_without_a_group_is_one_rank(qwen):
+    words = [f"generate.source={qwen}"]
+    assert default_ranks(compose([*words, f"{BUDGET}=0.5"]), 4) == 1
+    assert default_ranks(compose([*words, f"{BUDGET}=0.5", "parallel.ep=2"]), 4) == 4
+    assert default_ranks(compose(words), 4) == 4
+
+
+def test_help_shows_the_settings(capsys):
+    assert main(["generate", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "generate.expert_store=host  (host, file)" in out
+    assert "generate.host_budget=null" in out
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_layers_with_experts_are_counted(family):
+    from transformers import AutoModelForCausalLM
+
+    changes = {"num_hidden_layers": 7} | ({"decoder_sparse_step": 2} if "qwen" in family else {})
+    config = tiny_config(family, **changes)
+    with torch.device("meta"):
+        names = dict(AutoModelForCausalLM.from_config(config).named_modules())
+    assert num_moe_layers(config) == sum(name.endswith(".experts") for name in names)
+
+
+WIDE = replace(MODEL, moe=replace(MOE, num_experts=8))
+
+
+def generated_by_a_rank(rank: int, world_size: int, folder: str, budget: float | None):
+    settings = GenerateConfig(
+        source=folder,
+        prompt="1",
+        max_new_tokens=8,
+        temperature=0.0,
+        expert_budget=budget,
+        link_gb_per_s=1,
+        memory_gb_per_s=1,
+    )
+    job = make_job(Path(folder), model=WIDE, ep=world_size, generate=settings)
+    return generate_job(job, Rank(rank, world_size))
+
+
+def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
+    train(make_job(tmp_path, model=WIDE, steps=3, eval_batches=1, sample_bytes=0), Rank())
+    folder = str(tmp_path / "out")
+    alone, wanted = generated_by_a_rank(0, 1, folder, 0.5), generated_by_a_rank(0, 1, folder, None)
+    first, second = run_ranks(generated_by_a_rank, 2, folder, 0.5)
+    assert first["text"] == second["text"] == alone["text"] == wanted["text"]
+    cache = first["expert_cache"]
+    assert second["expert_cache"] == cache
+    assert (alone["expert_cache"]["slots"], cache["slots"], cache["expected_hits"]) == (4, 2, 0.5)
+    assert cache["needed"] == alone["expert_cache"]["needed"], "the experts of both ranks together"

@@ -1,0 +1,359 @@
+"""Self-speculative decoding of comet's GPT: the passes, whole texts, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from generate_cases import graphs_on_cpu
+from torch import Tensor
+from training_cases import MODEL, MOE, Rank, make_job
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
+from comet.experts import DraftRouter, Speculation
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.generation.generate import Generated, encode_prompts, generate, warm_up
+from comet.generation.job import generate_job
+from comet.generation.sampling import Sampler, tokens_seen
+from comet.generation.text import ByteCodec, Continuation
+from comet.group import make_expert_group
+from comet.launch.cli import main
+from comet.models.config import ModelConfig
+from comet.models.gpt import GPT
+from comet.router import Router
+from comet.training.run import train
+
+EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=4)
+MODELS = {
+    "softmax": replace(MODEL, moe=EXPERTS),
+    "first layer dense, shared expert in decode steps": replace(
+        MODEL, num_layers=3, dense_layers=1, moe=replace(EXPERTS, shared_ffn_size=32)
+    ),
+    "sigmoid, groups, bias": replace(
+        MODEL, moe=replace(EXPERTS, score="sigmoid", balance="bias", num_groups=2, top_groups=1, renormalize=False)
+    ),
+}
+SLOTS = 5
+PROMPTS = ["def f(x):", "a", "the quick brown fox jumps ove"]  # the third has room for three tokens
+DRAFTS = SpeculationConfig(draft_experts=(3,), tau=0.0)
+
+
+def engine_of(
+    config: ModelConfig = MODELS["softmax"], *, slots: int | None = SLOTS, drafts: SpeculationConfig | None = DRAFTS,
+    cuda_graph: str = "auto", sharpness: float = 0.3,
+) -> GPTEngine:  # fmt: skip
+    """A model whose logits depend on all weights, with few of its experts in slots, or all resident (``None``)."""
+    device = None if slots is None else torch.device("cpu")
+    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
+    model = GPT(config, group, seed=1, expert_device=device)
+    drawn = torch.Generator().manual_seed(1)
+    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * sharpness)
+    return GPTEngine(model, group, expert_slots=slots, speculation=drafts, cuda_graph=cuda_graph)
+
+
+@pytest.fixture(autouse=True)
+def rounds_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the longest drafts are the best ones, whatever else the machine does."""
+    monkeypatch.setattr(Speculation.__init__, "__defaults__", (itertools.count().__next__,))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(8))
+    return ids, torch.tensor([9, 4, 1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_pass_verifies_what_steps_compute_one_by_one(name: str) -> None:
+    """Drafts before it leave no trace: their keys and values are written again."""
+    engine, plain = engine_of(MODELS[name]), engine_of(MODELS[name], slots=None, drafts=None)
+    (ids, lengths), tokens = batch(), torch.randint(256, (3, 5), generator=torch.Generator().manual_seed(9))
+    for each in (engine, plain):
+        each.prefill(ids, lengths, 20)
+    for token in tokens.T[:3]:
+        engine.draft(token)
+    assert engine.lengths.tolist() == (lengths + 3).tolist()
+    engine.rewind(lengths)
+    found = engine.verify(tokens)
+    wanted = torch.stack([plain.decode(token) for token in tokens.T], dim=1)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    kept = torch.tensor([1, 5, 3])
+    engine.rewind(lengths + kept)
+    for held, exact in ((engine._cache.keys, plain._cache.keys), (engine._cache.values, plain._cache.values)):
+        for row, length in enumerate((lengths + kept).tolist()):
+            torch.testing.assert_close(held[:, row, :, :length], exact[:, row, :, :length], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_draft_is_a_step_of_the_model_with_a_smaller_top_k(name: str) -> None:
+    config = replace(MODELS[name], dense_layers=0)  # whose width would be another one
+    engine = engine_of(config)
+    few = engine_of(replace(config, moe=replace(config.moe, top_k=3)), slots=None, drafts=None)
+    ids, lengths = batch()
+    for each in (engine, few):
+        each.prefill(ids[:, :1], torch.ones_like(lengths), 8)
+    few._cache.keys.copy_(engine._cache.keys)
+    few._cache.values.copy_(engine._cache.values)
+    torch.testing.assert_close(engine.draft(ids[:, 1]), few.decode(ids[:, 1]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_number_of_draft_experts_for_each_layer() -> None:
+    engine = engine_of(drafts=SpeculationConfig(draft_experts=(1, 2)))
+    assert [router.config.top_k for router in engine._draft_routers] == [1, 2]
+    ids, lengths = batch()
+    engine.prefill(ids, lengths, 12)
+    before = [int(cache.tables.totals[0]) for cache in engine.caches]
+    engine.draft(ids[:, 0])
+    needed = [int(cache.tables.totals[0]) - start for cache, start in zip(engine.caches, before, strict=True)]
+    assert needed[0] <= 3 * 1
+    assert needed[1] <= 3 * 2
+
+
+def test_drafts_with_cached_experts_only_fetch_nothing() -> None:
+    found = {}
+    for cached_only in (False, True):
+        engine = engine_of(slots=4, drafts=replace(DRAFTS, draft_cached_only=cached_only))
+        ids, lengths = batch()
+        engine.prefill(ids, lengths, 12)
+        before = engine.cache_report().fetched
+        for token in ids.T[:4]:
+            engine.draft(token)
+        found[cached_only] = engine.cache_report().fetched - before
+        assert engine.cache_report().needed > 0
+    assert found[False] > found[True] == 0
+
+
+@pytest.mark.parametrize("balance", ["none", "bias"])
+def test_a_draft_router_takes_the_best_experts_that_are_cached(balance: str) -> None:
+    config = replace(EXPERTS, balance=balance)
+    router = Router(config)
+    if balance == "bias":
+        router.selection_bias.copy_(torch.tensor([0.0, 0.3, 0, 0, 0, 0, 0, 0]))
+    tokens = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
+    whole = router(tokens)
+    few = DraftRouter(router, 2)(tokens)
+    assert torch.equal(few.top_k_ids, whole.top_k_ids[:, :2])
+    torch.testing.assert_close(few.top_k_weights.sum(1), torch.ones(6), msg="renormalised as the layer's are")
+    slots = torch.tensor([0, -1, -1, 2, -1, 1, -1, -1], dtype=torch.int32)
+    cached = DraftRouter(router, 2, slots)(tokens)
+    bias = 0.0 if router.selection_bias is None else router.selection_bias
+    order = (whole.scores + bias).argsort(dim=1, descending=True)
+    for row, ids in zip(order.tolist(), cached.top_k_ids.tolist(), strict=True):
+        assert ids == [each for each in row if slots[each] >= 0][:2]
+    slots[3:] = -1  # one is left: the other place is masked
+    cached = DraftRouter(router, 2, slots)(tokens)
+    assert cached.top_k_ids.tolist() == [[0, -1]] * 6
+    assert (cached.top_k_weights[:, 1] == 0).all()
+    assert router.measure(cached.logits, cached.scores, cached.top_k_ids).expert_load.tolist() == [6.0] + 7 * [0.0]
+
+
+def run(
+    prompts: list[str], *, codec: ByteCodec | None = None, engine: Callable[[], GPTEngine] = engine_of,
+    show: Callable | None = None, context: int = 32, **changes: object,
+) -> Generated:  # fmt: skip
+    settings = {"max_new_tokens": 12, "temperature": 0.0, "speculate": "conservative", "tau": 0.0, **changes}
+    config = GenerateConfig(prompts=tuple(prompts), **settings)
+    codec = codec or ByteCodec()
+    tokens = encode_prompts(config, codec, context)
+    return generate(engine(), codec, tokens, config, context=context, show=show)
+
+
+def same_texts(prompts: list[str], **changes: object) -> Generated:
+    """What speculation makes; asserts that it is what plain decoding makes, as it is shown."""
+    shown: dict[str, list[str]] = {}
+    made, ends = {}, []
+    for mode in ("off", "conservative"):
+        texts = shown[mode] = [""] * len(prompts)
+
+        def show(index: int, sequence: Continuation, text: str, texts: list[str] = texts) -> None:
+            texts[index] += text
+            ends.extend([index] if sequence.done else [])
+
+        made[mode] = run(prompts, show=show, **{**changes, "speculate": mode})
+    plain, found = made["off"], made["conservative"]
+    assert found.texts == plain.texts
+    assert found.stopped_by == plain.stopped_by
+    assert found.new_tokens == plain.new_tokens
+    assert shown["conservative"] == shown["off"] == list(plain.texts)
+    assert sorted(ends) == sorted(2 * [*range(len(prompts))]), "the end of a text is shown once"
+    assert plain.speculation is None
+    return found
+
+
+def test_a_batch_writes_what_plain_decoding_writes_with_eviction_at_work() -> None:
+    made = same_texts(PROMPTS)
+    assert made.stopped_by == ("length", "length", "context"), "the context ends inside a draft of the third"
+    assert made.speculation["drafted"] > made.speculation["accepted"] > 0
+    assert made.speculation["plain_rounds"] > 0
+    assert made.steps > made.speculation["rounds"]
+    alone = [run([prompt]).texts[0] for prompt in PROMPTS]
+    assert alone == list(made.texts), "each sequence of a batch accepts as many drafts as it would alone"
+
+
+@pytest.mark.parametrize("changes", [{"tau": 0.5}, {"repetition_penalty": 1.5}, {"draft_tokens": 1}, {"top_k": 3}])
+def test_settings_change_no_greedy_text(changes: dict) -> None:
+    same_texts(PROMPTS[:2], **changes)
+
+
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS, PROMPTS[:2] * 7], ids=["few tokens a pass", "more than warp decode takes"]
+)
+def test_resident_experts_with_a_shared_expert_in_the_passes(prompts: list[str]) -> None:
+    config = MODELS["first layer dense, shared expert in decode steps"]
+    same_texts(prompts, engine=lambda: engine_of(config, slots=None))
+
+
+def test_more_prompts_than_a_draft_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="speculate is for at most 64 prompts at a time, not 65"):
+        run(65 * ["a"], engine=lambda: engine_of(slots=None), max_new_tokens=3)
+
+
+class EndingCodec(ByteCodec):
+    """Some bytes end a text."""
+
+    def __init__(self, *end_ids: int) -> None:
+        self.end_ids = frozenset(end_ids)
+
+
+def test_an_end_token_inside_a_draft() -> None:
+    engine, prompt = engine_of(drafts=None), torch.tensor([list(PROMPTS[0].encode())])
+    logits, tokens = engine.prefill(prompt, torch.tensor([9]), 24), []
+    for _ in range(8):
+        tokens.append(int(logits.argmax()))
+        logits = engine.decode(logits.argmax(-1))
+    for end in dict.fromkeys(tokens[1:7]):
+        made = same_texts(PROMPTS[:2], codec=EndingCodec(end))
+        assert made.stopped_by[0] == "end token"
+        assert made.new_tokens >= tokens.index(end) + 1
+
+
+def test_a_stop_text_inside_a_draft() -> None:
+    text = run(PROMPTS[:1]).texts[0]
+    places = [place for place in range(1, len(text) - 2) if text.find(text[place : place + 2]) == place]
+    assert places
+    for place in places[:4]:
+        found = same_texts(PROMPTS[:1], stop=text[place : place + 2])
+        assert found.stopped_by == ("stop",)
+        assert found.texts[0] == text[:place]
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 8))
+def test_a_text_is_never_too_long(max_new_tokens: int) -> None:
+    assert same_texts(PROMPTS[1:2], max_new_tokens=max_new_tokens).new_tokens == max_new_tokens
+
+
+def test_one_token_drafts_nothing() -> None:
+    made = run(["abc"], max_new_tokens=1)
+    assert (made.steps, made.speculation["rounds"], made.speculation["acceptance"]) == (0, 0, None)
+
+
+def test_sampled_texts_follow_the_seed_and_the_mode() -> None:
+    sampled = {"temperature": 0.8, "seed": 3}
+    first = run(PROMPTS, **sampled)
+    assert run(PROMPTS, **sampled).texts == first.texts
+    assert run(PROMPTS, **{**sampled, "seed": 4}).texts != first.texts
+    adaptive = run(PROMPTS, **sampled, adaptive_tolerance=1.0, speculate="adaptive")
+    assert adaptive.speculation["mode"] == "adaptive"
+    assert adaptive.speculation["acceptance"] == 1.0, "T = 1 and tau = 0 accept whatever is drafted"
+    assert run(PROMPTS, **sampled, tau=1.0, speculate="adaptive").speculation["accepted"] == 0
+
+
+def test_captured_passes_make_the_texts_of_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, made = graphs_on_cpu(monkeypatch), {}
+    config = GenerateConfig(prompts=tuple(PROMPTS[:2]), max_new_tokens=16, temperature=0.0, speculate="conservative",
+                            tau=0.0, draft_tokens=3)  # fmt: skip
+    prompts = [[1, 2, 3], [4]]
+    for mode in ("off", "on"):
+        engine = engine_of(slots=None, cuda_graph=mode)
+        warm_up(engine, prompts, config, context=32)
+        counted = captures.count
+        made[mode] = generate(engine, ByteCodec(), prompts, config, context=32)
+        assert captures.count == counted, "all kinds of passes are captured in the warm-up"
+    assert captures.count == 1 + 1 + 3, "plain, draft, and verification of two, three and four tokens"
+    assert made["off"].texts == made["on"].texts
+    assert made["off"].speculation == made["on"].speculation
+    assert (made["off"].why_eager, made["on"].why_eager) == ("cuda_graph='off'", "")
+
+
+@pytest.mark.slow
+def test_thousands_of_greedy_tokens_are_those_of_plain_decoding_with_eviction_at_work() -> None:
+    config = replace(MODELS["softmax"], context=768)
+    prompts = ["".join(chr(32 + (7 * row + 3 * place) % 90) for place in range(row + 1)) for row in range(6)]
+    made = same_texts(prompts, engine=lambda: engine_of(config), context=768, max_new_tokens=700)
+    assert made.new_tokens == 4200
+    assert 0.05 < made.speculation["acceptance"] < 1
+    print(made.speculation)
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    ids, lengths = torch.tensor([[7, 8, 7], [9, 0, 0]]), torch.tensor([3, 1])
+    logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(2))
+    seen = tokens_seen(ids, lengths, 20)
+    assert seen.nonzero().tolist() == [[0, 7], [0, 8], [1, 9]]
+    sampler = Sampler(GenerateConfig(repetition_penalty=1.8), 2, torch.device("cpu"), seen=seen)
+    processor = RepetitionPenaltyLogitsProcessor(1.8)
+    for row, prompt in enumerate(([7, 8, 7], [9])):
+        wanted = processor(torch.tensor([prompt]), logits[row : row + 1].clone())
+        torch.testing.assert_close(sampler.penalised(logits, seen)[row : row + 1], wanted)
+    assert same_texts(PROMPTS[:1], repetition_penalty=3.0).texts != run(PROMPTS[:1], speculate="off").texts
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    model = replace(MODEL, moe=replace(MOE, num_experts=8, top_k=3))
+    train(make_job(folder, model=model, steps=20, eval_batches=1, sample_bytes=0), Rank())
+    return folder / "out"
+
+
+def test_the_task_reports_what_was_drafted(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = []
+    for mode in ("off", "conservative"):
+        settings = GenerateConfig(source=str(trained), prompt="1", max_new_tokens=20, temperature=0.0,
+                                  expert_budget=0.5, speculate=mode, draft_experts=(2,), tau=0.1)  # fmt: skip
+        model = replace(MODEL, moe=replace(MOE, num_experts=8, top_k=3))
+        found.append(generate_job(replace(make_job(tmp_path, model=model), generate=settings), Rank()))
+    plain, speculative = found
+    assert speculative["text"] == plain["text"]
+    assert "speculation" not in plain
+    *_, table, line = capsys.readouterr().out.splitlines()
+    facts = json.loads(line)["speculation"]
+    assert table == (
+        f"drafts        {facts['acceptance']:.1%} of {facts['drafted']} accepted, "
+        f"{facts['tokens_per_round']:.2f} tokens per round of a sequence"
+    )
+    assert facts == speculative["speculation"]
+    assert facts["mode"] == "conservative"
+    assert facts["drafted"] >= facts["accepted"] > 0
+    assert len(facts["acceptance_by_position"]) == 4
+    assert speculative["weight_bytes_per_step"] > 0
+    assert speculative["expert_cache"]["fetched"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["draft_experts=[3]"], "draft_experts=[3] must be below top_k=3 of the model"),
+        (["draft_experts=[0]"], "draft_experts=[0] must each be at least 1"),
+        (["draft_experts=[1,1,1]"], "must be one number, or one for each of the 2 MoE layers"),
+        (["tau=2"], "tau=2.0 must be between 0 and 1"),
+        (["adaptive_tolerance=-1"], "adaptive_tolerance=-1.0 must be between 0 and 1"),
+        (["draft_tokens=0"], "draft_tokens=0 must be at least 1"),
+        (["draft_cached_only=true"], "draft_cached_only=True must come with expert_budget"),
+        (["speculate=yes"], "generate.speculate='yes' must be one of off, conservative, adaptive"),
+        (["repetition_penalty=0"], "repetition_penalty=0.0 must be positive and finite"),
+    ],
+)
+def test_mistakes_are_one_line(trained: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    given = ["speculate=conservative", *words]
+    words = [f"generate.{word}" for word in [f"source={trained}", "prompt=x", *given]]
+    assert main(["generate", *words, "parallel=single"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1), err
+    assert message in err

@@ -1,0 +1,232 @@
+"""``load_pretrained`` with a budget: the same answers, experts read one by one, and nothing broken is ever used."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from expert_memory import MB, load_capped
+from hf_cases import CountedReads, greedy, logits_with_cache, make_group, prompt, save_fused, tiny_model
+from hf_fp8_cases import publish, stock
+from safetensors.torch import load_file, save_file
+
+import comet.experts.store
+from comet.config import ParallelConfig
+from comet.experts.staged import StagedReport
+from comet.integrations import hf
+from comet.integrations.hf.families import num_moe_layers
+from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report
+
+STORES = {"host": {}, "file": {"expert_store": "file", "host_budget": 0.6}}
+EXPERT = 3 * 32 * 32 * 4
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    tiny_model("mixtral").save_pretrained(folder)
+    return folder
+
+
+def copied(folder: Path, to: Path) -> Path:
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(
+    ("family", "style"), [("qwen3_moe", "one by one"), ("mixtral", "one by one"), ("mixtral", "fused")]
+)
+def test_answers_are_those_of_the_whole_model_bit_for_bit(family, style, store, tmp_path):
+    model = tiny_model(family)
+    if style == "fused":
+        save_fused(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path, max_shard_size="30KB")
+    whole, loaded = (
+        hf.load_pretrained(tmp_path, **settings) for settings in ({}, {"expert_budget": 0.5, **STORES[store]})
+    )
+    assert type(loaded) is type(model)
+    names = {name for name, _ in loaded.named_parameters()}
+    assert names == {name for name, _ in whole.named_parameters() if ".experts." not in name}
+    ids = prompt(1, 30)
+    assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(model, prompt(2, 9)))
+    drawn = []
+    for each in (whole, loaded):
+        torch.manual_seed(5)
+        drawn.append(each.generate(prompt(1, 1), max_new_tokens=20, do_sample=True, top_k=0))
+    assert torch.equal(*drawn)
+    report, layers = cache_report(loaded), num_moe_layers(model.config)
+    assert report.needed > report.fetched > layers * report.slots, "slots were given away"
+    assert report.fetched_bytes == report.fetched * EXPERT
+    if store == "file":
+        assert isinstance(report, StagedReport)
+        assert 0 < report.staged_bytes < report.fetched_bytes, "some were still in host memory"
+    assert cache_report(whole) is None
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_shared_experts_run_by_themselves(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loaded = hf.load_pretrained(tmp_path, make_group(model), expert_budget=0.5)
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(model, prompt(2, 9)))
+    modules = [module for module in loaded.modules() if isinstance(module, StoredExperts)]
+    assert len(modules) == num_moe_layers(model.config)
+    assert all(module.shared is None for module in modules)
+
+
+def test_block_fp8_is_dequantised_as_it_is_read(tmp_path):
+    tiny_model("deepseek_v3", hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
+    publish(tmp_path)
+    for settings in STORES.values():
+        loaded = hf.load_pretrained(tmp_path, expert_budget=0.5, **settings)
+        assert torch.equal(greedy(loaded, prompt(1, 3)), greedy(stock(tmp_path), prompt(1, 3)))
+
+
+def test_a_host_store_reads_each_byte_once_and_a_file_store_what_it_needs(mixtral):
+    experts = 2 * 4 * EXPERT
+    with CountedReads() as counted:
+        loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
+        assert counted.expert_bytes() == experts
+        greedy(loaded, prompt(1, 3))
+        assert counted.expert_bytes() == experts
+    largest = max(size for name, size in counted.reads if ".experts." in name)
+    assert largest == EXPERT // 3, "one matrix at a time"
+    with CountedReads() as counted:
+        loaded = hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"])
+        assert counted.expert_bytes() == 0
+        greedy(loaded, prompt(1, 3))
+        assert counted.expert_bytes() == cache_report(loaded).staged_bytes
+
+
+@pytest.mark.parametrize(("store", "held"), [("host", 1.25), ("file", 0.5)])
+def test_a_folder_larger_than_both_budgets_is_never_held_twice(store, held, mixtral, tmp_path):
+    """The memory of the process is limited to what the budgets allow, and to the mapping of the folder's files."""
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_experts=16, num_hidden_layers=2, mlp_only_layers=[])
+    model = tiny_model("qwen3_moe", **sizes)
+    model.save_pretrained(tmp_path)
+    experts, folder = 2 * 16 * 3 * 256 * 256 * 4, sum(file.stat().st_size for file in tmp_path.iterdir())
+    settings = {"expert_budget": 0.25, **({"expert_store": "file", "host_budget": 0.25} if store == "file" else {})}
+    room = folder + int(held * experts) + 3 * MB  # a layer has 12 MB
+    assert run_ranks(load_capped, 1, str(mixtral), str(tmp_path), room, settings) == [
+        greedy(model, prompt(1, 3))[0].tolist()
+    ]
+
+
+def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(mixtral, monkeypatch, caplog):
+    pageable = comet.experts.store.host_memory
+    monkeypatch.setattr(comet.experts.store, "host_memory", lambda *given: (pageable(*given)[0], False))
+    whole = hf.load_pretrained(mixtral)
+    with caplog.at_level(logging.WARNING, "comet"):
+        loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
+    assert [record.message.split(" of host")[0] for record in caplog.records] == ["0.000 GB"]
+    assert "cannot be pinned" in caplog.text
+    ids = prompt(1, 20)
+    assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
+    assert cache_report(loaded).staged_bytes > 0
+
+
+def refuse(folder: Path, message: str, error: type[Exception] = ValueError, **settings) -> None:
+    for store in STORES.values():
+        with pytest.raises(error, match=message):
+            hf.load_pretrained(folder, **{"expert_budget": 0.5, **store, **settings})
+
+
+@pytest.mark.parametrize("budget", [float("nan"), 0.0, -1.0, 0.3, 100.0])
+def test_a_budget_that_cannot_be(budget, mixtral):
+    with CountedReads() as counted:
+        refuse(mixtral, "^expert_budget=", expert_budget=budget)
+    assert not counted.reads
+
+
+def test_what_a_budget_does_not_go_with(mixtral):
+    refuse(mixtral, "expert_budget does not keep block FP8 yet", NotImplementedError, keep_fp8=True)
+    ranks = SimpleNamespace(parallel=ParallelConfig(ep=2))
+    refuse(mixtral, "expert_budget is for one rank", NotImplementedError, group=ranks)
+    refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
+    with pytest.raises(ValueError, match="expert_budget=None must be a share or bytes with an expert_store='file'"):
+        hf.load_pretrained(mixtral, expert_store="file", host_budget=0.5)
+    loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
+    with pytest.raises(ValueError, match="save_pretrained: experts are in a store"):
+        loaded.save_pretrained("nowhere")
+    with pytest.raises(
+        ValueError, match="requires_grad=True of the tokens must be False: a model with an expert_budget"
+    ):
+        loaded(prompt(1, 2))
+
+
+def test_a_copied_model_reads_the_same_store(mixtral):
+    loaded = hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"])
+    twin = copy.deepcopy(loaded)
+    assert torch.equal(greedy(twin, prompt(1, 4)), greedy(loaded, prompt(1, 4)))
+    assert cache_report(twin) == cache_report(loaded)
+
+
+def test_a_truncated_file_and_one_of_another_model(mixtral, tmp_path):
+    file = copied(mixtral, tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    refuse(tmp_path, "is damaged: model.safetensors cannot be read")
+    file.write_bytes(whole[:20])
+    refuse(tmp_path, "is damaged: model.safetensors cannot be read")
+    tiny_model("mixtral", intermediate_size=64).save_pretrained(tmp_path / "other")
+    file.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+    refuse(tmp_path, r"of shape \(64, 32\) must be \(32, 32\)")
+    state = load_file(mixtral / "model.safetensors")
+    state["lm_head.weight"] = torch.zeros(3, 32)
+    save_file(state, file, metadata={"format": "pt"})
+    refuse(tmp_path, "mismatched: .*lm_head.weight")
+
+
+def cut(file: Path) -> None:
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size // 2)
+
+
+def rewrite(file: Path) -> None:
+    before = file.stat()
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("change", [cut, rewrite, Path.unlink])
+def test_a_file_that_changed_after_it_was_opened(change, mixtral, tmp_path):
+    loaded = hf.load_pretrained(copied(mixtral, tmp_path), expert_budget=0.5, **STORES["file"])
+    greedy(loaded, prompt(1, 3))
+    change(tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors must stay as it was when it was opened: it changed or is"
+    ):
+        greedy(loaded, prompt(8, 9))  # needs all experts, of which host memory holds 60 %
+
+
+@pytest.mark.parametrize("expert", [1, 8])
+@pytest.mark.parametrize("change", [cut, rewrite, Path.unlink])
+def test_a_file_that_changes_while_it_is_loaded(change, expert, mixtral, tmp_path, monkeypatch):
+    """Before an expert is read, and after the last one was."""
+    file, reads, read = copied(mixtral, tmp_path) / "model.safetensors", [], LayerFiles.read
+
+    def read_and_change(layer, *given):
+        if len(reads) == expert:
+            change(file)
+        reads.append(given[0])
+        read(layer, *given)
+        if len(reads) == expert == 8:
+            change(file)
+
+    monkeypatch.setattr(LayerFiles, "read", read_and_change)
+    with pytest.raises(ValueError, match="must stay as it was when it was opened"):
+        hf.load_pretrained(tmp_path, expert_budget=0.5)
+    assert len(reads) == min(expert + 1, 8)

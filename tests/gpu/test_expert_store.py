@@ -1,0 +1,93 @@
+"""Experts in host memory and in files on a GPU: pinned exactly, read by kernels or brought by the host."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import greedy, logits_with_cache, prompt, tiny_model
+
+import comet.experts.store
+from comet.decode.runners import Decoder, LocalRunner
+from comet.decode.weights import DecodeWeights
+from comet.experts import CachedExperts, ExpertCache
+from comet.experts.staged import Stage, StagedCache, StagedExperts
+from comet.experts.store import HeldExperts, host_memory
+from comet.integrations import hf
+from comet.integrations.hf.stored_experts import cache_report
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+E, K, D, F = 24, 4, 512, 208
+
+
+def test_memory_is_pinned_as_large_as_it_is_and_freed_again() -> None:
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    memory, readable = host_memory((3, 1000), torch.float32, CUDA)
+    assert readable
+    assert memory.is_pinned()
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before, "not of torch's allocator"
+    memory.fill_(2)
+    assert memory.to(CUDA, non_blocking=True).sum() == 6000
+    address = memory.data_ptr()
+    del memory
+    gc.collect()
+    again, _ = host_memory((3, 1000), torch.float32, CUDA)  # most likely at the same address, which must be free
+    assert again.is_pinned(), address
+
+
+@pytest.mark.parametrize("num_slots", [K, 9, E])
+def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: int) -> None:
+    made = torch.Generator().manual_seed(num_slots)
+    w1, w2 = (torch.randn(*sizes, generator=made).bfloat16() for sizes in ((E, 2 * F, D), (E, D, F)))
+    held = HeldExperts.fill(HeldExperts(w1, w2, False), torch.bfloat16, CUDA)
+    assert held.readable
+    resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
+    stage = Stage(num_slots, ((2 * F, D), (D, F)), torch.bfloat16, CUDA)
+    staged = StagedExperts(StagedCache(held, stage, 0, num_slots, torch.bfloat16, CUDA), Decoder(K, 8), K)
+    cached = CachedExperts(ExpertCache(held.w1, held.w2, num_slots, CUDA), LocalRunner(K, 8), K)
+    assert cached.cache.host.w1.data_ptr() == held.w1.data_ptr(), "no second copy"
+    decode = Decoder(K, 8)
+    for step in range(60):
+        tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
+        ids = torch.randperm(E, generator=made)[:K].int()[None].cuda()
+        weights = torch.rand(1, K, generator=made).cuda()
+        wanted = decode(tokens, ids, weights, resident)
+        for path in (staged, cached):
+            assert torch.equal(path(tokens, ids, weights, resident.w1, resident.w2), wanted), f"step {step}, {path}"
+    assert staged.cache.needed == 60 * K
+
+
+@pytest.mark.parametrize("store", [{}, {"expert_store": "file", "host_budget": 0.6}])
+def test_a_folder_with_a_budget_answers_as_the_whole_model_does(store: dict, tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    whole = hf.load_pretrained(tmp_path, device="cuda")
+    loaded = hf.load_pretrained(tmp_path, device="cuda", expert_budget=0.5, **store)
+    ids = prompt(1, 30).cuda()
+    assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
+    assert torch.equal(greedy(loaded, ids[:, :1]), greedy(whole, ids[:, :1]))
+    assert cache_report(loaded).fetched > 0
+
+
+def test_memory_that_cannot_be_pinned_is_copied_by_the_host(tmp_path: Path, monkeypatch, caplog) -> None:
+    """CUDA refuses an address that is registered already; the next kernel must not be blamed for it."""
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    whole = hf.load_pretrained(tmp_path, device="cuda")
+    register = comet.experts.store.PinnedMapping.register
+
+    def twice(mapping, address, num_bytes):
+        assert register(mapping, address, num_bytes) == 0
+        return register(mapping, address, num_bytes)
+
+    monkeypatch.setattr(comet.experts.store.PinnedMapping, "register", twice)
+    with caplog.at_level(logging.WARNING, "comet"):
+        loaded = hf.load_pretrained(tmp_path, device="cuda", expert_budget=0.5)
+    assert "cannot be pinned" in caplog.text
+    ids = prompt(1, 20).cuda()
+    assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
