@@ -21,8 +21,7 @@ from comet.generation.source import nested
 from comet.launch.help import config_groups
 from comet.launch.schema import setting_names
 from comet.launch.tasks import did_you_mean
-from comet.training.checkpoint_folder import names_checkpoint
-from comet.training.settings import NOT_KEPT, covers, read_settings
+from comet.training.checkpoint_folder import NOT_KEPT, covers, names_checkpoint, read_settings
 
 
 def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[st
 
     Args:
         job: The root of the configuration, composed of defaults and of what the user named.
-        named: Settings and groups that the user named: these stay, and ``comet.training.settings.require_same`` tells
+        named: Settings and groups that the user named: these stay, and ``require_same`` of ``checkpoint_folder`` tells
             which of them must not differ.
 
     Returns:

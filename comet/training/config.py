@@ -2,8 +2,6 @@
 
 The command line composes the same tree (``JobConfig`` is its root), so a field declared here is a setting there. What
 needs the world size, the corpus or the device is checked where those are known (``comet.training.run``).
-
-The settings of a run are kept beside its checkpoints: what a resumed run takes from there, and what must not differ.
 """
 
 from __future__ import annotations

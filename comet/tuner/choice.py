@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 from comet.config import OverlapConfig, require
 from comet.layout import MAX_PANELS
 from comet.schedule import check_phases
-from comet.tuner.layers import candidate_name, column_blocks
 from comet.tuner.model import propose
-from comet.tuner.problem import Machine, Problem
+from comet.tuner.problem import Machine, Problem, candidate_name, column_blocks
 from comet.tuner.profile import ProfileKey, ProfileStore
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from typing import Any
 from comet.config import OverlapConfig
 from comet.tables import aligned
 from comet.tuner.choice import Resolved, broken_rule
-from comet.tuner.layers import candidate_name, cuda_layers, effective
 from comet.tuner.model import Prediction
-from comet.tuner.problem import Machine, Problem
+from comet.tuner.problem import Machine, Problem, candidate_name, cuda_layers, effective
 from comet.tuner.profile import Measured, ProfileEntry, ProfileStore, token_bucket
 
 

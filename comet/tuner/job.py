@@ -30,10 +30,9 @@ from comet.training.run import activation_dtype
 from comet.training.run_folder import FolderLock
 from comet.tuner.choice import resolve
 from comet.tuner.explain import Explained, Tuned, explain_facts, explain_text, regret_text, regrets
-from comet.tuner.layers import counted, effective
 from comet.tuner.measure import first_failure, measure_layer, reason
 from comet.tuner.model import predict, propose
-from comet.tuner.problem import Machine, Problem
+from comet.tuner.problem import Machine, Problem, counted, effective
 from comet.tuner.profile import Kernels, ProfileEntry, ProfileKey, ProfileStore, profile_path
 from comet.tuner.shared_file import require_writable
 from comet.tuner.sweep import Outcome, Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table

@@ -27,8 +27,7 @@ from comet.config import OverlapConfig, require
 from comet.errors import StepFailedError
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
-from comet.tuner.layers import counted
-from comet.tuner.problem import Problem
+from comet.tuner.problem import Problem, counted
 from comet.tuner.profile import Measured
 from comet.tuner.timing import Timing, Variant, capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 from comet.workspace import Workspace

@@ -29,8 +29,7 @@ from itertools import islice
 from comet.config import OverlapConfig, Transport
 from comet.schedule import part_span
 from comet.settings import TileShape
-from comet.tuner.layers import cuda_layers, effective, fitting_panels, fitting_phases
-from comet.tuner.problem import Machine, Problem
+from comet.tuner.problem import Machine, Problem, cuda_layers, effective, fitting_panels, fitting_phases
 
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
 ROOFLINE_POWER = 2.5

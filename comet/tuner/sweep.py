@@ -17,7 +17,7 @@ from typing import NamedTuple, get_args
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport, require
 from comet.tables import aligned
 from comet.training.config import JobConfig
-from comet.tuner.layers import counted
+from comet.tuner.problem import counted
 from comet.tuner.shared_file import locked, write_whole
 
 KEY_COLUMNS = tuple(

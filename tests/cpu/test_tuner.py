@@ -13,7 +13,6 @@ import torch
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.schedule import check_phases
 from comet.tuner.choice import Resolved, check_setting, resolve
-from comet.tuner.layers import effective
 from comet.tuner.model import (
     _advance,
     all_gemms,
@@ -25,7 +24,7 @@ from comet.tuner.model import (
     predict,
     propose,
 )
-from comet.tuner.problem import H200, Machine, Problem, expected_tiles, shard_reach
+from comet.tuner.problem import H200, Machine, Problem, effective, expected_tiles, shard_reach
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
 SHAPES = {
