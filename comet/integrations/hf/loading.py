@@ -57,8 +57,7 @@ def load_pretrained(
     The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
     checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
 
-    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) is dequantised as it is read, on any
-    device, which takes twice its memory in bfloat16.
+    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) is dequantised as it is read.
 
     Args:
         folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
