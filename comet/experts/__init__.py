@@ -1,10 +1,18 @@
 """Experts beyond GPU memory: all of them in host memory, some of them in slots on the GPU."""
 
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of, slots_of_budget
+from comet.experts.cache import (
+    CACHED_DECODE_TOKENS,
+    CachedExperts,
+    CacheReport,
+    ExpertCache,
+    report_of,
+    slots_of_budget,
+)
 from comet.experts.draft_router import CachedOnRanks, DraftRouter
 from comet.experts.speculation import Speculation
 
 __all__ = [
+    "CACHED_DECODE_TOKENS",
     "CacheReport",
     "CachedExperts",
     "CachedOnRanks",

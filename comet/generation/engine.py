@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from comet.config import SpeculationConfig, require
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
-from comet.experts import CachedExperts, CachedOnRanks, CacheReport, DraftRouter, ExpertCache, report_of
+from comet.experts import (
+    CACHED_DECODE_TOKENS,
+    CachedExperts,
+    CachedOnRanks,
+    CacheReport,
+    DraftRouter,
+    ExpertCache,
+    report_of,
+)
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
@@ -130,7 +138,7 @@ class GPTEngine:
     Args:
         model: With its final weights.
         group: The model's ranks; all of them call the engine equally.
-        decode_tokens: Most tokens that take warp decode.
+        decode_tokens: Most tokens that take warp decode; ``None``: 64, or 16 with ``expert_slots``.
         cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
         expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
             (``expert_device`` of ``GPT``); ``None``: all on the device.
@@ -146,13 +154,15 @@ class GPTEngine:
         model: GPT,
         group: ExpertGroup,
         *,
-        decode_tokens: int = DECODE_TOKENS,
+        decode_tokens: int | None = None,
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
             raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
+        if decode_tokens is None:
+            decode_tokens = DECODE_TOKENS if expert_slots is None else CACHED_DECODE_TOKENS
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
