@@ -8,13 +8,14 @@ from comet.experts.cache import (
     report_of,
     slots_of_budget,
 )
-from comet.experts.draft_router import DraftRouter
+from comet.experts.draft_router import CachedOnRanks, DraftRouter
 from comet.experts.speculation import Speculation
 
 __all__ = [
     "CACHED_DECODE_TOKENS",
     "CacheReport",
     "CachedExperts",
+    "CachedOnRanks",
     "DraftRouter",
     "ExpertCache",
     "Speculation",
