@@ -7,6 +7,8 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 keeps an expert of the one before with probability ``--sticky``, and draws the others by a Zipf law of its layer. The
 trace is made, not recorded: it sets the share of hits and says nothing about models.
 
+``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case.
+
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
 the link of this run. All are timed in turn; rank 0 prints a table and, as the last line, JSON, also to ``--out``.
@@ -18,8 +20,9 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from points import Ranks
@@ -34,10 +37,12 @@ from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache, slots_of_budget
 from comet.experts.cache import pinned
 from comet.launch.cli import Parser
+from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
-COLUMNS = ("variant", "budget", "slots", "hits", "us", "bound_us", "of_bound", "link_gbs", "x_on_demand")
+COLUMNS = ("stored", "variant", "budget", "slots", "hits", "us", "bound_us", "of_bound", "link_gbs", "x_on_demand")
 LINK_BYTES = 2**28
+STORED = ("bf16", "mxfp8", "mxfp4")
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
 
@@ -64,21 +69,21 @@ class Layers:
         num_layers: How many.
         trace: See ``routing_trace``.
         device: Where steps run.
-        dtype: Of tokens and weights.
+        dtype: Of tokens and, unless they are quantised, of weights.
+        stored: What experts are quantised to; ``None``: not.
     """
 
     def __init__(
-        self, config: MoEConfig, num_layers: int, trace: Tensor, device: torch.device, dtype: torch.dtype
+        self,
+        config: MoEConfig,
+        num_layers: int,
+        trace: Tensor,
+        device: torch.device,
+        dtype: torch.dtype,
+        stored: MXType | None,
     ) -> None:
         self.config, self.trace, self.device = config, trace.to(device), device
-        sizes = ((2 * config.ffn_size, config.hidden_size), (config.hidden_size, config.ffn_size))
-        self.host = [
-            tuple(
-                pinned((torch.randn(config.num_experts, *size, device=device) / 32).to(dtype).cpu(), device)
-                for size in sizes
-            )
-            for _ in range(num_layers)
-        ]
+        self.host = [host_experts(config, device, dtype, stored) for _ in range(num_layers)]
         self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
@@ -90,20 +95,23 @@ class Layers:
 
     def cached(self, num_slots: int) -> tuple[Callable[[], Any], list[ExpertCache]]:
         """A step that reads from caches, and these."""
-        caches = [ExpertCache(w1, w2, num_slots, self.device) for w1, w2 in self.host]
+        caches = [ExpertCache(**parts, num_slots=num_slots, device=self.device) for parts in self.host]
         layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
         next_ids = self.ids()
 
         def step() -> None:
-            for (w1, w2), layer, ids in zip(self.host, layers, next_ids(), strict=True):
-                layer(self.token, ids, self.weights, w1, w2)
+            for parts, layer, ids in zip(self.host, layers, next_ids(), strict=True):
+                layer(self.token, ids, self.weights, parts["w1"], parts["w2"])
 
         return step, caches
 
     def resident(self) -> Callable[[], Any]:
         """A step whose experts are all on the device."""
         slots = torch.arange(self.config.num_experts, dtype=torch.int32, device=self.device)
-        held = [DecodeWeights(w1=w1.to(self.device), w2=w2.to(self.device), slots=slots) for w1, w2 in self.host]
+        held = []
+        for parts in self.host:
+            there: dict[str, Any] = {name: part.to(self.device) for name, part in parts.items()}
+            held.append(DecodeWeights(**there, slots=slots))
         next_ids = self.ids()
 
         def step() -> None:
@@ -116,23 +124,39 @@ class Layers:
         """A step for which the host copies the experts that the trace names."""
         top_k, host_trace = self.config.top_k, self.trace.cpu().tolist()
         slots = torch.zeros(self.config.num_experts, dtype=torch.int32, device=self.device)
-        w1, w2 = (weight.new_empty(top_k, *weight.shape[1:], device=self.device) for weight in self.host[0])
-        held = DecodeWeights(w1=w1, w2=w2, slots=slots)
+        room: dict[str, Any] = {
+            name: torch.zeros(top_k, *part.shape[1:], dtype=part.dtype, device=self.device)
+            for name, part in self.host[0].items()
+        }
+        held = DecodeWeights(**room, slots=slots)
         taken = torch.arange(top_k, dtype=torch.int32, device=self.device)
         at = 0
 
         def step() -> None:
             nonlocal at
             at = (at + 1) % len(host_trace)
-            for index, ((w1, w2), ids) in enumerate(zip(self.host, host_trace[at], strict=True)):
-                for slot, expert in enumerate(ids[0]):
-                    held.w1[slot].copy_(w1[expert], non_blocking=True)
-                    held.w2[slot].copy_(w2[expert], non_blocking=True)
+            for index, (parts, ids) in enumerate(zip(self.host, host_trace[at], strict=True)):
+                for (slot, expert), name in product(enumerate(ids[0]), parts):
+                    room[name][slot].copy_(parts[name][expert], non_blocking=True)
                 on_device = self.trace[at, index]
                 slots.scatter_(0, on_device[0].long(), taken)
                 self.runner.decode(self.token, on_device, self.weights, held)
 
         return step
+
+
+def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None) -> dict[str, Any]:
+    """Random experts of one layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
+    sizes = {"w1": (2 * config.ffn_size, config.hidden_size), "w2": (config.hidden_size, config.ffn_size)}
+    parts = {}
+    for name, size in sizes.items():
+        weight = (torch.randn(config.num_experts, *size, device=device) / 32).to(dtype)
+        if stored is None:
+            parts[name] = weight
+        else:
+            packed = quantize_mx(weight, stored)
+            parts |= {name: packed.elements, f"{name}_scales": packed.scales}
+    return {name: pinned(part.cpu(), device) for name, part in parts.items()}
 
 
 def link_gbs(device: torch.device) -> float:
@@ -149,11 +173,26 @@ def link_gbs(device: torch.device) -> float:
 @torch.no_grad()
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure and print."""
-    config, device = model(arguments.model), ranks.device
+    device = ranks.device
+    link = link_gbs(device)
+    rows = [row for name in arguments.stored for row in rows_of(arguments, name, device, link)]
+    facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
+             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}  # fmt: skip
+    print(table_of(rows, COLUMNS, cell))
+    line = json.dumps(facts | {"rows": rows})
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "bench_experts.json").write_text(line + "\n")
+    print(line)
+
+
+def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link: float) -> list[Row]:
+    """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
+    config, stored = model(arguments.model), None if name == STORED[0] else cast(MXType, name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trace = routing_trace(config, arguments.layers, arguments.steps, arguments.sticky)
-    layers = Layers(config, arguments.layers, trace, device, dtype)
-    slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype) for budget in arguments.budgets}
+    layers = Layers(config, arguments.layers, trace, device, dtype, stored)
+    slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
     made = {budget: layers.cached(count) for budget, count in slots.items()}
     steps = {"on_demand": layers.on_demand(), "resident": layers.resident()} | {
         str(budget): step for budget, (step, _) in made.items()
@@ -165,25 +204,20 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     before = {budget: counts_of(caches) for budget, (_, caches) in made.items()}
     timings = time_interleaved(variants, rounds=arguments.rounds, barrier=lambda: None, rotate=1, device=device)
     microseconds = {name: timing.median_ms * 1e3 / STEPS_PER_CALL for name, timing in timings.items()}
-    link, expert_bytes = link_gbs(device), next(iter(made.values()))[1][0].expert_bytes
-    rows: list[Row] = [{"variant": name, "us": microseconds[name]} for name in ("on_demand", "resident")]
+    expert_bytes = next(iter(made.values()))[1][0].expert_bytes
+    rows: list[Row] = [
+        {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
+    ]
     for budget, (_, caches) in made.items():
         needed, fetched = (now - then for now, then in zip(counts_of(caches), before[budget], strict=True))
         us, missing = microseconds[str(budget)], fetched / needed * config.top_k * arguments.layers * expert_bytes
         bound = max(microseconds["resident"], missing / (link * 1e3))
         rows.append(
-            {"variant": "cache", "budget": budget, "slots": slots[budget], "hits": 1 - fetched / needed, "us": us,
-             "bound_us": bound, "of_bound": bound / us, "link_gbs": missing / (us * 1e3),
-             "x_on_demand": microseconds["on_demand"] / us}
+            {"stored": name, "variant": "cache", "budget": budget, "slots": slots[budget],
+             "hits": 1 - fetched / needed, "us": us, "bound_us": bound, "of_bound": bound / us,
+             "link_gbs": missing / (us * 1e3), "x_on_demand": microseconds["on_demand"] / us}
         )  # fmt: skip
-    facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
-             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}  # fmt: skip
-    print(table_of(rows, COLUMNS, cell))
-    line = json.dumps(facts | {"rows": rows})
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "bench_experts.json").write_text(line + "\n")
-    print(line)
+    return rows
 
 
 def counts_of(caches: Sequence[ExpertCache]) -> tuple[int, int]:
@@ -207,12 +241,20 @@ def shares(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
+def names(text: str) -> tuple[str, ...]:
+    """``bf16,mxfp8`` of a command line as ``("bf16", "mxfp8")``."""
+    return tuple(text.split(","))
+
+
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model or a number out of range."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3_30b_a3b", help="a name of shapes.py")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3, 0.5, 1.0), help="shares of the experts")
+    parser.add_argument(
+        "--stored", type=names, default=STORED[:1], help=f"of {', '.join(STORED)}: a group of rows each"
+    )
     parser.add_argument("--sticky", type=float, default=0.5, help="chance that an expert serves the next token, too")
     parser.add_argument("--steps", type=int, default=256, help="tokens of the trace")
     parser.add_argument("--rounds", type=int, default=20, help=f"counted calls of {STEPS_PER_CALL} steps each")
@@ -220,6 +262,8 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args(command_line)
     model(arguments.model)
+    for name in arguments.stored:
+        require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
     for name in ("layers", "steps", "rounds"):
         require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")

@@ -28,6 +28,8 @@ from comet.config import MOE_DTYPES, require
 from comet.match import Sizes
 
 ScaleRule = Literal["floor", "fit"]
+MXType = Literal["mxfp8", "mxfp4"]
+StoredType = Literal["mxfp8", "mxfp4", "fp8"]
 
 MX_BLOCK = 32
 FP8_BLOCK = 128
@@ -220,6 +222,11 @@ def quantize_mxfp4(weight: Tensor) -> MXFP4:
     scales = _e8m0_scales(amax, E2M1_MAX_EXPONENT)
     codes = _to_e2m1(blocks * _inverse_e8m0(scales).unsqueeze(-1))
     return MXFP4(elements=(codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2), scales=scales)
+
+
+def quantize_mx(weight: Tensor, stored: MXType) -> MXFP8 | MXFP4:
+    """``quantize_mxfp8`` by the rule ``fit``, or ``quantize_mxfp4``."""
+    return quantize_mxfp4(weight) if stored == "mxfp4" else quantize_mxfp8(weight, rule="fit")
 
 
 def quantize_fp8(weight: Tensor) -> FP8:

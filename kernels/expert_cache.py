@@ -2,7 +2,8 @@
 
 The first blocks of ``gate_up_kernel`` serve the step's misses. One of them, the planner, finds the experts of the step
 that have no slot and gives each one the slot whose expert is worth least. All of them then read these experts from host
-memory, which the GPU has mapped, into their slots: first w1 of all, then w2. The blocks that multiply wait for the w1
+memory, which the GPU has mapped, into their slots: first w1 of all, then w2, and the scales of quantised experts with
+each. The blocks that multiply wait for the w1
 of their own expert alone, so experts that are there are computed meanwhile, and w1 of those that arrive while w2
 travels. A step whose experts are all there waits for nobody: the planner's work runs beside the products.
 
@@ -14,6 +15,7 @@ read w2 before ``gate_up_kernel`` has ended only where the planner said that not
 What bounds it: the link to the host (55 GB/s on an H200 with PCIe 5).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -32,6 +34,7 @@ LRU, LFU = tl.constexpr(0), tl.constexpr(1)
 KEPT = tl.constexpr(0.98)  # of an expert's worth, with every step
 FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
 PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
+LINE_BYTES = 128  # of L1
 NEVER = tl.constexpr(2**31 - 1)
 # The words of ``CacheTables.header``.
 COUNT, CLOCK, READY, DONE, FIRST, LAST = (tl.constexpr(word) for word in range(6))
@@ -120,22 +123,39 @@ class HostExperts:
         tables: Of the layer; a step changes them.
         policy: Which expert's slot is given away: of the one used longest ago (``lru``), used least (``lfu``, where
             a use counts 2 % less with every step), or of the least routing weight (``score``, likewise).
+        w1_scales: ``(e, ...)`` of quantised experts, in the same memory; 4 bytes divide those of an expert.
+        w2_scales: Likewise.
     """
 
     w1: Tensor
     w2: Tensor
     tables: CacheTables
     policy: Policy = "lru"
+    w1_scales: Tensor | None = None
+    w2_scales: Tensor | None = None
 
-    def pointers(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, ...]:
-        """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2."""
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """w1 and w2, and their scales where they have some."""
+        return _given(self.w1, self.w2, self.w1_scales, self.w2_scales)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, its scales counted."""
+        return sum(part[0].nbytes for part in self.parts)
+
+    def pointers(
+        self, w1: Tensor, w2: Tensor, w1_scales: Tensor | None = None, w2_scales: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2 and their scales."""
         words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
-        return (self.tables.state, self.tables.scores, self.tables.totals, *words)
+        scales = map(_words, _given(self.w1_scales, self.w2_scales, w1_scales, w2_scales))
+        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales)
 
     def constants(self, groups: int, num_warps: int) -> "CacheConstants":
         """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
         sizes = self.tables.num_experts, self.tables.num_slots
-        return cache_constants(*sizes, (self.w1[0].nbytes // 8, self.w2[0].nbytes // 8), groups, num_warps, self.policy)
+        return cache_constants(*sizes, [part[0].nbytes for part in self.parts], groups, num_warps, self.policy)
 
 
 class CacheConstants(NamedTuple):
@@ -147,6 +167,9 @@ class CacheConstants(NamedTuple):
         slots: Power of two, at least S.
         words1: Of w1 of an expert, of 8 bytes.
         words2: Of w2.
+        scales1: Words of the scales of w1, each of ``word_bytes``; 0: there are none.
+        scales2: Of w2.
+        lines_shared: Whether the scales of two slots' w1 may be in one line of L1.
         piece: Words that a block copies at once.
         policy: Place in ``POLICIES``.
         interpret: Under Triton's interpreter.
@@ -157,33 +180,52 @@ class CacheConstants(NamedTuple):
     slots: int
     words1: int
     words2: int
+    scales1: int
+    scales2: int
+    lines_shared: bool
     piece: int
     policy: int
     interpret: bool
 
 
-CACHE_POINTERS = ("*i32", "*fp32", *["*i64"] * 5)  # types of ``HostExperts.pointers``
+# Types of ``HostExperts.pointers``, without scales,
+CACHE_POINTERS = ("*i32", "*fp32", "*i64", *["*i64"] * 4)
+SCALE_POINTERS = ("*i64",) * 4  # and of scales, those of an expert a multiple of 8 bytes
 
 
 def cache_constants(
-    num_experts: int, num_slots: int, words: tuple[int, int], groups: int, num_warps: int, policy: Policy
+    num_experts: int, num_slots: int, num_bytes: Sequence[int], groups: int, num_warps: int, policy: Policy
 ) -> CacheConstants:
-    """What a cache of S slots for E experts is compiled for; ``words``: of w1 and of w2 of an expert."""
+    """What a cache of S slots for E experts is compiled for; ``num_bytes``: of ``HostExperts.parts`` of an expert."""
+    (w1, w2), scales = num_bytes[:2], num_bytes[2:] or (0, 0)
     return CacheConstants(
         rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
         experts=power_of_2(num_experts),
         slots=power_of_2(num_slots),
-        words1=words[0],
-        words2=words[1],
+        words1=w1 // 8,
+        words2=w2 // 8,
+        scales1=scales[0] // word_bytes(scales[0]),
+        scales2=scales[1] // word_bytes(scales[1]),
+        lines_shared=scales[0] % LINE_BYTES != 0,
         piece=PIECE_WORDS * num_warps,
         policy=POLICIES.index(policy),
         interpret=triton.knobs.runtime.interpret,
     )
 
 
+def word_bytes(num_bytes: int) -> int:
+    """Bytes that are copied as one word: 8 where they divide those of an expert, else 4, of a few float32 scales."""
+    return 4 if num_bytes % 8 else 8
+
+
 def _words(tensor: Tensor) -> Tensor:
-    """An expert a row, of 8 bytes an element."""
-    return tensor.view(torch.uint8).flatten(1).view(torch.int64)
+    """An expert a row, of ``word_bytes`` an element."""
+    rows = tensor.view(torch.uint8).flatten(1)
+    return rows.view(torch.int32 if word_bytes(rows.shape[1]) == 4 else torch.int64)
+
+
+def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 @triton.jit
@@ -285,15 +327,8 @@ def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CAC
 
 
 @triton.jit
-def fetch_half(
-    fetcher, fetchers, copy, host_ptr, slot_ptr, state_ptr, E, S,
-    HALF: tl.constexpr, WORDS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    """This block's pieces of w1 (HALF 0) or w2 (1) of a missing expert; the last block to end says it is there."""
-    header_ptr, copies_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + S
-    expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
-    source_ptr = host_ptr + (expert - tl.load(header_ptr + FIRST)).to(tl.int64) * WORDS
-    target_ptr = slot_ptr + place.to(tl.int64) * WORDS
+def copy_pieces(fetcher, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
+    """One block's pieces of so many words."""
     for piece in range(fetcher, tl.cdiv(WORDS, PIECE), fetchers):
         at = piece * PIECE + tl.arange(0, PIECE)
         if WORDS % PIECE == 0:
@@ -301,6 +336,29 @@ def fetch_half(
         else:
             words = tl.load(source_ptr + at, mask=at < WORDS, other=0, eviction_policy="evict_first")
             tl.store(target_ptr + at, words, mask=at < WORDS)
+
+
+@triton.jit
+def fetch_half(fetcher, fetchers, copy, cache, E, S, HALF: tl.constexpr, CACHE: tl.constexpr):
+    """This block's pieces of w1 (HALF 0) or w2 (1) of a missing expert, and of the scales that go with it.
+
+    The last block to end says that it is there.
+    """
+    state_ptr = cache[0]
+    header_ptr, copies_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + S
+    expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
+    stored, slot = (expert - tl.load(header_ptr + FIRST)).to(tl.int64), place.to(tl.int64)
+    WORDS: tl.constexpr = CACHE.words2 if HALF else CACHE.words1
+    copy_pieces(
+        fetcher, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
+    )  # fmt: skip
+    SCALES: tl.constexpr = CACHE.scales2 if HALF else CACHE.scales1
+    if SCALES > 0:
+        # The other way round: the first blocks may have had a piece more.
+        copy_pieces(
+            fetchers - 1 - fetcher, fetchers, cache[7 + HALF] + stored * SCALES, cache[9 + HALF] + slot * SCALES,
+            SCALES, CACHE.piece,
+        )  # fmt: skip
     landed_ptr = state_ptr + 3 * E + (3 + HALF) * S + copy
     tl.debug_barrier()
     if tl.atomic_add(landed_ptr, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
@@ -318,13 +376,9 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
         ready = load_acquired(header_ptr + READY, CACHE.interpret)
     count = ready - 1
     for copy in range(count):
-        fetch_half(
-            fetcher, fetchers, copy, cache[3], cache[5], state_ptr, E, S, 0, CACHE.words1, CACHE.piece
-        )  # fmt: skip
+        fetch_half(fetcher, fetchers, copy, cache, E, S, 0, CACHE)
     for copy in range(count):
-        fetch_half(
-            fetcher, fetchers, copy, cache[4], cache[6], state_ptr, E, S, 1, CACHE.words2, CACHE.piece
-        )  # fmt: skip
+        fetch_half(fetcher, fetchers, copy, cache, E, S, 1, CACHE)
     tl.debug_barrier()
     if tl.atomic_add(header_ptr + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
         tl.store(header_ptr + DONE, 0)
@@ -339,8 +393,12 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
     """Slot of an expert once its w1 is there; -1 for one that this rank does not serve."""
     known = (expert >= 0) & (expert < E)
     # To acquire empties L1, which the tokens are in. An expert that was there before this launch needs none, nor does
-    # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it.
-    slot = tl.load(state_ptr + E + tl.where(known, expert, 0))
+    # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it, unless its scales
+    # share a line with those of another slot.
+    if CACHE.lines_shared:
+        slot = load_acquired(state_ptr + E + tl.where(known, expert, 0), CACHE.interpret)
+    else:
+        slot = tl.load(state_ptr + E + tl.where(known, expert, 0))
     if slot < 0:
         header_ptr = header_of(state_ptr, E, S)
         if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
@@ -367,7 +425,9 @@ def wait_for_missing(count, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
             readable_by_tma(0, CACHE.interpret)
 
 
-def bring_torch(ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: HostExperts) -> None:
+def bring_torch(
+    ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: HostExperts, scales: Sequence[Tensor] = ()
+) -> None:
     """The twin of what the first blocks of a decode step do: give the missing experts slots, and copy them there.
 
     Example (E = 4, S = 2; slot 0 holds expert 3, used in step 1, slot 1 expert 0, used in step 2): ids ``[[3, 2]]`` in
@@ -379,6 +439,7 @@ def bring_torch(ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: Host
         w1: ``(S, ...)`` the slots.
         w2: ``(S, ...)``, of the same experts.
         host: Where experts come from; its tables are changed.
+        scales: Of quantised experts, of the slots w1 and w2.
     """
     tables = host.tables
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
@@ -399,7 +460,8 @@ def bring_torch(ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: Host
         tables.owners[place] = expert
         tables.slots[expert] = tables.arriving[expert] = place
         tables.copies[0, copy], tables.copies[1, copy] = expert, place
-        w1[place], w2[place] = host.w1[expert - first], host.w2[expert - first]
+        for slots, stored in zip((w1, w2, *scales), host.parts, strict=True):
+            slots[place] = stored[expert - first]
     tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing)
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])
 

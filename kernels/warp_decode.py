@@ -80,7 +80,8 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     """What both kernels take of an expert cache."""
     if step.host is None:
         return None, None
-    return step.host.pointers(step.w1, step.w2), step.host.constants(groups, num_warps)
+    slots = step.w1, step.w2, step.w1_scales, step.w2_scales
+    return step.host.pointers(*slots), step.host.constants(groups, num_warps)
 
 
 def _check_depth(config: DecodeConfig, step: Step) -> None:

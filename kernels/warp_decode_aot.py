@@ -8,7 +8,7 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
-from .expert_cache import CACHE_POINTERS, CacheConstants, Policy, cache_constants
+from .expert_cache import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
@@ -96,11 +96,14 @@ class Setting:
     def cache_constants(self, num_warps: int) -> CacheConstants:
         """Those of a kernel whose blocks have so many warps."""
         num_experts, top_k, hidden_size, ffn_size = SHAPES[self.shape]
-        words = hidden_size * ffn_size * self.weight_dtype.itemsize // 8
+        number = in_number(lane_of(self.weight_dtype))
+        num_bytes = [rows * ffn_size * hidden_size * self.weight_dtype.itemsize // number for rows in (2, 1)]
+        if self.quantised:
+            shared = SCALES[self.quantised]
+            per_scale, scale = (shared, 1) if shared == MX.value else (shared**2, 4)
+            num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
         groups = min(num_experts, self.num_tokens * top_k)
-        return cache_constants(
-            num_experts, num_experts // 4, (2 * words, words), groups, num_warps, self.cache or "lru"
-        )
+        return cache_constants(num_experts, num_experts // 4, num_bytes, groups, num_warps, self.cache or "lru")
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
@@ -142,6 +145,11 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="deepseek", num_tokens=1, cache="lru"),
     ]
     settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
+    settings += [
+        Setting(shape="qwen3", num_tokens=count, quantised=quantised, cache="lru")
+        for quantised in ("mxfp8", "fp8", "mxfp4")
+        for count in (1, 4)
+    ]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     return cases + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
@@ -207,7 +215,7 @@ def _case(
     constants |= {"CACHE": setting.cache_constants(shape.num_warps)} if setting.cache else {}
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
     kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
-    kinds |= {"cache": CACHE_POINTERS}
+    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ())}
     expects = {"wide_loads"}
     if config.form == "matrix":
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize

@@ -51,7 +51,8 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
     else:
         told = "tokens/s not known: state generate.link_gb_per_s and generate.memory_gb_per_s (a run measures them)"
     where = "host memory" if budget.store == "host" else "files"
-    sizes = {f"all experts, in {where}": budget.store_bytes}
+    stored = f" in {budget.stored}" if budget.stored else ""
+    sizes = {f"all experts{stored}, in {where}": budget.store_bytes}
     if budget.store == "file":
         sizes[f"{budget.places} of them in host memory as well"] = budget.host_bytes
     sizes["memory of this host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -90,7 +91,7 @@ def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None
     piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
     moe_layers = model.num_layers - model.dense_layers
     pieces = 0 if budget is not None or job.parallel.declares_nodes else moe_layers * columns * piece
-    kept = moe_layers * layout.experts_local * piece if keep_fp8 else 0
+    kept = moe_layers * layout.experts_local * piece if keep_fp8 and budget is None else 0
     bytes_while_loading = dtype.itemsize if is_hf_folder(job.generate.source) else FLOAT32_BYTES
     return {
         "weights while loading": (weights - kept) * bytes_while_loading + kept,

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode
+from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
 from emulated import emulated_group
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
@@ -162,6 +162,24 @@ def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
                 assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
 
 
+def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
+    """Scales come with their experts; in block FP8 12 bytes of w1 and 8 of w2."""
+    for kind, (hidden_size, ffn_size) in {"mxfp8": (64, 32), "mxfp4": (64, 32), "fp8": (48, 144)}.items():
+        sizes = (2 * ffn_size, hidden_size), (hidden_size, ffn_size)
+        packed = [QUANTISERS[kind](torch.randn(6, *size)) for size in sizes]
+        parts = {"w1": packed[0].elements, "w2": packed[1].elements}
+        parts |= {"w1_scales": packed[0].scales, "w2_scales": packed[1].scales}
+        for num_tokens in (1, 3):
+            cache = ExpertCache(**parts, num_slots=2 * num_tokens, device=device)
+            for needed in ([0, 3], [3, 2]) if num_tokens == 1 else ([3, 2],):
+                ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
+                tokens = torch.randn(num_tokens, hidden_size, device=device).to(dtype)
+                run_kernels(tokens, ids, torch.rand(ids.shape, device=device), cache.weights)
+                for name, expert in product(parts, needed):
+                    there = getattr(cache.weights, name)[int(cache.tables.slots[expert])].cpu()
+                    assert torch.equal(there.view(torch.uint8), parts[name][expert].view(torch.uint8))
+
+
 def run_router(device: torch.device) -> None:
     """The router's kernels, with tails along every axis."""
     check_logits(70, 60, 112, torch.float32, device.type)
@@ -232,6 +250,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "backward_cuda": (run_cuda_backward, True),
     "decode": (run_decode, False),
     "expert_cache": (run_expert_cache, False),
+    "quantised_cache": (run_quantised_cache, False),
     "router": (lambda device, dtype: run_router(device), False),
     "rank_decode": (run_rank_decodes, False),
 }

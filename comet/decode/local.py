@@ -78,7 +78,7 @@ def run_kernels(
     if scratch is None:
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
-    held = () if weights.host is None else (weights.host.w1, weights.host.w2, weights.host.tables.scores)
+    held = () if weights.host is None else (*weights.host.parts, weights.host.tables.scores)
     hold_if_captured(weights.w1, *held, weights.slots, scratch.hidden, scratch.partials, scratch.tickets)
     w1, w2 = weights.w1, weights.w2
     if weights.per_number > 1:

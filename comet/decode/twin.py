@@ -40,7 +40,7 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
     """``warp_decode_torch`` before its last rounding: ``(T, D)`` float32, float64 for float64."""
     check_inputs(tokens, top_k_ids, top_k_weights, weights)
     if weights.host is not None:
-        bring_torch(top_k_ids, top_k_weights, weights.w1, weights.w2, weights.host)
+        bring_torch(top_k_ids, top_k_weights, weights.w1, weights.w2, weights.host, weights.parts[2:])
     slots = _entry_slots(top_k_ids, weights)
     wide = torch.promote_types(tokens.dtype, torch.float32)
     outputs = tokens.new_zeros(*top_k_ids.shape, tokens.shape[1], dtype=wide)

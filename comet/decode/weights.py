@@ -70,6 +70,12 @@ class DecodeWeights:
         check_scales(sizes, self.w1, self.w2, self.w1_scales, self.w2_scales)
 
     @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """w1 and w2, and their scales where they have some."""
+        given = (self.w1, self.w2, self.w1_scales, self.w2_scales)
+        return tuple(part for part in given if part is not None)
+
+    @property
     def hidden_size(self) -> int:
         """D."""
         return self.w2.shape[1]

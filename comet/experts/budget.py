@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import torch
 
 from comet.config import MoEConfig, ParallelConfig, require
-from comet.experts.cache import slots_of_budget
+from comet.experts.cache import bytes_of_expert, slots_of_budget
+from comet.quantize import MX_BLOCK, MXType, StoredType
 
 ExpertStoreKind = Literal["host", "file"]
 ALONE = ParallelConfig()
@@ -26,9 +27,10 @@ class ExpertBudget:
         num_experts: E of each, on all ranks.
         held: Of these on one rank, the only one but for ``host``.
         top_k: K.
-        expert_bytes: Of one expert, or of a rank's slice of it.
+        expert_bytes: Of one expert, or of a rank's slice of it, as it is stored.
         slots: S, experts of each layer on the device.
         places: Experts of all layers together in host memory.
+        stored: What they are quantised to; ``None``: not.
     """
 
     store: ExpertStoreKind
@@ -39,6 +41,7 @@ class ExpertBudget:
     expert_bytes: int
     slots: int
     places: int
+    stored: StoredType | None = None
 
     @classmethod
     def create(
@@ -51,6 +54,7 @@ class ExpertBudget:
         store: ExpertStoreKind = "host",
         host_budget: float | None = None,
         parallel: ParallelConfig = ALONE,
+        stored: StoredType | None = None,
     ) -> ExpertBudget:
         """Turn shares or bytes into experts; over ranks, what each of them has.
 
@@ -65,9 +69,11 @@ class ExpertBudget:
             store: See above.
             host_budget: Share of all experts (up to 1), or bytes (above 1), that host memory holds of a file store.
             parallel: The ranks that share the experts.
+            stored: What they are quantised to; ``None``: not.
 
         Raises:
-            ValueError: If a budget is no positive number or too small, or ``host_budget`` does not go with the store.
+            ValueError: If a budget is no positive number or too small, ``host_budget`` does not go with the store, or
+                experts cannot be stored so.
         """
         kinds = get_args(ExpertStoreKind)
         require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
@@ -76,8 +82,9 @@ class ExpertBudget:
         mine = MoEConfig(
             hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held)
         )
-        slots = slots_of_budget(budget, mine, num_layers, dtype)
-        expert = 3 * config.hidden_size * width * dtype.itemsize
+        _check_stored(stored, store, config, width)
+        slots = slots_of_budget(budget, mine, num_layers, dtype, stored)
+        expert = bytes_of_expert(config.hidden_size, width, dtype, stored)
         places = num_layers * held
         if store == "file":
             places = _places(host_budget, places, slots, expert)
@@ -92,6 +99,7 @@ class ExpertBudget:
             expert_bytes=expert,
             slots=slots,
             places=places,
+            stored=stored,
         )
 
     @property
@@ -142,6 +150,19 @@ class ExpertBudget:
         needed = self.needed(num_tokens) * self.expert_bytes
         missing = needed * (1 - self.expected_hits)
         return num_tokens / (max(missing / link_rate, needed / memory_rate) + dense_bytes / memory_rate)
+
+
+def _check_stored(stored: StoredType | None, store: ExpertStoreKind, config: MoEConfig, width: int) -> None:
+    """Raise ``ValueError`` unless the store holds experts so, and their sizes are whole blocks."""
+    if stored is None:
+        return
+    kinds = get_args(StoredType)
+    require(stored in kinds, f"expert_dtype={stored!r} must be one of {', '.join(get_args(MXType))}")
+    named = "keep_fp8=True" if stored == "fp8" else f"expert_dtype={stored}"
+    require(store == "host", f"expert_store={store!r} must be 'host' with {named}: what the host brings is not yet")
+    sizes = {} if stored == "fp8" else {"hidden_size": config.hidden_size, "ffn_size / tp": width}
+    for name, size in sizes.items():
+        require(size % MX_BLOCK == 0, f"{named} takes a {name} that is a multiple of {MX_BLOCK}, not {size}")
 
 
 def _places(host_budget: float | None, num_experts: int, slots: int, expert_bytes: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.streaming import StreamedExperts
 from comet.kernels.expert_cache import POLICIES, CacheTables, HostExperts, Policy
+from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
 
 # Most tokens of a decode step from caches where the caller does not say. Parts, of as many tokens as the slots serve,
 # load an expert again for each part; streaming loads it once, but waits for the routing.
@@ -55,15 +57,18 @@ class ExpertCache:
 
     Args:
         w1: ``(e, 2F, D)`` the rank's experts in host memory, gate rows first, then up rows; pinned here for a GPU.
+            Quantised as those of ``DecodeWeights``.
         w2: ``(e, D, F)``, likewise.
         num_slots: S, at least 1.
         device: Where the slots are.
         policy: Whose slot is given away (``HostExperts``).
         num_experts: E, of all ranks; ``None``: e.
         first_expert: Number of the first of w1 among them.
+        w1_scales: Of quantised experts, on the CPU as well.
+        w2_scales: Likewise.
 
     Raises:
-        ValueError: If the weights are not on the CPU, there is no slot, or no such policy.
+        ValueError: If the weights are not on the CPU or do not fit together, there is no slot, or no such policy.
         UnavailableError: If the host's memory cannot be pinned.
     """
 
@@ -77,28 +82,31 @@ class ExpertCache:
         policy: Policy = "lru",
         num_experts: int | None = None,
         first_expert: int = 0,
+        w1_scales: Tensor | None = None,
+        w2_scales: Tensor | None = None,
     ) -> None:
-        for name, weight in (("w1", w1), ("w2", w2)):
+        given = {"w1": w1, "w2": w2, "w1_scales": w1_scales, "w2_scales": w2_scales}
+        stored = {name: weight for name, weight in given.items() if weight is not None}
+        for name, weight in stored.items():
             require(weight.device.type == "cpu", f"device={weight.device} of {name} must be 'cpu': it is the store")
         require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
         require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
         self.num_slots, self.first_expert = num_slots, first_expert
         held = (first_expert, first_expert + w1.shape[0])
         self.tables = CacheTables.create(num_experts or w1.shape[0], num_slots, device, held)
-        self.host = HostExperts(
-            w1=pinned(w1.contiguous(), device), w2=pinned(w2.contiguous(), device), tables=self.tables, policy=policy
-        )
-        self.weights = DecodeWeights(
-            w1=torch.zeros(num_slots, *w1.shape[1:], dtype=w1.dtype, device=device),
-            w2=torch.zeros(num_slots, *w2.shape[1:], dtype=w2.dtype, device=device),
-            slots=self.tables.slots,
-            host=self.host,
-        )
+        host: dict[str, Any] = {name: pinned(weight.contiguous(), device) for name, weight in stored.items()}
+        DecodeWeights(**host, slots=torch.empty(1, dtype=torch.int32))  # looks at scales that were not made here
+        self.host = HostExperts(**host, tables=self.tables, policy=policy)
+        slots = {
+            name: torch.zeros(num_slots, *weight.shape[1:], dtype=weight.dtype, device=device)
+            for name, weight in stored.items()
+        }
+        self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host)
 
     @property
     def expert_bytes(self) -> int:
         """Of one expert."""
-        return self.host.w1[0].nbytes + self.host.w2[0].nbytes
+        return self.host.expert_bytes
 
 
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
@@ -126,7 +134,7 @@ class CachedExperts:
     """
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
-        self.stream = StreamedExperts(cache.host, cache.weights.w1, cache.weights.w2, cache.first_expert)
+        self.stream = StreamedExperts(cache.host, cache.weights, cache.first_expert)
         self.cache = cache
         self.runner = runner
         self.tokens_at_once = runner.decode.max_tokens
@@ -147,22 +155,26 @@ class CachedExperts:
         return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
 
 
-def slots_of_budget(budget: float, config: MoEConfig, num_layers: int, dtype: torch.dtype) -> int:
+def slots_of_budget(
+    budget: float, config: MoEConfig, num_layers: int, dtype: torch.dtype, stored: StoredType | None = None
+) -> int:
     """Experts of each layer that a budget holds.
 
-    Example: 4 layers of 64 experts of D = 128, F = 64, float32 (98,304 bytes each): 0.25 holds 16, 10_000_000 bytes 25.
+    Example: 4 layers of 64 experts of D = 128, F = 64, float32 (98,304 bytes each): 0.25 holds 16, 10_000_000 bytes 25;
+    in MXFP4 (13,056 bytes each) 1_000_000 bytes hold 19.
 
     Args:
         budget: Share of all experts, above 0 and up to 1; or bytes for all layers, above 1.
         config: Of the layers.
         num_layers: That have experts.
         dtype: Of the weights.
+        stored: What they are quantised to; ``None``: not.
 
     Raises:
         ValueError: If a layer's top-k experts do not fit.
     """
     require(budget > 0, f"expert_budget={budget} must be above 0: a share of all experts, or bytes above 1")
-    expert = 3 * config.hidden_size * config.ffn_size * dtype.itemsize
+    expert = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored)
     slots = int(budget * config.num_experts) if budget <= 1 else int(budget // (max(num_layers, 1) * expert))
     needed, share = num_layers * config.top_k * expert, config.top_k / config.num_experts
     require(
@@ -171,6 +183,21 @@ def slots_of_budget(budget: float, config: MoEConfig, num_layers: int, dtype: to
         f"{config.top_k}: {needed:,} bytes, or a share of {share:.3f}",
     )
     return min(slots, config.num_experts)
+
+
+def bytes_of_expert(hidden_size: int, ffn_size: int, dtype: torch.dtype, stored: StoredType | None = None) -> int:
+    """Of w1 ``(2F, D)`` and w2 ``(D, F)``, with their scales where they are quantised.
+
+    Example (D = 256, F = 128): 98,304 numbers are 196,608 bytes in bfloat16, 101,376 in MXFP8, 52,224 in MXFP4 and
+    98,328 in block FP8, which has 2 * 2 + 2 * 1 scales of 4 bytes.
+    """
+    numbers = 3 * hidden_size * ffn_size
+    if stored is None:
+        return numbers * dtype.itemsize
+    if stored == "fp8":
+        deep, wide = -(-hidden_size // FP8_BLOCK), -(-ffn_size // FP8_BLOCK)
+        return numbers + 4 * deep * (-(-2 * ffn_size // FP8_BLOCK) + wide)
+    return numbers // (2 if stored == "mxfp4" else 1) + numbers // MX_BLOCK
 
 
 def pinned(weight: Tensor, device: torch.device) -> Tensor:

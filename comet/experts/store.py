@@ -1,6 +1,7 @@
 """Where all experts of a layer are: in host memory that the device reads, or in files.
 
-A host store is filled expert by expert, each read straight into its place, so no expert is ever held twice. Memory is
+A host store is filled expert by expert, each read straight into its place, or quantised into it, so no expert is ever
+held twice, but for the one that is being quantised. Memory is
 page-locked ("pinned") exactly as large as it is: torch's own pinned allocator rounds up to a power of two.
 """
 
@@ -15,6 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from comet.config import require
+from comet.quantize import MX_BLOCK, MXType, quantize_mx
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +45,36 @@ class ExpertReader(Protocol):
         ...
 
 
+class ScaledReader(ExpertReader, Protocol):
+    """An ``ExpertReader`` of experts in block FP8, which ``read`` gives as they are stored."""
+
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the scales of all w1, and of all w2; see ``DecodeWeights``."""
+        ...
+
+    def read_scales(self, expert: int, w1_scales: Tensor, w2_scales: Tensor) -> None:
+        """Read one expert's scales, as float32; otherwise as ``read``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class HeldExperts:
-    """All experts of one layer in host memory, which is itself a reader of them.
+    """All experts of one layer in host memory, which is itself a reader of those that are not quantised.
 
     Args:
-        w1: ``(E, 2F, D)``.
-        w2: ``(E, D, F)``.
+        w1: ``(E, 2F, D)``; quantised as in ``DecodeWeights``.
+        w2: ``(E, D, F)``, likewise.
         readable: Whether the device reads this memory: it is pinned, or the device is the CPU.
+        w1_scales: Of quantised experts.
+        w2_scales: Likewise.
     """
 
     w1: Tensor
     w2: Tensor
     readable: bool
+    w1_scales: Tensor | None = None
+    w2_scales: Tensor | None = None
 
     @classmethod
     def fill(cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device) -> HeldExperts:
@@ -67,11 +88,53 @@ class HeldExperts:
         Returns:
             Pinned memory; pageable where the machine pins no more, which is said once.
         """
-        shape1, shape2 = reader.shapes
-        (w1, pinned1), (w2, pinned2) = (host_memory(shape, dtype, device) for shape in (shape1, shape2))
-        for expert in range(shape1[0]):
+        (w1, w2), readable = _memory([(shape, dtype) for shape in reader.shapes], device)
+        for expert in range(w1.shape[0]):
             reader.read(expert, w1[expert], w2[expert])
-        return cls(w1, w2, pinned1 and pinned2)
+        return cls(w1, w2, readable)
+
+    @classmethod
+    def quantise(cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device, to: MXType) -> HeldExperts:
+        """``fill``, where each expert is read in ``dtype`` and quantised by ``quantize_mx``.
+
+        Raises:
+            ValueError: If D or F is no multiple of 32, or a number is NaN or infinite.
+        """
+        for shape in reader.shapes:
+            require(shape[-1] % MX_BLOCK == 0, f"contraction={shape[-1]} must be a multiple of {MX_BLOCK} for {to}")
+        element, per_byte = (torch.uint8, 2) if to == "mxfp4" else (torch.float8_e4m3fn, 1)
+        elements = [((*shape[:-1], shape[-1] // per_byte), element) for shape in reader.shapes]
+        scales = [((*shape[:-1], shape[-1] // MX_BLOCK), torch.uint8) for shape in reader.shapes]
+        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device)
+        one1, one2 = (torch.empty(shape[1:], dtype=dtype) for shape in reader.shapes)
+        for expert in range(w1.shape[0]):
+            reader.read(expert, one1, one2)
+            for weight, into, its_scales in ((one1, w1, w1_scales), (one2, w2, w2_scales)):
+                packed = quantize_mx(weight, to)
+                into[expert], its_scales[expert] = packed.elements, packed.scales
+        return cls(w1, w2, readable, w1_scales, w2_scales)
+
+    @classmethod
+    def keep_fp8(cls, reader: ScaledReader, device: torch.device) -> HeldExperts:
+        """``fill`` with block FP8 as it is stored."""
+        elements = [(shape, torch.float8_e4m3fn) for shape in reader.shapes]
+        scales = [(shape, torch.float32) for shape in reader.scale_shapes]
+        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device)
+        for expert in range(w1.shape[0]):
+            reader.read(expert, w1[expert], w2[expert])
+            reader.read_scales(expert, w1_scales[expert], w2_scales[expert])
+        return cls(w1, w2, readable, w1_scales, w2_scales)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """w1 and w2, and their scales where they have some, by their names."""
+        given = {"w1": self.w1, "w2": self.w2, "w1_scales": self.w1_scales, "w2_scales": self.w2_scales}
+        return {name: part for name, part in given.items() if part is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it."""
+        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -123,6 +186,12 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     with suppress(RuntimeError):  # CUDA reports an error that is not picked up at the next launch
         torch.ones(1, device=device)
     return memory, False
+
+
+def _memory(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> tuple[list[Tensor], bool]:
+    """``host_memory`` of each shape and dtype, and whether ``device`` reads all of it."""
+    made = [host_memory(shape, dtype, device) for shape, dtype in parts]
+    return [memory for memory, _ in made], all(readable for _, readable in made)
 
 
 def warn_pageable(num_bytes: int) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.autocast import product, without_autocast
+from comet.decode.twin import slot_weights
+from comet.decode.weights import DecodeWeights
 from comet.kernels.expert_cache import CLOCK, CacheTables, HostExperts
 from comet.layout import ExpertLayout
 from comet.plain import dispatch_rows, make_exchange, weighted_sum
@@ -65,13 +67,12 @@ class Copies:
 
     Args:
         host: Where they come from.
-        w1: ``(S, 2F, D)`` slots.
-        w2: ``(S, D, F)`` slots.
+        weights: The slots.
     """
 
-    def __init__(self, host: HostExperts, w1: Tensor, w2: Tensor) -> None:
-        self._pairs = ((host.w1, w1), (host.w2, w2))
-        self._stream = torch.cuda.Stream(w1.device) if w1.is_cuda else None
+    def __init__(self, host: HostExperts, weights: DecodeWeights) -> None:
+        self._pairs = list(zip(host.parts, weights.parts, strict=True))
+        self._stream = torch.cuda.Stream(weights.w1.device) if weights.w1.is_cuda else None
         self._free: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
@@ -103,17 +104,16 @@ class StreamedExperts:
     """Routed experts of a layer for many tokens, through the slots of its cache.
 
     Args:
-        host: Where this rank's experts come from, not quantised.
-        w1: ``(S, 2F, D)`` the slots.
-        w2: ``(S, D, F)``, likewise.
+        host: Where this rank's experts come from; quantised ones are dequantised in their slot.
+        weights: The slots.
         first_expert: Number of the rank's first expert among all.
     """
 
-    def __init__(self, host: HostExperts, w1: Tensor, w2: Tensor, first_expert: int) -> None:
+    def __init__(self, host: HostExperts, weights: DecodeWeights, first_expert: int) -> None:
         self.host = host
-        self.w1, self.w2 = w1, w2
+        self.weights = weights
         self.first_expert = first_expert
-        self._copies = Copies(host, w1, w2)
+        self._copies = Copies(host, weights)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
@@ -142,8 +142,9 @@ class StreamedExperts:
         for visit in visits:
             if visit.is_missing:
                 self._copies.bring(visit)
-            gate, up = product(parts[visit.expert], self.w1[visit.slot]).chunk(2, dim=-1)
-            results[visit.expert].copy_(product(silu(gate) * up, self.w2[visit.slot]))
+            w1, w2 = slot_weights(self.weights, visit.slot, rows.dtype)
+            gate, up = product(parts[visit.expert], w1).chunk(2, dim=-1)
+            results[visit.expert].copy_(product(silu(gate) * up, w2))
             self._copies.release(visit)
         self._take({visit.slot: visit.expert for visit in missing}, [visit.expert for visit in visits], len(missing))
         return outputs

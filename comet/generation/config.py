@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.budget import ExpertStoreKind
 from comet.graphs import GraphMode
+from comet.quantize import MXType
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -38,6 +39,8 @@ class GenerateConfig:
         expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
             Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
+        expert_dtype: With a budget and the host store, what experts are quantised to as they are read: ``mxfp8`` or
+            ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
         memory_gb_per_s: Likewise, rate of the memory that holds the slots.
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
@@ -52,7 +55,8 @@ class GenerateConfig:
             (1 - T) * q.
         draft_cached_only: Draft only with experts that are in GPU memory, so that a draft reads nothing from the host;
             with ``expert_budget``.
-        keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored; else they are dequantised.
+        keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored, with a budget as well; else
+            they are dequantised.
     """
 
     source: str | None = None
@@ -76,6 +80,7 @@ class GenerateConfig:
     draft_cached_only: bool = False
     expert_store: ExpertStoreKind = "host"
     host_budget: float | None = None
+    expert_dtype: MXType | None = None
     link_gb_per_s: float | None = None
     memory_gb_per_s: float | None = None
     keep_fp8: bool = False
@@ -98,6 +103,11 @@ class GenerateConfig:
         file_only = self.expert_store == "file" or self.host_budget is None
         require(
             file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
+        )
+        dtypes = get_args(MXType)
+        require(
+            self.expert_dtype is None or self.expert_dtype in dtypes,
+            f"expert_dtype={self.expert_dtype!r} must be one of {', '.join(dtypes)}, or None",
         )
         for name, choices in (
             ("dtype", get_args(GenerateDtype)),

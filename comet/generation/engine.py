@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from comet.config import SpeculationConfig, require
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
+from comet.errors import UnavailableError
 from comet.experts import (
     CACHED_DECODE_TOKENS,
     CachedExperts,
@@ -27,12 +28,14 @@ from comet.experts import (
     ExpertCache,
     report_of,
 )
+from comet.experts.store import HeldExperts
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
+from comet.quantize import MXType
 from comet.sharding import local
 from comet.shared_expert import SharedExpert
 
@@ -117,19 +120,38 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-def cache_of(layer: MoE, num_slots: int) -> ExpertCache:
-    """The cache of a layer whose experts are in host memory, which the layer and the cache share from here on."""
+def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None) -> ExpertCache:
+    """The cache of a layer whose experts are in host memory; the layer has none of its own from here on.
+
+    They are the cache's as they are, or quantised one by one.
+    """
     w1, w2 = layer.expert_weights()
+    parts: dict[str, Any] = {"w1": w1.flatten(1, 2), "w2": w2}
+    device = layer.group.device
+    if expert_dtype is not None:
+        held = HeldExperts.quantise(HeldExperts(**parts, readable=True), w1.dtype, device, expert_dtype)
+        if not held.readable:
+            raise UnavailableError(
+                f"{held.num_bytes:,} bytes of host memory cannot be pinned, which a GPU needs to read experts from it "
+                "(ulimit -l, or a container's limit)"
+            )
+        parts = held.parts
     cache = ExpertCache(
-        w1.flatten(1, 2),
-        w2,
-        num_slots,
-        layer.group.device,
+        **parts,
+        num_slots=num_slots,
+        device=device,
         num_experts=layer.config.num_experts,
         first_expert=layer.layout.first_expert,
     )
-    local(layer.w1).data, local(layer.w2).data = cache.host.w1.view_as(w1), cache.host.w2  # the pinned ones
+    # The pinned ones; or numbers that nobody reads, in no memory.
+    w1, w2 = (cache.host.w1.view_as(w1), cache.host.w2) if expert_dtype is None else map(emptied, (w1, w2))
+    local(layer.w1).data, local(layer.w2).data = w1, w2
     return cache
+
+
+def emptied(weight: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype that takes no memory."""
+    return weight.new_zeros(()).expand(weight.shape)
 
 
 class GPTEngine:
@@ -142,6 +164,8 @@ class GPTEngine:
         cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
         expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
             (``expert_device`` of ``GPT``); ``None``: all on the device.
+        expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
+            they stay as they are.
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
 
@@ -157,6 +181,7 @@ class GPTEngine:
         decode_tokens: int | None = None,
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
+        expert_dtype: MXType | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
@@ -177,7 +202,7 @@ class GPTEngine:
                 self._experts.append(FrozenExperts(self.runner, layer, columns))
                 layer.experts = self._experts[-1]
             else:
-                self.caches.append(cache_of(layer, expert_slots))
+                self.caches.append(cache_of(layer, expert_slots, expert_dtype))
                 layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
@@ -323,6 +348,8 @@ class GPTEngine:
         rows = len(self._cache.lengths) * embedding[0].nbytes
         dense = sum(weight.nbytes for weight in self.model.dense_parameters()) - embedding.nbytes
         expert = sum(local(weight)[0].nbytes for weight in self.model.expert_parameters()[:2])
+        if self.caches:
+            expert = self.caches[0].expert_bytes
         if len(self._cache.lengths) <= self.runner.decode.max_tokens:
             dense -= sum(layer.shared.bytes_elsewhere(expert) for layer in self._experts if layer.shared is not None)
         return int(self._touched) / self._steps * expert + dense + rows

@@ -31,6 +31,11 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
     if settings.expert_budget is None:
         alone = settings.host_budget is None and settings.expert_store == "host"
         require(alone, "generate.expert_budget must be given with generate.expert_store or generate.host_budget")
+        require(
+            settings.expert_dtype is None,
+            f"generate.expert_budget must be given with generate.expert_dtype={settings.expert_dtype}: 1.0 keeps all "
+            "experts in GPU memory",
+        )
         return None
     named = f"generate.expert_budget={settings.expert_budget}"
     ranks, is_folder = config.parallel.world_size, is_hf_folder(settings.source)
@@ -41,7 +46,10 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
     require(
         not config.parallel.declares_nodes, f"{named} must be left out over several nodes: they have no warp decode"
     )
-    require(not settings.keep_fp8, f"{named} does not keep block FP8 yet: set generate.keep_fp8=false")
+    require(
+        not settings.keep_fp8 or settings.expert_dtype is None,
+        f"generate.expert_dtype={settings.expert_dtype} must be null with generate.keep_fp8=true",
+    )
     require(
         settings.expert_store == "host" or is_folder,
         f"generate.expert_store={settings.expert_store!r} must be 'host' for a checkpoint of comet train: only Hugging "
@@ -56,6 +64,7 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
             store=settings.expert_store,
             host_budget=settings.host_budget,
             parallel=config.parallel,
+            stored="fp8" if settings.keep_fp8 else settings.expert_dtype,
         )
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error

@@ -101,19 +101,26 @@ def _open_codec(source: Source) -> Codec:
 
 
 def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: ExpertBudget | None) -> Engine:
+    settings = config.generate
     if source.checkpoint is None:
         from comet.generation.hf import HFEngine
         from comet.integrations.hf import load_pretrained
 
-        settings = config.generate
-        options = {name: getattr(settings, name) for name in ("expert_budget", "expert_store", "host_budget")}
-        hf_model = load_pretrained(source.path, group, keep_fp8=settings.keep_fp8, **options)
+        names = ("keep_fp8", "expert_budget", "expert_store", "host_budget", "expert_dtype")
+        options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        hf_model = load_pretrained(source.path, group, **options)
         return HFEngine(hf_model, cuda_graph=settings.cuda_graph)
     slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)
-    speculation = None if config.generate.speculate == "off" else config.generate.speculation
-    return GPTEngine(model, group, cuda_graph=config.generate.cuda_graph, expert_slots=slots, speculation=speculation)
+    return GPTEngine(
+        model,
+        group,
+        cuda_graph=settings.cuda_graph,
+        expert_slots=slots,
+        expert_dtype=settings.expert_dtype,
+        speculation=None if settings.speculate == "off" else settings.speculation,
+    )
 
 
 def _result(config: JobConfig, source: Source, group: ExpertGroup, generated: Generated, roof: float) -> dict[str, Any]:
@@ -160,7 +167,8 @@ def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roo
     link = settings.link_gb_per_s or -_largest([-link_bytes_per_second(group.device) / 1e9], group)[0]
     memory = settings.memory_gb_per_s or roof / 1e9
     expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
-    return {"store": budget.store, "link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
+    places = {"store": budget.store, "stored": budget.stored}
+    return places | {"link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
 
 
 def _largest(values: list[float], group: ExpertGroup) -> list[float]:

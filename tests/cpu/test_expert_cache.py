@@ -5,23 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
-from decode_cases import MATRIX, VECTOR, DecodeCase
+from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
+from comet.decode.weights import DecodeWeights
 from comet.experts import ExpertCache, slots_of_budget
+from comet.experts.cache import bytes_of_expert
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
-from comet.kernels.expert_cache import CacheTables, HostExperts, bring_torch
+from comet.kernels.expert_cache import CacheTables, HostExperts, bring_torch, cache_constants
+from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
 from comet.models.gpt import GPT
+from comet.quantize import MXType, StoredType, quantize_mx
+from comet.sharding import local
 from comet.training.run import train
 
 TABLES = ("slots", "arriving", "last_used", "owners")
@@ -31,10 +37,23 @@ def cache_of(case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int
     """An empty cache of some experts of the case's model."""
     made = torch.Generator().manual_seed(case.seed)
     first, end = held
-    w1, w2 = (
-        torch.randn(case.E, *size, generator=made)[first:end] / 8 for size in ((2 * case.F, case.D), (case.D, case.F))
+    parts = {
+        name: torch.randn(case.E, *size, generator=made)[first:end] / 8
+        for name, size in (("w1", (2 * case.F, case.D)), ("w2", (case.D, case.F)))
+    }
+    if case.quantised:
+        packed = {name: QUANTISERS[case.quantised](weight) for name, weight in parts.items()}
+        parts = {name: each.elements for name, each in packed.items()}
+        parts |= {f"{name}_scales": each.scales for name, each in packed.items()}
+    return ExpertCache(
+        **parts, num_slots=num_slots, device=torch.device("cpu"), policy=policy, num_experts=case.E, first_expert=first
     )
-    return ExpertCache(w1, w2, num_slots, torch.device("cpu"), policy=policy, num_experts=case.E, first_expert=first)
+
+
+def parts_of(weights: DecodeWeights | HostExperts) -> list[torch.Tensor]:
+    """Elements, and the scales of quantised experts, as bytes."""
+    found = (weights.w1, weights.w2, weights.w1_scales, weights.w2_scales)
+    return [part.view(torch.uint8) for part in found if part is not None]
 
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
@@ -45,12 +64,10 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
     mine, twin, resident = (cache_of(case, slots, policy, held) for slots in (num_slots, num_slots, case.E))
     for expert in range(*held):
         resident.tables.slots[expert] = expert
-        resident.weights.w1[expert], resident.weights.w2[expert] = (
-            resident.host.w1[expert - held[0]],
-            (resident.host.w2[expert - held[0]]),
-        )
+        for slots, stored in zip(parts_of(resident.weights), parts_of(resident.host), strict=True):
+            slots[expert] = stored[expert - held[0]]
     everything = replace(resident.weights, host=None)
-    for _ in range(8):
+    for _ in range(4 if case.quantised else 8):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
         ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
         output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
@@ -65,8 +82,8 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
         for slot, expert in enumerate(mine.tables.owners.tolist()):
             if expert >= 0:
                 assert mine.tables.slots[expert] == slot
-                assert torch.equal(mine.weights.w1[slot], mine.host.w1[expert - held[0]])
-                assert torch.equal(mine.weights.w2[slot], mine.host.w2[expert - held[0]])
+                for slots, stored in zip(parts_of(mine.weights), parts_of(mine.host), strict=True):
+                    assert torch.equal(slots[slot], stored[expert - held[0]])
     assert mine.tables.totals[1] > 0
     assert not mine.tables.header[2:4].any(), "the next step finds its flags as this one did"
 
@@ -77,6 +94,35 @@ CASES = [
     DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
     DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
 ]
+
+
+BYTES = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=64), down=BlockShape(rows=16, depth=64))
+TILES = DecodeConfig(form="matrix", gate_up=BlockShape(rows=32, depth=64), down=BlockShape(rows=32, depth=128))
+WIDE = DecodeConfig(form="vector", gate_up=BlockShape(rows=16, depth=512), down=BlockShape(rows=16, depth=512))
+# Scales of one expert are 12 bytes of w1 and 8 of w2 in block FP8, and more than a block copies at once in MXFP8.
+QUANTISED = [
+    DecodeCase(name="mxfp8", T=1, K=1, E=4, D=288, F=256, config=WIDE, seed=6, quantised="mxfp8"),
+    DecodeCase(name="mxfp8, matrix", T=3, K=2, E=20, D=96, F=64, config=TILES, seed=7, quantised="mxfp8"),
+    DecodeCase(name="mxfp4", T=1, K=2, E=9, D=96, F=64, config=BYTES, seed=8, quantised="mxfp4"),
+    DecodeCase(name="mxfp4, matrix", T=3, K=2, E=20, D=64, F=96, config=TILES, seed=9, quantised="mxfp4"),
+    DecodeCase(name="fp8", T=2, K=1, E=9, D=48, F=144, config=BYTES, seed=10, quantised="fp8"),
+    DecodeCase(name="fp8, matrix", T=3, K=2, E=20, D=144, F=48, config=TILES, seed=11, quantised="fp8"),
+]
+
+
+@pytest.mark.parametrize("case", QUANTISED, ids=lambda case: case.name)
+def test_kernels_bring_scales_with_their_experts(case: DecodeCase) -> None:
+    run_ranks(compare_steps, 1, case, case.T * case.K, "lru", interpret=True)
+
+
+def test_words_of_scales() -> None:
+    """All of the scales of an expert, in words of 8 bytes, or of 4 where an odd number of float32 leaves no choice."""
+    found = cache_constants(4, 2, [288 * 48, 48 * 144, 12, 8], 2, 1, "lru")
+    assert (found.words1, found.words2, found.scales1, found.scales2) == (1728, 864, 3, 1)
+    assert found.lines_shared, "12 bytes"
+    found = cache_constants(128, 32, [2 * 768 * 2048, 768 * 2048, 98304, 49152], 8, 4, "lru")
+    assert (found.scales1, found.scales2, found.lines_shared) == (12288, 6144, False)
+    assert cache_constants(4, 2, [64, 32], 2, 1, "lru")[5:8] == (0, 0, False)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "score"])
@@ -117,7 +163,9 @@ def test_each_policy_keeps_what_it_says(policy: str, kept: list[set[int]]) -> No
     assert found == kept
 
 
-def engine_of(expert_slots: int | None, group: ExpertGroup | None = None) -> GPTEngine:
+def engine_of(
+    expert_slots: int | None, group: ExpertGroup | None = None, expert_dtype: MXType | None = None
+) -> GPTEngine:
     """The same model with all experts on the device, or with few slots; its logits depend on all weights."""
     device = None if expert_slots is None else torch.device("cpu")
     if group is None:
@@ -125,7 +173,7 @@ def engine_of(expert_slots: int | None, group: ExpertGroup | None = None) -> GPT
     model = GPT(MODEL, group, seed=1, expert_device=device)
     drawn = torch.Generator().manual_seed(1)
     model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
-    return GPTEngine(model, group, expert_slots=expert_slots)
+    return GPTEngine(model, group, expert_slots=expert_slots, expert_dtype=expert_dtype)
 
 
 @pytest.mark.parametrize("expert_slots", [MOE.top_k, MOE.top_k + 1, MOE.num_experts])
@@ -146,6 +194,29 @@ def test_cached_decode_equals_resident_decode_bit_for_bit(expert_slots: int) -> 
     assert (report.fetched == len(cached.caches) * MOE.num_experts) == (expert_slots == MOE.num_experts)
 
 
+@pytest.mark.parametrize("expert_dtype", get_args(MXType))
+def test_decode_from_experts_quantised_in_host_memory_equals_resident_decode_of_the_same(expert_dtype: MXType) -> None:
+    cached, resident = engine_of(MOE.top_k, expert_dtype=expert_dtype), engine_of(None)
+    for layer in resident.model.moe_layers():
+        for weight in layer.expert_weights():
+            weight.copy_(quantize_mx(weight, expert_dtype).dequantize())
+    drawn = torch.Generator().manual_seed(7)
+    token = torch.randint(256, (1,), generator=drawn)
+    found = [engine.prefill(token[:, None], torch.tensor([1]), 30) for engine in (cached, resident)]
+    for _ in range(12):
+        assert torch.equal(*found)
+        token = torch.randint(256, (1,), generator=drawn)
+        found = [engine.decode(token) for engine in (cached, resident)]
+    report, numbers = cached.cache_report(), 3 * MOE.hidden_size * MOE.ffn_size
+    assert report is not None
+    assert report.needed > report.fetched > len(cached.caches) * MOE.num_experts, "some were given away"
+    expert = numbers // (1 if expert_dtype == "mxfp8" else 2) + numbers // 32
+    assert report.fetched_bytes == report.fetched * expert
+    for parameter in cached.model.expert_parameters():
+        assert local(parameter).untyped_storage().nbytes() <= 4, "no expert is held twice"
+    assert cached.weight_bytes_per_step() < resident.weight_bytes_per_step()
+
+
 def test_tokens_that_need_more_experts_than_there_are_slots_are_taken_in_parts() -> None:
     cached, resident = engine_of(MOE.top_k), engine_of(None)
     ids = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(8))
@@ -159,6 +230,41 @@ def test_a_budget_in_slots(budget: float, slots: int) -> None:
     assert slots_of_budget(budget, config, 4, torch.float32) == slots
 
 
+@pytest.mark.parametrize(
+    ("stored", "num_bytes", "slots"),
+    [(None, 196_608, 25), ("mxfp8", 101_376, 49), ("fp8", 98_328, 50), ("mxfp4", 52_224, 95)],
+)
+def test_a_budget_in_bytes_holds_more_of_smaller_experts(stored: StoredType | None, num_bytes: int, slots: int) -> None:
+    """The bytes are those of the experts themselves."""
+    print(seed := 21)
+    made = torch.Generator().manual_seed(seed)
+    weights = {"w1": torch.randn(2, 256, 256, generator=made), "w2": torch.randn(2, 256, 128, generator=made)}
+    parts: dict[str, torch.Tensor] = {name: weight.bfloat16() for name, weight in weights.items()}
+    if stored is not None:
+        packed = {name: QUANTISERS[stored](weight) for name, weight in weights.items()}
+        parts = {name: each.elements for name, each in packed.items()}
+        parts |= {f"{name}_scales": each.scales for name, each in packed.items()}
+    cache = ExpertCache(**parts, num_slots=1, device=torch.device("cpu"))
+    assert cache.expert_bytes == bytes_of_expert(256, 128, torch.bfloat16, stored) == num_bytes
+    config = replace(MOE, num_experts=128, hidden_size=256, ffn_size=128)
+    assert slots_of_budget(20_000_000, config, 4, torch.bfloat16, stored) == slots
+
+
+def test_the_example_of_a_budget_in_mxfp4() -> None:
+    config = replace(MOE, num_experts=64, hidden_size=128, ffn_size=64)
+    assert bytes_of_expert(128, 64, torch.float32, "mxfp4") == 13_056
+    assert slots_of_budget(1_000_000, config, 4, torch.float32, "mxfp4") == 19
+
+
+def test_a_store_with_a_scale_that_is_no_number_is_refused() -> None:
+    case = DecodeCase(name="bad", T=1, K=1, E=2, D=32, F=32, quantised="mxfp8")
+    host = cache_of(case, 1, "lru", (0, 2)).host
+    assert host.w2_scales is not None
+    host.w2_scales[1, 0, 0] = 255
+    with pytest.raises(ValueError, match=r"w2_scales\[1, 0, 0\]=255 must be at most 254"):
+        ExpertCache(host.w1, host.w2, 1, torch.device("cpu"), w1_scales=host.w1_scales, w2_scales=host.w2_scales)
+
+
 @pytest.mark.parametrize("budget", [0.01, 1000.0, 0.0, -1.0])
 def test_a_budget_that_is_too_small_says_what_it_needs(budget: float) -> None:
     with pytest.raises(ValueError, match="expert_budget="):
@@ -168,20 +274,47 @@ def test_a_budget_that_is_too_small_says_what_it_needs(budget: float) -> None:
 def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) -> None:
     train(make_job(tmp_path, model=MODEL, steps=20, eval_batches=1, sample_bytes=0), Rank())
     found = []
-    for budget in (None, 0.5):
+    for budget, expert_dtype in ((None, None), (0.5, None), (0.5, "mxfp8")):
         settings = GenerateConfig(
-            source=str(tmp_path / "out"), prompt="1", max_new_tokens=20, temperature=0.0, expert_budget=budget
+            source=str(tmp_path / "out"),
+            prompt="1",
+            max_new_tokens=20,
+            temperature=0.0,
+            expert_budget=budget,
+            expert_dtype=expert_dtype,
         )
         found.append(generate_job(replace(make_job(tmp_path, model=MODEL), generate=settings), Rank()))
     assert found[0]["text"] == found[1]["text"]
     assert "expert_cache" not in found[0]
     assert found[1]["expert_cache"]["slots"] == MOE.num_experts // 2
     assert 0 < found[1]["expert_cache"]["hits"] < 1
+    stored = [each["expert_cache"] for each in found[1:]]
+    assert [each["stored"] for each in stored] == [None, "mxfp8"]
+    wide, narrow = (each["fetched_bytes"] / each["fetched"] for each in stored)
+    assert wide / narrow == pytest.approx(4 / (1 + 1 / 32)), "of float32"
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, {"ep": 2, "tp": 2}], ids=["EP2", "TP2", "EP2 x TP2"])
 def test_decode_from_caches_of_ranks_equals_resident_decode_bit_for_bit(layout: dict[str, int]) -> None:
     run_ranks(decode_over_ranks, math.prod(layout.values()), layout)
+
+
+def test_ranks_quantise_their_own_experts() -> None:
+    run_ranks(quantised_over_ranks, 2)
+
+
+def quantised_over_ranks(rank: int, world_size: int) -> None:
+    group = make_expert_group(MODEL.moe, ParallelConfig(ep=2), max_tokens=64, dtype=torch.float32, device="cpu")
+    cached, resident = engine_of(MOE.top_k, group, "mxfp8"), engine_of(None, group)
+    for layer in resident.model.moe_layers():
+        for weight in layer.expert_weights():
+            weight.copy_(quantize_mx(weight, "mxfp8").dequantize())
+    token = torch.randint(256, (1,), generator=torch.Generator().manual_seed(7))
+    found = [engine.prefill(token[:, None], torch.tensor([1]), 20) for engine in (cached, resident)]
+    for _ in range(4):
+        assert torch.equal(*found)
+        found = [engine.decode(token) for engine in (cached, resident)]
+    group.close()
 
 
 def decode_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:

@@ -155,6 +155,8 @@ def test_a_budget_in_experts_and_bytes() -> None:
     assert (ranks.held, ranks.slots, ranks.expert_bytes, ranks.expected_hits) == (32, 8, 49_152, 0.25)
     assert ranks.store_bytes == held.store_bytes // 4
     assert ranks.needed(1) == held.needed(1) / 2
+    small = budget_of(1_000_000, stored="mxfp4")
+    assert (small.slots, small.expert_bytes, small.stored) == (19, 13_056, "mxfp4"), "of 2 in float32"
     few = budget_of(1.0, parallel=ParallelConfig(ep=16))
     assert (few.held, few.slots) == (4, 4), "fewer than top_k experts all have slots"
 
@@ -173,6 +175,10 @@ def test_a_budget_in_experts_and_bytes() -> None:
         ({"store": "file"}, "host_budget=None must be given with expert_store='file'"),
         ({"store": "file", "host_budget": float("nan")}, "host_budget=nan must be given .* finite and above 0"),
         ({"store": "file", "host_budget": -1.0}, "host_budget=-1.0 must be given .* finite and above 0"),
+        (
+            {"stored": "mxfp4", "parallel": ParallelConfig(tp=4)},
+            "expert_dtype=mxfp4 takes a ffn_size / tp that is a multiple of 32, not 16",
+        ),
         (
             {"store": "file", "host_budget": 0.05},
             "host_budget=0.05 holds 12 experts, and must hold the 16 .* 1,572,864",

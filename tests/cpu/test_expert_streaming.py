@@ -12,6 +12,8 @@ from training_cases import MODEL, MOE
 
 from comet.config import ParallelConfig
 from comet.decode.runners import LocalRunner
+from comet.decode.twin import warp_decode_torch
+from comet.decode.weights import DecodeWeights
 from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache
 from comet.experts.streaming import Visit, plan_visits
 from comet.generation.engine import GPTEngine
@@ -19,6 +21,7 @@ from comet.group import make_expert_group
 from comet.layout import ExpertLayout
 from comet.models.gpt import GPT
 from comet.plain import plain_experts
+from comet.quantize import MXType, quantize_mx
 
 E, K, D, F = 12, 3, 32, 16
 
@@ -85,6 +88,21 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
     needed, fetched = cache.tables.totals[:2].tolist()
     assert needed >= fetched > 0
     assert (fetched == E) == (num_slots == E), "what has a slot is not copied again"
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
+def test_quantised_experts_stream_as_they_decode(kind: MXType) -> None:
+    w1, w2, made = made_experts(11)
+    packed = [quantize_mx(weight, kind) for weight in (w1, w2.repeat(1, 1, 2))]
+    parts = {name: each.elements for name, each in zip(("w1", "w2"), packed, strict=True)}
+    parts |= {f"{name}_scales": each.scales for name, each in zip(("w1", "w2"), packed, strict=True)}
+    parts |= {"w1": parts["w1"].repeat(1, 2, 1), "w1_scales": parts["w1_scales"].repeat(1, 2, 1)}
+    cache = ExpertCache(**parts, num_slots=4, device=torch.device("cpu"))
+    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
+    tokens, ids, weights = routed(made, 20)
+    slots = torch.arange(E, dtype=torch.int32)
+    wanted = warp_decode_torch(tokens, ids, weights, DecodeWeights(**parts, slots=slots))
+    torch.testing.assert_close(path(tokens, ids, weights, w1, w2), wanted)
 
 
 def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hold(

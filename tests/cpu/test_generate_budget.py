@@ -118,6 +118,23 @@ def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
     assert "tokens/s not known: they depend on how fast the files are read" in text
 
 
+def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys, monkeypatch):
+    words = [f"generate.source={qwen}", "generate.prompt=ab", f"generate.expert_budget={2 * 4 * EXPERT}"]
+    found = {}
+    for name, expert in (("null", EXPERT), ("mxfp8", 3168), ("mxfp4", 1632)):
+        rows, text = dry_run(capsys, monkeypatch, *words, f"generate.expert_dtype={name}")
+        told = "" if name == "null" else f" in {name}"
+        assert rows[f"all experts{told}, in host memory"] == pytest.approx(2 * 8 * expert / 2**20, abs=0.1)
+        assert f"expert_dtype: {name}\n" in text
+        settings = dict(prompts=("ab",), expert_budget=2.0 * 4 * EXPERT, max_new_tokens=3)
+        job = job_of(qwen, tmp_path, **settings, expert_dtype=None if name == "null" else name)
+        cache = generate_job(job, Rank())["expert_cache"]
+        found[name] = int(re.search(r"# experts on the device: (\d+) of 8 in each", text)[1])
+        assert (cache["slots"], cache["fetched_bytes"]) == (found[name], cache["fetched"] * expert)
+        assert cache["stored"] == (None if name == "null" else name)
+    assert found == {"null": 4, "mxfp8": 8, "mxfp4": 8}
+
+
 BUDGET = "generate.expert_budget"
 MISTAKES = [
     (["=nan"], "generate: expert_budget=nan must be finite and above 0, or None"),
@@ -129,7 +146,17 @@ MISTAKES = [
         ["=0.5", "parallel.ep=2"],
         "generate.expert_budget=0.5 of a Hugging Face folder is for one rank yet, not for 2: set parallel.ep=1",
     ),
-    (["=0.5", "generate.keep_fp8=true"], "generate.expert_budget=0.5 does not keep block FP8 yet"),
+    (
+        ["=0.5", "generate.keep_fp8=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
+        "generate.expert_store='file' must be 'host' with keep_fp8=True: what the host brings is not yet",
+    ),
+    (
+        ["=0.5", "generate.expert_dtype=mxfp4", *(f"generate.{name}={value}" for name, value in FILE.items())],
+        "generate.expert_store='file' must be 'host' with expert_dtype=mxfp4",
+    ),
+    (["=0.5", "generate.expert_dtype=mxfp4", "generate.keep_fp8=true"], "generate.expert_dtype=mxfp4 must be null"),
+    (["=null", "generate.expert_dtype=mxfp4"], "generate.expert_budget must be given with generate.expert_dtype=mxfp4"),
+    (["=0.5", "generate.expert_dtype=int4"], "generate.expert_dtype='int4' must be one of mxfp8, mxfp4, None"),
     (["=0.5", "generate.host_budget=0.5"], "generate: host_budget=0.5 must be None with expert_store=host"),
     (["=0.5", "generate.expert_store=file"], "generate.host_budget=None must be given with expert_store='file'"),
     (["=0.5", "generate.expert_store=disk"], "generate.expert_store='disk' must be one of host, file"),

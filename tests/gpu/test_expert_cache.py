@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_cases import QUANTISERS
 from torch import Tensor
 
 from comet.decode.runners import LocalRunner
@@ -20,6 +21,43 @@ CUDA = torch.device("cuda")
 
 def weights_of(made: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(E, 2 * F, D, generator=made).bfloat16(), torch.randn(E, D, F, generator=made).bfloat16()
+
+
+def quantised_parts(kind: str, made: torch.Generator, ffn_size: int) -> dict[str, Tensor]:
+    """Elements and scales of w1 and w2, on the CPU."""
+    parts = {}
+    for name, size in (("w1", (2 * ffn_size, D)), ("w2", (D, ffn_size))):
+        packed = QUANTISERS[kind](torch.randn(E, *size, generator=made))
+        parts |= {name: packed.elements, f"{name}_scales": packed.scales}
+    return parts
+
+
+# Where F is 208, an expert has 16 and 8 scales of block FP8, which share lines with those of other slots.
+@pytest.mark.parametrize(("kind", "ffn_size"), [("mxfp8", 192), ("mxfp4", 192), ("fp8", 208), ("fp8", 256)])
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E)])
+def test_steps_of_quantised_experts_equal_resident_ones(
+    kind: str, ffn_size: int, num_tokens: int, num_slots: int
+) -> None:
+    print("seed", num_slots)
+    made = torch.Generator().manual_seed(num_slots)
+    parts = quantised_parts(kind, made, ffn_size)
+    cache = ExpertCache(**parts, num_slots=num_slots, device=CUDA)
+    resident = DecodeWeights(
+        **{name: part.cuda() for name, part in parts.items()}, slots=torch.arange(E, dtype=torch.int32, device=CUDA)
+    )
+    decode = LocalRunner(K, num_tokens).decode
+    for step in range(200):
+        ids = torch.stack([torch.randperm(E + 1, generator=made)[:K] - 1 for _ in range(num_tokens)]).int().cuda()
+        weights = torch.rand(ids.shape, generator=made).cuda()
+        tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
+        output = decode(tokens, ids, weights, cache.weights)
+        assert torch.equal(output, decode(tokens, ids, weights, resident)), f"step {step}"
+    slots = cache.tables.slots.tolist()
+    for expert in (expert for expert in range(E) if slots[expert] >= 0):
+        for name, part in parts.items():
+            there = getattr(cache.weights, name)[slots[expert]].cpu()
+            assert torch.equal(there.view(torch.uint8), part[expert].view(torch.uint8)), f"{name} of {expert}"
+    assert int(cache.tables.totals[1]) >= num_slots
 
 
 @pytest.mark.parametrize("policy", POLICIES)

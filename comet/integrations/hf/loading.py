@@ -32,6 +32,7 @@ from comet.integrations.hf.families import (
 from comet.integrations.hf.fp8_shared import has_fp8_pieces, piece_shards
 from comet.integrations.hf.stored import StoredTensor, open_checkpoint, some
 from comet.integrations.hf.stored_experts import open_stores, take_files
+from comet.quantize import MXType, StoredType
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def load_pretrained(
     expert_budget: float | None = None,
     expert_store: ExpertStoreKind = "host",
     host_budget: float | None = None,
+    expert_dtype: MXType | None = None,
     **options: Any,
 ) -> Any:
     """Build a causal language model from a local folder, with its experts converted and sharded over a group.
@@ -76,6 +78,9 @@ def load_pretrained(
         expert_store: ``host``: all experts are read into host memory, one by one; ``file``: they stay in the folder's
             files, which must not change.
         host_budget: With ``file``: share of all experts, or bytes, that host memory holds.
+        expert_dtype: ``mxfp8`` or ``mxfp4``: quantise each expert as it is read into host memory, D and F multiples of
+            32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. ``None``:
+            as the model is, or in block FP8 with ``keep_fp8``.
         **options: Passed on to ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
@@ -85,33 +90,29 @@ def load_pretrained(
         ValueError: If the family, activation, a quantisation or the group does not fit, or tensors are missing,
             superfluous or of a wrong shape; everything about experts is known before anything is read. If a budget is
             too small, or a file changes while it is read.
-        NotImplementedError: If an ``expert_budget`` comes with a group of several ranks or with ``keep_fp8``.
+        NotImplementedError: If an ``expert_budget`` comes with a group of several ranks, or quantised experts with a
+            ``file`` store or memory that cannot be pinned.
         UnavailableError: If transformers is missing.
     """
     require_transformers()
     in_store = _is_in_store(expert_budget, expert_store, host_budget)
     if decode_tokens is None:
         decode_tokens = CACHED_DECODE_TOKENS if in_store else DECODE_TOKENS
-    _check_store(in_store, group, decode_tokens, keep_fp8)
+    stored = _stored_as(expert_dtype, in_store, keep_fp8)
+    if in_store:
+        _check_store(group, decode_tokens, expert_store, stored)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
     is_fp8 = _take_block_fp8(config, folder, keep_fp8)
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=in_store)
     stock_class, modules = _blueprint(config)
     sizes = moe_config(config), len(modules), dtype
-    stores: dict[str, Any] = dict(store=expert_store, host_budget=host_budget)
+    stores: dict[str, Any] = dict(store=expert_store, host_budget=host_budget, stored=stored)
     budget = None if expert_budget is None else ExpertBudget.create(expert_budget, *sizes, **stores)
     with ExitStack() as files:
         tensors = _wanted(open_checkpoint(folder, files), stock_class)
-        if is_fp8:
-            tensors = _read_fp8(tensors, dtype, place)
-            place = _with_fp8_pieces(place, tensors, modules, config)
-        else:
-            check_wide({name: tensor for name, tensor in tensors.items() if ".experts." not in name})
-        state = shard_checkpoint(tensors, modules, moe_config(config), place.layout, keep_fp8=keep_fp8)
-        state |= _piece_shards(place, tensors, modules, config)
-        _log_bytes(state, tensors, place)
-        layers = {} if budget is None else take_files(state, modules)
+        state, place = _state_of(tensors, modules, place, config, dtype if is_fp8 else None)
+        layers = {} if budget is None else take_files(state, modules, keep_fp8=keep_fp8)
         model, report = _sharded_class(stock_class, place).from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, **REPORTED, **options
         )
@@ -119,6 +120,21 @@ def load_pretrained(
         if budget is not None:
             open_stores(model, layers, budget, dtype, device, files)
     return model
+
+
+def _state_of(
+    tensors: dict[str, StoredTensor], modules: dict[int, str], place: Place, config: Any, fp8_as: torch.dtype | None
+) -> tuple[dict[str, Any], Place]:
+    """What the model is to load, lazily, this rank's shards among it; and the place, as ``_with_fp8_pieces`` has it."""
+    if fp8_as is None:
+        check_wide({name: tensor for name, tensor in tensors.items() if ".experts." not in name})
+    else:
+        tensors = _read_fp8(tensors, fp8_as, place)
+        place = _with_fp8_pieces(place, tensors, modules, config)
+    state = shard_checkpoint(tensors, modules, moe_config(config), place.layout, keep_fp8=place.keep_fp8)
+    state |= _piece_shards(place, tensors, modules, config)
+    _log_bytes(state, tensors, place)
+    return state, place
 
 
 def _settings(
@@ -146,14 +162,21 @@ def _is_in_store(expert_budget: float | None, expert_store: ExpertStoreKind, hos
     return expert_budget is not None
 
 
-def _check_store(in_store: bool, group: ExpertGroup | None, decode_tokens: int, keep_fp8: bool) -> None:
-    """Raise ``NotImplementedError`` or ``ValueError`` for what a store does not go with, where there is one."""
-    if not in_store:
-        return
+def _stored_as(expert_dtype: MXType | None, in_store: bool, keep_fp8: bool) -> StoredType | None:
+    """What experts in a store are quantised to."""
+    require(in_store or expert_dtype is None, f"expert_dtype={expert_dtype} must come with an expert_budget")
+    require(not keep_fp8 or expert_dtype is None, f"expert_dtype={expert_dtype} must be None with keep_fp8=True")
+    return "fp8" if keep_fp8 else expert_dtype
+
+
+def _check_store(
+    group: ExpertGroup | None, decode_tokens: int, expert_store: ExpertStoreKind, stored: StoredType | None
+) -> None:
+    """Raise ``NotImplementedError`` or ``ValueError`` for what a store does not go with."""
     if group is not None and group.parallel.world_size > 1:
         raise NotImplementedError("expert_budget is for one rank: leave ep and tp of the group at 1")
-    if keep_fp8:
-        raise NotImplementedError("expert_budget does not keep block FP8 yet: load with keep_fp8=False, dequantised")
+    if expert_store == "file" and stored is not None:
+        raise NotImplementedError(f"expert_store='file' does not bring experts in {stored} yet: use 'host'")
     require(decode_tokens >= 1, f"decode_tokens={decode_tokens} must be at least 1 with an expert_budget")
 
 

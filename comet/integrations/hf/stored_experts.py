@@ -19,7 +19,9 @@ from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_repor
 from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.stored import SCALES
 from comet.layout import ExpertLayout
+from comet.quantize import StoredType
 
 
 class StoredExperts(CometExperts):
@@ -66,15 +68,17 @@ class StoredExperts(CometExperts):
 
 @dataclass(frozen=True, slots=True)
 class LayerFiles:
-    """Reads the experts of one layer from a checkpoint; an ``ExpertReader``.
+    """Reads the experts of one layer from a checkpoint; an ``ExpertReader``, with scales a ``ScaledReader``.
 
     Args:
         gate_up: Of all experts.
         down: Likewise.
+        scales: Of both, where experts are kept in block FP8.
     """
 
     gate_up: LazyShard
     down: LazyShard
+    scales: tuple[LazyShard, LazyShard] | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -86,12 +90,27 @@ class LayerFiles:
         self.gate_up.read_expert(expert, w1)
         self.down.read_expert(expert, w2)
 
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See ``ScaledReader``."""
+        assert self.scales is not None, "shards of scales come with keep_fp8"
+        return self.scales[0].shape, self.scales[1].shape
 
-def take_files(state: dict[str, Any], modules: Mapping[int, str]) -> dict[str, LayerFiles]:
+    def read_scales(self, expert: int, w1_scales: Tensor, w2_scales: Tensor) -> None:
+        """See ``ScaledReader``."""
+        assert self.scales is not None, "shards of scales come with keep_fp8"
+        for shard, into in zip(self.scales, (w1_scales, w2_scales), strict=True):
+            shard.read_expert(expert, into)
+
+
+def take_files(state: dict[str, Any], modules: Mapping[int, str], *, keep_fp8: bool) -> dict[str, LayerFiles]:
     """Take the expert tensors out of what transformers is to load; returns each layer's by the name of its module."""
-    return {
-        name: LayerFiles(state.pop(f"{name}.gate_up_proj"), state.pop(f"{name}.down_proj")) for name in modules.values()
-    }
+    found = {}
+    for module in modules.values():
+        names = [f"{module}.gate_up_proj", f"{module}.down_proj"]
+        scales = (state.pop(names[0] + SCALES), state.pop(names[1] + SCALES)) if keep_fp8 else None
+        found[module] = LayerFiles(state.pop(names[0]), state.pop(names[1]), scales)
+    return found
 
 
 def open_stores(
@@ -115,14 +134,21 @@ def open_stores(
     readers: dict[str, ExpertReader] = dict(layers)
     places = budget.places
     if budget.store == "host":
-        held = {name: HeldExperts.fill(reader, dtype, device) for name, reader in layers.items()}
+        held = {name: _held(reader, budget.stored, dtype, device) for name, reader in layers.items()}
         if all(layer.readable for layer in held.values()):
             for name, layer in held.items():
-                cache = ExpertCache(layer.w1, layer.w2, budget.slots, device)
+                cache = ExpertCache(**layer.parts, num_slots=budget.slots, device=device)
                 experts = model.get_submodule(name)
                 experts.path = CachedExperts(cache, experts.runner, budget.top_k)
             return
-        warn_pageable(sum(layer.w1.nbytes + layer.w2.nbytes for layer in held.values() if not layer.readable))
+        pageable = sum(layer.num_bytes for layer in held.values() if not layer.readable)
+        if budget.stored is not None:
+            raise NotImplementedError(
+                f"experts in {budget.stored} are not copied by the host yet, and {pageable:,} bytes of memory for them "
+                "cannot be pinned (ulimit -l, or a container's limit): allow that, or keep the experts in the model's "
+                "type"
+            )
+        warn_pageable(pageable)
         readers, places = dict(held), budget.slots
     (_, *w1), (_, *w2) = next(iter(readers.values())).shapes
     stage = Stage(places, (tuple(w1), tuple(w2)), dtype, device)
@@ -132,6 +158,15 @@ def open_stores(
         staged = StagedCache(reader, stage, number, budget.slots, dtype, device)
         experts = model.get_submodule(name)
         experts.path = StagedExperts(staged, experts.runner.decode, budget.top_k)
+
+
+def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, device: torch.device) -> HeldExperts:
+    """A layer's experts in host memory, as they are to be stored."""
+    if stored is None:
+        return HeldExperts.fill(reader, dtype, device)
+    if stored == "fp8":
+        return HeldExperts.keep_fp8(reader, device)
+    return HeldExperts.quantise(reader, dtype, device, stored)
 
 
 def cache_report(model: Any) -> CacheReport | None:
