@@ -1,9 +1,14 @@
-"""Other ways to run routed experts over ``torch.distributed``, forward only: what a careful user would try first.
+"""What Comet's layer is compared with: other ways to run it, its two GEMMs alone, its communication alone.
 
-Same arguments and result as ``comet.plain.plain_experts``.
+The other ways are what a careful user would try first over ``torch.distributed``, forward only; arguments and result
+are those of ``comet.plain.plain_experts``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -12,8 +17,129 @@ from torch.distributed import ProcessGroup, Work
 
 from comet.collectives import accumulator_dtype
 from comet.config import require
-from comet.layout import ExpertLayout
-from comet.plain import dispatch_rows, expert_rows, make_exchange, weighted_sum
+from comet.kernels.arguments import TileTable
+from comet.kernels.group_gemm import GemmConfig, group_gemm
+from comet.layout import ExpertLayout, round_up
+from comet.paths import SymmetricPath
+from comet.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
+from comet.tuner.timing import Variant
+
+BLOCK_ROWS = 128
+
+
+def split_evenly(num_rows: int, num_experts: int) -> tuple[int, ...]:
+    """Rows of each expert when all are alike; 7 rows over 3 experts: (3, 2, 2)."""
+    share, rest = divmod(num_rows, num_experts)
+    return tuple(share + (expert < rest) for expert in range(num_experts))
+
+
+def gemm_variants(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> dict[str, Variant]:
+    """Both GEMMs without SwiGLU, as variants ``gemm_torch`` and, on a GPU, ``gemm_comet``.
+
+    Args:
+        w1: ``(e, 2F/TP, D)``.
+        w2: ``(e, D, F/TP)``.
+        expert_counts: e routed rows of each expert.
+
+    Returns:
+        Name to variant.
+    """
+    variants = {"gemm_torch": _torch_gemms(w1, w2, expert_counts)}
+    if w1.is_cuda:
+        variants["gemm_comet"] = _comet_gemms(w1, w2, expert_counts)
+    return variants
+
+
+def _torch_gemms(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> Variant:
+    ends = torch.tensor(list(accumulate(expert_counts)), dtype=torch.int32, device=w1.device)
+    rows, hidden = _operands(w1, w2, sum(expert_counts))
+
+    def run(index: int) -> None:
+        grouped_matmul(rows, w1, expert_counts, ends)
+        grouped_matmul(hidden, w2, expert_counts, ends)
+
+    return run
+
+
+def _comet_gemms(w1: Tensor, w2: Tensor, expert_counts: tuple[int, ...]) -> Variant:
+    table, num_rows = tile_table(expert_counts, w1.device)
+    rows, hidden = _operands(w1, w2, num_rows)
+    first, second = rows.new_empty(num_rows, w1.shape[1]), rows.new_empty(num_rows, w2.shape[1])
+    config = GemmConfig.select(w1.dtype)
+
+    def run(index: int) -> None:
+        group_gemm(rows, w1, first, table, gather=False, layout="nk", config=config)
+        group_gemm(hidden, w2, second, table, gather=False, layout="nk", config=config)
+
+    return run
+
+
+def tile_table(expert_counts: tuple[int, ...], device: torch.device | str) -> tuple[TileTable, int]:
+    """Lay the rows out as the plan does, in one phase, every expert from a multiple of 128 rows.
+
+    Example: counts (130, 0, 5): tiles ``[[0, 0, 128, 0], [0, 128, 2, 0], [2, 256, 5, 0]]``, 384 rows.
+
+    Args:
+        expert_counts: e rows of each expert.
+        device: Where the table lives.
+
+    Returns:
+        The table, and the rows its tiles span.
+    """
+    tiles: list[list[int]] = []
+    num_rows = 0
+    for expert, count in enumerate(expert_counts):
+        for first in range(0, count, BLOCK_ROWS):
+            tiles.append([expert, num_rows + first, min(BLOCK_ROWS, count - first), 0])
+        num_rows += round_up(count, BLOCK_ROWS)
+    table = TileTable(
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4),
+        num_tiles=torch.tensor([len(tiles)], dtype=torch.int32, device=device),
+        row_ids=torch.arange(num_rows, dtype=torch.int32, device=device),
+        counters=torch.zeros(32, dtype=torch.int32, device=device),
+        block_rows=BLOCK_ROWS,
+    )
+    return table, num_rows
+
+
+def _operands(w1: Tensor, w2: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Random rows of D and of F/TP columns; zeros would draw less power and flatter the clock."""
+    shapes = ((num_rows, w1.shape[2]), (num_rows, w2.shape[2]))
+    rows, hidden = (torch.randn(shape, device=w1.device, dtype=w1.dtype) for shape in shapes)
+    return rows, hidden
+
+
+def exchange_alone(
+    path: SymmetricPath, tokens: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], w2: Tensor
+) -> Callable[[int], tuple[Tensor, ...]]:
+    """A variant of the whole layer without GEMMs: plan, dispatch and combine of input set ``index``, all blocks at it.
+
+    Args:
+        path: By kernels or twins.
+        tokens: ``(T, D)`` of each input set.
+        ids: ``(T, K)`` int32.
+        weights: ``(T, K)`` float32.
+        w2: ``(e, D, F/TP)``.
+    """
+    hidden = tokens[0].new_zeros(path.max_routed_rows, w2.shape[2])
+
+    def run(index: int) -> tuple[Tensor, ...]:
+        plan = path.plan(ids[index], weights[index])
+        path.ops.dispatch(tokens[index], plan, path.workspace, path.settings)
+        if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
+            without_tiles = replace(
+                plan,
+                tile_starts=torch.zeros_like(plan.tile_starts),
+                segment_counts=torch.zeros_like(plan.segment_counts),
+            )
+            path.ops.layer1(hidden, w2, without_tiles, path.workspace, path.settings)
+        else:
+            y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
+            path.ops.combine(y, plan, path.workspace, path.settings, weighted=True)
+        return ()
+
+    return run
+
 
 NUM_CHUNKS = 2
 

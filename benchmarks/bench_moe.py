@@ -12,7 +12,6 @@ and protocol: ``RESULTS.md`` beside this file.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,10 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from accounting import layer_flops, link_bytes
-from facts import gather_facts
 from fp8 import deviation
-from graphs import Graph, record
-from overlap import parse_overlap
 from points import (
     ROTATE,
+    Graph,
     Inputs,
     Layer,
     Ranks,
@@ -39,9 +35,9 @@ from points import (
     floor_variants,
     layer_variants,
     open_layer,
+    record,
     relative_error,
 )
-from protocol import time_by_protocol
 from report import (
     COLUMNS,
     FP8_VARIANTS,
@@ -53,11 +49,12 @@ from report import (
     figures,
     format_summary,
     format_table,
+    layer_flops,
+    link_bytes,
     set_aside,
 )
-from routing import ROUTINGS
-from shapes import model
-from start import run_and_leave, start_ranks, tell, whole_numbers, words
+from shapes import ROUTINGS, model, parse_overlap
+from start import gather_facts, release, run_and_leave, start_ranks, tell, time_by_protocol, whole_numbers, words
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -66,7 +63,7 @@ from comet.launch.distributed import started_by_torchrun
 from comet.paths import SymmetricPath
 from comet.tuner.timing import Timing, Variant
 
-# Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``graphs.GraphedExperts``.
+# Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``points.GraphedExperts``.
 GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")
 # Largest deviation from the plain path, relative to its root mean square, that rounding can explain.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
@@ -227,9 +224,7 @@ def measure_model(
             tell(ranks, f"{name}: layer made in {time.perf_counter() - start:.1f} s")
             yield from measure_layer(layer, points, settings, ranks, arguments.rounds, link_roof)
         del layer
-        gc.collect()
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(ranks)
 
 
 def measure_layer(

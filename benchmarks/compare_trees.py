@@ -105,8 +105,7 @@ def training_step(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]
     from comet import make_expert_group
     from comet.launch.config import compose, make_job
     from comet.models.gpt import GPT
-    from comet.training.loop import Trainer
-    from comet.training.optimizer import make_optimizer
+    from comet.training.loop import Trainer, make_optimizer
 
     job = make_job(compose(["parallel=single"]), 1)
     tokens = job.train.batch_size * job.model.context

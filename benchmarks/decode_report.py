@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from decode_library import PREFIX
-from decode_own import OWN
+from decode_variants import OWN, PREFIX
 from report import cell
 
 from comet.tables import aligned

@@ -15,15 +15,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from accounting import balanced_rows
-from baselines import all_gather_experts, pipelined_experts
-from comm_only import exchange_alone
+from baselines import all_gather_experts, exchange_alone, gemm_variants, pipelined_experts, split_evenly
 from fp8 import FP8Layer, fits, quantize_layer
-from gemms import gemm_variants, split_evenly
-from graphs import Graph, GraphedExperts, LayerVariant
-from report import FP8_VARIANTS, VARIANTS
-from routing import make_routing
-from torch import Tensor
+from report import FP8_VARIANTS, VARIANTS, balanced_rows
+from shapes import make_routing
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from triton import TritonError
 
@@ -35,9 +31,83 @@ from comet.moe import MoE
 from comet.paths import SymmetricPath
 from comet.plain import make_exchange, plain_experts
 from comet.sharding import local
-from comet.tuner.recovery import recover
-from comet.tuner.timing import Variant
+from comet.training_graphs import TrainingGraphs
+from comet.tuner.measure import recover
+from comet.tuner.timing import Variant, capture
 from comet.workspace import Workspace
+
+LayerVariant = Callable[[int], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A variant recorded for all input sets, kept with what it reads; a replay of set 0 writes ``output``."""
+
+    variant: LayerVariant
+    replay: Variant
+    output: tuple[Tensor, ...]
+
+    def first(self) -> tuple[Tensor, ...]:
+        """Replay input set 0."""
+        self.replay(0)
+        return self.output
+
+
+def record(variant: LayerVariant, rotate: int) -> Graph:
+    """Capture a variant as CUDA graphs that keep the output of input set 0.
+
+    Args:
+        variant: A function of the input set that never makes the host wait for the device.
+        rotate: Number of input sets.
+
+    Returns:
+        The graphs.
+    """
+    kept: list[tuple[Tensor, ...]] = []
+
+    def run(index: int) -> None:
+        output = variant(index)
+        if index == 0:
+            kept[:] = [output]
+
+    replay = capture(run, rotate=rotate)
+    return Graph(variant, replay, kept[0])
+
+
+class GraphedExperts:
+    """The layer for a given routing, replayed forward and backward as ``comet.GraphedMoE`` replays a whole layer.
+
+    Each call copies what it is given to where the graphs read it, and what they made away from there, as a user's does.
+
+    Args:
+        moe: The layer.
+    """
+
+    def __init__(self, moe: MoE) -> None:
+        self.moe = moe
+        self.module = _Routed(moe)
+        self.stream = torch.cuda.Stream() if moe.group.device.type == "cuda" else None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.replay: TrainingGraphs | None = None
+
+    def __call__(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """``(T, D)``, as ``MoE.routed_experts``; all calls have the same number of tokens."""
+        inputs = (tokens, ids, weights)
+        if self.replay is None:
+            output = self.moe.routed_experts(*inputs)  # compiles the kernels
+            torch.autograd.grad(output, (tokens, weights, *self.moe.expert_parameters()), torch.zeros_like(output))
+            self.replay = TrainingGraphs(self.module, self.moe, inputs, self.stream, self.graphs)
+        return self.replay(*inputs)[0]
+
+
+class _Routed(nn.Module):
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor]:
+        return (self.moe.routed_experts(tokens, ids, weights),)
+
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
 SEEDS_PER_RANK = 1000

@@ -20,12 +20,9 @@ from typing import Any
 
 import torch
 import triton
-from overlap import parse_overlap
 from points import Inputs, Ranks, Settings, make_inputs, open_layer
-from protocol import time_by_protocol
-from routing import ROUTINGS
-from shapes import model
-from start import run_and_leave, start_ranks
+from shapes import ROUTINGS, model, parse_overlap
+from start import run_and_leave, start_ranks, time_by_protocol
 from torch import Tensor
 
 from comet.config import ParallelConfig, require

@@ -1,20 +1,27 @@
-"""How a benchmark starts, by itself or as one rank of torchrun, what it says, and how it ends.
+"""How a benchmark starts, by itself or as one rank of torchrun, what it says, and how it ends; the facts of every run.
 
-Mistakes are one line and status 2.
+Mistakes are one line and status 2. Facts are what this machine can do at best, too; all time by one protocol.
 """
 
 from __future__ import annotations
 
+import gc
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from points import Ranks
+from report import Row
+from torch import Tensor
 
+from comet.comm import make_communicator
 from comet.config import ParallelConfig, require
 from comet.launch.distributed import (
     current_context,
@@ -25,6 +32,89 @@ from comet.launch.distributed import (
     started_by_torchrun,
 )
 from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
+from comet.tuner.timing import Name, Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+
+ROUNDS = 10
+
+
+def gemm_roof_tflops(ranks: Ranks) -> float:
+    """Rate of an 8192^3 bf16 product (256^3 float32 on a CPU), all ranks at once, of the slowest rank."""
+    size = 8192 if ranks.device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=ranks.device).to(ranks.dtype) for _ in range(2))
+    timings = time_by_protocol({"roof": lambda _: a @ b}, ranks, rounds=ROUNDS, leads=False)
+    return 2 * size**3 / (timings["roof"].median_ms * 1e9)
+
+
+def link_roof_gbs(ranks: Ranks) -> float | None:
+    """GB/s of a copy to the next rank, all ranks at once, by the copy engines; ``None`` for a rank alone."""
+    device = ranks.device
+    if ranks.process_group is None:
+        return None
+    num_bytes = 2**28 if device.type == "cuda" else 2**20
+    comm = make_communicator("auto", ranks.process_group, device)
+    window = comm.alloc(num_bytes)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target: Tensor = window.peers[(comm.rank + 1) % comm.world_size]
+    timings = time_by_protocol({"roof": lambda _: target.copy_(source)}, ranks, rounds=ROUNDS, leads=False)
+    comm.barrier()
+    comm.close()
+    return num_bytes / (timings["roof"].median_ms * 1e6)
+
+
+def time_by_protocol(
+    variants: Mapping[Name, Variant],
+    ranks: Ranks,
+    *,
+    rounds: int,
+    rotate: int = 1,
+    opening: Callable[[], None] | None = None,
+    leads: bool = True,
+    warmup: int = 3,
+) -> dict[Name, Timing]:
+    """Time variants in turn, ranks starting together; the slowest rank counts.
+
+    Args:
+        variants: By name, equal on all ranks.
+        ranks: Who takes part.
+        rounds: Counted calls of each variant.
+        rotate: Input sets.
+        opening: What comes before each call in the place of the ranks' barrier.
+        leads: Whether the host gets ahead of the GPU before each call.
+        warmup: Rounds that are not counted.
+    """
+    barrier = rank_barrier(ranks.device, ranks.process_group) if opening is None else opening
+    return time_interleaved(
+        variants,
+        rounds=rounds,
+        barrier=host_ahead(barrier, ranks.device) if leads else barrier,
+        rotate=rotate,
+        device=ranks.device,
+        slowest=max_over_ranks(ranks.device, ranks.process_group),
+        warmup=warmup,
+    )
+
+
+def gather_facts(ranks: Ranks) -> Row:
+    """What a result needs to be repeated, and the roofs of this run; collective."""
+    on_gpu = ranks.device.type == "cuda"
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or "not a git checkout",
+        "command": " ".join(sys.argv),
+        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
+        "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
+        "torch": torch.__version__,
+        "gemm_roof_tflops": gemm_roof_tflops(ranks),
+        "link_roof_gbs": link_roof_gbs(ranks),
+    }
+
 
 SPEAKER_S = 20.0  # rank 0 may still be importing what this rank has
 
@@ -39,15 +129,15 @@ def whole_numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def run_and_leave(main: Callable[[Sequence[str]], None]) -> NoReturn:
-    """Run one rank of a benchmark with the words of its command line, and end the process.
+def run_and_leave(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Run one rank of a benchmark with the words of its command line, and end the process with the status it returns.
 
     A mistake of the user is one line, as of the command ``comet``. Before the ranks have met all of them find it: rank
     0 says it, while the others wait for torchrun to end them, which it does when the first rank leaves. Afterwards each
     rank that meets one says so. Anything else shows its traceback.
     """
     try:
-        main(sys.argv[1:])
+        status = main(sys.argv[1:])
     except Exception as error:
         if not is_user_error(error):
             raise
@@ -55,7 +145,7 @@ def run_and_leave(main: Callable[[Sequence[str]], None]) -> NoReturn:
             time.sleep(SPEAKER_S)
         say(f"error: {one_line(error)}")
         leave(STATUS_USER)
-    leave(0)
+    leave(status or 0)
 
 
 def start_ranks(parallel: ParallelConfig, device: str, run: Callable[[Ranks], None]) -> None:
@@ -87,3 +177,10 @@ def tell(ranks: Ranks, line: str) -> None:
     """One line of progress, by rank 0."""
     if ranks.rank == 0:
         print(line, file=sys.stderr, flush=True)
+
+
+def release(ranks: Ranks) -> None:
+    """Give back the memory of what is gone; graphs are gone before the communicators they recorded."""
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()

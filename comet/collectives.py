@@ -57,6 +57,17 @@ def all_gather_stacked(tensor: Tensor, process_group: ProcessGroup | None) -> Te
     return _AllGatherStacked.apply(tensor, process_group)
 
 
+def of_first_rank(values: Tensor) -> Tensor:
+    """What rank 0 decided, on every rank of the default group, in place: last bits of what ranks compute may differ.
+
+    Args:
+        values: Contiguous; shape and dtype equal on all ranks. Without a group they stay as they are.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(values, 0)
+    return values
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of ``dtype`` are kept in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

@@ -13,8 +13,7 @@ from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.gemm_combine import GemmCombineConfig
 from comet.kernels.recorder import Recorder
-from comet.plan import Plan
-from comet.plan_rules import COUNTERS_PER_LAUNCH, NUM_COUNTERS
+from comet.plan import COUNTERS_PER_LAUNCH, NUM_COUNTERS, Plan
 from comet.settings import LayerSettings
 from comet.workspace import Workspace
 

@@ -15,14 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from comet.comm import Backend, make_communicator
 from comet.comm.base import Communicator
-from comet.comm.deadline import set_deadline
-from comet.comm.handshake import check_equal, gather
+from comet.comm.handshake import check_equal, gather, set_deadline
 from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
 from comet.layout import ExpertLayout
 from comet.sharding import forget_meshes, make_mesh
 from comet.side_stream import SideStream
-from comet.tuner.choice import Resolver
-from comet.tuner.shared import shared_resolver
+from comet.tuner.choice import Resolver, shared_resolver
 from comet.workspace import Workspace, WorkspaceShape
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from comet.config import MoEConfig, ParallelConfig, require
 
 # Rows that share an arrival flag of the dispatch and of the combine, flags per chunk of the combine, and most waves
@@ -25,6 +28,26 @@ def num_waves(experts_local: int) -> int:
     Example: 2 local experts make 4 waves (one each, one empty, the last), 32 and more make 32.
     """
     return min(MAX_WAVES, 1 << experts_local.bit_length())
+
+
+def positions_in_groups(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Position of each element among those of its group, and the size of each group; nothing waits for a GPU.
+
+    Example: groups [1, 0, 1, 1] of 2: positions [0, 0, 1, 2], sizes [1, 3].
+
+    Args:
+        groups: ``(N,)`` int64 in ``[0, num_groups)``.
+        num_groups: G.
+
+    Returns:
+        ``(N,)`` and ``(G,)`` int64.
+    """
+    sizes = groups.new_zeros(num_groups).scatter_add_(0, groups, torch.ones_like(groups))
+    order = groups.argsort(stable=True)
+    positions = torch.empty_like(groups)
+    ranks = torch.arange(groups.numel(), device=groups.device)
+    positions[order] = ranks - (sizes.cumsum(0) - sizes)[groups[order]]
+    return positions, sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +105,3 @@ class ExpertLayout:
     def first_expert(self) -> int:
         """The first expert this rank computes."""
         return self.ep_rank * self.experts_local
-
-    def ranks_of_expert(self, expert: int) -> range:
-        """The ranks that compute ``expert``."""
-        first = expert // self.experts_local * self.tp
-        return range(first, first + self.tp)

@@ -137,6 +137,16 @@ def check_id_dtype(top_k_ids: Tensor) -> None:
         raise ValueError(f"top_k_ids of dtype {top_k_ids.dtype} must be torch.int32 or torch.int64")
 
 
+def check_id_range(top_k_ids: Tensor, num_experts: int) -> None:
+    """Raise ``ValueError`` naming the first id that is neither -1 nor an expert; waits for the device."""
+    bad = (top_k_ids < -1) | (top_k_ids >= num_experts)
+    if bool(bad.any()):
+        first = int(top_k_ids[bad][0])
+        raise ValueError(
+            f"top_k_ids contain {first}; every id must be -1 (masked) or in [0, num_experts={num_experts})"
+        )
+
+
 class _Term(NamedTuple):
     letter: str
     factor: int

@@ -23,8 +23,7 @@ from comet.layout import ExpertLayout
 from comet.match import MatchOnce, Sizes
 from comet.packed import match_fp8_weights
 from comet.plain import CollectiveExperts, gather_reference_experts, plain_experts
-from comet.plan import Plan, make_plan, routed_row_capacity
-from comet.plan_rules import check_tokens
+from comet.plan import Plan, begin_plan, check_tokens, routed_row_capacity
 from comet.quantize import FP8
 from comet.schedule import check_phases
 from comet.settings import LayerSettings
@@ -184,27 +183,36 @@ class SymmetricPath:
             CapacityError: On the CPU, where a plan that does not fit is known at once; on a GPU ``workspace.check``
                 tells.
         """
-        plan = make_plan(
+        return self.begin_plan(top_k_ids, top_k_weights.detach(), at_once=True, trains=trains)()
+
+    def begin_plan(
+        self, top_k_ids: Tensor, top_k_weights: Tensor, *, at_once: bool = False, trains: bool = False
+    ) -> Callable[[], Plan]:
+        """``plan`` in halves: ids are sent; what is returned waits for the others' (see ``comet.plan.begin_plan``)."""
+        finish = begin_plan(
             top_k_ids,
-            top_k_weights.detach(),
+            top_k_weights,
             self.layout,
             self.workspace,
             overlap=self.overlap,
             expert_capacity=self.expert_capacity,
             max_routed_rows=self.max_routed_rows,
             use_kernels=self.use_kernels,
+            at_once=at_once,
             trains=trains,
         )
-        self.check_reserved(plan)
-        return plan
 
-    def check_reserved(self, plan: Plan) -> None:
-        """Raise ``CapacityError`` on the CPU where a plan needs more routed rows than are reserved; see ``plan``."""
-        if not self.use_kernels and plan.status[2]:
-            raise CapacityError(
-                f"rank {self.layout.rank} needs {int(plan.status[0])} routed rows, more than the "
-                f"{self.max_routed_rows} that max_imbalance={self.max_imbalance} reserves; raise it or leave it unset"
-            )
+        def checked() -> Plan:
+            plan = finish()
+            if not self.use_kernels and plan.status[2]:
+                raise CapacityError(
+                    f"rank {self.layout.rank} needs {int(plan.status[0])} routed rows, more than the "
+                    f"{self.max_routed_rows} that max_imbalance={self.max_imbalance} reserves; raise it or leave it "
+                    "unset"
+                )
+            return plan
+
+        return checked
 
 
 class CollectivePath:

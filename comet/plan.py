@@ -26,13 +26,150 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from comet.config import OverlapConfig, Transport, require
-from comet.layout import ExpertLayout, round_up
-from comet.plan_rules import PlanRules, check_routing
-from comet.plan_twin import plan_tensors
+from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
+from comet.schedule import check_phases
 from comet.workspace import Workspace
+
+COUNTERS_PER_LAUNCH = 32
+NUM_COUNTERS = 4 * COUNTERS_PER_LAUNCH
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRules:
+    """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``.
+
+    Args:
+        num_phases: P.
+        block_rows: Rows of a GEMM tile.
+        expert_capacity: Routed rows each expert keeps.
+        max_routed_rows: Q.
+        transport: How layer 0 moves rows, hence where they arrive.
+    """
+
+    num_phases: int
+    block_rows: int
+    expert_capacity: int
+    max_routed_rows: int
+    transport: Transport
+
+    @classmethod
+    def create(cls, overlap: OverlapConfig, expert_capacity: int | None, max_routed_rows: int) -> PlanRules:
+        """The rules of one layer; a capacity of ``None`` keeps every routed row."""
+        return cls(
+            num_phases=overlap.num_phases,
+            block_rows=overlap.block_rows,
+            expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
+            max_routed_rows=max_routed_rows,
+            transport=overlap.transport,
+        )
+
+    def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
+        """Raise ``ValueError`` unless the rules fit layout and pool, ``RuntimeError`` if the pool has been closed."""
+        shape, comm = workspace.shape, workspace.comm
+        comm.require_open()
+        require(
+            layout.world_size == comm.world_size and layout.rank == comm.rank,
+            f"rank={layout.rank} of {layout.world_size} in the layout must be the communicator's "
+            f"{comm.rank} of {comm.world_size}",
+        )
+        require(
+            layout.top_k <= shape.top_k, f"top_k={layout.top_k} must be at most the workspace's top_k={shape.top_k}"
+        )
+        check_phases(self.num_phases, layout.world_size)
+        require(
+            1 <= self.expert_capacity <= INT32_MAX,
+            f"expert_capacity={self.expert_capacity} must be at least 1 and fit 32 bits, or None",
+        )
+        require(
+            0 < self.max_routed_rows <= INT32_MAX and self.max_routed_rows % self.block_rows == 0,
+            f"max_routed_rows={self.max_routed_rows} must be a positive multiple of block_rows={self.block_rows}",
+        )
+        pool = 2 * layout.world_size * workspace.max_tokens * shape.top_k
+        require(
+            pool <= INT32_MAX,
+            f"max_tokens={workspace.max_tokens} with {layout.world_size} ranks and top_k={shape.top_k} makes "
+            f"{pool} ids, must be at most {INT32_MAX}",
+        )
+
+
+def check_routing(ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace) -> None:
+    """Raise ``ValueError`` unless ids and weights fit the layout and the pool."""
+    _check_placed("top_k_ids", ids, torch.int32, workspace)
+    _check_placed("top_k_weights", weights, torch.float32, workspace)
+    require(
+        ids.dim() == 2 and ids.shape[1] == layout.top_k,
+        lambda: f"shape={tuple(ids.shape)} of top_k_ids must be (tokens, top_k={layout.top_k})",
+    )
+    require(
+        weights.shape == ids.shape,
+        lambda: f"shape={tuple(weights.shape)} of top_k_weights must equal {tuple(ids.shape)} of top_k_ids",
+    )
+    require(
+        ids.shape[0] <= workspace.max_tokens,
+        lambda: (
+            f"num_tokens={ids.shape[0]} must be at most max_tokens={workspace.max_tokens} of the workspace; "
+            "raise max_tokens when it is made"
+        ),
+    )
+
+
+def check_tokens(tokens: Tensor, ids: Tensor, workspace: Workspace) -> None:
+    """Raise ``ValueError`` unless tokens fit the pool and are as many as rows of ids: kernels read what they name."""
+    hidden_size = workspace.shape.hidden_size
+    require(
+        tokens.shape == (*ids.shape[:1], hidden_size),
+        lambda: (
+            f"shape={tuple(tokens.shape)} of tokens must be (T, hidden_size={hidden_size}), with the T of top_k_ids of "
+            f"shape={tuple(ids.shape)}"
+        ),
+    )
+    _check_placed("tokens", tokens, workspace.shape.dtype, workspace, whose="the group's ")
+
+
+def _check_placed(name: str, tensor: Tensor, dtype: torch.dtype, workspace: Workspace, whose: str = "") -> None:
+    device = workspace.ids.local.device
+    require(tensor.dtype == dtype, lambda: f"dtype={tensor.dtype} of {name} must be {whose}{dtype}")
+    require(tensor.device == device, lambda: f"device={tensor.device} of {name} must be the group's {device}")
+
+
+def num_counters(world_size: int, max_tokens: int) -> int:
+    """Counters of a plan: those of the launches, then one of each chunk of rows that goes to a rank.
+
+    Example:
+        W=4 and M=2048 make 128 + 4 * 16 = 192.
+    """
+    return NUM_COUNTERS + world_size * (max_tokens // CHUNK_ROWS)
+
+
+def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``.
+
+    There is no ``arrival_row_ids`` where rows arrive as the received rows they are (transport ``push``).
+    """
+    ranks, rows, top_k = layout.world_size, layout.world_size * max_tokens, layout.top_k
+    by_token = {"arrival_row_ids": (rules.max_routed_rows,)} if rules.transport == "copy" else {}
+    return by_token | {
+        "send_token_ids": (ranks, max_tokens),
+        "send_counts": (ranks,),
+        "send_rows": (max_tokens, ranks),
+        "recv_counts": (ranks,),
+        "row_slots": (rows, top_k),
+        "row_weights": (rows, top_k),
+        "routed_row_ids": (rules.max_routed_rows,),
+        "routed_slots": (rules.max_routed_rows,),
+        "segment_starts": (layout.experts_local + 1,),
+        "segment_counts": (layout.experts_local,),
+        "tiles": (rules.max_routed_rows // rules.block_rows, 4),
+        "segment_tiles": (rules.max_routed_rows // rules.block_rows, 4),
+        "tile_starts": (rules.num_phases + 1,),
+        "status": (4,),
+        "counters": (num_counters(layout.world_size, max_tokens),),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +244,7 @@ class Plan:
         return replace(self, **tensors, memory=memory)
 
 
-def make_plan(
+def begin_plan(
     top_k_ids: Tensor,
     top_k_weights: Tensor,
     layout: ExpertLayout,
@@ -117,9 +254,10 @@ def make_plan(
     expert_capacity: int | None,
     max_routed_rows: int,
     use_kernels: bool,
+    at_once: bool = False,
     trains: bool = False,
-) -> Plan:
-    """Exchange the top-k ids of all ranks and build this rank's plan (collective; the host reads nothing back).
+) -> Callable[[], Plan]:
+    """Send this rank's ids to all ranks; what is returned builds its plan (collective; the host reads nothing back).
 
     Args:
         top_k_ids: ``(T, K)`` int32 global expert ids, 0 .. E-1; -1 masks a slot. T may differ between ranks and be 0.
@@ -131,58 +269,23 @@ def make_plan(
             keeps all. Equal on all ranks.
         max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
         use_kernels: Triton kernels (a GPU, or the interpreter) instead of plain torch on the CPU.
+        at_once: Count all ranks' ids now, where that is one launch: for whoever has nothing to run in between. Who
+            plays several ranks in one process or on one GPU has to begin all their plans before finishing the first.
         trains: Whether a backward pass will follow here; equal on all ranks, which the CPU checks.
 
     Returns:
-        The plan; ``status[2]`` is 1 if Q was too small.
+        The second half, to be called once: it waits for the other ranks' ids and builds the plan, whose ``status[2]``
+        is 1 if Q was too small.
 
     Raises:
         ValueError: If an argument breaks its rule or does not fit the workspace.
-        CommTimeoutError: On the CPU, when another rank is late (on a GPU ``workspace.check`` raises).
+        CommTimeoutError: On the CPU, by the second half, when another rank is late (on a GPU ``workspace.check``).
 
     Example:
         One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
         segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
     """
     rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=True, trains=trains)()
-
-
-def begin_plan(
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    layout: ExpertLayout,
-    workspace: Workspace,
-    *,
-    overlap: OverlapConfig,
-    expert_capacity: int | None,
-    max_routed_rows: int,
-    use_kernels: bool,
-    trains: bool = False,
-) -> Callable[[], Plan]:
-    """Send this rank's ids to all ranks, as the first half of ``make_plan`` (same arguments).
-
-    Returns:
-        The second half, to be called once: it waits for the other ranks' ids and builds the plan. By kernels the two
-        halves are one launch more than ``make_plan``: they are for whoever has something to run in between, and for
-        whoever plays several ranks in one process or on one GPU and begins all their plans before finishing the first.
-    """
-    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    return _begin(top_k_ids, top_k_weights, layout, workspace, rules, use_kernels, at_once=False, trains=trains)
-
-
-def _begin(
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    layout: ExpertLayout,
-    workspace: Workspace,
-    rules: PlanRules,
-    use_kernels: bool,
-    *,
-    at_once: bool,
-    trains: bool,
-) -> Callable[[], Plan]:
-    """Send this rank's ids, and ``at_once`` count all ranks' where that is one launch; the result builds the plan."""
     check_routing(top_k_ids, top_k_weights, layout, workspace)
     rules.check(layout, workspace)
     if use_kernels:
@@ -192,43 +295,7 @@ def _begin(
     routing = (top_k_ids.contiguous(), top_k_weights.contiguous())
     finish = start(*routing, layout, workspace, rules, at_once=at_once, trains=trains)
     num_tokens, max_tokens = top_k_ids.shape[0], workspace.max_tokens
-    return lambda: _plan(layout, num_tokens, max_tokens, rules, finish())
-
-
-def plan_from_ids(
-    ids: Tensor,
-    weights: Tensor,
-    layout: ExpertLayout,
-    *,
-    num_tokens: int,
-    overlap: OverlapConfig,
-    expert_capacity: int | None,
-    max_routed_rows: int,
-) -> Plan:
-    """One rank's plan from the ids of all ranks, in plain torch and without communication: the specification.
-
-    Args:
-        ids: ``(W, M, K)`` int32 ids of all ranks, -1 in masked slots and past the tokens of a rank.
-        weights: ``(W, M, K)`` float32.
-        layout: Whose plan.
-        num_tokens: T of that rank.
-        overlap: As for ``make_plan``.
-        expert_capacity: As for ``make_plan``.
-        max_routed_rows: As for ``make_plan``.
-
-    Returns:
-        The plan; entries past the used routed rows are -1 and past the used tiles 0 (kernels leave them unspecified).
-
-    Example:
-        EP=2, K=1, E=2, M=128, block_rows=16, rank 1, ids [[1], [0], [1], -1 ...] of rank 0 and [[0], [1], -1 ...] of
-        rank 1: rank 0 sends tokens 0 and 2, so received rows 0 and 1; own token 1 is received row 128 + 1 = 129.
-        Expert 1 has the routed rows 0 (row 129, phase 0), 1 and 2 (rows 0 and 1, phase 1) in one tile of phase 1:
-        segment_starts [0, 16], segment_counts [3], tiles [[0, 0, 3, 1]], tile_starts [0, 0, 1],
-        recv_counts [2, 1], send_counts [1, 1], send_token_ids[0] = [0, -1, ...], send_token_ids[1] = [-1, 1, -1, ...].
-    """
-    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    tensors = plan_tensors(ids, weights, layout, rules)
-    return _plan(layout, num_tokens, ids.shape[1], rules, tensors)
+    return lambda: plan_of(layout, num_tokens, max_tokens, rules, finish())
 
 
 def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, max_imbalance: float | None) -> int:
@@ -259,7 +326,10 @@ def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, 
     return round_up(rows + layout.experts_local * (block_rows - 1), block_rows)
 
 
-def _plan(layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRules, tensors: dict[str, Tensor]) -> Plan:
+def plan_of(
+    layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRules, tensors: dict[str, Tensor]
+) -> Plan:
+    """The plan of these tensors."""
     return Plan(
         layout=layout,
         num_tokens=num_tokens,

@@ -10,7 +10,7 @@ from torch import Tensor
 from comet.kernels.buffers import allocate, cut
 from comet.kernels.metadata import PlanConfig, PlanScratch, RoutingPool, exchange, place_plan
 from comet.layout import ExpertLayout
-from comet.plan_rules import PlanRules, plan_shapes
+from comet.plan import PlanRules, plan_shapes
 from comet.workspace import Workspace
 
 

@@ -15,8 +15,8 @@ from comet.collectives import bad_ids, check_grad_modes, check_ids, grad_mode
 from comet.comm.signals import signal, wait, waited
 from comet.config import require
 from comet.kernels.buffers import allocate, cut
-from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves
-from comet.plan_rules import PlanRules, num_counters
+from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves, positions_in_groups
+from comet.plan import PlanRules, num_counters
 from comet.schedule import phase_of_source
 from comet.workspace import Workspace
 
@@ -117,7 +117,7 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     place[layout.rank] = row_ids[layout.rank]
     source, token, slot = mine.nonzero(as_tuple=True)
     expert, row = local[source, token, slot].long(), place[source, token]
-    kept = _positions(expert, layout.experts_local)[0] < rules.expert_capacity
+    kept = positions_in_groups(expert, layout.experts_local)[0] < rules.expert_capacity
     group = expert * rules.num_phases + _phases(layout, rules.num_phases)[source]
     table, routed = _segments(group[kept], int((~kept).sum()), layout.experts_local, rules)
     fits = routed < rules.max_routed_rows
@@ -176,7 +176,7 @@ def _segments(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Tables of the segments, and the routed row of each element of ``group`` (expert * P + phase); may lie past Q."""
     block_rows, limit = rules.block_rows, rules.max_routed_rows
-    positions, sizes = _positions(group, experts_local * rules.num_phases)
+    positions, sizes = positions_in_groups(group, experts_local * rules.num_phases)
     until = sizes.view(experts_local, rules.num_phases).cumsum(1)
     starts = torch.zeros(experts_local + 1, dtype=torch.int64)
     torch.cumsum((until[:, -1] + block_rows - 1) // block_rows * block_rows, 0, out=starts[1:])
@@ -216,18 +216,6 @@ def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> d
 def _scatter(shape: tuple[int, ...], places: tuple[Tensor, ...], values: Tensor, fill: float) -> Tensor:
     """``fill`` everywhere but at ``places``, in the type of ``values``."""
     return torch.full(shape, fill, dtype=values.dtype).index_put_(places, values)
-
-
-def _positions(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Position of each element among those of its group, and the size of each group.
-
-    Example: groups [1, 0, 1, 1] of 2: positions [0, 0, 1, 2], sizes [1, 3].
-    """
-    sizes = torch.bincount(groups, minlength=num_groups)
-    order = groups.argsort(stable=True)
-    positions = torch.empty_like(groups)
-    positions[order] = torch.arange(groups.numel()) - (sizes.cumsum(0) - sizes)[groups[order]]
-    return positions, sizes
 
 
 def _phases(layout: ExpertLayout, num_phases: int) -> Tensor:

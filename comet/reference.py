@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.autocast import product, without_autocast
+from comet.collectives import accumulator_dtype
 from comet.config import require
-from comet.layout import ExpertLayout
-from comet.match import Sizes, check_id_dtype
+from comet.layout import ExpertLayout, positions_in_groups
+from comet.match import Sizes, check_id_dtype, check_id_range
 
 
 def reference_experts(
@@ -115,7 +116,7 @@ def rank_partial(
         ``(T, D)``, dtype of ``tokens``; zero where the rank owns none of the token's slots.
     """
     num_tokens, top_k = top_k_ids.shape
-    accumulator = _accumulator(tokens.dtype)
+    accumulator = accumulator_dtype(tokens.dtype)
     owned = (top_k_ids >= first_expert) & (top_k_ids < first_expert + w1_local.shape[0])
     with without_autocast(tokens.device):
         outputs = expert_outputs(tokens, top_k_ids, w1_local, w2_local, first_expert=first_expert)
@@ -167,7 +168,7 @@ def swiglu_expert(tokens: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     Returns:
         ``(R, D)``, dtype of ``tokens``.
     """
-    accumulator = _accumulator(tokens.dtype)
+    accumulator = accumulator_dtype(tokens.dtype)
     gate, up = product(tokens.to(accumulator), w1.to(accumulator)).chunk(2, dim=-1)
     hidden = (silu(gate) * up).to(tokens.dtype)
     return product(hidden.to(accumulator), w2.to(accumulator)).to(tokens.dtype)
@@ -183,7 +184,7 @@ def sum_partials(partials: Iterable[Tensor]) -> Tensor:
         ``(T, D)``, same dtype, summed in float32 (float64 for float64) and rounded once.
     """
     first, *others = partials
-    total = first.to(_accumulator(first.dtype))
+    total = first.to(accumulator_dtype(first.dtype))
     for partial in others:
         total = total + partial
     return total.to(first.dtype)
@@ -210,17 +211,8 @@ def kept_slots(top_k_ids: Tensor, num_experts: int, expert_capacity: int) -> Ten
     """
     require(expert_capacity >= 0, f"expert_capacity={expert_capacity} must be at least 0")
     bins = top_k_ids.flatten().long() + 1  # bin 0 holds the masked slots
-    order = bins.argsort(stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=bins.device)
-    counts.scatter_add_(0, bins, torch.ones_like(bins))
-    starts = counts.cumsum(0) - counts
-    position = torch.empty_like(bins)
-    position[order] = torch.arange(bins.numel(), device=bins.device) - starts[bins[order]]
+    position, _ = positions_in_groups(bins, num_experts + 1)
     return ((bins > 0) & (position < expert_capacity)).view(top_k_ids.shape)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _check(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> None:
@@ -231,9 +223,5 @@ def _check(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor,
     sizes.match("w1", w1, "E 2F D", dtype=dtype, device=device)
     sizes.match("top_k_ids", top_k_ids, "T K", device=device)
     check_id_dtype(top_k_ids)
-    sizes.match("top_k_weights", top_k_weights, "T K", dtype=_accumulator(dtype), device=device)
-    num_experts = w2.shape[0]
-    in_range = (top_k_ids >= -1) & (top_k_ids < num_experts)
-    if not bool(in_range.all()):
-        bad = int(top_k_ids[~in_range][0])
-        raise ValueError(f"top_k_ids contain {bad}; every id must be -1 (masked) or in [0, num_experts={num_experts})")
+    sizes.match("top_k_weights", top_k_weights, "T K", dtype=accumulator_dtype(dtype), device=device)
+    check_id_range(top_k_ids, w2.shape[0])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,8 +34,8 @@ from comet.config import require
 from comet.graphs import hold_if_captured, is_capturing
 from comet.group import ExpertGroup
 from comet.kernels.recorder import DEFAULT_CAPACITY, MAX_CAPACITY, Recorder, align
-from comet.trace_chrome import chrome_trace
 from comet.trace_events import (
+    CONVERSION,
     WAITS,
     WORKS,
     Clock,
@@ -49,6 +49,66 @@ from comet.trace_events import (
 )
 from comet.trace_plot import draw_timeline
 from comet.workspace import Workspace
+
+ROLES = {0: "joins the GEMM", 1: "joins reduce and send"}
+# Reserved colour names of chrome://tracing; Perfetto picks its own colour for each name.
+COLOURS = {
+    "dispatch": "rail_load",
+    "layer 0 GEMM": "thread_state_runnable",
+    "layer 1 GEMM": "rail_response",
+    "reduce and send": "good",
+    "final sum": "rail_animation",
+} | dict.fromkeys(WAITS, "terrible")
+
+
+def chrome_trace(events: Sequence[Event], spans: Sequence[Span], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole file as an object for ``json.dump``.
+
+    Args:
+        events: All events; conversions become instants.
+        spans: What each block did when.
+        summary: Kept under ``otherData``.
+
+    Returns:
+        ``traceEvents`` (names first, then by time; ``ts`` and ``dur`` in microseconds from the first begin),
+        ``displayTimeUnit`` and ``otherData``.
+    """
+    origin = min((event.begin for event in events), default=0)
+    conversions = [event for event in events if event.work == CONVERSION]
+    entries = [_complete(span, origin) for span in spans] + [_instant(event, origin) for event in conversions]
+    return {
+        "traceEvents": [*_names(events), *sorted(entries, key=lambda entry: entry["ts"])],
+        "displayTimeUnit": "ns",
+        "otherData": dict(summary),
+    }
+
+
+def _names(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Names of ranks and blocks, in the order in which a viewer shall list them."""
+    names = []
+    for rank in sorted({event.rank for event in events}):
+        names.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        names.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+    for rank, block in sorted({(event.rank, event.block) for event in events}):
+        place = {"pid": rank, "tid": block}
+        names.append({"ph": "M", "name": "thread_name", **place, "args": {"name": f"block {block:3d}"}})
+        names.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": block}})
+    return names
+
+
+def _complete(span: Span, origin: int) -> dict[str, Any]:
+    kind = "wait" if span.name in WAITS else "work"
+    entry = _entry(span.event, span.name, kind, span.begin - origin) | {"ph": "X", "cname": COLOURS[span.name]}
+    return entry | {"dur": (span.end - span.begin) / 1e3, "args": {**span.event.arguments, **entry["args"]}}
+
+
+def _instant(event: Event, origin: int) -> dict[str, Any]:
+    return _entry(event, ROLES[event.layer], CONVERSION, event.end - origin) | {"ph": "i", "s": "t"}
+
+
+def _entry(event: Event, name: str, kind: str, time_ns: int) -> dict[str, Any]:
+    place = {"pid": event.rank, "tid": event.block, "ts": time_ns / 1e3}
+    return {"name": name, "cat": kind, **place, "args": {"sm": event.sm, "epoch": event.epoch}}
 
 
 @dataclass(frozen=True, slots=True)

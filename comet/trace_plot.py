@@ -45,7 +45,6 @@ def draw_timeline(spans: Sequence[Span], launches: Sequence[Launch], summary: Ma
         UnavailableError: If matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
@@ -56,7 +55,6 @@ def draw_timeline(spans: Sequence[Span], launches: Sequence[Launch], summary: Ma
     height = len(ranks) * (lane_inches + 1.2) + 1.7
     layout = ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.06, hspace=0.02, wspace=0.01)
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DOTS_PER_INCH, layout=layout)
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2 * len(ranks), 2, width_ratios=(11, 2.1), height_ratios=(0.9, lane_inches) * len(ranks))
     scale, unit = _unit(summary["span_ms"] * 1e6)
     origin = min(launch.begin for launch in launches)

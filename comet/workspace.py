@@ -23,7 +23,7 @@ hence when rows of epoch n+1 are written, all ranks are done with epoch n. Ids t
 because a fast rank may write ids n+1 while a slow one still reads ids n; ids n+2 wait for ids n+1 of all ranks.
 
 The epoch lasts for a billion calls. ``Workspace.check`` tells when they are used up, and ``Workspace.restart`` starts
-anew (``comet.comm.epochs``).
+anew (``comet.comm.signals``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from comet.comm.base import ALIGNMENT, Communicator, SymmTensor
-from comet.comm.epochs import check_epoch
-from comet.comm.lifecycle import settle
+from comet.comm.base import ALIGNMENT, Communicator, SymmTensor, settle
+from comet.comm.signals import check_epoch
 from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
 from comet.errors import CapacityError, NotFiniteError
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up

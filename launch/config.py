@@ -23,9 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
 from comet.launch.help import config_groups
-from comet.launch.resume import with_saved_settings
 from comet.launch.schema import build, schema_of, setting_names
-from comet.launch.settings_file import Settings
+from comet.launch.settings_file import Settings, with_saved_settings
 from comet.launch.tasks import did_you_mean
 from comet.training.config import JobConfig
 
@@ -72,11 +71,6 @@ def job_schema() -> type:
     return make_dataclass("CommandSchema", [], bases=(job, CommandSettings), kw_only=True)
 
 
-def config_folder() -> str:
-    """The folder of the YAML groups, as installed."""
-    return str(files("comet.configs"))
-
-
 def compose(
     overrides: Sequence[str], *, file: str | None = None, defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -107,7 +101,7 @@ def compose(
     ConfigStore.instance().store(name="command_schema", node=schema)
     ConfigStore.instance().store(name="command", node=primary)
     try:
-        with initialize_config_dir(config_folder(), version_base="1.3", job_name="comet"):
+        with initialize_config_dir(str(files("comet.configs")), version_base="1.3", job_name="comet"):
             config = hydra_compose("command", overrides=[*settings.choices, *overrides])
             missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
             require(not missing, f"{missing} must be given")

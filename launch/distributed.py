@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from comet.comm.deadline import set_deadline
-from comet.comm.handshake import Host, this_host
+from comet.comm.handshake import Host, set_deadline, this_host
 from comet.config import require
 from comet.errors import CommTimeoutError
+from comet.training.ranks import RankContext
 
 PR_SET_PDEATHSIG = 1
 START_S = 300.0  # a rank of another node may import from a slow disk
@@ -41,28 +41,20 @@ GPU_LIBRARIES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchContext:
-    """Who this process is.
+class LaunchContext(RankContext):
+    """Who this process is, also on its node.
 
     Args:
-        rank: Rank in the whole job.
-        world_size: Ranks in the whole job.
         local_rank: Rank on this node; the index of its GPU.
         local_world_size: Ranks on this node.
         node: This node's number.
         num_nodes: Nodes of the job.
-        device: Where this rank computes.
-        attempt: How often the ranks have been started anew; 0 the first time.
     """
 
-    rank: int
-    world_size: int
     local_rank: int
     local_world_size: int
     node: int
     num_nodes: int
-    device: torch.device
-    attempt: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], num_gpus: int) -> LaunchContext:

@@ -14,12 +14,11 @@ import torch
 from comet.config import OverlapConfig
 from comet.models.config import ModelConfig
 from comet.models.sizes import dense_elements, expert_elements
+from comet.training.checkpoint_folder import to_yaml
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
-from comet.training.settings import to_yaml
 from comet.tuner.choice import check_setting
-from comet.tuner.machine import H200, Machine
-from comet.tuner.problem import Problem
+from comet.tuner.problem import H200, Machine, Problem
 from comet.workspace import WorkspaceShape, rank_pool_bytes
 
 FLOAT32_BYTES = 4

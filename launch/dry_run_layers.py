@@ -9,7 +9,7 @@ import torch
 
 from comet.launch.dry_run import MIB, check_overlap, resolved_yaml
 from comet.launch.modular import find_parts, tokens_of
-from comet.launch.sweep import load_models
+from comet.launch.tuning import load_models
 from comet.training.config import JobConfig
 from comet.training.run import activation_dtype
 from comet.tuner.job import job_points, require_this_machine

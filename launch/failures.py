@@ -17,12 +17,15 @@ failure leaves the report to whoever had it.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import sys
+import threading
 import traceback
-from types import FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from comet.comm.failures import is_peer_error
 from comet.errors import CapacityError, CommTimeoutError, NothingMeasuredError, StepFailedError, UnavailableError
@@ -111,7 +114,7 @@ def report(error: BaseException, signs: Signs | None, with_traceback: bool = Fal
     if signs is None:
         _print(error, "a rank that met no other", f"error: {one_line(error)}", with_traceback)
         return _status(error)
-    context, where = signs.context, place_of(_inwards(error)[::-1])
+    context, where = signs.context, place_of(list(traceback.walk_tb(error.__traceback__))[::-1])
     signs.place = where
     if context.num_nodes > 1:  # this node's agent would end the rank before it can name the other node's
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -158,5 +161,42 @@ def _print(error: BaseException, who: str, line: str, with_traceback: bool) -> N
     say_text(f"{text}comet: {last}\n")
 
 
-def _inwards(error: BaseException) -> list[tuple[FrameType, int]]:
-    return list(traceback.walk_tb(error.__traceback__))
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def last_words(text: Callable[[], str]) -> Iterator[None]:
+    """While the body runs, SIGINT and SIGTERM make this process say ``text()`` and then end it, as they do by default.
+
+    Python runs handlers between two instructions of the main thread, which may be waiting for a device or another rank.
+    So a thread of its own speaks: the signal wakes it through a pipe. Signals that were ignored stay so.
+
+    Args:
+        text: One line.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
+    woken_before = signal.set_wakeup_fd(writer)
+    speaker = threading.Thread(target=_speak, args=(reader, text), daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(woken_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)  # which ends the thread
+        speaker.join()
+        os.close(reader)
+
+
+def _speak(reader: int, text: Callable[[], str]) -> None:
+    while byte := os.read(reader, 1):
+        if byte[0] in SIGNALS:
+            try:
+                say(text())
+            finally:
+                ctypes.CDLL(None).signal(byte[0], None)  # the default; Python's own function is for the main thread
+                os.kill(os.getpid(), byte[0])

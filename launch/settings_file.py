@@ -1,13 +1,13 @@
-"""A user's own YAML file, ``--config my.yaml``: defaults < file < overrides.
+"""Settings from files: a user's own YAML (``--config my.yaml``), and those of the run that ``resume`` goes on with.
 
-It has the names of the command line, nested or with dots; a group's name may choose a file of that group. What a run
-writes, or ``--dry-run`` prints, is such a file.
+Defaults < file < overrides. A file has the names of the command line, nested or with dots; a group's name may choose a
+file of that group. What a run writes, or ``--dry-run`` prints, is such a file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,45 @@ from comet.generation.source import nested
 from comet.launch.help import config_groups
 from comet.launch.schema import setting_names
 from comet.launch.tasks import did_you_mean
+from comet.training.checkpoint_folder import NOT_KEPT, covers, names_checkpoint, read_settings
+
+
+def with_saved_settings(job: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
+    """The container with the settings of the run that ``resume`` names.
+
+    Args:
+        job: The root of the configuration, composed of defaults and of what the user named.
+        named: Settings and groups that the user named: these stay, and ``require_same`` of ``checkpoint_folder`` tells
+            which of them must not differ.
+
+    Returns:
+        The container; ``output_dir`` is the folder of the run, unless that is named, or ``resume`` names a checkpoint.
+
+    Raises:
+        ValueError: If the settings in the folder are damaged.
+    """
+    if job["resume"] is None:
+        return dict(job)
+    folder, named = Path(job["output_dir"] if job["resume"] == "auto" else job["resume"]), list(named)
+    layout = ["nproc", "parallel"]  # one says nothing without the other
+    keep = [*named, *NOT_KEPT, *(layout if any(covers(layout, name) for name in named) else [])]
+    found = _filled(job, read_settings(folder) or {}, keep)
+    if "output_dir" not in named and not names_checkpoint(folder):
+        found["output_dir"] = str(folder)
+    return found
+
+
+def _filled(
+    tree: Mapping[str, Any], saved: Mapping[str, Any], named: Iterable[str], prefix: str = ""
+) -> dict[str, Any]:
+    found = dict(tree)
+    for name, value in tree.items():
+        if name not in saved or covers(named, prefix + name):
+            continue
+        is_section = isinstance(value, dict) and isinstance(saved[name], dict)
+        found[name] = _filled(value, saved[name], named, f"{prefix}{name}.") if is_section else saved[name]
+    return found
+
 
 TEXTS = ("prompt", "prompts", "stop")  # of ``generate``: text of any kind, in which nothing is looked up
 BOOL_TAG = "tag:yaml.org,2002:bool"

@@ -15,7 +15,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -237,7 +238,7 @@ def describe_places(found: Inquiry, mine: str) -> str:
 def main_place() -> str:
     """What the main thread does: ``save (comet/training/checkpoint.py:68)``, its innermost function of Comet."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return place_of([] if frame is None else [(each, each.f_lineno) for each in _outwards(frame)])
+    return place_of([] if frame is None else list(traceback.walk_stack(frame)))
 
 
 def place_of(frames: list[tuple[FrameType, int]]) -> str:
@@ -254,12 +255,6 @@ def place_of(frames: list[tuple[FrameType, int]]) -> str:
             return f"{frame.f_code.co_name} ({module.replace('.', '/')}.py:{line})"
     frame, line = frames[0]
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{line})"
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _end(status: int) -> None:

@@ -103,7 +103,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "tune": Task(
         "measure how fused kernels best share the GPU, keep the winners",
-        "comet.launch.tune",
+        "comet.launch.tuning",
         "tune_job",
         reads=("tune", "train.dtype", *LAYER),
         examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
@@ -112,7 +112,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "sweep": Task(
         "measure a grid of overlap settings, models and layouts, draw it",
-        "comet.launch.sweep",
+        "comet.launch.tuning",
         "sweep_job",
         settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
         reads=("sweep", "output_dir", "resume", "overlap", "train.dtype", *LAYER),
@@ -133,7 +133,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "explain": Task(
         "predicted and measured time of each split",
-        "comet.launch.explain",
+        "comet.launch.tuning",
         "explain_job",
         ranks=False,
         reads=("tune", "overlap", "train.dtype", *LAYER),

@@ -29,7 +29,7 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
 
-from comet.comm.deadline import set_deadline
+from comet.comm.handshake import set_deadline
 from comet.config import OverlapConfig
 from comet.decode import RankDecode
 from comet.sharding import local

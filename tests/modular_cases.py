@@ -15,7 +15,7 @@ from torch import Tensor
 from comet.group import ExpertGroup, make_expert_group
 from comet.layout import ExpertLayout
 from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE, RoutedTokens
-from comet.modular.packed import packed_columns
+from comet.modular.symmetric import packed_columns
 from comet.quantize import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
 from comet.reference import reference_experts
 

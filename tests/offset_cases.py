@@ -8,10 +8,10 @@ turns: rank 1 sends first and rank 0 computes first.
 from __future__ import annotations
 
 import torch
+from emulated import emulated_group
 from torch import Tensor
 
 import comet.fused
-from comet.comm import emulated_group
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 from comet.plan import Plan, begin_plan

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import emulated_group
+from rank_plans import plan_from_ids
 from torch import Tensor
 
-from comet.comm import Communicator, emulated_group
+from comet.comm import Communicator
 from comet.config import OverlapConfig, Transport
 from comet.errors import CapacityError
 from comet.layout import ExpertLayout
-from comet.plan import Plan, begin_plan, plan_from_ids, routed_row_capacity
+from comet.plan import Plan, begin_plan, routed_row_capacity
 from comet.workspace import Workspace, WorkspaceShape
 
 # Of a routed row: phase, received row, arrival row, expert slot, weight.
@@ -136,7 +138,19 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
     layout, num_ranks, size = case.layout(rank), case.world_size, case.max_tokens
     ids, weights = (tensor.tolist() for tensor in case.gathered())
     mine = range(layout.first_expert, layout.first_expert + layout.experts_local)
-    goes = [[{r for i in slots if i >= 0 for r in layout.ranks_of_expert(i)} for slots in tokens] for tokens in ids]
+    goes = [
+        [
+            {
+                r
+                for i in slots
+                if i >= 0
+                for r in range(layout.world_size)
+                if r // layout.tp == i // layout.experts_local
+            }
+            for slots in tokens
+        ]
+        for tokens in ids
+    ]
 
     def in_order(source: int, target: int) -> list[int]:
         """Tokens that ``source`` sends to ``target``: by wave of the first expert that needs them, then by number."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from emulated import emulated_group
 from layer_cases import assert_as_close
 from stress_cases import StressCase
 from stress_numbers import FullWeights, expected, stress_inputs
@@ -18,7 +19,6 @@ from stress_numbers import shard as shard_layer
 from torch import Tensor
 
 from comet import fused
-from comet.comm import emulated_group
 from comet.kernels.recorder import ALIGN_ROUNDS, Recorder, align
 from comet.layout import ExpertLayout
 from comet.plan import Plan, begin_plan, routed_row_capacity

@@ -16,11 +16,12 @@ from unittest.mock import patch
 
 import torch
 from layer_cases import MASKED, LayerCase, rank_inputs
+from rank_plans import plan_from_ids
 from torch import Tensor
 
 from comet.kernels.arguments import Wire
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
-from comet.plan import Plan, plan_from_ids, routed_row_capacity
+from comet.plan import Plan, routed_row_capacity
 
 Kind = Literal["auto", "cuda", "triton"]
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@
 ``--report-api-errors no``, because ``cuda.bindings`` asks the driver for functions that it may not have. Every part
 takes a minute or more; ``--dtype`` and ``--parts`` choose, so that several processes can share the work.
 
-The process plays all ranks (``comet.comm.emulated_group``), one after the other, every step that waits twice
+The process plays all ranks (``emulated_group``), one after the other, every step that waits twice
 (``played_layer``). On a CPU it runs under the interpreter (``TRITON_INTERPRET=1``).
 """
 
@@ -24,6 +24,7 @@ from itertools import product
 import torch
 from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
+from emulated import emulated_group
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from gemm_cases import make_rows, poison_padding, values
@@ -37,7 +38,6 @@ from router_kernel_cases import check_logits, check_measure, check_select, check
 from stress_cases import StressCase
 
 from comet import fused
-from comet.comm import emulated_group
 from comet.decode import DecodeWeights, RankDecode, rank_slots
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.training.config import DataConfig, JobConfig, TrainConfig
+from comet.training.ranks import RankContext
 
 CPU = torch.device("cpu")
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
@@ -26,14 +27,9 @@ LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
 LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 
 
-@dataclass(frozen=True)
-class Rank:
+def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0) -> RankContext:
     """What the launcher would say about this process."""
-
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = CPU
-    attempt: int = 0
+    return RankContext(rank=rank, world_size=world_size, device=CPU, attempt=attempt)
 
 
 def make_text(folder: Path) -> Path:

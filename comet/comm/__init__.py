@@ -7,19 +7,16 @@ from typing import Literal, get_args
 import torch
 from torch.distributed import ProcessGroup
 
-from comet.comm.base import Communicator, SymmTensor
+from comet.comm.base import Communicator, LocalCommunicator, SymmTensor
 from comet.comm.handshake import separate_nodes
-from comet.comm.local import EmulatedCommunicator, LocalCommunicator, emulated_group
 from comet.config import require
 from comet.errors import UnavailableError
 
 __all__ = [
     "Backend",
     "Communicator",
-    "EmulatedCommunicator",
     "LocalCommunicator",
     "SymmTensor",
-    "emulated_group",
     "make_communicator",
 ]
 

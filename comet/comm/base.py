@@ -6,19 +6,18 @@ Kernels never see a communicator. They see a ``SymmTensor``'s pointer table, ``(
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from comet.comm.failures import Board, Step
+from comet.config import require
 from comet.errors import UnavailableError
-
-if TYPE_CHECKING:
-    from comet.comm.failures import Board, Step
-    from comet.comm.stream_order import StreamOrder
 
 ALIGNMENT = 256
 
@@ -98,64 +97,229 @@ def require_memory(comm: Communicator, what: str, instead: str) -> None:
         raise UnavailableError(f"{what} needs one node, but {comm.memory_obstacle}; {instead}")
 
 
-@runtime_checkable
-class Communicator(Protocol):
+class StreamOrder:
+    """Lets each use of some memory wait for the one before, where that was on another stream.
+
+    Autograd, micro-batches on streams of their own, or a user may call two layers of one group on two streams, with
+    nothing between them. The layers share memory and an epoch, so their work has to keep the order of the calls.
+
+    Inside the capture of a CUDA graph a stream waits for streams of that capture only: torch waits for the device
+    before a capture begins, and whoever replays the graph joins first.
+
+    Args:
+        device: Where the memory lies; on a CPU there is nothing to order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+        self._handle = -1  # of the last stream
+        self._is_gpu = device.type == "cuda"
+
+    def join(self) -> None:
+        """Let the current stream wait for all that the last stream to come here has been given."""
+        # Asked for its handle first: to make an object of a stream takes longer, and most calls are on the last one.
+        if self._is_gpu and torch._C._cuda_getCurrentRawStream(self._device.index) != self._handle:
+            self._change()
+
+    def _change(self) -> None:
+        current, last = torch.cuda.current_stream(self._device), self._last
+        if last is not None and (_captures(last) or not _captures(current)):
+            current.wait_stream(last)
+        self._last, self._handle = current, current.cuda_stream
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    """Whether a CUDA graph is being captured on a stream."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def settle(device: torch.device) -> None:
+    """Wait for all streams of a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Communicator(ABC):
     """A group of ranks that can mostly allocate symmetric memory; as a context manager it closes itself.
 
-    Attributes:
-        rank: This rank in the group.
-        world_size: W.
+    It knows who it is and whether it is still open; backends add memory and the barrier.
+
+    Args:
+        rank: This rank in the group, ``0 <= rank < world_size``.
+        world_size: W, at least 1.
         device: Where symmetric memory lives.
-        timeout_s: Deadline of every wait, in seconds.
+        timeout_s: Deadline of every wait in seconds, positive and finite.
+
+    Attributes:
         memory_obstacle: Why there is no symmetric memory, in words; empty where there is.
         all_left: Once closed, whether all ranks have closed it, or none waits for them.
         in_flight: Whether the present step has begun to send and not yet got all; set by what sends first.
         board: Where ranks leave notes of steps that failed.
         stream_order: Lets steps on different streams wait for each other.
+
+    Raises:
+        ValueError: If a value breaks its rule.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
-    timeout_s: float
-    memory_obstacle: str
-    all_left: bool
-    in_flight: bool
-    board: Board
-    stream_order: StreamOrder
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+        require(world_size >= 1, f"world_size={world_size} must be at least 1")
+        require(0 <= rank < world_size, f"rank={rank} must be in [0, {world_size})")
+        require(
+            timeout_s > 0 and math.isfinite(timeout_s), f"timeout_s={timeout_s} must be a positive number of seconds"
+        )
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.timeout_s = timeout_s
+        self.closed = False
+        self.memory_obstacle = ""
+        self.all_left = False
+        self.in_flight = False
+        self.board = Board.alone()
+        self.stream_order = StreamOrder(device)
+        self._epochs: list[Tensor] = []
 
     def alloc(self, num_bytes: int) -> SymmTensor:
-        """Allocate ``num_bytes`` zeroed bytes on every rank (collective, same size everywhere)."""
-        ...
+        """Allocate ``num_bytes`` zeroed bytes on every rank; collective, the same size everywhere.
+
+        Raises:
+            RuntimeError: After ``close``.
+            ValueError: If the size is not positive, differs between ranks or does not fit.
+            UnavailableError: If the ranks cannot map each other's memory, or run on several nodes.
+        """
+        self.require_open()
+        require_memory(self, "symmetric memory", "the paths 'plain' and 'reference' do without")
+        require(num_bytes >= 1, f"num_bytes={num_bytes} must be at least 1")
+        return self._alloc(num_bytes)
 
     def step(self, what: str, *, collectives: bool = False, refuses: bool | None = None) -> Step:
-        """A context manager for one use of the group by all its ranks, refused after one that failed on any rank."""
-        ...
+        """A context manager for one use of the group's memory, in which all ranks take part.
 
-    def restart(self) -> None:
-        """Bring all ranks back into step after a failure (collective, between two steps)."""
-        ...
+        Args:
+            what: What it is, for the message where it fails: ``forward pass``.
+            collectives: Whether it runs collectives of ``torch.distributed``, which no restart brings back into step.
+            refuses: Whether a ``ValueError`` in it is raised before anything is sent, or on all ranks together; left
+                out, as ``collectives``.
+
+        Raises:
+            RuntimeError: After ``close``.
+            StepFailedError: If an earlier step failed on any rank.
+        """
+        return Step(self, what, is_final=collectives, refuses=collectives if refuses is None else refuses)
 
     def renew_at_restart(self, epoch: Tensor, fault: Tensor, signals: Sequence[Tensor]) -> None:
-        """Name an epoch, a fault record and signals that ``restart`` zeroes."""
-        ...
+        """Name what ``restart`` zeroes.
+
+        Args:
+            epoch: ``(1,)`` int32 on the device.
+            fault: ``(8,)`` int64 on the device.
+            signals: This rank's copies of all that is compared with this epoch.
+        """
+        self._epochs += [epoch, fault[:7], *signals]  # what a plan leaves in the last entry is still to be told
+
+    def restart(self) -> None:
+        """Bring all ranks back into step (collective): zero all epochs, faults, signals and notes of failures.
+
+        To be called between two steps, on all ranks, after a failure or where an epoch has grown too large. Captured
+        graphs stay valid, as they read the epoch on the device. Waits for the device.
+
+        Why it is safe: once all ranks, and all streams of each, have met, nobody waits for a signal and nobody sends
+        one. So each zeroes what lies in its own memory, and when all have met again they expect what they did first.
+
+        Raises:
+            RuntimeError: After ``close``.
+            StepFailedError: If a collective of ``torch.distributed`` broke off, which stays out of step.
+            CommTimeoutError: If a rank did not come within twice the deadline, in which its own step may still end.
+        """
+        if self.closed or self.board.is_final:
+            self.require_open()
+        settle(self.device)
+        self.board.meet(2 * self.timeout_s)
+        for numbers in self._epochs:
+            numbers.zero_()
+        self._renew()
+        self.board.clear()
+        settle(self.device)
+        self.board.meet(2 * self.timeout_s)
 
     def barrier(self) -> None:
-        """Return (CPU) or order the current stream (GPU) after every rank arrived; late ranks are named."""
-        ...
+        """Return (CPU) or order the current stream (GPU) after every rank arrived.
+
+        Raises:
+            RuntimeError: After ``close``.
+            CommTimeoutError: When ranks are late; on a GPU the call after the late barrier raises.
+        """
+        self.require_open()
+        self._barrier()
+
+    def close(self) -> None:
+        """Release everything (collective); idempotent. Tensors of this communicator must not be used afterwards."""
+        if not self.closed:
+            self.closed = True
+            self.all_left = self._close(in_step=True)
 
     def require_open(self) -> None:
         """Raise ``RuntimeError`` after ``close``, ``StepFailedError`` after a step that failed on any rank."""
-        ...
+        if self.closed:
+            raise RuntimeError(f"{type(self).__name__} of rank {self.rank} was used after close()")
+        self.board.check()
 
-    def close(self) -> None:
-        """Release everything (collective); idempotent. Any later use raises ``RuntimeError``."""
-        ...
-
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """``close()``, without waiting for the other ranks if an exception is on its way."""
-        ...
+        if not self.closed:
+            self.closed = True
+            self._close(in_step=error is None)
+
+    @abstractmethod
+    def _alloc(self, num_bytes: int) -> SymmTensor: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _renew(self) -> None:
+        """Zero this rank's part of the barrier."""
+
+    @abstractmethod
+    def _close(self, in_step: bool) -> bool:
+        """Release everything; wait for the others only when ``in_step``, that is when they close too.
+
+        Returns:
+            Whether what waits for all ranks without a deadline may follow: they have all come here, or nothing waits.
+        """
+
+
+class LocalCommunicator(Communicator):
+    """The only rank of its group: plain memory of any device, no process group, nobody to wait for.
+
+    Args:
+        device: Where memory lives.
+        timeout_s: Deadline handed to kernels, in seconds.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float = 30.0) -> None:
+        super().__init__(0, 1, device, timeout_s)
+
+    def _alloc(self, num_bytes: int) -> SymmTensor:
+        try:
+            peers = (torch.zeros(num_bytes, dtype=torch.uint8, device=self.device),)
+        except RuntimeError as failure:
+            reason = str(failure).splitlines()[0]
+            needed = f"1 x {num_bytes} bytes needed, {reason}"
+            raise ValueError(f"num_bytes={num_bytes} must fit {self.device}: {needed}; lower max_tokens") from failure
+        return SymmTensor(peers, pointer_table(peers), self.rank)
+
+    def _barrier(self) -> None:
+        """Nothing."""
+
+    def _renew(self) -> None:
+        """Nothing."""
+
+    def _close(self, in_step: bool) -> bool:
+        return True

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from comet.comm.base import SymmTensor
+from comet.comm.base import Communicator, SymmTensor, settle
 from comet.comm.failures import Board, board_bytes, ranks_text
 from comet.comm.handshake import gather
-from comet.comm.lifecycle import CommunicatorBase, settle
 from comet.comm.signals import poll
 from comet.errors import CommTimeoutError
 
@@ -83,7 +82,7 @@ class StoreBoard(Board):
         return False
 
 
-class CollectiveCommunicator(CommunicatorBase):
+class CollectiveCommunicator(Communicator):
     """Ranks of several nodes; there is no memory to allocate.
 
     Args:

@@ -23,10 +23,9 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.base import Communicator, SymmTensor, pointer_table
 from comet.comm.failures import Board, board_bytes
 from comet.comm.handshake import check_size, gather
-from comet.comm.lifecycle import CommunicatorBase
 from comet.comm.signals import fence, poll, signal
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
@@ -40,7 +39,7 @@ LEFT_S = 60.0  # a file is locked right after it was made, so without a lock one
 FLAG_BYTES = 64  # one cache line, so that ranks polling different flags do not disturb each other
 
 
-class CpuShmCommunicator(CommunicatorBase):
+class CpuShmCommunicator(Communicator):
     """Ranks are processes of one host; every rank maps every rank's memory.
 
     Args:

@@ -4,7 +4,7 @@ A rank that fails may have sent ids and no rows, or waited for one signal of two
 sent for one step as parts of another. So every step runs inside ``Step``, which leaves a note in the host memory of all
 ranks when an exception comes through it, be it ``CommTimeoutError``, out of memory or ``KeyboardInterrupt``. Each rank
 looks there before each step, and where it waits on a CPU; whoever finds a note refuses to go on.
-``CommunicatorBase.restart`` brings all ranks back into step and clears the notes.
+``Communicator.restart`` brings all ranks back into step and clears the notes.
 
 What fails before a step has sent anything or when it has got all (``in_flight`` of the communicator), such as tokens
 of a wrong size, or the end that a checkpoint puts to a forward pass it runs again, leaves no note: the ranks stay in
@@ -28,7 +28,7 @@ from comet.errors import CommTimeoutError, StepFailedError
 from comet.graphs import is_capturing
 
 if TYPE_CHECKING:
-    from comet.comm.lifecycle import CommunicatorBase
+    from comet.comm.base import Communicator
 
 RESTART = "call group.workspace.restart() on all of them between two calls, or make a new group"
 NEW_GROUP = "end the job, or make new process groups and a new group: a collective of torch.distributed broke off"
@@ -192,7 +192,7 @@ class Step:
 
     __slots__ = ("_around", "_comm", "_is_final", "_refuses", "_what")
 
-    def __init__(self, comm: CommunicatorBase, what: str, *, is_final: bool, refuses: bool) -> None:
+    def __init__(self, comm: Communicator, what: str, *, is_final: bool, refuses: bool) -> None:
         self._comm = comm
         self._what = what
         self._is_final = is_final

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.base import Communicator, SymmTensor, pointer_table
 from comet.comm.cpu_shm import shared_board
 from comet.comm.device_barrier import DeviceBarrier
 from comet.comm.handshake import check_size, gather, refusal, this_host, who_shares
-from comet.comm.lifecycle import CommunicatorBase
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
 
@@ -31,7 +30,7 @@ INSTEAD = "use backend='symm_mem' on GPUs of one host, or backend='cpu_shm' with
 STATUS_NOT_STARTED = 0
 
 
-class NvshmemCommunicator(CommunicatorBase):
+class NvshmemCommunicator(Communicator):
     """Ranks are GPUs; memory comes from NVSHMEM's symmetric heap and peers are addressed by load and store.
 
     Args:

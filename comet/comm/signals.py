@@ -3,6 +3,10 @@
 Memory order. Writer: payload stores, then ``signal``. Reader: ``wait``, then read. Both put a fence between payload
 and flag, so the order also holds on CPUs that reorder stores. Flags carry the epoch, a number that only grows, so
 nothing is ever reset. Every wait has a deadline.
+
+Kernels wait until what they see is at least the epoch they expect, in 32 bits with a sign. Past 2^31 calls of all
+layers together a wait would be over at once, whoever is late. Half of that is the limit here: between the host's looks
+at it there may be a billion calls. ``Communicator.restart`` starts it anew.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from comet.config import require
-from comet.errors import CommTimeoutError
+from comet.errors import CommTimeoutError, EpochError
 
 YIELDS = 50  # polls that only give up the core, before the first real sleep
 FIRST_SLEEP_S = 20e-6
@@ -135,3 +139,19 @@ def fence() -> None:
         pass
     with lock:
         pass
+
+
+MOST_EPOCHS = 2**30
+
+
+def check_epoch(epoch: Tensor, rank: int) -> None:
+    """Raise ``EpochError`` where the epoch, ``(1,)`` int32, has grown past 2^30; waits for the device.
+
+    Example: 1073741824 is 2^30 and passes, 1073741825 does not.
+    """
+    number = int(epoch)
+    if number > MOST_EPOCHS:
+        raise EpochError(
+            f"epoch={number} of rank {rank} must be at most {MOST_EPOCHS}, because signals compare 32 bits: call "
+            "restart() where this check() was called, on all ranks and between two calls"
+        )

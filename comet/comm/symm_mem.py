@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as torch_symm_mem
 
-from comet.comm.base import SymmTensor, pointer_table
+from comet.comm.base import Communicator, SymmTensor, pointer_table, settle
 from comet.comm.cpu_shm import shared_board
 from comet.comm.device_barrier import DeviceBarrier
 from comet.comm.handshake import check_size, gather, refusal, who_shares
-from comet.comm.lifecycle import CommunicatorBase, settle
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
 
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 INSTEAD = "use backend='nvshmem', or backend='cpu_shm' with device='cpu'"
 
 
-class SymmMemCommunicator(CommunicatorBase):
+class SymmMemCommunicator(Communicator):
     """Ranks are GPUs of one host; every rank maps every rank's memory.
 
     Args:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.comm.base import Communicator, require_memory
-from comet.comm.epochs import check_epoch
-from comet.comm.lifecycle import settle
+from comet.comm.base import Communicator, require_memory, settle
+from comet.comm.signals import check_epoch
 from comet.config import require, resolve_kernels
 from comet.decode.gathered import Batch, TokenGather, words_of
 from comet.decode.local import run_kernels

@@ -63,6 +63,10 @@ class Runner(Protocol):
         """
         ...
 
+    def add_up(self, partial: Tensor) -> Tensor:
+        """``(T, D)`` float32, what this rank's experts contribute -> the sum over ranks, equal on all; collective."""
+        ...
+
     def before_replay(self) -> None:
         """Refuse the replay of a captured step once the group is closed, and order it behind the last step."""
         ...
@@ -145,6 +149,10 @@ class LocalRunner:
         layout = ExpertLayout(num_experts=w1.shape[0], top_k=top_k_ids.shape[1], ep=1, tp=1, rank=0)
         return plain_experts(tokens, top_k_ids, top_k_weights, w1, w2, layout, None)
 
+    def add_up(self, partial: Tensor) -> Tensor:
+        """Nothing to add: a rank alone has all experts."""
+        return partial
+
     def before_replay(self) -> None:
         """Nothing to do: a rank alone has no group."""
 
@@ -224,6 +232,12 @@ class ReplicatedRunner:
         experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self.slots)
         scratch = self.decode.scratch(tokens, experts)
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """See ``Runner``; in the order of the ranks."""
+        if self.group.parallel.world_size == 1:
+            return partial
+        return all_gather_stacked(partial, self.group.process_group).sum(0)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ReplicatedRunner:
         """A copied model, such as an assistant that shares the weights, runs on the same ranks and memory."""

@@ -1,7 +1,24 @@
 """Experts beyond GPU memory: all of them in host memory, some of them in slots on the GPU."""
 
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of, slots_of_budget
-from comet.experts.draft_router import DraftRouter
+from comet.experts.cache import (
+    CACHED_DECODE_TOKENS,
+    CachedExperts,
+    CacheReport,
+    ExpertCache,
+    report_of,
+    slots_of_budget,
+)
+from comet.experts.draft_router import CachedOnRanks, DraftRouter
 from comet.experts.speculation import Speculation
 
-__all__ = ["CacheReport", "CachedExperts", "DraftRouter", "ExpertCache", "Speculation", "report_of", "slots_of_budget"]
+__all__ = [
+    "CACHED_DECODE_TOKENS",
+    "CacheReport",
+    "CachedExperts",
+    "CachedOnRanks",
+    "DraftRouter",
+    "ExpertCache",
+    "Speculation",
+    "report_of",
+    "slots_of_budget",
+]

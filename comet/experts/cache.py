@@ -19,8 +19,13 @@ from comet.config import MoEConfig, require
 from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
+from comet.experts.streaming import StreamedExperts
 from comet.kernels.expert_cache import POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
+
+# Most tokens of a decode step from caches where the caller does not say. Parts, of as many tokens as the slots serve,
+# load an expert again for each part; streaming loads it once, but waits for the routing.
+CACHED_DECODE_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +91,7 @@ class ExpertCache:
             require(weight.device.type == "cpu", f"device={weight.device} of {name} must be 'cpu': it is the store")
         require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
         require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
-        self.num_slots = num_slots
+        self.num_slots, self.first_expert = num_slots, first_expert
         held = (first_expert, first_expert + w1.shape[0])
         self.tables = CacheTables.create(num_experts or w1.shape[0], num_slots, device, held)
         host: dict[str, Any] = {name: pinned(weight.contiguous(), device) for name, weight in stored.items()}
@@ -119,7 +124,8 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
 class CachedExperts:
     """Routed experts of a layer, from its cache; an ``ExpertPath``, for inference.
 
-    A step of more tokens than the slots can serve at once is taken in parts.
+    A step of more tokens than the slots can serve at once is taken in parts. Of more tokens than the runner decodes,
+    missing experts stream through the slots (``comet.experts.streaming``), for which the host waits for the device.
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
@@ -128,6 +134,7 @@ class CachedExperts:
     """
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
+        self.stream = StreamedExperts(cache.host, cache.weights, cache.first_expert)
         self.cache = cache
         self.runner = runner
         self.tokens_at_once = runner.decode.max_tokens
@@ -139,6 +146,8 @@ class CachedExperts:
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
         ids, outputs, experts = top_k_ids.contiguous(), [], self.cache.weights
+        if tokens.shape[0] > self.runner.decode.max_tokens:
+            return self.runner.add_up(self.stream(tokens, ids, top_k_weights)).to(tokens.dtype)
         for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
             part = slice(start, stop)
             with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from comet.group import ExpertGroup
 from comet.router import Router, Routing
 
 
@@ -18,9 +22,9 @@ class DraftRouter:
     Args:
         router: Of the layer.
         draft_experts: r, at least 1 and at most K.
-        slots: ``(E,)`` int32, slot of each expert, -1: not cached (``ExpertCache.weights.slots``). Only cached experts
-            are chosen then; where a token finds fewer than r of them, the rest of its row is masked. Read on the device
-            at every step. ``None``: all experts are chosen from.
+        slots: ``(E,)`` int32, -1 for experts that are not cached (``ExpertCache.weights.slots``, or a row of
+            ``CachedOnRanks.table``). Only cached experts are chosen then; where a token finds fewer than r of them, the
+            rest of its row is masked. Read on the device at every step. ``None``: all experts are chosen from.
     """
 
     def __init__(self, router: Router, draft_experts: int, slots: Tensor | None = None) -> None:
@@ -43,3 +47,29 @@ class DraftRouter:
             top_k_ids=routing.top_k_ids.masked_fill(missing, -1),
             top_k_weights=routing.top_k_weights.masked_fill(missing, 0.0),
         )
+
+
+class CachedOnRanks:
+    """Which experts the ranks of a group have cached, in one table that is equal on all of them.
+
+    An expert counts as cached, whichever rank holds it, where all ranks that hold a part of it (the TP ranks of its EP
+    rank) have that part in a slot.
+
+    Example: EP2 x TP2, two experts on each EP rank. Expert 0 is cached on ranks 0 and 1, expert 1 on rank 0 only and
+    expert 3 on ranks 2 and 3: the table is ``[[0, -1, -1, 0]]``.
+
+    Args:
+        slots: ``(E,)`` int32 of each layer: this rank's slot of every expert, -1: not cached, or another rank's.
+        group: The ranks.
+    """
+
+    def __init__(self, slots: Sequence[Tensor], group: ExpertGroup) -> None:
+        self._slots = slots
+        self._group = group
+        self.table = torch.full((len(slots), len(slots[0])), -1, dtype=torch.int32, device=group.device)
+
+    def refresh(self) -> None:
+        """Ask all ranks, in one collective that no host waits for; ``table``, which graphs may read, stays in place."""
+        parts = (torch.stack(list(self._slots)) >= 0).int()
+        dist.all_reduce(parts, group=self._group.process_group)
+        self.table.copy_((parts == self._group.parallel.tp).int() - 1)

@@ -16,6 +16,11 @@ would favour tokens that q is sure of, and the text would have another distribut
 
 Keys and values of drafts come from r experts; the verifying pass starts where the round did and writes them again.
 
+Over ranks every rank holds the same tokens, but the last bits of logits may differ, and each rank's clock goes its own
+way. So rank 0 decides and the others follow. A round of g drafts has g + 1 small broadcasts: one of every drafted token
+of each sequence and whether the sequence goes on drafting; one of the verdict: accepted drafts, the next token, and the
+draft length of the next round.
+
 Letters: B sequences, g drafts, G the longest draft, V vocabulary.
 """
 
@@ -29,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from comet.collectives import of_first_rank
 from comet.config import SpeculationConfig
 from comet.experts.draft_length import DraftLength
 
@@ -105,7 +111,7 @@ class Speculation:
         config: How drafts are made and accepted.
         draws: ``(N, B, 2G + 1)`` float64 in [0, 1) that nothing else uses, for N rounds: what a round compares and
             draws with.
-        clock: In seconds; draft lengths follow what rounds take by it.
+        clock: In seconds; draft lengths follow what rounds take by that of rank 0.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class Speculation:
         self.config = config
         self.report = SpeculationReport(config.speculate, config.draft_tokens)
         self._length = DraftLength(config.draft_tokens)
+        self._next_length = self._length.choose()  # before anything was measured: the same on all ranks
         self._draws = iter(draws)
         self._clock = clock
 
@@ -130,7 +137,7 @@ class Speculation:
         return self.report.passes
 
     def __call__(self, last: Tensor, active: Sequence[bool], most_tokens: int) -> tuple[Tensor, list[list[int]]]:
-        """One round.
+        """One round (collective).
 
         Args:
             last: ``(B,)`` int64, the newest token of each sequence.
@@ -142,26 +149,35 @@ class Speculation:
         """
         started, longest = self._clock(), self.config.draft_tokens
         for_drafts, for_verdict, for_next = next(self._draws).split([longest, longest, 1], dim=1)
-        length = min(self._length.choose(), most_tokens - 1)
+        length = min(self._next_length, most_tokens - 1)
 
         before = self.model.lengths.clone()
         draft = self.draft(last, torch.tensor(active, device=last.device), length, for_drafts)
         self.model.rewind(before)
         likely = self.sampling.probabilities(self.verify(draft.ids), draft.seen)
         p = self.sampling.certain(likely)
-        accepted, weights = verdict(self.config, draft, likely, p, for_verdict)
-        following = pick(weights, for_next[:, 0])
+        decided = of_first_rank(self._decide(draft, likely, p, for_verdict, for_next[:, 0]))
+        accepted, following = decided[:, 1], decided[:, 2]
         self.model.rewind(before + 1 + accepted)
         if draft.seen is not None:
             self.sampling.seen = with_token(at(draft.seen, accepted), following)
 
-        counts = torch.stack([draft.proposed.sum(1), accepted, following], dim=1)
-        rows = torch.cat([counts, draft.ids[:, 1:]], dim=1).tolist()  # waits for the round
-        going = [(row[0], row[1]) for row, goes_on in zip(rows, active, strict=True) if goes_on]
-        self.report.add(draft.ids.shape[1], going)
-        self.report.agreed += agreement(draft, p, accepted, for_verdict)
+        rows = torch.cat([decided, draft.ids[:, 1:]], dim=1).tolist()  # waits for the round
+        going = [row[:2] for row, goes_on in zip(rows, active, strict=True) if goes_on]
+        self.report.add(draft.ids.shape[1], going, agreed=sum(row[3] for row in rows))
+        self._next_length = rows[0][4]
         self._length.record(length, self._clock() - started, [number for _, number in going])
-        return following, [[*drafts[:number], token] for _, number, token, *drafts in rows]
+        return following, [[*drafts[:number], token] for _, number, token, _, _, *drafts in rows]
+
+    def _decide(self, draft: Draft, likely: Tensor, p: Tensor, for_verdict: Tensor, for_next: Tensor) -> Tensor:
+        """``(B, 5)`` int64: proposed and accepted drafts, the next token, ``agreement``, the length of the next round.
+
+        That length follows the rounds before this one, whose time nobody knows yet: so no rank waits for its host here.
+        """
+        accepted, weights = verdict(self.config, draft, likely, p, for_verdict)
+        agreed, following = agreement(draft, p, accepted, for_verdict), pick(weights, for_next)
+        length = torch.full_like(accepted, self._length.choose())
+        return torch.stack([draft.proposed.sum(1), accepted, following, agreed, length], dim=1)
 
     def draft(self, last: Tensor, drafting: Tensor, length: int, draws: Tensor) -> Draft:
         """Draw up to ``length`` tokens of each sequence that is ``drafting (B,)`` in passes with few experts."""
@@ -170,12 +186,15 @@ class Speculation:
         for place in range(length):
             likely = self.sampling.probabilities(self.model.draft(ids[-1]), seen[-1])
             distribution = self.sampling.certain(likely)
-            ids.append(pick(distribution, draws[:, place]))
-            seen.append(with_token(seen[-1], ids[-1]))
+            drawn = pick(distribution, draws[:, place])
+            sure = of_tokens(likely, drawn) >= self.config.tau
+            token, goes_on = of_first_rank(torch.stack([drawn, drafting & sure]))
+            ids.append(token)
+            seen.append(with_token(seen[-1], token))
             proposed.append(drafting)
-            confidence.append(of_tokens(likely, ids[-1]))
+            confidence.append(of_tokens(likely, token))
             q.append(distribution * drafting[:, None])
-            drafting = drafting & (confidence[-1] >= self.config.tau)
+            drafting = goes_on.bool()
             if self.config.tau > 0 and place + 1 < length and not bool(drafting.any()):
                 break
         return Draft(
@@ -238,9 +257,9 @@ def lossless(draft: Draft, p: Tensor) -> Tensor:
 
 
 def agreement(draft: Draft, p: Tensor, accepted: Tensor, draws: Tensor) -> Tensor:
-    """``()`` int64: of the first ``accepted (B,)`` drafts, how many ``conservative`` accepts by the same draws."""
+    """``(B,)`` int64: of the first ``accepted (B,)`` drafts, how many ``conservative`` accepts by the same draws."""
     places = torch.arange(draft.proposed.shape[1], device=p.device)
-    return ((draws[:, : len(places)] < lossless(draft, p)) & (places < accepted[:, None])).sum()
+    return ((draws[:, : len(places)] < lossless(draft, p)) & (places < accepted[:, None])).sum(dim=1)
 
 
 def pick(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -298,11 +317,18 @@ class SpeculationReport:
         self._accepted = [0] * longest
         self._drafts = 0
         self._sequences = 0
-        self.agreed: Tensor | int = 0  # of the accepted drafts, those that ``conservative`` accepts
+        self._agreed = 0
 
-    def add(self, passes: int, counts: Sequence[tuple[int, int]]) -> None:
-        """Count a round of so many passes, in which each sequence had (proposed, accepted) drafts."""
+    def add(self, passes: int, counts: Sequence[Sequence[int]], *, agreed: int) -> None:
+        """Count a round.
+
+        Args:
+            passes: Of the model.
+            counts: Of each sequence, (proposed, accepted) drafts.
+            agreed: Of all accepted drafts, those that ``conservative`` accepts.
+        """
         self.passes += passes
+        self._agreed += agreed
         self.rounds += 1
         self.plain_rounds += passes == 1
         self._sequences += len(counts)
@@ -332,7 +358,7 @@ class SpeculationReport:
             "accepted": accepted,
             "acceptance": accepted / drafted if drafted else None,
             "acceptance_by_position": by_position,
-            "agreement": int(self.agreed) / accepted if accepted else None,
+            "agreement": self._agreed / accepted if accepted else None,
             "mean_draft_length": drafted / self._drafts if self._drafts else None,
             "tokens_per_round": 1 + accepted / self._sequences if self._sequences else None,
         }

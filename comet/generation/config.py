@@ -46,7 +46,7 @@ class GenerateConfig:
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
             with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
             drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
-            are faster. One rank, checkpoints of ``comet train``.
+            are faster. Checkpoints of ``comet train``.
         draft_experts: Experts of a token in a draft, fewer than the model's top_k: ``[2]`` for all layers, or one
             number a layer; none: half of top_k.
         draft_tokens: Longest draft.

@@ -7,6 +7,7 @@ its share of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +19,15 @@ from comet.config import SpeculationConfig, require
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.errors import UnavailableError
-from comet.experts import CachedExperts, CacheReport, DraftRouter, ExpertCache, report_of
+from comet.experts import (
+    CACHED_DECODE_TOKENS,
+    CachedExperts,
+    CachedOnRanks,
+    CacheReport,
+    DraftRouter,
+    ExpertCache,
+    report_of,
+)
 from comet.experts.store import HeldExperts
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
@@ -151,7 +160,7 @@ class GPTEngine:
     Args:
         model: With its final weights.
         group: The model's ranks; all of them call the engine equally.
-        decode_tokens: Most tokens that take warp decode.
+        decode_tokens: Most tokens that take warp decode; ``None``: 64, or 16 with ``expert_slots``.
         cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
         expert_slots: Experts of each layer on the device, the others in host memory, where all of the model's are
             (``expert_device`` of ``GPT``); ``None``: all on the device.
@@ -161,7 +170,7 @@ class GPTEngine:
             ``None``: neither is called.
 
     Raises:
-        NotImplementedError: If drafts are for a group of several ranks, or experts in host memory for several nodes.
+        NotImplementedError: If experts in host memory are for several nodes.
     """
 
     def __init__(
@@ -169,16 +178,16 @@ class GPTEngine:
         model: GPT,
         group: ExpertGroup,
         *,
-        decode_tokens: int = DECODE_TOKENS,
+        decode_tokens: int | None = None,
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> None:
-        if speculation is not None and group.parallel.world_size > 1:
-            raise NotImplementedError("speculate is for one rank: leave parallel.ep and parallel.tp at 1")
         if expert_slots is not None and group.comm.memory_obstacle:
             raise NotImplementedError(f"expert_budget needs warp decode on all ranks: {group.comm.memory_obstacle}")
+        if decode_tokens is None:
+            decode_tokens = DECODE_TOKENS if expert_slots is None else CACHED_DECODE_TOKENS
         freeze(model)
         self.model = model
         self.cuda_graph: GraphMode = cuda_graph
@@ -195,12 +204,14 @@ class GPTEngine:
             else:
                 self.caches.append(cache_of(layer, expert_slots, expert_dtype))
                 layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
-        self._draft_routers = [] if speculation is None else self._make_draft_routers(speculation)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
+        self._cached: CachedOnRanks | None = None
+        self._draft_routers = [] if speculation is None else self._make_draft_routers(speculation)
         self._cache: KeyValueCache | None = None
         self._passes: dict[tuple[int, bool], DecodeStep] = {}
         self._steps = 0
+        self._drafted = False  # by the last pass
         self._touched = torch.zeros((), dtype=torch.int64, device=group.device)
 
     @property
@@ -231,6 +242,7 @@ class GPTEngine:
             cache = self._make_room(ids.shape[0], max_length)
         cache.clear()
         self._steps = 0
+        self._drafted = False
         self._touched.zero_()
         return self.model.prefill(ids, lengths, cache).logits[:, 0]
 
@@ -241,7 +253,13 @@ class GPTEngine:
 
     @torch.no_grad()
     def draft(self, ids: Tensor) -> Tensor:
-        """``decode`` with few experts: those of ``speculation``."""
+        """``decode`` with few experts: those of ``speculation``.
+
+        Drafts with cached experts only change no cache. So over ranks only the first one behind another pass asks which
+        experts are cached, in one collective (``CachedOnRanks``).
+        """
+        if self._cached is not None and not self._drafted:
+            self._cached.refresh()
         return self._take(ids[:, None], drafts=True)[:, 0]
 
     @torch.no_grad()
@@ -256,10 +274,13 @@ class GPTEngine:
         )
         layers = self.model.moe_layers()
         chosen = config.experts_per_layer(self.model.config.moe.top_k, len(layers))
-        slots: list[Tensor | None] = [None] * len(layers)
+        slots: Sequence[Tensor | None] = [None] * len(layers)
         if config.draft_cached_only:
-            slots = [cache.weights.slots for cache in self.caches]
-        return [DraftRouter(layer.router, r, held) for layer, r, held in zip(layers, chosen, slots, strict=True)]
+            slots = held = [cache.weights.slots for cache in self.caches]
+            if self._group.parallel.world_size > 1:
+                self._cached = CachedOnRanks(held, self._group)
+                slots = [*self._cached.table]
+        return [DraftRouter(layer.router, r, each) for layer, r, each in zip(layers, chosen, slots, strict=True)]
 
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
         most = self.runner.decode.max_tokens
@@ -287,6 +308,7 @@ class GPTEngine:
         if kind not in self._passes:
             self._passes[kind] = self._make_pass(torch.zeros_like(ids), drafts)
         self._steps += 1
+        self._drafted = drafts
         return self._passes[kind](ids)
 
     def _make_pass(self, ids: Tensor, drafts: bool) -> DecodeStep:

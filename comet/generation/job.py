@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comet.comm.deadline import meet
+from comet.comm.handshake import meet
 from comet.config import require
 from comet.experts.budget import ExpertBudget
 from comet.generation.engine import Engine, GPTEngine

@@ -11,9 +11,9 @@ from __future__ import annotations
 import zlib
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from comet.collectives import of_first_rank
 from comet.experts.speculation import pick, with_token
 from comet.generation.config import GenerateConfig
 
@@ -54,7 +54,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, step: int) -> Tensor:
         """The same on every rank, and noted as what the sequences go on with."""
-        chosen = agree(self(logits, step))
+        chosen = of_first_rank(self(logits, step))
         self.seen = with_token(self.seen, chosen)
         return chosen
 
@@ -84,13 +84,6 @@ class Sampler:
         if seen is None:
             return logits
         return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def agree(chosen: Tensor) -> Tensor:
-    """The choice of rank 0, on every rank: ranks that differed in a last bit would otherwise go separate ways."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(chosen, 0)
-    return chosen
 
 
 def tokens_seen(ids: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:

@@ -58,10 +58,17 @@ they are multiplied, or as they are read), the fused layer in block FP8, which `
 """
 
 from comet.modular.all_to_all import AllToAll
+from comet.modular.base import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
 from comet.modular.composer import ModularMoE
-from comet.modular.experts import ReferenceExperts, WarpDecodeExperts
+from comet.modular.experts import (
+    DequantizingBatched,
+    DequantizingContiguous,
+    GroupedBatched,
+    GroupedContiguous,
+    ReferenceExperts,
+    WarpDecodeExperts,
+)
 from comet.modular.fused import FusedExperts, FusedPrepareFinalize
-from comet.modular.grouped import DequantizingBatched, DequantizingContiguous, GroupedBatched, GroupedContiguous
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -77,7 +84,6 @@ from comet.modular.interfaces import (
     ScratchShapes,
     TopKReduce,
 )
-from comet.modular.reduce import BatchedReduce, ContiguousReduce, DelegateReduce, NoOpReduce
 from comet.modular.single_rank import SingleRank
 from comet.modular.symmetric import SymmetricBatched, SymmetricContiguous
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comet.collectives import accumulator_dtype, all_to_all_rows
+from comet.collectives import accumulator_dtype, all_to_all_rows, bad_ids, check_ids
 from comet.config import MoEConfig, require
 from comet.group import ExpertGroup
 from comet.layout import ExpertLayout
+from comet.modular.base import resolve
 from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
-from comet.modular.reduce import resolve
 from comet.modular.single_rank import require_dropless
 from comet.quantize import FP8, quantize_rows
 
@@ -107,7 +107,7 @@ class AllToAll:
 
     def _route(self, routed: RoutedTokens, tokens: Tensor | FP8) -> Route:
         layout, top_k_ids = self.layout, routed.top_k_ids
-        bad = (top_k_ids < -1) | (top_k_ids >= layout.num_experts)
+        bad = bad_ids(top_k_ids, layout)
         going = destinations(top_k_ids.masked_fill(bad, -1), layout)
         # The other columns tell all ranks of bad ids and tokens, so that all raise and none waits.
         faults = torch.stack([bad.sum(), num_not_finite(tokens, bad)])
@@ -117,12 +117,8 @@ class AllToAll:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.process_group)
         sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
-        for rank, (_, bad_ids, bad_tokens) in enumerate(received_host):
-            require(
-                not bad_ids,
-                f"top_k_ids of rank {rank} contain {bad_ids} bad ids; every id must be -1 (masked) or in "
-                f"[0, num_experts={layout.num_experts})",
-            )
+        check_ids([num for _, num, _ in received_host], top_k_ids, layout)
+        for rank, (*_, bad_tokens) in enumerate(received_host):
             if bad_tokens and rank == layout.rank:
                 quantize_rows(routed.tokens)  # which names the first
             require(

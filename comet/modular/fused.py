@@ -11,7 +11,7 @@ from torch import Tensor
 from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig, resolve_kernels
 from comet.group import ExpertGroup
-from comet.modular.base import ExpertsBase
+from comet.modular.base import ExpertsBase, NoOpReduce
 from comet.modular.interfaces import (
     ActivationFormat,
     FusedHandle,
@@ -24,9 +24,8 @@ from comet.modular.interfaces import (
     ScratchShapes,
     TopKReduce,
 )
-from comet.modular.reduce import NoOpReduce
 from comet.paths import SymmetricPath
-from comet.plan_rules import check_tokens
+from comet.plan import check_tokens
 from comet.quantize import Weight
 
 

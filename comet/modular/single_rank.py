@@ -6,8 +6,9 @@ from torch import Tensor
 
 from comet.config import MoEConfig, require
 from comet.group import ExpertGroup
+from comet.match import check_id_range
+from comet.modular.base import resolve
 from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
-from comet.modular.reduce import resolve
 from comet.quantize import quantize_rows
 
 
@@ -42,7 +43,7 @@ class SingleRank:
         """
         on_cpu = routed.tokens.device.type == "cpu"
         if on_cpu:
-            check_ids(routed, self.layout.num_experts)
+            check_id_range(routed.top_k_ids, self.layout.num_experts)
         tokens = quantize_rows(routed.tokens, trusted=not on_cpu) if quantize else routed.tokens.contiguous()
         ids, weights = routed.top_k_ids.contiguous(), routed.top_k_weights.contiguous()
         return Received(rows=ContiguousRows(tokens=tokens, top_k_ids=ids, top_k_weights=weights), route=None)
@@ -63,13 +64,3 @@ def require_dropless(config: MoEConfig, name: str) -> None:
         config.capacity_factor is None,
         f"capacity_factor={config.capacity_factor} must be None: {name} is dropless",
     )
-
-
-def check_ids(routed: RoutedTokens, num_experts: int) -> None:
-    """Raise ``ValueError`` naming the first id that is neither -1 nor an expert; waits for the device."""
-    ids = routed.top_k_ids
-    bad = (ids < -1) | (ids >= num_experts)
-    if bool(bad.any()):
-        raise ValueError(
-            f"top_k_ids contain {int(ids[bad][0])}; every id must be -1 (masked) or in [0, num_experts={num_experts})"
-        )

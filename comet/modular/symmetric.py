@@ -2,20 +2,29 @@
 
 Nothing waits for the device: received rows have static shapes, N = W * M row slots (M the group's maximum of tokens,
 rounded up), of which the plan says on the device which are in use.
+
+Rows of the pool can carry FP8 rows and their scales side by side. A packed row begins with D elements of one byte, then
+has ceil(D / 128) float32 scales, then nothing of use up to a multiple of 16 columns of the pool's dtype, so that every
+row starts where the kernels' wide accesses can. As D is a multiple of 16, a packed row is never longer than a row of
+the pool.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from comet.comm.base import require_memory
-from comet.config import MoEConfig, OverlapConfig
+from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.errors import CapacityError
 from comet.group import ExpertGroup
+from comet.layout import round_up
+from comet.modular.base import DelegateReduce, slot_rows
 from comet.modular.interfaces import (
     ActivationFormat,
     BatchedRows,
@@ -26,15 +35,47 @@ from comet.modular.interfaces import (
     Rows,
     TopKReduce,
 )
-from comet.modular.packed import unpack_rows
-from comet.modular.reduce import DelegateReduce, slot_rows
-from comet.modular.transport import SymmetricTransport
+from comet.paths import SymmetricPath
 from comet.plan import Plan
+from comet.quantize import FP8, FP8_BLOCK, quantize_rows
 from comet.workspace import ROWS_NEEDED
+
+SCALE_BYTES = 4
+
+
+def packed_columns(hidden_size: int, dtype: torch.dtype) -> int:
+    """Columns of a packed row, in elements of the pool's dtype.
+
+    Example: D=2048 in bfloat16: 2048 + 16 * 4 = 2112 bytes, 1056 columns instead of 2048. D=16: 20 bytes, 16 columns.
+    """
+    num_bytes = hidden_size + SCALE_BYTES * math.ceil(hidden_size / FP8_BLOCK)
+    return round_up(math.ceil(num_bytes / dtype.itemsize), DIM_MULTIPLE)
+
+
+def pack_rows(rows: FP8, dtype: torch.dtype) -> Tensor:
+    """``(..., T, columns)`` of ``dtype`` for FP8 rows ``(..., T, D)``; what the numbers look like means nothing."""
+    *outer, hidden_size = rows.elements.shape
+    packed = torch.empty(*outer, packed_columns(hidden_size, dtype), dtype=dtype, device=rows.elements.device)
+    elements, scales = _parts(packed, hidden_size)
+    elements.copy_(rows.elements)
+    scales.copy_(rows.scales)
+    return packed
+
+
+def unpack_rows(packed: Tensor, hidden_size: int) -> FP8:
+    """Undo ``pack_rows`` without a copy: views of packed rows, of which some may hold anything."""
+    elements, scales = _parts(packed, hidden_size)
+    return FP8(elements=elements, scales=scales, block_rows=1, trusted=True)
+
+
+def _parts(packed: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
+    first = hidden_size // SCALE_BYTES
+    elements = packed.view(torch.float8_e4m3fn)[..., :hidden_size]
+    return elements, packed.view(torch.float32)[..., first : first + math.ceil(hidden_size / FP8_BLOCK)]
 
 
 class _Symmetric(ABC):
-    """What both formats share: the transport, and a reduction that may be part of the combine.
+    """What both formats share: plan, dispatch and combine, and a reduction that may be part of the combine.
 
     Args:
         config: Shape of the layer.
@@ -55,38 +96,87 @@ class _Symmetric(ABC):
         use_kernels: bool | None = None,
     ) -> None:
         require_memory(group.comm, type(self).__name__, "use AllToAll")
-        self.transport = SymmetricTransport(config, group, overlap, use_kernels)
-        self.layout = self.transport.layout
-        self.comm = group.comm
+        kernels = resolve_kernels(group.device, use_kernels)
+        self.path = SymmetricPath(config, group, overlap or OverlapConfig(), use_kernels=kernels)
+        self.layout, self.workspace, self.comm = self.path.layout, self.path.workspace, group.comm
+        self.plan_stream = group.plan_stream
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
-        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch."""
-        plan, tokens = self.transport.bring(routed, quantize=quantize)
-        return self._received(plan, tokens, routed.tokens.shape[1] if quantize else None)
+        """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch.
+
+        Raises:
+            ValueError: If the tokens do not fit the pool.
+        """
+        self._check_tokens(routed)
+        return self._received(routed, quantize, *self.plan_stream.start(lambda: self._bring(routed, quantize))())
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver.
 
+        On a GPU plan and rows travel on a stream of their own. On a CPU only the ids are on their way when this
+        returns, which by kernels costs the plan a launch.
+
         Tokens are quantised unseen, because looking would wait for the device: what is not finite makes NaN of the
         token it is in.
+
+        Raises:
+            ValueError: If the tokens do not fit the pool.
         """
-        arrive = self.transport.start(routed, quantize=quantize)
-        packed_size = routed.tokens.shape[1] if quantize else None
-        return lambda: self._received(*arrive(), packed_size)
+        self._check_tokens(routed)
+        if self.plan_stream.stream is None:
+            arrive = self._begin(routed, quantize)
+        else:
+            arrive = self.plan_stream.start(lambda: self._bring(routed, quantize))
+        return lambda: self._received(routed, quantize, *arrive())
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
-        """Reduce, combine; a delegated reduction is part of the combine."""
-        plan: Plan = received.route
-        if isinstance(reduce, DelegateReduce):
-            return self.transport.combine(outputs.flatten(0, 1), plan, self._row_slots(received.rows), weighted=True)
-        return self.transport.combine_partials(reduce.apply(outputs, received.rows), plan)
+        """Reduce, send the sums home, and add those up in rank order; a delegated reduction is part of the combine."""
+        path, plan = self.path, received.route
+        is_delegated = isinstance(reduce, DelegateReduce)
+        if is_delegated:
+            outputs, row_slots = outputs.flatten(0, 1), self._row_slots(received.rows)
+        else:  # one partial sum per received row
+            outputs = reduce.apply(outputs, received.rows)
+            row_slots = torch.arange(outputs.shape[0], dtype=torch.int32, device=outputs.device)[:, None]
+        plan = replace(plan, row_slots=row_slots)
+        combined: Tensor = path.ops.combine(
+            outputs.contiguous(), plan, path.workspace, path.settings, weighted=is_delegated
+        )
+        return combined
 
-    def _received(self, plan: Plan, tokens: Tensor, packed_size: int | None) -> Received:
-        """Received rows as they lie in the pool, in the class's format; ``packed_size`` is the D of packed ones."""
+    def _bring(self, routed: RoutedTokens, quantize: bool) -> tuple[Plan, Tensor]:
+        """The plan is made in halves, a launch more, only where there are rows to quantise while ids travel."""
+        return self._begin(routed, quantize, at_once=not quantize)()
+
+    def _begin(
+        self, routed: RoutedTokens, quantize: bool, *, at_once: bool = False
+    ) -> Callable[[], tuple[Plan, Tensor]]:
+        """Send ids; what is returned gets the plan and the received rows ``(R, D)``, or packed ones."""
+        path, rows = self.path, routed.tokens.contiguous()
+        finish = path.begin_plan(routed.top_k_ids, routed.top_k_weights, at_once=at_once)
+        if quantize:  # while ids travel
+            rows = pack_rows(quantize_rows(rows, trusted=True), rows.dtype)
+
+        def arrive() -> tuple[Plan, Tensor]:
+            plan = finish()
+            return plan, path.ops.dispatch(rows, plan, path.workspace, path.settings)
+
+        return arrive
+
+    def _check_tokens(self, routed: RoutedTokens) -> None:
+        shape, tokens = self.workspace.shape, routed.tokens
+        require(
+            tokens.shape[1] == shape.hidden_size,
+            f"hidden_size={tokens.shape[1]} of tokens must be the pool's {shape.hidden_size}",
+        )
+        require(tokens.dtype == shape.dtype, f"dtype={tokens.dtype} of tokens must be the pool's {shape.dtype}")
+
+    def _received(self, routed: RoutedTokens, is_packed: bool, plan: Plan, tokens: Tensor) -> Received:
+        """Received rows as they lie in the pool, in the class's format."""
         rows = self._rows(plan, tokens)
-        if packed_size is not None:
+        if is_packed:
             assert isinstance(rows.tokens, Tensor)
-            rows = replace(rows, tokens=unpack_rows(rows.tokens, packed_size))
+            rows = replace(rows, tokens=unpack_rows(rows.tokens, routed.tokens.shape[1]))
         return Received(rows=rows, route=plan)
 
     @abstractmethod
@@ -163,7 +253,7 @@ class SymmetricBatched(_Symmetric):
 
     def _check(self, plan: Plan, batch_rows: int) -> None:
         most = plan.segment_counts.max()
-        fault = self.transport.workspace.fault[ROWS_NEEDED]
+        fault = self.workspace.fault[ROWS_NEEDED]
         fault.copy_(most.where(most > batch_rows, fault))  # no waiting: the host reads it in workspace.check
         if most.device.type == "cpu" and int(most) > batch_rows:
             raise CapacityError(
@@ -181,7 +271,7 @@ def local_experts(plan: Plan) -> Tensor:
 def batch_table(plan: Plan, batch_rows: int) -> BatchTable:
     """Lay the plan's segments out in batches of ``batch_rows``.
 
-    Example: the plan of ``make_plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4 and
+    Example: the plan of ``begin_plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4 and
     5, so row_ids is ``[[0, 0, 0, 0], [0, 1, 0, 0]]`` and row_slots ``[[4, 0], [5, -1], ...]``.
     """
     starts = plan.segment_starts[:-1].long()

@@ -25,13 +25,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
-from comet.comm.deadline import patience
+from comet.comm.handshake import patience
 from comet.group import ExpertGroup
 from comet.models.gpt import GPT
 from comet.sharding import local
 from comet.training.checkpoint_folder import (
+    SETTINGS_FILE,
     Checkpoint,
+    Reader,
+    Writer,
     complete,
+    flat,
     folder_name,
     list_checkpoints,
     open_partial,
@@ -39,10 +43,9 @@ from comet.training.checkpoint_folder import (
     read_checkpoint,
     remove_checkpoint,
     require_intact,
+    to_yaml,
 )
 from comet.training.ranks import from_first_rank, gather
-from comet.training.settings import SETTINGS_FILE, flat, to_yaml
-from comet.training.storage import Reader, Writer
 from comet.tuner.shared_file import naming
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

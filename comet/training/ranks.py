@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,28 +14,21 @@ from comet.comm import handshake
 Made = TypeVar("Made")
 
 
-class RankContext(Protocol):
-    """Who this process is; the process group is initialised when there are several ranks."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """Who a process is; the process group is initialised when there are several ranks.
 
-    @property
-    def rank(self) -> int:
-        """Rank in the whole job."""
-        ...
+    Args:
+        rank: Rank in the whole job.
+        world_size: Ranks in the whole job.
+        device: Where this rank computes.
+        attempt: How often the ranks have been started anew; 0 the first time.
+    """
 
-    @property
-    def world_size(self) -> int:
-        """Ranks in the whole job."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        ...
-
-    @property
-    def attempt(self) -> int:
-        """How often the ranks of this job were started anew; 0 the first time."""
-        ...
+    rank: int
+    world_size: int
+    device: torch.device
+    attempt: int = 0
 
 
 def this_rank() -> tuple[int, int]:

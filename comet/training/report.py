@@ -1,6 +1,8 @@
-"""What a person sees: the progress bar on standard error, the summary and the result line on standard output.
+"""What a person sees: a progress bar on standard error, pictures, the summary and the result line on standard output.
 
-Only rank 0 shows and writes anything; on the other ranks every method does nothing.
+Only rank 0 shows and writes anything; on the other ranks every method does nothing. Pictures show the history.
+
+The history is what a run measured, one JSON object per line of ``metrics.jsonl``, which a resumed run goes on with.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import resource
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,162 @@ import torch
 from tqdm import tqdm
 
 from comet.progress import bar_options
-from comet.training.history import History, Window
-from comet.training.plots import plot_expert_load, plot_loss
+from comet.tuner.shared_file import naming, write_whole
+
+HISTORY_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """A few consecutive steps.
+
+    Args:
+        step: Optimizer steps taken at its end.
+        losses: Training loss of each step, nats per byte.
+        grad_norms: Global gradient norm of each step, before clipping.
+        learning_rate: Of the last step.
+        expert_load: Routed rows per MoE layer and expert, summed over the steps.
+        tokens_per_second: Of all ranks.
+        dropped_rows: Routed rows beyond the experts' capacity, summed over layers and steps.
+    """
+
+    step: int
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rate: float
+    expert_load: list[list[float]]
+    tokens_per_second: float
+    dropped_rows: float = 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean load of an expert, averaged over the MoE layers; 1 is even, and the value without layers.
+
+        Example: ``expert_load=[[6, 2], [4, 4]]`` gives ``(6 / 4 + 4 / 4) / 2 = 1.25``.
+        """
+        ratios = [max(load) * len(load) / max(sum(load), 1.0) for load in self.expert_load]
+        return sum(ratios) / len(ratios) if ratios else 1.0
+
+    @property
+    def dropped_share(self) -> float:
+        """Dropped over all routed rows.
+
+        Example: ``dropped_rows=2`` of ``expert_load=[[6, 2], [4, 4]]`` gives ``2 / 16 = 0.125``.
+        """
+        return self.dropped_rows / max(sum(map(sum, self.expert_load)), 1.0)
+
+
+@dataclass(slots=True)
+class History:
+    """All windows and evaluations of a run, on disk and in memory.
+
+    Args:
+        folder: Where ``metrics.jsonl`` goes; ``None`` keeps everything in memory (ranks that write nothing).
+        windows: In order of steps.
+        heldout: ``(optimizer steps taken, nats per byte)``.
+    """
+
+    folder: Path | None
+    windows: list[Window] = field(default_factory=list)
+    heldout: list[tuple[int, float]] = field(default_factory=list)
+
+    def start(self, earlier: Path | None, last_step: int) -> None:
+        """Begin a new file with what ``earlier`` (another run's folder, or this one) recorded up to ``last_step``."""
+        lines = _read_lines(earlier / HISTORY_FILE) if earlier else []
+        kept = [line for line in lines if line["step"] <= last_step]
+        self.windows = [Window(**line) for line in kept if "losses" in line]
+        self.heldout = [(line["step"], line["heldout"]) for line in kept if "heldout" in line]
+        if self.folder is not None:
+            write_whole(self.folder / HISTORY_FILE, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def add_window(self, window: Window) -> None:
+        """Record a window."""
+        self.windows.append(window)
+        self._append(asdict(window))
+
+    def add_heldout(self, step: int, loss: float) -> None:
+        """Record an evaluation."""
+        self.heldout.append((step, loss))
+        self._append({"step": step, "heldout": loss})
+
+    def _append(self, line: dict[str, object]) -> None:
+        if self.folder is not None:
+            path = self.folder / HISTORY_FILE
+            with naming(path), path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a history; a killed job may have left the last one unfinished."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+SIZE_INCHES = (8.0, 4.5)
+DOTS_PER_INCH = 120
+UNTRAINED_NATS = 5.545
+
+
+def plot_loss(history: History, path: Path) -> None:
+    """Training loss of every step and held-out loss of every evaluation, as a PNG."""
+    figure = _figure()
+    axes = figure.subplots()
+    steps = [step for window in history.windows for step in _steps(window)]
+    losses = [loss for window in history.windows for loss in window.losses]
+    axes.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=0.8, label="training, each step")
+    means = [sum(window.losses) / len(window.losses) for window in history.windows]
+    axes.plot([window.step for window in history.windows], means, color="tab:blue", label="training, mean of a window")
+    if history.heldout:
+        axes.plot(*zip(*history.heldout, strict=True), "o-", color="tab:red", markersize=4, label="held-out")
+    axes.axhline(UNTRAINED_NATS, color="grey", linewidth=0.8, linestyle=":", label="untrained: ln 256")
+    axes.set(xlabel="optimizer step", ylabel="nats per byte", title="Loss")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path)
+
+
+def plot_expert_load(history: History, path: Path) -> None:
+    """Share of every expert in the last tenth of the run, and largest over mean load over time, as a PNG."""
+    figure = _figure()
+    shares, balance = figure.subplots(1, 2)
+    recent = history.windows[-max(len(history.windows) // 10, 1) :]
+    totals = [
+        [sum(column) for column in zip(*rows, strict=True)]
+        for rows in zip(*(window.expert_load for window in recent), strict=True)
+    ]
+    if totals:
+        image = shares.imshow([_relative(layer) for layer in totals], aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
+        figure.colorbar(image, ax=shares, label="load / even load")
+    for axis in (shares.xaxis, shares.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    shares.set(xlabel="expert", ylabel="MoE layer", title="Expert load, end of training")
+    balance.plot([window.step for window in history.windows], [window.imbalance for window in history.windows])
+    balance.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    balance.set(xlabel="optimizer step", ylabel="largest / mean load", title="Balance, mean of layers")
+    balance.set_ylim(bottom=0)
+    figure.savefig(path)
+
+
+def _figure() -> Any:
+    """A figure that needs no display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+
+
+def _steps(window: Window) -> range:
+    return range(window.step - len(window.losses) + 1, window.step + 1)
+
+
+def _relative(load: list[float]) -> list[float]:
+    mean = max(sum(load) / len(load), 1.0)
+    return [value / mean for value in load]
+
 
 GIB = 2**30
 RSS_UNIT = 1024  # ru_maxrss is in KiB on Linux

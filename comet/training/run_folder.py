@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from comet.config import require
 from comet.training.checkpoint_folder import (
+    SETTINGS_FILE,
     Checkpoint,
     find_checkpoints,
     list_checkpoints,
@@ -19,8 +20,7 @@ from comet.training.checkpoint_folder import (
     remove_checkpoint,
 )
 from comet.training.config import JobConfig
-from comet.training.history import HISTORY_FILE
-from comet.training.settings import SETTINGS_FILE
+from comet.training.report import HISTORY_FILE
 from comet.tuner.shared_file import write_whole
 
 LOCK, OWNER = ".comet.lock", ".comet.owner"

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -93,16 +94,8 @@ class StopRequest:
     def _watch(self, peers: Sequence[int]) -> None:
         while byte := os.read(self._reader, 1):
             while byte[0] == signal.SIGTERM and not self._over.is_set():
-                if not all(map(_is_there, peers)):
+                if not all(map(psutil.pid_exists, peers)):
                     # The default; Python's own function is for the main thread, which may be waiting for the dead.
                     ctypes.CDLL(None).signal(signal.SIGTERM, None)
                     os.kill(os.getpid(), signal.SIGTERM)
                 self._over.wait(POLL_S)
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

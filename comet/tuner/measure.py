@@ -5,7 +5,7 @@ between two calls of one. Fused candidates are replayed as CUDA graphs, because 
 long as a small layer, whatever its setting; the plain path, which waits for the host, cannot be. On a CPU a wall clock
 takes the place of events and the twin that of the kernels; only the machinery can be tried there.
 
-A candidate that fails is out, whatever it leaves in the pool: all ranks recover together (``comet.tuner.recovery``),
+A candidate that fails is out, whatever it leaves in the pool: all ranks recover together (``recover``),
 and the others are measured as if it had never been there.
 """
 
@@ -21,16 +21,39 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from comet.comm.base import settle
 from comet.comm.handshake import gather
 from comet.config import OverlapConfig, require
 from comet.errors import StepFailedError
 from comet.group import ExpertGroup
 from comet.paths import ExpertPath, make_path
-from comet.tuner.layers import counted
-from comet.tuner.problem import Problem
+from comet.tuner.problem import Problem, counted
 from comet.tuner.profile import Measured
-from comet.tuner.recovery import recover
-from comet.tuner.timing import Timing, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.timing import Timing, Variant, capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.workspace import Workspace
+
+
+def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
+    """Forget what failed, and restart all that uses the group's communicator (collective); waits for the device.
+
+    The order counts where ranks differ. A kernel that waits for a failed rank leaves its fault, and may advance the
+    epoch, only when it has met its deadline: on each rank all streams end before either is looked at. No note is taken
+    away before that is so on all ranks: none leaves another one.
+
+    Args:
+        workspace: The pool.
+        process_group: The ranks; ``None`` is a rank alone.
+    """
+    comm = workspace.comm
+    meet = rank_barrier(comm.device, process_group)
+    settle(comm.device)
+    meet()
+    settle(comm.device)
+    comm.board.clear()
+    comm.restart()
+    workspace.fault.zero_()
+    meet()  # also where ranks of several hosts have no board together
+
 
 NUM_INPUTS = 2
 MOST_LETTERS = 300  # a compiler may say more
@@ -250,9 +273,10 @@ def _try_setting(
         if group.device.type == "cuda":
             torch.cuda.synchronize(group.device)
         group.workspace.check()
-        calls = [partial(inputs.run, path, index) for index in range(NUM_INPUTS)]
+        run: Variant = partial(inputs.run, path)
         if group.device.type == "cuda" and setting is not None:
-            calls = _as_graphs(calls)
+            run = capture(run, rotate=NUM_INPUTS)
+        calls = [partial(run, index) for index in range(NUM_INPUTS)]
     except (RuntimeError, ValueError) as error:
         if group.comm.board.is_final:
             raise
@@ -262,13 +286,3 @@ def _try_setting(
         return calls, ""
     recover(group.workspace, group.process_group)
     return None, failure
-
-
-def _as_graphs(calls: Sequence[Call]) -> list[Call]:
-    """The same calls recorded; they share the memory of what they compute, which nobody reads."""
-    pool = torch.cuda.graph_pool_handle()
-    graphs = [torch.cuda.CUDAGraph() for _ in calls]
-    for graph, call in zip(graphs, calls, strict=True):
-        with torch.cuda.graph(graph, pool=pool):
-            call()
-    return [graph.replay for graph in graphs]

@@ -10,20 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import bench_decode
-import decode_points
 import pytest
 import start
 import torch
-from bench_decode import parse
-from decode_library import find_library, make_experts
-from decode_paths import EXPERT_CONFIGS, expert_counts, tile_table, torch_experts, triton_experts
-from decode_points import Checked, check_variant, compare, host_waits, measure_point, timed_form
+from bench_decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
 from decode_report import crossovers, draw, figures, format_table, write_results
-from decode_steps import Step, make_set, make_steps
-from decode_team import Team, open_team
-from decode_variants import Settings, configs, step_runs
+from decode_steps import Step, Team, make_set, make_steps, open_team
+from decode_variants import (
+    EXPERT_CONFIGS,
+    Settings,
+    configs,
+    expert_counts,
+    find_library,
+    make_experts,
+    step_runs,
+    tile_table,
+    torch_experts,
+    triton_experts,
+)
 from points import Ranks
-from routing import make_routing
+from shapes import make_routing
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
@@ -273,7 +279,7 @@ def test_what_waits_is_launched_without_a_graph(monkeypatch: pytest.MonkeyPatch)
     modes, captured, launched = ["warn"], [], []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(decode_points, "capture", lambda variant, rotate: captured.append(variant) or variant)
+    monkeypatch.setattr(bench_decode, "capture", lambda variant, rotate: captured.append(variant) or variant)
 
     def waits(index: int) -> torch.Tensor:
         if modes[-1] == "error":
@@ -336,7 +342,7 @@ def test_a_group_that_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no memory")
 
-    monkeypatch.setattr("decode_team.make_expert_group", fail)
+    monkeypatch.setattr("decode_steps.make_expert_group", fail)
     with open_team(SMALL, ParallelConfig(), max_tokens=2, wants_fused=True, ranks=ALONE) as team:
         row = measure_point(team, [steps_of(SMALL, 2)[0].set], 2, Settings(variants=("comet", "fused"), rounds=1))
     assert row["failures"] == {"group": "ValueError: no memory"}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from decode_own import OWN, fill, in_place, own_runs, share_of, slots_of
-from decode_points import Checked, check_variant
+from bench_decode import Checked, check_variant
 from decode_report import crossovers, figures
-from decode_steps import Step, make_set, make_steps
-from decode_team import Team, open_team
-from decode_variants import Settings, step_runs
+from decode_steps import Step, Team, make_set, make_steps, open_team
+from decode_variants import OWN, Settings, fill, in_place, own_runs, share_of, slots_of, step_runs
 from points import Ranks
 from ranks import run_ranks
 

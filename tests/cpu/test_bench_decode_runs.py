@@ -13,10 +13,8 @@ import bench_decode
 import pytest
 import torch
 import torch.distributed as dist
-from bench_decode import parse
-from decode_points import Checked, check_variant, measure_point
-from decode_steps import make_set, make_steps
-from decode_team import Team
+from bench_decode import Checked, check_variant, measure_point, parse
+from decode_steps import Team, make_set, make_steps
 from decode_variants import OVER_RANKS, Settings
 from points import Ranks
 from ranks import run_ranks

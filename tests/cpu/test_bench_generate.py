@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bench_generate import differs_over_ranks, parse, prepare, room, step_bytes
+from bench_generate import differs_over_ranks, parse, path_rows, prepare, room, step_bytes
 from bench_generate import run as run_benchmark
 from generate_cases import graphs_on_cpu
-from generate_models import draws_on, library_version, make_gpt, make_library_model, model_config
-from generate_paths import Paths
-from generate_report import path_rows
+from generate_paths import Paths, draws_on, library_version, make_gpt, make_library_model, model_config
 from points import Ranks
 from ranks import run_ranks
 

@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench_moe
-import graphs
+import points
 import pytest
 import torch
 from bench_moe import checked_variants, parse, progress
-from graphs import Graph, record
-from points import Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer
+from points import Graph, Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer, record
 from recorded_layers import LaterExperts, record_on_cpu
 from report import COLUMNS, append_csv, as_json, draw, format_summary, format_table, set_aside, summary
-from shapes import model
+from shapes import model, parse_overlap
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
@@ -130,7 +129,7 @@ def test_a_record_keeps_the_output_of_the_first_set(monkeypatch: pytest.MonkeyPa
         assert [run(index) for index in (*range(rotate), *range(rotate))] == [None] * (2 * rotate)
         return calls.append
 
-    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(points, "capture", capture)
     graph = record(variant, 3)
     assert [int(tensor) for tensor in graph.first()] == [40]
     assert calls == [0, 1, 2, 0, 1, 2, 0]
@@ -277,3 +276,36 @@ def test_a_layer_is_opened_once_and_an_interrupted_run_keeps_its_rows(
         assert len(list(csv.DictReader(file))) == 4
     assert not (tmp_path / "bench_moe.json").exists()
     assert "bench_moe.csv of an earlier run is now bench_moe.1.csv" in capsys.readouterr().err
+
+
+def test_splits_of_a_command_line() -> None:
+    assert parse_overlap("num_panels=2,num_phases=3", "overlap") == OverlapConfig(num_panels=2, num_phases=3)
+    assert parse_overlap("transport=copy,comm_blocks=0", "overlap") == OverlapConfig(transport="copy", comm_blocks=0)
+    assert parse_overlap("beside=0", "overlap") == OverlapConfig(beside=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "comm_blocks",
+        "comm_blocks=",
+        "comm_blocks=-1",
+        "block_rows=64",
+        "",
+        "num_panels=2,",
+        "transport=",
+        "transport=1",
+    ],
+)
+def test_a_split_must_name_a_setting_and_a_number(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"overlap='.*' must be comm_blocks=N, num_panels=N, num_phases=N, beside=0 or tr"
+    ):
+        parse_overlap(text, "overlap")
+
+
+def test_a_split_obeys_the_rules_of_the_settings() -> None:
+    with pytest.raises(ValueError, match=r"comm_blocks=0 must be at least 1"):
+        parse_overlap("comm_blocks=0", "overlap")
+    with pytest.raises(ValueError, match=r"transport='fly' must be 'push' or 'copy'"):
+        parse_overlap("transport=fly", "overlap")

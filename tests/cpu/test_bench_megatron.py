@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bench_megatron import checked, parse
+from bench_megatron import checked, parse, torch_grouped_gemm, train
 from bench_megatron import run as run_benchmark
-from megatron_layers import torch_grouped_gemm, train
 from points import Ranks
 from ranks import run_ranks
 from torch import nn

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import bench_layers
 import bench_moe
 import pytest
 import record_timeline
@@ -60,7 +59,7 @@ def test_rank_0_tells(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "rank 0: done\n")
 
 
-@pytest.mark.parametrize("benchmark", [bench_moe, bench_layers, record_timeline])
+@pytest.mark.parametrize("benchmark", [bench_moe, record_timeline])
 def test_ranks_are_those_of_torchrun(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--ep", "2", "--tp", "2", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(benchmark, "started_by_torchrun", lambda: False)

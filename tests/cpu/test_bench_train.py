@@ -15,14 +15,12 @@ import bench_train
 import pytest
 import torch
 import torch.distributed as dist
-import train_models
-from bench_train import deviations, figures, format_table, parse, summary
+from bench_train import HEADS, SwitchedModel, deviations, figures, format_table, model_config, parse, row_norms, summary
 from generate_cases import all_experts, graphs_on_cpu
 from points import Ranks
 from ranks import run_ranks
 from shapes import MODELS
 from torch import Tensor
-from train_models import HEADS, SwitchedModel, model_config, row_norms
 
 from comet.config import ParallelConfig
 from comet.group import make_expert_group
@@ -91,7 +89,7 @@ def test_every_variant_starts_from_the_same_weights(dtype: torch.dtype) -> None:
     again = model.first_steps("comet")
     assert torch.equal(again[0], first[0])
     assert all(map(torch.equal, again[1], first[1]))
-    assert len(set(first[0].tolist())) == train_models.CHECKED_STEPS  # other batches, other weights
+    assert len(set(first[0].tolist())) == bench_train.CHECKED_STEPS  # other batches, other weights
     assert model.first_steps("rest")[0][0] != first[0][0]  # even the first loss depends on the layers
 
 
@@ -110,7 +108,7 @@ def test_a_variant_runs_its_own_path_only() -> None:
     model.start_anew()
     drawn = model.layers[1].w1.detach().clone()
     model.step("rest", 0)  # the experts' gradients are all alike: each weight decays, and is one learning rate less
-    rate = train_models.LEARNING_RATE
+    rate = bench_train.LEARNING_RATE
     torch.testing.assert_close(model.layers[1].w1, drawn * (1 - 0.1 * rate) - rate, rtol=0, atol=1e-3 * rate)
 
 
@@ -172,7 +170,7 @@ def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
 
     def meets_deadline(path: SymmetricPath, tokens: Tensor, *rest: Any) -> Tensor:
         calls.append(len(tokens))
-        if rank == 1 and calls.count(32) == 2 * train_models.CHECKED_STEPS + 1:
+        if rank == 1 and calls.count(32) == 2 * bench_train.CHECKED_STEPS + 1:
             path.workspace.fault[:6] = torch.tensor([1, 2, 0, 17, 41, 40])
         return call(path, tokens, *rest)
 

@@ -13,16 +13,25 @@ import bench_moe
 import pytest
 import torch
 import torch.distributed as dist
-from accounting import balanced_rows, geometric_mean, layer_flops, link_bytes, rows_to_ranks
-from baselines import all_gather_experts, pipelined_experts
+from baselines import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table
 from bench_moe import parse
-from decode_team import open_team
-from gemms import gemm_variants, split_evenly, tile_table
+from decode_steps import open_team
 from points import Ranks, attempt, relative_error
 from ranks import run_ranks
-from report import COLUMNS, append_csv, as_json, draw, figures, format_table
-from routing import make_routing
-from shapes import MODELS, model
+from report import (
+    COLUMNS,
+    append_csv,
+    as_json,
+    balanced_rows,
+    draw,
+    figures,
+    format_table,
+    geometric_mean,
+    layer_flops,
+    link_bytes,
+    rows_to_ranks,
+)
+from shapes import MODELS, make_routing, model
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, rank_slots

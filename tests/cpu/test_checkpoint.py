@@ -21,8 +21,7 @@ from comet.sharding import local
 from comet.training import checkpoint_folder
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import choose_checkpoint, find_checkpoints, list_checkpoints, read_checkpoint
-from comet.training.loop import Trainer
-from comet.training.optimizer import make_optimizer
+from comet.training.loop import Trainer, make_optimizer
 
 TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
 

@@ -18,9 +18,8 @@ from training_cases import MODEL, Rank, make_job, make_model
 
 from comet.training import run
 from comet.training.checkpoint import load_weights
-from comet.training.checkpoint_folder import list_checkpoints, read_checkpoint
+from comet.training.checkpoint_folder import Reader, checksum, list_checkpoints, read_checkpoint, read_metadata
 from comet.training.run import train
-from comet.training.storage import Reader, checksum, read_metadata
 
 
 @pytest.fixture(scope="module")

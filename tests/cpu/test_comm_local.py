@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comm_conformance import ALONE, Site
+from emulated import emulated_group
 
-from comet.comm import Communicator, emulated_group, make_communicator
-from comet.comm.base import SymmTensor
-from comet.comm.local import LocalCommunicator
+from comet.comm import Communicator, make_communicator
+from comet.comm.base import LocalCommunicator, SymmTensor
 from comet.comm.signals import late, signal, wait, waited
 from comet.errors import CommTimeoutError, UnavailableError
 

@@ -24,8 +24,8 @@ from comet.launch.dry_run import describe, memory_needs, rank_parameters
 from comet.launch.schema import build, schema_of
 from comet.launch.tasks import TASKS
 from comet.models.gpt import GPT
+from comet.training.checkpoint_folder import to_yaml
 from comet.training.config import JobConfig, TrainConfig
-from comet.training.settings import to_yaml
 from comet.workspace import WorkspaceShape, workspace_bytes
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import emulated_group
 from plan_cases import plan_all_ranks, random_case, workspace
 
 import comet.copy_engine
-from comet.comm import emulated_group
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.copy_engine import start_copies
 from comet.group import make_expert_group

@@ -13,7 +13,7 @@ import triton.language as tl
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, make_inputs, random_case
 from ranks import run_ranks
 
-from comet.comm.local import LocalCommunicator
+from comet.comm.base import LocalCommunicator
 from comet.config import MAX_TOP_K
 from comet.decode import (
     MAX_DECODE_TOKENS,

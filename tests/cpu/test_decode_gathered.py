@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 from decode_ranks import compare_step, draw_counts, gathered_inputs, padded, run_gathered, shard, step_inputs
+from emulated import emulated_group
 from ranks import run_ranks
 
-from comet.comm import emulated_group, make_communicator
+from comet.comm import make_communicator
 from comet.decode import DecodeScratch, RankDecode
 from comet.decode.gathered import TokenGather, gather_bytes
 from comet.errors import CommTimeoutError

@@ -13,7 +13,7 @@ from launch_arguments import make_table, make_wire
 from comet.kernels import dispatch_gemm_cuda as module
 from comet.kernels.dispatch import Sends
 from comet.kernels.dispatch_gemm_cuda import CudaConfig
-from comet.plan_rules import num_counters
+from comet.plan import num_counters
 
 
 def test_worked_examples() -> None:

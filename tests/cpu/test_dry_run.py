@@ -9,7 +9,7 @@ import yaml
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.cli import main
 from comet.launch.dry_run_layers import shape_bytes
-from comet.launch.sweep import load_models
+from comet.launch.tuning import load_models
 from comet.tuner.sweep import Shape
 from comet.workspace import WorkspaceShape, workspace_bytes
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
+from emulated import emulated_group
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison
 from ranks import run_ranks
 from tiers import slow
 
-from comet.comm import LocalCommunicator, emulated_group
-from comet.comm.epochs import MOST_EPOCHS, check_epoch
+from comet.comm import LocalCommunicator
+from comet.comm.signals import MOST_EPOCHS, check_epoch
 from comet.config import Transport
 from comet.decode import LocalRunner, OwnTokensRunner, RankDecode, ReplicatedRunner
 from comet.errors import CapacityError, CommTimeoutError, EpochError

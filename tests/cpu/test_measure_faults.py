@@ -16,8 +16,10 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import ExpertGroup, make_expert_group
 from comet.launch.config import compose, make_job
 from comet.paths import ExpertPath, make_path
-from comet.tuner import Problem, ProfileStore, job, measure
+from comet.tuner import job, measure
 from comet.tuner.measure import measure_layer
+from comet.tuner.problem import Problem
+from comet.tuner.profile import ProfileStore
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
 TOKENS = 40

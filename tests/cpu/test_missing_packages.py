@@ -53,7 +53,7 @@ def test_a_module_of_comet_that_is_missing_is_a_fault_of_comet() -> None:
 
 
 def test_what_is_not_built_yet_is_one_line() -> None:
-    refusal = NotImplementedError("speculate is for one rank: leave parallel.ep and parallel.tp at 1")
+    refusal = NotImplementedError("expert_budget needs warp decode on all ranks: two nodes")
     assert is_user_error(refusal)
     assert one_line(refusal) == str(refusal)
     assert not is_user_error(NotImplementedError()), "an abstract method that was called"

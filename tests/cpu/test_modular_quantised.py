@@ -32,7 +32,7 @@ from comet.modular import (
     SymmetricContiguous,
     WarpDecodeExperts,
 )
-from comet.modular.packed import pack_rows, packed_columns, unpack_rows
+from comet.modular.symmetric import pack_rows, packed_columns, unpack_rows
 from comet.quantize import FP8, MXFP8, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
 
 CASE = LayerCase("quantised", 1, 1, (9,), num_phases=1)

@@ -19,8 +19,16 @@ from vllm_package import contract_breaches, expert_map_of, modules, moe_config_o
 
 from comet.errors import StepFailedError, UnavailableError
 from comet.group import ExpertGroup
-from comet.integrations.vllm import BASES, PACKAGE, adapt_experts, adapt_prepare_finalize, global_routing, map_ids
-from comet.integrations.vllm_quant import WeightCache, scheme
+from comet.integrations.vllm import (
+    BASES,
+    PACKAGE,
+    WeightCache,
+    adapt_experts,
+    adapt_prepare_finalize,
+    global_routing,
+    map_ids,
+    scheme,
+)
 from comet.layout import ExpertLayout
 from comet.modular import (
     AllToAll,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 import time
@@ -11,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from plan_cases import FIELDS, Case, assert_same_plan, check_pool, oracle, random_case, twin_plan, workspace
+from rank_plans import make_plan, plan_from_ids
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
-from comet.layout import ExpertLayout
-from comet.plan import Plan, begin_plan, make_plan, plan_from_ids, routed_row_capacity
-from comet.plan_twin import _positions
+from comet.layout import ExpertLayout, positions_in_groups
+from comet.plan import Plan, routed_row_capacity
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 
@@ -33,7 +32,7 @@ def ids_of(rows: list[list[list[int]]], max_tokens: int = 128) -> torch.Tensor:
 # ---- the numbers of the docstrings
 
 
-def test_example_of_make_plan() -> None:
+def test_example_of_begin_plan() -> None:
     layout = ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0)
     ids = ids_of([[[1, 0], [1, -1]]])
     overlap = OverlapConfig(num_phases=1, block_rows=16)
@@ -77,7 +76,7 @@ def test_example_of_routed_row_capacity() -> None:
 
 
 def test_example_of_positions() -> None:
-    positions, sizes = _positions(torch.tensor([1, 0, 1, 1]), 2)
+    positions, sizes = positions_in_groups(torch.tensor([1, 0, 1, 1]), 2)
     assert positions.tolist() == [0, 0, 1, 2]
     assert sizes.tolist() == [1, 3]
 
@@ -160,7 +159,7 @@ def test_worst_routing_fits_the_capacity() -> None:
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
-    """Valid arguments of ``make_plan`` on one rank, with changes."""
+    """Valid arguments of ``begin_plan`` on one rank, with changes."""
     case = random_case(0, 1, 1, num_experts=8, top_k=2, max_tokens=128)
     given = {
         "top_k_ids": torch.zeros(4, 2, dtype=torch.int32),
@@ -213,10 +212,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
 def test_errors_name_field_value_and_rule(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_plan(**arguments(**changes))
-
-
-def test_both_halves_take_the_same_arguments() -> None:
-    assert inspect.signature(make_plan).parameters == inspect.signature(begin_plan).parameters
 
 
 def test_non_contiguous_ids() -> None:

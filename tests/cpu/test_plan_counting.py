@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from plan_cases import random_case, workspace
+from rank_plans import make_plan
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
 from comet.config import OverlapConfig
-from comet.plan import make_plan
 
 NUM_EXPERTS = 31  # as many waves have experts, and one more has the tokens that are not needed
 NO_EXPERT = 31

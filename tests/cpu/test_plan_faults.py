@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
 from ranks import run_ranks
 
-from comet.comm import emulated_group
 from comet.config import Transport
 from comet.errors import CommTimeoutError
 from comet.plan import Plan, begin_plan

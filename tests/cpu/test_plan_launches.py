@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, noted_launches, random_case, twin_plan, workspace
+from rank_plans import make_plan
 from ranks import run_ranks
 
-from comet.comm import LocalCommunicator, emulated_group
+from comet.comm import LocalCommunicator
 from comet.kernels.aot_plan import aot_cases
 from comet.kernels.metadata import PlanConfig, exchange_constants, place_constants
-from comet.plan import begin_plan, make_plan
+from comet.plan import begin_plan
 
 
 def launches(rank: int, world_size: int, case: Case, halves: bool) -> tuple[list[str], int]:

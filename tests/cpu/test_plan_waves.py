@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from rank_plans import plan_from_ids
 
 from comet.config import OverlapConfig
 from comet.layout import ExpertLayout, num_waves
-from comet.plan import plan_from_ids
 from comet.plan_twin import _places, waves
 
 

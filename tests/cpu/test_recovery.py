@@ -11,8 +11,8 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.group import make_expert_group
-from comet.tuner import recovery
-from comet.tuner.recovery import recover
+from comet.tuner import measure
+from comet.tuner.measure import recover
 from comet.workspace import Workspace
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
@@ -37,7 +37,7 @@ def in_epochs(rank: int, world_size: int, epochs: tuple[int, ...], late: int) ->
             fail(workspace, epochs[rank])
         idle = time.monotonic()
 
-    recovery.settle = settle
+    measure.settle = settle
     if rank != late:
         fail(workspace, epochs[rank])
     recover(workspace, dist.group.WORLD if world_size > 1 else None)

@@ -265,9 +265,8 @@ def test_drafting_stops_behind_an_unsure_token() -> None:
 
 def test_what_is_reported() -> None:
     report = SpeculationReport("conservative", 3)
-    report.add(4, [(3, 3), (2, 0)])
-    report.add(1, [(0, 0), (0, 0)])
-    report.agreed += torch.tensor(2)
+    report.add(4, [(3, 3), (2, 0)], agreed=2)
+    report.add(1, [(0, 0), (0, 0)], agreed=0)
     assert report.facts() == {
         "mode": "conservative", "rounds": 2, "plain_rounds": 1, "drafted": 5, "accepted": 3, "acceptance": 0.6,
         "acceptance_by_position": [0.5, 0.5, 1.0], "agreement": 2 / 3, "mean_draft_length": 2.5,

@@ -16,7 +16,7 @@ from tiers import slow
 from training_cases import Rank, make_job
 
 from comet.training import run as training
-from comet.training.history import History
+from comet.training.report import History
 from comet.training.run import train
 
 PROGRAM = ("-P", "-m", "comet.launch")

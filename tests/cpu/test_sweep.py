@@ -17,14 +17,24 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
 from comet.group import make_expert_group
 from comet.launch.config import compose, make_job
-from comet.launch.sweep import load_models, sweep_job
+from comet.launch.tuning import load_models, sweep_job
 from comet.paths import make_path
-from comet.training.config import JobConfig
+from comet.training.config import JobConfig, SweepConfig
 from comet.training.ranks import from_first_rank
-from comet.tuner.config import SweepConfig
-from comet.tuner.sweep import COLUMNS, Knobs, Outcome, Point, Shape, SweepLog, best_points, sweep_points, sweep_table
-from comet.tuner.sweep_job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
-from comet.tuner.sweep_plot import plot_sweep, sweep_lines
+from comet.tuner.job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
+from comet.tuner.sweep import (
+    COLUMNS,
+    Knobs,
+    Outcome,
+    Point,
+    Shape,
+    SweepLog,
+    best_points,
+    plot_sweep,
+    sweep_lines,
+    sweep_points,
+    sweep_table,
+)
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 CPU = torch.device("cpu")
@@ -226,7 +236,7 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
             raise KeyError("a bug")
         return measure_shape(job, shape, *others)
 
-    monkeypatch.setattr("comet.tuner.sweep_job.measure_shape", crash_at_32)
+    monkeypatch.setattr("comet.tuner.job.measure_shape", crash_at_32)
     with pytest.raises(KeyError):
         sweep_job(job_of(*words), Alone())
     first, second = SweepLog.load(tmp_path / CSV_NAME).rows.values()
@@ -245,7 +255,7 @@ def test_shapes_measured_before_a_crash_are_kept(tmp_path, monkeypatch):
         return measure_shape(job, shape, *others)
 
     words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
-    monkeypatch.setattr("comet.tuner.sweep_job.measure_shape", crash_at_32)
+    monkeypatch.setattr("comet.tuner.job.measure_shape", crash_at_32)
     with pytest.raises(KeyError):
         sweep_job(job_of(*words), Alone())
     monkeypatch.undo()

@@ -14,9 +14,9 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.tuner import job
+from comet.tuner.job import CSV_NAME, run_sweep
 from comet.tuner.shared_file import require_writable
 from comet.tuner.sweep import Knobs, Outcome, Point, Shape, SweepLog
-from comet.tuner.sweep_job import CSV_NAME, run_sweep
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 CPU = torch.device("cpu")
@@ -93,8 +93,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "x")
-    for module in ("job", "sweep_job"):
-        monkeypatch.setattr(f"comet.tuner.{module}.make_expert_group", never)
+    monkeypatch.setattr("comet.tuner.job.make_expert_group", never)
     config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):

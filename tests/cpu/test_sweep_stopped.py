@@ -15,10 +15,10 @@ import torch
 
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
-from comet.launch.last_words import last_words
-from comet.launch.sweep import sweep_job
+from comet.launch.failures import last_words
+from comet.launch.tuning import sweep_job
+from comet.tuner.job import CSV_NAME, tell_kept
 from comet.tuner.sweep import SweepLog
-from comet.tuner.sweep_job import CSV_NAME, tell_kept
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 180
@@ -26,7 +26,7 @@ TOKENS = (16, 32, 48, 64, 80, 96)
 # A lock that a thread waits for twice ends no wait at a signal, as a collective or a wait for a device.
 STUCK = """
 import ctypes
-from comet.launch.last_words import last_words
+from comet.launch.failures import last_words
 with last_words(lambda: "3 kept"):
     lib, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
     lib.pthread_mutex_lock(mutex)

@@ -32,8 +32,7 @@ from comet.kernels.recorder import recording
 from comet.layout import COMBINE_CHUNK_ROWS
 from comet.paths import SymmetricPath
 from comet.plan import Plan
-from comet.trace import RankRecord, Timeline, record, recording_to
-from comet.trace_chrome import chrome_trace
+from comet.trace import RankRecord, Timeline, chrome_trace, record, recording_to
 from comet.trace_events import KINDS, WAITS, WORKS, Clock, Event, Span
 from comet.workspace import Workspace
 

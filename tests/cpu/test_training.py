@@ -18,12 +18,9 @@ from comet.models.gpt import next_token_loss
 from comet.training import run
 from comet.training.config import CommConfig, JobConfig
 from comet.training.data import sample_batch
-from comet.training.evaluate import generate, heldout_loss
-from comet.training.history import History, Window
-from comet.training.loop import Trainer
-from comet.training.optimizer import learning_rate, make_optimizer
-from comet.training.report import printable
-from comet.training.run import train
+from comet.training.loop import Trainer, learning_rate, make_optimizer
+from comet.training.report import History, Window, printable
+from comet.training.run import generate, heldout_loss, train
 
 
 def loss_curve(rank, world_size, ep, tp, steps, config):

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from training_cases import MODEL, Rank, make_job
 
 from comet.paths import SymmetricPath, expert_capacity
-from comet.training.history import Window
 from comet.training.loop import count_dropped_rows
+from comet.training.report import Window
 from comet.training.run import train
 
 TIGHT = replace(MODEL, moe=replace(MODEL.moe, capacity_factor=0.5))

@@ -15,11 +15,9 @@ from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model
 
 from comet.graphs import GraphMode
 from comet.launch.config import compose
-from comet.training.evaluate import heldout_loss
-from comet.training.history import History
-from comet.training.loop import Trainer
-from comet.training.optimizer import make_optimizer
-from comet.training.run import train
+from comet.training.loop import Trainer, make_optimizer
+from comet.training.report import History
+from comet.training.run import heldout_loss, train
 
 TEXT = torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).byte()
 

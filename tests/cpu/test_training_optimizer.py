@@ -14,8 +14,7 @@ from comet.models.gpt import next_token_loss
 from comet.sharding import local
 from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
-from comet.training.loop import Trainer
-from comet.training.optimizer import global_norm, learning_rate, make_optimizer, sum_gradients
+from comet.training.loop import Trainer, global_norm, learning_rate, make_optimizer, sum_gradients
 
 
 def test_learning_rate_example_of_the_docstring():

@@ -12,12 +12,19 @@ import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.schedule import check_phases
-from comet.tuner import H200, Machine, Problem, predict, propose, resolve
-from comet.tuner.candidates import candidates
-from comet.tuner.choice import Resolved, check_setting
-from comet.tuner.layers import effective
-from comet.tuner.model import _advance, all_gemms, copy_rows_ms, layer0_ms, layer1_ms, layer_gemms
-from comet.tuner.problem import expected_tiles, shard_reach
+from comet.tuner.choice import Resolved, check_setting, resolve
+from comet.tuner.model import (
+    _advance,
+    all_gemms,
+    candidates,
+    copy_rows_ms,
+    layer0_ms,
+    layer1_ms,
+    layer_gemms,
+    predict,
+    propose,
+)
+from comet.tuner.problem import H200, Machine, Problem, effective, expected_tiles, shard_reach
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
 SHAPES = {

@@ -14,20 +14,11 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.group import make_expert_group
-from comet.tuner import (
-    H200,
-    Explained,
-    Machine,
-    Problem,
-    explain_facts,
-    explain_text,
-    predict,
-    propose,
-    resolve,
-)
-from comet.tuner.choice import Resolved, Resolver, check_setting
-from comet.tuner.layers import candidate_name
+from comet.tuner.choice import Resolved, Resolver, check_setting, resolve
+from comet.tuner.explain import Explained, explain_facts, explain_text
 from comet.tuner.measure import measure_layer, reason
+from comet.tuner.model import predict, propose
+from comet.tuner.problem import H200, Machine, Problem, candidate_name
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)

@@ -14,10 +14,8 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels import cuda_text, dispatch_gemm_cuda, gemm_combine_cuda, nvrtc
 from comet.kernels.arguments import Returns
 from comet.kernels.dispatch import Sends
-from comet.tuner import H200, Machine, Problem, predict, propose
-from comet.tuner.candidates import candidates
-from comet.tuner.layers import candidate_name, cuda_layers, effective
-from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST
+from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, candidates, predict, propose
+from comet.tuner.problem import H200, Machine, Problem, candidate_name, cuda_layers, effective
 from comet.workspace import WorkspaceShape
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)

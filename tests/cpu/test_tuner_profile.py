@@ -15,8 +15,18 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.tuner import H200, Problem, ProfileEntry, ProfileKey, ProfileStore, profile_path, resolve
-from comet.tuner.profile import VERSION, Measured, read_entries, token_bucket
+from comet.tuner.choice import resolve
+from comet.tuner.problem import H200, Problem
+from comet.tuner.profile import (
+    VERSION,
+    Measured,
+    ProfileEntry,
+    ProfileKey,
+    ProfileStore,
+    profile_path,
+    read_entries,
+    token_bucket,
+)
 
 DEVICE = H200.name
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.tuner import H200, Problem, ProfileEntry, ProfileKey, ProfileStore, predict
-from comet.tuner.profile import Measured
-from comet.tuner.regret import Tuned, model_regret, regret_text, regrets
+from comet.tuner.explain import Tuned, model_regret, regret_text, regrets
+from comet.tuner.model import predict
+from comet.tuner.problem import H200, Problem
+from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
 DEFAULT, SIX = OverlapConfig(), OverlapConfig(num_panels=6)

@@ -14,7 +14,7 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.moe import MoE
 from comet.paths import CollectivePath, SymmetricPath
 from comet.plain import plain_experts
-from comet.tuner import Problem
+from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_size=256, ffn_size=32)

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.tuner import H200, Machine, Problem, predict
 from comet.tuner.choice import check_setting, resolve
+from comet.tuner.explain import model_regret
+from comet.tuner.model import predict
+from comet.tuner.problem import H200, Machine, Problem
 from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries
-from comet.tuner.regret import model_regret
 
 SHIPPED = sorted((Path(str(files("comet.configs"))) / "profiles").glob("*.json"))
 # Of the model's choice over the best measured; the model was fitted to these measurements, among others.

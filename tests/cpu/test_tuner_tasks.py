@@ -18,12 +18,13 @@ from comet.config import MoEConfig, OverlapConfig
 from comet.errors import NothingMeasuredError
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
-from comet.launch.sweep import load_models
 from comet.launch.tasks import TASKS
+from comet.launch.tuning import load_models
 from comet.paths import ExpertPath, make_path
 from comet.training.config import JobConfig
-from comet.tuner import H200, Problem, ProfileStore, job
-from comet.tuner.profile import Measured
+from comet.tuner import job
+from comet.tuner.problem import H200, Problem
+from comet.tuner.profile import Measured, ProfileStore
 
 CPU = torch.device("cpu")
 MODELS = {

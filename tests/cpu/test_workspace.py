@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from emulated import emulated_group
 
 from comet import twin
-from comet.comm import LocalCommunicator, emulated_group
+from comet.comm import LocalCommunicator
 from comet.comm.base import ALIGNMENT
 from comet.config import MoEConfig
 from comet.errors import CapacityError, CommTimeoutError

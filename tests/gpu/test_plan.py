@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from plan_cases import assert_same_plan, plan_all_ranks, random_case, twin_plan, workspace
+from rank_plans import make_plan
 
 from comet import plan_kernels
 from comet.comm import LocalCommunicator
 from comet.kernels import metadata
-from comet.plan import make_plan
 
 pytestmark = pytest.mark.gpu
 REPLAYS = 200

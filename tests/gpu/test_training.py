@@ -10,7 +10,7 @@ import torch
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.training import run
-from comet.training.history import History
+from comet.training.report import History
 from comet.training.run import train
 from comet.training.stop import LAG
 

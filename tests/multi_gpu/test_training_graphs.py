@@ -11,7 +11,7 @@ from gpus import ON_GPUS, gpu_of
 from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
-from comet.training.history import History
+from comet.training.report import History
 from comet.training.run import train
 
 MODEL_GPU = replace(MODEL, context=64, hidden_size=128, moe=replace(MOE, hidden_size=128, ffn_size=256))

@@ -15,6 +15,7 @@ from torch import nn
 
 from comet.config import MOE_DTYPES, require
 from comet.decode.runners import DECODE_TOKENS
+from comet.experts import CACHED_DECODE_TOKENS
 from comet.experts.budget import ExpertBudget, ExpertStoreKind
 from comet.group import ExpertGroup
 from comet.integrations.hf.block_fp8 import check_wide, dequantized, is_block_fp8, join_scales
@@ -45,7 +46,7 @@ def load_pretrained(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    decode_tokens: int = DECODE_TOKENS,
+    decode_tokens: int | None = None,
     keep_fp8: bool = False,
     expert_budget: float | None = None,
     expert_store: ExpertStoreKind = "host",
@@ -58,8 +59,7 @@ def load_pretrained(
     The model is made by transformers' own ``from_pretrained``; its experts are shards from the start, and of the
     checkpoint's expert tensors only this rank's slices are read. Everything else is on every rank.
 
-    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) is dequantised as it is read, on any
-    device, which takes twice its memory in bfloat16.
+    Block FP8 as DeepSeek-V3 publishes it (``weight`` beside ``weight_scale_inv``) is dequantised as it is read.
 
     Args:
         folder: Holds ``config.json`` and the weights as safetensors, experts one by one or fused.
@@ -67,7 +67,8 @@ def load_pretrained(
             only before they open the checkpoint.
         dtype: Of the model; ``None``: the group's, or without a group the checkpoint's.
         device: Where the model goes; ``None``: the group's, or without a group the CPU.
-        decode_tokens: Most tokens of one call that take warp decode; more take the group's path.
+        decode_tokens: Most tokens of one call that take warp decode, ``None``: 64, or 16 with a budget; more take the
+            group's path, or with a budget stream their experts.
         keep_fp8: Keep the experts of a block FP8 checkpoint as they are stored, F/TP a multiple of 128: warp decode
             reads them so, with the shared expert where the checkpoint has that in block FP8, too, and the group's path
             gets the layer it is at dequantised. For inference.
@@ -96,17 +97,17 @@ def load_pretrained(
     require_transformers()
     in_store = _is_in_store(expert_budget, expert_store, host_budget)
     stored = _stored_as(expert_dtype, in_store, keep_fp8)
-    if in_store:
-        _check_store(group, decode_tokens, expert_store, stored)
+    if decode_tokens is None:
+        decode_tokens = CACHED_DECODE_TOKENS if in_store else DECODE_TOKENS
+    _check_store(in_store, group, decode_tokens, expert_store, stored)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
     is_fp8 = _take_block_fp8(config, folder, keep_fp8)
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=in_store)
     stock_class, modules = _blueprint(config)
     sizes = moe_config(config), len(modules), dtype
-    budget = None
-    if expert_budget is not None:
-        budget = ExpertBudget.create(expert_budget, *sizes, store=expert_store, host_budget=host_budget, stored=stored)
+    stores: dict[str, Any] = dict(store=expert_store, host_budget=host_budget, stored=stored)
+    budget = None if expert_budget is None else ExpertBudget.create(expert_budget, *sizes, **stores)
     with ExitStack() as files:
         tensors = _wanted(open_checkpoint(folder, files), stock_class)
         state, place = _state_of(tensors, modules, place, config, dtype if is_fp8 else None)
@@ -168,9 +169,15 @@ def _stored_as(expert_dtype: MXType | None, in_store: bool, keep_fp8: bool) -> S
 
 
 def _check_store(
-    group: ExpertGroup | None, decode_tokens: int, expert_store: ExpertStoreKind, stored: StoredType | None
+    in_store: bool,
+    group: ExpertGroup | None,
+    decode_tokens: int,
+    expert_store: ExpertStoreKind,
+    stored: StoredType | None,
 ) -> None:
-    """Raise ``NotImplementedError`` or ``ValueError`` for what a store does not go with."""
+    """Raise ``NotImplementedError`` or ``ValueError`` for what a store does not go with, where there is one."""
+    if not in_store:
+        return
     if group is not None and group.parallel.world_size > 1:
         raise NotImplementedError("expert_budget is for one rank: leave ep and tp of the group at 1")
     if expert_store == "file" and stored is not None:

@@ -5,10 +5,8 @@
 or float32, SwiGLU experts without bias, EP and expert TP, with any data, sequence or pipeline parallelism around it.
 """
 
-from comet.integrations.megatron.checkpoint import from_sequential
-from comet.integrations.megatron.experts import CometExperts
-from comet.integrations.megatron.layer import CometMoELayer
+from comet.integrations.megatron.experts import CometExperts, from_sequential
+from comet.integrations.megatron.layer import CometMoELayer, with_comet
 from comet.integrations.megatron.rules import moe_config
-from comet.integrations.megatron.spec import with_comet
 
 __all__ = ["CometExperts", "CometMoELayer", "from_sequential", "moe_config", "with_comet"]

@@ -1,16 +1,15 @@
-"""Communicators without a network: one rank alone, or one process that plays all ranks over plain local memory."""
+"""One process that plays all ranks of a group over plain local memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from comet.comm.base import SymmTensor, pointer_table
-from comet.comm.lifecycle import CommunicatorBase
+from comet.comm.base import Communicator, SymmTensor, pointer_table
 from comet.config import require
 
 
-class EmulatedCommunicator(CommunicatorBase):
+class EmulatedCommunicator(Communicator):
     """One of W ranks that live in this process and share one device; made by ``emulated_group``.
 
     The first rank to make its n-th allocation makes it for all; the others receive the same buffers.
@@ -46,14 +45,7 @@ class EmulatedCommunicator(CommunicatorBase):
         return SymmTensor(peers, pointer_table(peers), self.rank)
 
     def _make_buffers(self, num_bytes: int) -> tuple[Tensor, ...]:
-        try:
-            return tuple(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.world_size))
-        except RuntimeError as failure:
-            reason = str(failure).splitlines()[0]
-            raise ValueError(
-                f"num_bytes={num_bytes} must fit {self.device}: {self.world_size} x {num_bytes} bytes needed, "
-                f"{reason}; lower max_tokens"
-            ) from failure
+        return tuple(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.world_size))
 
     def _barrier(self) -> None:
         """Nothing; see the class."""
@@ -64,18 +56,6 @@ class EmulatedCommunicator(CommunicatorBase):
     def _close(self, in_step: bool) -> bool:
         self._shared = []
         return True
-
-
-class LocalCommunicator(EmulatedCommunicator):
-    """The only rank of its group: plain memory of any device, no process group, nobody to wait for.
-
-    Args:
-        device: Where memory lives.
-        timeout_s: Deadline handed to kernels, in seconds.
-    """
-
-    def __init__(self, device: torch.device, timeout_s: float = 30.0) -> None:
-        super().__init__(0, 1, device, timeout_s, [])
 
 
 def emulated_group(world_size: int, device: torch.device | str, timeout_s: float = 30.0) -> list[EmulatedCommunicator]:

@@ -1,0 +1,131 @@
+"""Many tokens from an expert cache: experts stream through its slots, and nothing else holds any."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from training_cases import MODEL, MOE
+
+from comet.config import ParallelConfig
+from comet.decode.runners import LocalRunner
+from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache
+from comet.experts.streaming import Visit, plan_visits
+from comet.generation.engine import GPTEngine
+from comet.group import make_expert_group
+from comet.layout import ExpertLayout
+from comet.models.gpt import GPT
+from comet.plain import plain_experts
+
+E, K, D, F = 12, 3, 32, 16
+
+
+def made_experts(seed: int) -> tuple[Tensor, Tensor, torch.Generator]:
+    print("seed", seed)
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(E, 2 * F, D, generator=made) / 4, torch.randn(E, D, F, generator=made) / 4, made
+
+
+def routed(made: torch.Generator, num_tokens: int, num_used: int = E) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = torch.randn(num_tokens, D, generator=made)
+    ids = torch.stack([torch.randperm(num_used, generator=made)[:K] for _ in range(num_tokens)]).int()
+    ids[0, 0] = -1
+    return tokens, ids, torch.rand(num_tokens, K, generator=made)
+
+
+def check_tables(cache: ExpertCache) -> None:
+    """Tables agree with each other, and every slot holds what they say."""
+    tables = cache.tables
+    for expert, slot in enumerate(tables.slots.tolist()):
+        assert tables.arriving[expert] == slot
+        if slot >= 0:
+            assert tables.owners[slot] == expert
+            assert torch.equal(cache.weights.w1[slot], cache.host.w1[expert])
+            assert torch.equal(cache.weights.w2[slot], cache.host.w2[expert])
+    assert (tables.slots >= 0).sum() == (tables.owners >= 0).sum()
+
+
+def test_the_example_of_the_docs() -> None:
+    assert plan_visits([2, 0, 1, 3], [1, 3]) == [Visit(3, 1, False), Visit(2, 0, True), Visit(0, 1, True)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_needed_expert_is_visited_once_and_no_slot_is_taken_before_its_expert_was(seed: int) -> None:
+    made = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 4, (20,), generator=made).tolist()
+    owners = [*torch.randperm(20, generator=made)[:5].tolist(), -1]
+    held, computed = dict(enumerate(owners)), set()
+    for visit in plan_visits(counts, owners):
+        if visit.is_missing:
+            replaced = held[visit.slot]
+            assert replaced < 0 or not counts[replaced] or replaced in computed
+            held[visit.slot] = visit.expert
+        assert held[visit.slot] == visit.expert
+        computed.add(visit.expert)
+    assert computed == {expert for expert, count in enumerate(counts) if count}
+
+
+@pytest.mark.parametrize("num_slots", [K, 5, E])
+def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(num_slots: int) -> None:
+    w1, w2, made = made_experts(num_slots)
+    cache = ExpertCache(w1, w2, num_slots, torch.device("cpu"))
+    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
+    layout = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
+    for num_tokens in (1, 40, 2, 70, 1, 17):
+        tokens, ids, weights = routed(made, num_tokens, num_used=E if num_tokens > 17 else 5)
+        found, wanted = path(tokens, ids, weights, w1, w2), plain_experts(tokens, ids, weights, w1, w2, layout, None)
+        if num_tokens > CACHED_DECODE_TOKENS:
+            assert torch.equal(found, wanted)
+        else:
+            torch.testing.assert_close(found, wanted)
+        check_tables(cache)
+    needed, fetched = cache.tables.totals[:2].tolist()
+    assert needed >= fetched > 0
+    assert (fetched == E) == (num_slots == E), "what has a slot is not copied again"
+
+
+def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w1, w2, made = made_experts(9)
+    cache = ExpertCache(w1, w2, 4, torch.device("cpu"))
+    path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
+    path(*routed(made, 1), w1, w2)
+    copies = path.stream._copies
+    original, left = copies.bring, iter([True, True, False])
+
+    def bring(visit: Visit) -> None:
+        if not next(left):
+            raise OSError("the file is gone")
+        original(visit)
+
+    monkeypatch.setattr(copies, "bring", bring)
+    inputs = routed(made, 30)
+    with pytest.raises(OSError, match="the file is gone"):
+        path(*inputs, w1, w2)
+    check_tables(cache)
+    monkeypatch.undo()
+    layout = ExpertLayout(num_experts=E, top_k=K, ep=1, tp=1, rank=0)
+    assert torch.equal(path(*inputs, w1, w2), plain_experts(*inputs, w1, w2, layout, None))
+
+
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}], ids=["EP2", "TP2"])
+def test_prompts_over_ranks(layout: dict[str, int]) -> None:
+    run_ranks(read_prompts, math.prod(layout.values()), layout)
+
+
+def read_prompts(rank: int, world_size: int, layout: dict[str, int]) -> None:
+    group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
+    ids = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(3))
+    found = []
+    for slots, device in ((MOE.top_k, torch.device("cpu")), (None, None)):
+        model = GPT(MODEL, group, seed=1, expert_device=device)
+        model.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+        engine = GPTEngine(model, group, expert_slots=slots)
+        found.append([engine.prefill(ids, torch.tensor([20, 9]), 24), engine.decode(torch.tensor([1, 2]))])
+    for mine, resident in zip(*found, strict=True):
+        torch.testing.assert_close(mine, resident, rtol=1e-4, atol=1e-4)
+    group.close()

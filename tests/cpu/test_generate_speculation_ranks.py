@@ -1,0 +1,164 @@
+"""Self-speculative decoding of comet's GPT over ranks: rank 0 decides, whatever the others compute and measure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from training_cases import MODEL, Rank, make_job
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.experts import CachedOnRanks, Speculation
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.generation.generate import Generated, encode_prompts, generate
+from comet.generation.job import generate_job
+from comet.generation.text import ByteCodec
+from comet.group import ExpertGroup, make_expert_group
+from comet.models.gpt import GPT
+from comet.training.run import train
+
+CONFIG = replace(MODEL, context=64, moe=MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2))
+SHARED = replace(CONFIG, moe=replace(CONFIG.moe, shared_ffn_size=32))
+SLOTS = 3  # of the four experts of an EP rank
+PROMPTS = ("def f(x):", "a")
+GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=24, temperature=0.0, speculate="conservative", tau=0.0)
+MANY = replace(GREEDY, prompts=7 * PROMPTS)  # 14 x 5 tokens a pass are more than warp decode takes
+STREAMED = replace(GREEDY, prompts=2 * PROMPTS)  # 4 x 5 are more than it takes from caches
+CACHED_ONLY = replace(GREEDY, expert_budget=0.5, draft_cached_only=True)
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+DEADLINE_S = 20.0
+
+
+def group_of(ep: int, tp: int) -> ExpertGroup:
+    layout = ParallelConfig(ep=ep, tp=tp)
+    return make_expert_group(CONFIG.moe, layout, max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=DEADLINE_S)
+
+
+def engine_of(group: ExpertGroup, settings: GenerateConfig, slots: int | None = None) -> GPTEngine:
+    model = GPT(CONFIG if slots else SHARED, group, seed=1, expert_device=torch.device("cpu") if slots else None)
+    drawn = torch.Generator().manual_seed(1)
+    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
+    drafts = None if settings.speculate == "off" else settings.speculation
+    return GPTEngine(model, group, expert_slots=slots, speculation=drafts)
+
+
+def made_by(engine: GPTEngine, settings: GenerateConfig) -> Generated:
+    codec = ByteCodec()
+    return generate(engine, codec, encode_prompts(settings, codec, 64), settings, context=64)
+
+
+def clock_of(rank: int) -> Callable[[], float]:
+    """By rank 0's all rounds take equally long, so the longest drafts are best; by others' plain steps are."""
+    ticks = itertools.count()
+    if rank == 0:
+        return lambda: float(next(ticks))
+    return lambda: float(100 * min(tick := next(ticks), 6) + tick)  # the first three rounds, which draft, are slow
+
+
+def disturbed(engine: GPTEngine, rank: int, broadcasts: list[Tensor]) -> GPTEngine:
+    """Every rank has its clock and, but rank 0, logits of its own; broadcasts are noted."""
+    take, noise, broadcast = engine._take, torch.Generator().manual_seed(rank), dist.broadcast
+
+    def noisy(ids: Tensor, *, drafts: bool = False) -> Tensor:
+        logits = take(ids, drafts=drafts)
+        return logits + 3 * torch.randn(logits.shape, generator=noise) if rank else logits
+
+    def noted(values: Tensor, source: int) -> None:
+        broadcasts.append(values)
+        broadcast(values, source)
+
+    engine._take = noisy
+    dist.broadcast = noted
+    Speculation.__init__.__defaults__ = (clock_of(rank),)
+    return engine
+
+
+def on_ranks(rank: int, world_size: int, ep: int, tp: int) -> list[Generated]:
+    group, made, broadcasts = group_of(ep, tp), [], []
+    for settings, slots in ((MANY, None), (STREAMED, SLOTS), (CACHED_ONLY, SLOTS)):
+        plain = replace(settings, speculate="off")
+        made.append(made_by(engine_of(group, plain, slots), plain))
+        for temperature in (0.0, 1.0):
+            chosen = replace(settings, temperature=temperature, seed=5)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "broadcast", dist.broadcast)  # restored behind
+                broadcasts.clear()
+                made.append(made_by(disturbed(engine_of(group, chosen, slots), rank, broadcasts), chosen))
+            assert len(broadcasts) == 1 + made[-1].steps, "one of the first token, and one of every pass"
+            assert max(each.numel() for each in broadcasts) == 5 * len(chosen.prompts)
+    group.close()
+    return made
+
+
+@pytest.mark.parametrize(("ep", "tp"), LAYOUTS)
+def test_ranks_write_what_rank_0_decides(ep: int, tp: int) -> None:
+    first, *others = run_ranks(on_ranks, ep * tp, ep, tp)
+    for plain, greedy, sampled in zip(first[::3], first[1::3], first[2::3], strict=True):
+        assert greedy.texts == plain.texts, "the logits of rank 0 are those of plain steps"
+        assert sampled.texts != plain.texts
+        for found in (greedy, sampled):
+            assert found.speculation["drafted"] > found.speculation["accepted"] > 0
+            assert found.speculation["rounds"] - found.speculation["plain_rounds"] > 3, "by the clock of rank 0"
+    for rank in others:
+        for mine, wanted in zip(rank, first, strict=True):
+            assert mine.texts == wanted.texts
+            assert mine.speculation == wanted.speculation
+
+
+def cached_on_ranks(rank: int, world_size: int) -> None:
+    group = group_of(2, 2)
+    slots = {0: [1, 0, -1, -1], 1: [0, -1, -1, -1], 2: [-1, -1, -1, 0], 3: [-1, -1, -1, 1]}[rank]
+    common = CachedOnRanks([torch.tensor(slots, dtype=torch.int32)], group)
+    place = common.table.data_ptr()
+    common.refresh()
+    assert common.table.tolist() == [[0, -1, -1, 0]]
+    assert common.table.data_ptr() == place, "graphs read it there"
+
+    engine = engine_of(group, CACHED_ONLY, SLOTS)
+    engine.prefill(torch.tensor([[7, 8, 9]]), torch.tensor([3]), 20)
+    before = engine.cache_report()
+    for token in (1, 2, 3):
+        engine.draft(torch.tensor([token]))
+    assert engine.cache_report().fetched == before.fetched, "no rank fetches for a draft"
+    needed = torch.tensor(engine.cache_report().needed - before.needed)
+    dist.all_reduce(needed)
+    assert needed == 2 * 3 * CONFIG.num_layers, (
+        "each token has its expert in every layer, on the TP ranks of one EP rank"
+    )
+    slots = torch.stack([cache.weights.slots for cache in engine.caches])
+    table, held = engine._cached.table, slice(engine._held.start, engine._held.stop)
+    assert torch.equal(table[:, held] >= 0, slots[:, held] >= 0), "TP ranks take the same steps"
+    assert (table[:, [each for each in range(8) if not held.start <= each < held.stop]] >= 0).any()
+    engine.verify(torch.arange(40, 45)[None])
+    engine.draft(torch.tensor([4]))
+    slots = torch.stack([cache.weights.slots for cache in engine.caches])
+    assert torch.equal(table[:, held] >= 0, slots[:, held] >= 0), "asked again behind a pass that fetched"
+    group.close()
+
+
+def test_drafts_of_all_ranks_choose_from_the_experts_that_any_rank_has_cached() -> None:
+    run_ranks(cached_on_ranks, 4)
+
+
+def of_a_checkpoint(rank: int, world_size: int, folder: str) -> dict:
+    settings = GenerateConfig(source=folder, prompt="1", max_new_tokens=12, temperature=0.0, tau=0.1,
+                              expert_budget=0.75, speculate="conservative")  # fmt: skip
+    return generate_job(make_job(Path(folder), model=CONFIG, ep=world_size, generate=settings), Rank(rank, world_size))
+
+
+def test_the_task_drafts_over_ranks(tmp_path: Path) -> None:
+    train(make_job(tmp_path, model=CONFIG, steps=20, eval_batches=1, sample_bytes=0), Rank())
+    folder = str(tmp_path / "out")
+    alone = of_a_checkpoint(0, 1, folder)
+    first, second = run_ranks(of_a_checkpoint, 2, folder)
+    assert first["text"] == second["text"] == alone["text"]
+    assert first["speculation"] == second["speculation"]
+    assert first["speculation"]["drafted"] >= first["speculation"]["accepted"] > 0
