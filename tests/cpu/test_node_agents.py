@@ -30,7 +30,7 @@ def start_training(folder: Path, ranks: int, *words: str) -> list[subprocess.Pop
     (folder / "text.txt").write_bytes(bytes(range(256)) * 40)
     settings = [f"data.path={folder}/text.txt", f"output_dir={folder}/run", *TINY, *words]
     settings += [f"parallel.ep={2 * ranks}", f"parallel.node_size={ranks}"]
-    return start_two_agents("train", *settings, ranks=ranks, program=PROGRAM)
+    return start_two_agents("train", *settings, ranks=ranks, program=PROGRAM[1:])  # torchrun knows no -P
 
 
 def said(ends: Sequence[tuple[int, list[str], list[str]]]) -> list[str]:
