@@ -103,6 +103,9 @@ class Copies:
 class StreamedExperts:
     """Routed experts of a layer for many tokens, through the slots of its cache.
 
+    Quantised ones are dequantised one at a time, to the tokens' type; their scales are looked at then, for which the
+    host waits once more.
+
     Args:
         host: Where this rank's experts come from; quantised ones are dequantised in their slot.
         weights: The slots.

@@ -96,11 +96,10 @@ def load_pretrained(
     """
     require_transformers()
     in_store = _is_in_store(expert_budget, expert_store, host_budget)
+    stored = _stored_as(expert_dtype, in_store, keep_fp8)
     if decode_tokens is None:
         decode_tokens = CACHED_DECODE_TOKENS if in_store else DECODE_TOKENS
-    stored = _stored_as(expert_dtype, in_store, keep_fp8)
-    if in_store:
-        _check_store(group, decode_tokens, expert_store, stored)
+    _check_store(in_store, group, decode_tokens, expert_store, stored)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
     is_fp8 = _take_block_fp8(config, folder, keep_fp8)
@@ -170,9 +169,15 @@ def _stored_as(expert_dtype: MXType | None, in_store: bool, keep_fp8: bool) -> S
 
 
 def _check_store(
-    group: ExpertGroup | None, decode_tokens: int, expert_store: ExpertStoreKind, stored: StoredType | None
+    in_store: bool,
+    group: ExpertGroup | None,
+    decode_tokens: int,
+    expert_store: ExpertStoreKind,
+    stored: StoredType | None,
 ) -> None:
-    """Raise ``NotImplementedError`` or ``ValueError`` for what a store does not go with."""
+    """Raise ``NotImplementedError`` or ``ValueError`` for what a store does not go with, where there is one."""
+    if not in_store:
+        return
     if group is not None and group.parallel.world_size > 1:
         raise NotImplementedError("expert_budget is for one rank: leave ep and tp of the group at 1")
     if expert_store == "file" and stored is not None:
