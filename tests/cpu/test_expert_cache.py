@@ -11,6 +11,7 @@ import pytest
 import torch
 from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from ranks import run_ranks
+from tiers import slow, slow_but
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
@@ -125,8 +126,8 @@ def test_words_of_scales() -> None:
     assert cache_constants(4, 2, [64, 32], 2, 1, "lru")[5:8] == (0, 0, False)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "score"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("policy", ["lru", slow("lfu"), "score"])
+@pytest.mark.parametrize("case", slow_but(["vector", "matrix"], CASES))
 def test_kernels_equal_their_twins(case: DecodeCase, policy: str) -> None:
     slots = min(case.T * case.K, case.E)
     run_ranks(compare_steps, 1, case, slots, policy, interpret=True)
@@ -297,7 +298,7 @@ def test_the_task_writes_the_same_text_with_half_of_the_experts(tmp_path: Path) 
     assert wide / narrow == pytest.approx(4 / (1 + 1 / 32)), "of float32"
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, {"ep": 2, "tp": 2}], ids=["EP2", "TP2", "EP2 x TP2"])
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, slow({"ep": 2, "tp": 2})], ids=["EP2", "TP2", "EP2 x TP2"])
 def test_decode_from_caches_of_ranks_equals_resident_decode_bit_for_bit(layout: dict[str, int]) -> None:
     run_ranks(decode_over_ranks, math.prod(layout.values()), layout)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiers import slow
 from torch import Tensor
 from training_cases import MODEL, Rank, make_job
 
@@ -33,7 +34,7 @@ GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=24, temperature=0.0, spe
 MANY = replace(GREEDY, prompts=7 * PROMPTS)  # 14 x 5 tokens a pass are more than warp decode takes
 STREAMED = replace(GREEDY, prompts=2 * PROMPTS)  # 4 x 5 are more than it takes from caches
 CACHED_ONLY = replace(GREEDY, expert_budget=0.5, draft_cached_only=True)
-LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+LAYOUTS = [(2, 1), slow(1, 2), slow(2, 2)]
 DEADLINE_S = 20.0
 
 
