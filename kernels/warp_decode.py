@@ -52,14 +52,13 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
         GATHERED=gathered,
     )  # fmt: skip
     constants["TILE"] = min(config.tile, constants["T_BLOCK"])
+    cache, constants["CACHE"] = _cache(step, groups, config.gate_up.num_warps)
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
     w1, w2 = _weights(step, config)
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
-    if step.host is not None:
-        assert min(routed_rows, step.host.w1.shape[0]) <= step.host.tables.num_slots, "each expert has a slot"
-    _gate_up(step, w1, config, landing, groups, constants)
-    _down(step, w2, config, landing, groups, constants)
+    _gate_up(step, w1, config, landing, groups, cache, constants)
+    _down(step, w2, config, landing, groups, cache, constants)
 
 
 def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
@@ -77,11 +76,13 @@ def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescripto
 
 
 def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...], CacheConstants] | tuple[None, None]:
-    """What both kernels take of an expert cache."""
-    if step.host is None:
+    """What both kernels take of an expert cache; ``num_warps`` of a block of gate/up, which alone fetches."""
+    host = step.host
+    if host is None:
         return None, None
+    assert min(step.ids.numel(), host.w1.shape[0]) <= host.tables.num_slots, "each expert of the step has a slot"
     slots = step.w1, step.w2, step.w1_scales, step.w2_scales
-    return step.host.pointers(*slots), step.host.constants(groups, num_warps)
+    return host.pointers(*slots), host.constants(groups, num_warps)
 
 
 def _check_depth(config: DecodeConfig, step: Step) -> None:
@@ -119,19 +120,20 @@ def _gate_up(
     config: DecodeConfig,
     landing: Landing | None,
     groups: int,
+    cache: tuple[Tensor, ...] | None,
     constants: dict,
 ) -> None:
     shape = config.gate_up
     num_slots, hidden_size, ffn_size = step.sizes
     options = _registers(shape, landing)
     options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
-    cache, cached = _cache(step, groups, shape.num_warps)
-    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + (cached.rows if cached else 0))](
+    fetching_rows = constants["CACHE"].rows if constants["CACHE"] else 0
+    gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + fetching_rows)](
         step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
         step.tickets if landing is None else landing.epoch, step.routing_weights, cache,
         step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
-        CACHE=cached, num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip
 
 
@@ -141,10 +143,10 @@ def _down(
     config: DecodeConfig,
     landing: Landing | None,
     groups: int,
+    cache: tuple[Tensor, ...] | None,
     constants: dict,
 ) -> None:
     shape = config.down
-    cache, cached = _cache(step, groups, shape.num_warps)
     num_slots, hidden_size, ffn_size = step.sizes
     num_tokens = step.ids.shape[0]
     if config.fold:
@@ -164,6 +166,6 @@ def _down(
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
         WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),
-        INTERPRET=triton.knobs.runtime.interpret, CACHE=cached,
+        INTERPRET=triton.knobs.runtime.interpret,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **constants, **options,
     )  # fmt: skip

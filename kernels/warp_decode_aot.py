@@ -212,7 +212,7 @@ def _case(
     config = setting.config
     shape = config.gate_up if kernel is gate_up_kernel else config.down
     constants = setting.constants() | of_kernel
-    constants |= {"CACHE": setting.cache_constants(shape.num_warps)} if setting.cache else {}
+    constants |= {"CACHE": setting.cache_constants(config.gate_up.num_warps)} if setting.cache else {}
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
     kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
     kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ())}

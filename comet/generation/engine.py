@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from comet.config import SpeculationConfig, require
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
-from comet.errors import UnavailableError
 from comet.experts import (
     CACHED_DECODE_TOKENS,
     CachedExperts,
@@ -129,13 +128,8 @@ def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None) -> 
     parts: dict[str, Any] = {"w1": w1.flatten(1, 2), "w2": w2}
     device = layer.group.device
     if expert_dtype is not None:
-        held = HeldExperts.quantise(HeldExperts(**parts, readable=True), w1.dtype, device, expert_dtype)
-        if not held.readable:
-            raise UnavailableError(
-                f"{held.num_bytes:,} bytes of host memory cannot be pinned, which a GPU needs to read experts from it "
-                "(ulimit -l, or a container's limit)"
-            )
-        parts = held.parts
+        whole = HeldExperts(**parts, readable=True)
+        parts = HeldExperts.quantise(whole, w1.dtype, device, expert_dtype).parts  # the cache pins what is not yet
     cache = ExpertCache(
         **parts,
         num_slots=num_slots,
