@@ -58,6 +58,8 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
     _gate_up(step, w1, config, landing, groups, cache, constants)
+    if step.host is not None and step.host.fetched is not None:
+        step.host.fetched.record()
     _down(step, w2, config, landing, groups, cache, constants)
 
 

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
+from cache_cases import cache_of, check_slots, resident_weights
 from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow, slow_but
@@ -17,7 +18,6 @@ from training_cases import MODEL, MOE, Rank, make_job
 from comet.config import ParallelConfig
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
-from comet.decode.weights import DecodeWeights
 from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
 from comet.generation.config import GenerateConfig
@@ -35,40 +35,13 @@ from comet.training.run import train
 TABLES = ("slots", "arriving", "last_used", "owners")
 
 
-def cache_of(case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int]) -> ExpertCache:
-    """An empty cache of some experts of the case's model."""
-    made = torch.Generator().manual_seed(case.seed)
-    first, end = held
-    parts = {
-        name: torch.randn(case.E, *size, generator=made)[first:end] / 8
-        for name, size in (("w1", (2 * case.F, case.D)), ("w2", (case.D, case.F)))
-    }
-    if case.quantised:
-        packed = {name: QUANTISERS[case.quantised](weight) for name, weight in parts.items()}
-        parts = {name: each.elements for name, each in packed.items()}
-        parts |= {f"{name}_scales": each.scales for name, each in packed.items()}
-    return ExpertCache(
-        **parts, num_slots=num_slots, device=torch.device("cpu"), policy=policy, num_experts=case.E, first_expert=first
-    )
-
-
-def parts_of(weights: DecodeWeights | HostExperts) -> list[torch.Tensor]:
-    """Elements, and the scales of quantised experts, as bytes."""
-    found = (weights.w1, weights.w2, weights.w1_scales, weights.w2_scales)
-    return [part.view(torch.uint8) for part in found if part is not None]
-
-
 def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
     """Random steps by kernels and by twins: equal tables, outputs of resident experts, slots as stored."""
     print("seed", case.seed)
     made = torch.Generator().manual_seed(case.seed)
     held = (1, case.E) if num_slots < case.E else (0, case.E)
-    mine, twin, resident = (cache_of(case, slots, policy, held) for slots in (num_slots, num_slots, case.E))
-    for expert in range(*held):
-        resident.tables.slots[expert] = expert
-        for slots, stored in zip(parts_of(resident.weights), parts_of(resident.host), strict=True):
-            slots[expert] = stored[expert - held[0]]
-    everything = replace(resident.weights, host=None)
+    mine, twin = (cache_of(case, num_slots, policy, held) for _ in range(2))
+    everything = resident_weights(case, held)
     for _ in range(4 if case.quantised else 8):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
         ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
@@ -81,11 +54,7 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
         torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
         count = int(mine.tables.header[0])
         assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
-        for slot, expert in enumerate(mine.tables.owners.tolist()):
-            if expert >= 0:
-                assert mine.tables.slots[expert] == slot
-                for slots, stored in zip(parts_of(mine.weights), parts_of(mine.host), strict=True):
-                    assert torch.equal(slots[slot], stored[expert - held[0]])
+        check_slots(mine)
     assert mine.tables.totals[1] > 0
     assert not mine.tables.header[2:4].any(), "the next step finds its flags as this one did"
 
