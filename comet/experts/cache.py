@@ -21,7 +21,7 @@ from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import StreamedExperts
-from comet.kernels.expert_cache import POLICIES, CacheTables, HostExperts, Policy
+from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
 
 # Most tokens of a decode step from caches where the caller does not say. Parts, of as many tokens as the slots serve,
