@@ -29,7 +29,7 @@ from start import run_and_leave, start_ranks
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.experts import CachedExperts, CacheReport, slots_of_budget
+from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
@@ -127,10 +127,11 @@ def make_variant(
     """One variant, with caches of its own."""
     config = model.config
     slots = slots_of_budget(budget, config.moe, len(model.moe_layers()), model.dtype)
-    speculation = None if settings.speculate == "off" else settings.speculation
+    speculation = None if settings.speculate == "off" else settings
     group = model.moe_layers()[0].group
     engine = GPTEngine(model, group, expert_slots=slots, speculation=speculation)
-    paths = [path(cache, engine.runner, config.moe.top_k) for cache in engine.caches]
+    caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
+    paths = [path(cache, engine.runner, config.moe.top_k) for cache in caches]
     return Variant(name, budget, settings, engine, list(paths))
 
 

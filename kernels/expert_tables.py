@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import power_of_2
+from .expert_parts import ExpertParts
 
 Policy = Literal["lru", "lfu", "score"]
 POLICIES = ("lru", "lfu", "score")
@@ -106,7 +107,7 @@ class CacheTables:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostExperts:
+class HostExperts(ExpertParts):
     """Where the experts of a step that have no slot come from.
 
     Args:
@@ -131,16 +132,6 @@ class HostExperts:
     fetched: torch.cuda.Event | None = None
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """w1 and w2, and their scales where they have some."""
-        return _given(self.w1, self.w2, self.w1_scales, self.w2_scales)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert, its scales counted."""
-        return sum(part[0].nbytes for part in self.parts)
-
-    @property
     def pieces(self) -> int:
         """Of one expert that travels before its step."""
         return sum(triton.cdiv(_words(part).shape[1], AHEAD_WORDS) for part in self.parts)
@@ -150,7 +141,8 @@ class HostExperts:
     ) -> tuple[Tensor, ...]:
         """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2 and their scales."""
         words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
-        scales = map(_words, _given(self.w1_scales, self.w2_scales, w1_scales, w2_scales))
+        given = self.w1_scales, self.w2_scales, w1_scales, w2_scales
+        scales = (_words(each) for each in given if each is not None)
         return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales)
 
     def constants(self, groups: int, num_warps: int) -> "CacheConstants":
@@ -237,10 +229,6 @@ def _words(tensor: Tensor) -> Tensor:
     """An expert a row, of ``word_bytes`` an element."""
     rows = tensor.view(torch.uint8).flatten(1)
     return rows.view(torch.int32 if word_bytes(rows.shape[1]) == 4 else torch.int64)
-
-
-def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         cuda_graph=settings.cuda_graph,
         expert_slots=slots,
         expert_dtype=settings.expert_dtype,
-        speculation=None if settings.speculate == "off" else settings.speculation,
+        speculation=None if settings.speculate == "off" else settings,
     )
 
 

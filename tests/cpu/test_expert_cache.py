@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,14 @@ from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
 from comet.decode.local import run_kernels
+from comet.decode.runners import LocalRunner
 from comet.decode.twin import warp_decode_torch
+from comet.errors import UnavailableError
 from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
+from comet.experts.paths import open_host_store
+from comet.experts.staged import WHY_EAGER, StagedReport
+from comet.experts.store import HeldExperts, host_memory
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
@@ -27,6 +33,7 @@ from comet.group import ExpertGroup, make_expert_group
 from comet.kernels.expert_cache import bring_torch
 from comet.kernels.expert_tables import CacheTables, HostExperts, cache_constants
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
+from comet.layout import ExpertLayout
 from comet.models.gpt import GPT
 from comet.quantize import MXType, StoredType, quantize_mx
 from comet.sharding import local
@@ -163,6 +170,37 @@ def test_cached_decode_equals_resident_decode_bit_for_bit(expert_slots: int) -> 
     assert report.needed > report.fetched > 0
     assert report.fetched_bytes == report.fetched * 3 * MOE.hidden_size * MOE.ffn_size * 4
     assert (report.fetched == len(cached.caches) * MOE.num_experts) == (expert_slots == MOE.num_experts)
+
+
+def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkeypatch, caplog) -> None:
+    def hold(parts, device):
+        return HeldExperts(*(part.contiguous() for part in parts.values()), readable=False)
+
+    resident = engine_of(None)
+    monkeypatch.setattr(HeldExperts, "hold", hold)
+    with caplog.at_level(logging.WARNING, "comet"):
+        staged = engine_of(MOE.top_k)
+    (record,) = caplog.records
+    assert "GB of host memory for experts cannot be pinned" in record.message
+    token = torch.tensor([7])
+    found = [engine.prefill(token[:, None], torch.tensor([1]), 30) for engine in (staged, resident)]
+    drawn = torch.Generator().manual_seed(7)
+    for _ in range(12):
+        assert torch.equal(*found)
+        token = torch.randint(256, (1,), generator=drawn)
+        found = [engine.decode(token) for engine in (staged, resident)]
+    assert staged.why_eager == WHY_EAGER
+    report = staged.cache_report()
+    assert isinstance(report, StagedReport)
+    assert report.staged_bytes == report.fetched_bytes > 0, "the stage is no larger than the slots"
+    memory = host_memory
+    monkeypatch.setattr("comet.experts.store.host_memory", lambda *given: (memory(*given)[0], False))
+    with pytest.raises(NotImplementedError, match="experts in mxfp8 are not copied by the host yet"):
+        engine_of(MOE.top_k, expert_dtype="mxfp8")
+    pageable = HeldExperts(torch.zeros(4, 32, 16), torch.zeros(4, 16, 16), readable=False)
+    layout = ExpertLayout(num_experts=8, top_k=2, ep=2, tp=1, rank=1)
+    with pytest.raises(UnavailableError, match="experts of several ranks are not copied by the host yet, and 12,288"):
+        open_host_store([pageable], layout, 2, LocalRunner(2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("expert_dtype", get_args(MXType))
