@@ -31,6 +31,7 @@ from comet.experts.store import HeldExperts
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
+from comet.kernels.expert_cache import Policy
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
@@ -119,7 +120,7 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None) -> ExpertCache:
+def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None, policy: Policy = "lru") -> ExpertCache:
     """The cache of a layer whose experts are in host memory; the layer has none of its own from here on.
 
     They are the cache's as they are, or quantised one by one.
@@ -134,6 +135,7 @@ def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None) -> 
         **parts,
         num_slots=num_slots,
         device=device,
+        policy=policy,
         num_experts=layer.config.num_experts,
         first_expert=layer.layout.first_expert,
     )
@@ -160,6 +162,7 @@ class GPTEngine:
             (``expert_device`` of ``GPT``); ``None``: all on the device.
         expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
             they stay as they are.
+        expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
 
@@ -176,6 +179,7 @@ class GPTEngine:
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
+        expert_policy: Policy = "lru",
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
@@ -196,7 +200,7 @@ class GPTEngine:
                 self._experts.append(FrozenExperts(self.runner, layer, columns))
                 layer.experts = self._experts[-1]
             else:
-                self.caches.append(cache_of(layer, expert_slots, expert_dtype))
+                self.caches.append(cache_of(layer, expert_slots, expert_dtype, expert_policy))
                 layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group

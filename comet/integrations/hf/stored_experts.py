@@ -137,7 +137,7 @@ def open_stores(
         held = {name: _held(reader, budget.stored, dtype, device) for name, reader in layers.items()}
         if all(layer.readable for layer in held.values()):
             for name, layer in held.items():
-                cache = ExpertCache(**layer.parts, num_slots=budget.slots, device=device)
+                cache = ExpertCache(**layer.parts, num_slots=budget.slots, device=device, policy=budget.policy)
                 experts = model.get_submodule(name)
                 experts.path = CachedExperts(cache, experts.runner, budget.top_k)
             return
@@ -147,6 +147,11 @@ def open_stores(
                 f"experts in {budget.stored} are not copied by the host yet, and {pageable:,} bytes of memory for them "
                 "cannot be pinned (ulimit -l, or a container's limit): allow that, or keep the experts in the model's "
                 "type"
+            )
+        if budget.policy != "lru":
+            raise NotImplementedError(
+                f"expert_policy={budget.policy!r} is for pinned memory, and {pageable:,} bytes cannot be pinned "
+                "(ulimit -l, or a container's limit): allow that, or take 'lru'"
             )
         warn_pageable(pageable)
         readers, places = dict(held), budget.slots
