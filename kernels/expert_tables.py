@@ -145,6 +145,7 @@ class CacheConstants(NamedTuple):
         piece: Words that a block copies at once.
         policy: Place in ``POLICIES``.
         interpret: Under Triton's interpreter.
+        fades: Whether what experts are worth fades, as it does once a step.
     """
 
     rows: int
@@ -158,6 +159,12 @@ class CacheConstants(NamedTuple):
     piece: int
     policy: int
     interpret: bool
+    fades: bool = True
+
+    @property
+    def of_later_wave(self) -> "CacheConstants":
+        """The same where it is not the first wave of a step."""
+        return self._replace(fades=POLICIES[self.policy] == "lru")  # which has nothing that fades: one kernel for both
 
 
 # Types of ``HostExperts.pointers``, without scales,
