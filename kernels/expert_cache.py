@@ -12,6 +12,8 @@ other on one stream. A slot whose expert this step needs is never given away. ``
 there, ``slots`` once w2 is too, each by a store that releases what was written before it. ``down_kernel`` starts to
 read w2 before ``gate_up_kernel`` has ended only where the planner said that nothing is missing.
 
+Experts may have begun to travel before their step (``expert_prefetch``); the planner takes over how far they came.
+
 What bounds it: the link to the host (55 GB/s on an H200 with PCIe 5).
 """
 
@@ -22,24 +24,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .expert_tables import CLOCK, COUNT, DONE, FIRST, LAST, READY, HostExperts
+from .expert_prefetch import STOP, take_over, take_over_torch
+from .expert_tables import (
+    CHANGED,
+    CLOCK,
+    COUNT,
+    DONE,
+    FIRST,
+    GATE,
+    LAST,
+    LFU,
+    LRU,
+    NEVER,
+    READY,
+    THERE1,
+    HostExperts,
+    cheapest_place,
+    header_of,
+    load_acquired,
+    worths,
+)
 from .primitives import clock_ns
 from .warp_decode_routing import wait_for_previous
 
-LRU, LFU = tl.constexpr(0), tl.constexpr(1)  # places in ``POLICIES``
 KEPT = tl.constexpr(0.98)  # of an expert's worth, with every step
-NEVER = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def load_acquired(ptr, INTERPRET: tl.constexpr):
-    """An int32 that another block stores with release; what it wrote before can be read after this."""
-    if INTERPRET:
-        return tl.load(ptr)
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -51,12 +59,6 @@ def readable_by_tma(value, INTERPRET: tl.constexpr):
         return tl.inline_asm_elementwise(
             "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
         )
-
-
-@triton.jit
-def header_of(state_ptr, E, S):
-    """Pointer to ``CacheTables.header``."""
-    return state_ptr + 3 * E + 5 * S
 
 
 @triton.jit
@@ -74,21 +76,21 @@ def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.const
 
 
 @triton.jit
-def give_slots(now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
-    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts."""
+def give_slots(now, taken, num_taken, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
+    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts.
+
+    An expert that was ``taken`` over half there has its slot, and is the first copy, if there is one.
+    """
     experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
     missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
     missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    missing = missing & (experts != taken)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
-    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=0)
-    worth = last_used
-    if CACHE.policy != LRU:
-        # The bits of positive floats are in their order; those of -1 are a negative integer.
-        worth = tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
-    worth = tl.where((last_used == now) | (places >= S), NEVER, worth)
-    for copy in range(num_missing):
+    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
+    worth = tl.where((last_used == now) | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
+    for copy in range(num_taken, num_missing):
         expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
         missing = missing & (experts != expert)
         place = tl.argmin(worth, axis=0)
@@ -117,23 +119,29 @@ def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CAC
     # Of equal ids one swap alone finds another number.
     earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
     num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
+    taken, num_taken, num_ahead = -1, 0, 0
+    if CACHE.ahead > 0:
+        tl.debug_barrier()
+        taken, num_taken, num_ahead = take_over(now, state_ptr, totals_ptr, E, S, CACHE)
+        tl.debug_barrier()
     num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
     if num_missing > 0:
         tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
         tl.debug_barrier()
-        num_missing = give_slots(now, state_ptr, scores_ptr, E, S, CACHE)
+        num_missing = give_slots(now, taken, num_taken, state_ptr, scores_ptr, E, S, CACHE)
         tl.atomic_add(totals_ptr + 1, num_missing.to(tl.int64), sem="relaxed")
     tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
     tl.store(header_ptr + CLOCK, now)
     tl.store(header_ptr + COUNT, num_missing)
+    tl.store(header_ptr + CHANGED, num_missing + num_ahead)
     tl.debug_barrier()
     tl.atomic_xchg(header_ptr + READY, num_missing + 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def copy_pieces(fetcher, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
-    """One block's pieces of so many words."""
-    for piece in range(fetcher, tl.cdiv(WORDS, PIECE), fetchers):
+def copy_pieces(first, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
+    """One block's pieces of so many words, from its ``first`` one on."""
+    for piece in range(first, tl.cdiv(WORDS, PIECE), fetchers):
         at = piece * PIECE + tl.arange(0, PIECE)
         if WORDS % PIECE == 0:
             tl.store(target_ptr + at, tl.load(source_ptr + at, eviction_policy="evict_first"))
@@ -153,8 +161,12 @@ def fetch_half(fetcher, fetchers, copy, cache, E, S, HALF: tl.constexpr, CACHE: 
     expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
     stored, slot = (expert - tl.load(header_ptr + FIRST)).to(tl.int64), place.to(tl.int64)
     WORDS: tl.constexpr = CACHE.words2 if HALF else CACHE.words1
+    first = fetcher
+    if CACHE.ahead > 0:
+        if copy == 0:
+            first += tl.load(header_ptr + THERE1 + HALF)
     copy_pieces(
-        fetcher, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
+        first, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
     )  # fmt: skip
     SCALES: tl.constexpr = CACHE.scales2 if HALF else CACHE.scales1
     if SCALES > 0:
@@ -187,6 +199,8 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
     if tl.atomic_add(header_ptr + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
         tl.store(header_ptr + DONE, 0)
         tl.store(header_ptr + READY, 0)
+        if CACHE.ahead > 0:
+            tl.atomic_add(header_ptr + GATE, -STOP, sem="acq_rel", scope="gpu")
         if count > 0:
             clock = clock_ns(tl.load(header_ptr + CLOCK).to(tl.int64) + 1, CACHE.interpret)
             tl.store(totals_ptr + 2, tl.load(totals_ptr + 2) + clock - tl.load(totals_ptr + 3))
@@ -213,11 +227,11 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
 
 @triton.jit
 def count_missing(cache, E, S, CACHE: tl.constexpr):
-    """How many experts of the step the kernel before brings, for one that starts early; nothing waits for it yet."""
+    """How many slots of the step the kernel before changes, for one that starts early; nothing waits for it yet."""
     if CACHE is None:
         return 0
     else:
-        return tl.load(header_of(cache[0], E, S) + COUNT, volatile=True)
+        return tl.load(header_of(cache[0], E, S) + CHANGED, volatile=True)
 
 
 @triton.jit
@@ -256,7 +270,6 @@ def bring_torch(
     tables = host.tables
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
     needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
-    missing = [expert for expert in needed if tables.slots[expert] < 0]
     now = int(tables.header[CLOCK.value]) + 1
     if host.policy != "lru":
         if fades:
@@ -265,8 +278,11 @@ def bring_torch(
         gain = weights if host.policy == "score" else torch.ones_like(weights)
         tables.scores.index_add_(0, ids[held].long(), gain[held].float())
     tables.last_used[needed] = now
+    taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)
+    missing = [expert for expert in needed if tables.slots[expert] < 0]
+    missing.sort(key=lambda expert: expert != taken)
     for copy, expert in enumerate(missing):
-        place = _cheapest_place(host, now)
+        place = cheapest_place(host, now) if expert != taken else int((tables.owners == taken).nonzero())
         owner = int(tables.owners[place])
         if owner >= 0:
             tables.slots[owner] = tables.arriving[owner] = -1
@@ -276,14 +292,5 @@ def bring_torch(
         for slots, stored in zip((w1, w2, *scales), host.parts, strict=True):
             slots[place] = stored[expert - first]
     tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing)
+    tables.header[CHANGED.value] = len(missing) + num_ahead
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])
-
-
-def _cheapest_place(host: HostExperts, now: int) -> int:
-    """The slot that is given away next."""
-    tables = host.tables
-    owners = tables.owners.long()
-    worth = tables.last_used if host.policy == "lru" else tables.scores
-    values = worth[owners].double().where(owners >= 0, -1.0)
-    kept = (owners >= 0) & (tables.last_used[owners] == now)
-    return int(values.where(~kept, torch.inf).argmin())

@@ -1,9 +1,9 @@
 """Which experts of a decode step are computed in which wave, where its cache has fewer slots than the step may need.
 
 A wave computes at most S distinct experts, as many as there are slots, for all tokens of the step. Those that are
-cached come first, so that none gives its slot away before it was computed, and each missing one is fetched once. How
-many waves a step has follows from its shape, so that it stays one CUDA graph; those behind the last expert find nothing
-to do.
+cached, or on their way since before the step, come first, so that none gives its slot away before it was computed, and
+each missing one is fetched once. How many waves a step has follows from its shape, so that it stays one CUDA graph;
+those behind the last expert find nothing to do.
 
 Every wave leaves the partial sums of its routed rows where a step without waves does, and the last one adds up all of
 them in the same order: results are equal bit for bit. What bounds it: its launch.
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .aot_case import KernelCase
 from .arguments import power_of_2
-from .expert_cache import header_of
-from .expert_tables import FIRST, LAST, CacheTables
+from .expert_tables import FIRST, LAST, PLANNED, CacheTables, header_of
 
 ALIGNMENT = 4  # int32 of 16 bytes: kernels are compiled for ids that start at a multiple of them
 
@@ -49,6 +48,8 @@ def waves_kernel(
         needed = tl.where(experts == tl.load(ids_ptr + j).to(tl.int32), 1, needed)
     needed = tl.where(is_served(experts, state_ptr, E, S), needed, 0)
     there = tl.where(tl.load(state_ptr + experts, mask=experts < E, other=-1) >= 0, needed, 0)
+    for copy in range(tl.load(header_of(state_ptr, E, S) + PLANNED)):
+        there = tl.where(experts == tl.load(state_ptr + 3 * E + 5 * S + copy), needed, there)
     behind = tl.sum(there, axis=0) + tl.cumsum(needed - there, axis=0)
     place = tl.where(there > 0, tl.cumsum(there, axis=0), behind) - 1
     wave_ptr = waves_ptr + WAVES * R
@@ -89,7 +90,9 @@ def split_waves_torch(ids: Tensor, tables: CacheTables, num_waves: int) -> Tenso
     """
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
     served = ids.masked_fill((ids < first) | (ids >= end), -1)
-    needed = sorted(set(served.flatten().tolist()) - {-1}, key=lambda expert: (int(tables.slots[expert]) < 0, expert))
+    planned = tables.ahead[0, : int(tables.header[PLANNED.value])]
+    there = (tables.slots >= 0).index_fill(0, planned.long(), True)
+    needed = sorted(set(served.flatten().tolist()) - {-1}, key=lambda expert: (not there[expert], expert))
     wave = torch.full((tables.num_experts + 1,), -1)
     wave[needed] = torch.arange(len(needed)) // tables.num_slots
     number = torch.arange(num_waves)[:, None, None]

@@ -63,6 +63,8 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
         is_last = number == len(waves)
         to = landing if is_last else None
         _gate_up(step, ids, w1, config, to, groups, cache, constants)
+        if is_last and step.host is not None and step.host.fetched is not None:
+            step.host.fetched.record()
         _down(step, ids, w2, config, to, groups, cache, constants | {"ADDS_UP": is_last})
         constants["CACHE"] = constants["CACHE"] and constants["CACHE"].of_later_wave
 

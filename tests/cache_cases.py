@@ -1,6 +1,8 @@
-"""Expert caches of random experts, shared by their tests."""
+"""Expert caches of the decode cases' models."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from decode_cases import QUANTISERS, DecodeCase
@@ -35,9 +37,20 @@ def parts_of(weights: DecodeWeights | HostExperts) -> list[torch.Tensor]:
     return [part.view(torch.uint8) for part in found if part is not None]
 
 
-def fill_slots(cache: ExpertCache) -> None:
-    """Put every expert into the slot of its number."""
-    for place, expert in enumerate(range(cache.first_expert, cache.first_expert + len(cache.host.w1))):
-        cache.tables.slots[expert] = expert
-        for slots, stored in zip(parts_of(cache.weights), parts_of(cache.host), strict=True):
-            slots[expert] = stored[place]
+def resident_weights(case: DecodeCase, held: tuple[int, int]) -> DecodeWeights:
+    """The same experts, each in a slot of its own."""
+    resident = cache_of(case, case.E, "lru", held)
+    for expert in range(*held):
+        resident.tables.slots[expert] = expert
+        for slots, stored in zip(parts_of(resident.weights), parts_of(resident.host), strict=True):
+            slots[expert] = stored[expert - held[0]]
+    return replace(resident.weights, host=None)
+
+
+def check_slots(cache: ExpertCache) -> None:
+    """Every slot holds its expert as it is stored."""
+    for slot, expert in enumerate(cache.tables.owners.tolist()):
+        if expert >= 0:
+            assert cache.tables.slots[expert] == slot
+            for slots, stored in zip(parts_of(cache.weights), parts_of(cache.host), strict=True):
+                assert torch.equal(slots[slot], stored[expert - cache.first_expert])

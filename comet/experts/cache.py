@@ -9,7 +9,8 @@ bit for bit, but for those of longer prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from comet.experts.store import HeldExperts
 from comet.experts.streaming import StreamedExperts
 from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
+
+if TYPE_CHECKING:
+    from comet.experts.prefetch import Prefetch
 
 # Most tokens of a decode step from caches where the caller does not say. A step has waves for the most experts that its
 # tokens may need; streaming visits only those that they do need, but waits for the routing.
@@ -38,6 +42,9 @@ class CacheReport:
         fetched: How many of them were not there.
         fetched_bytes: Read from host memory.
         fetching_s: Seconds in which a layer's experts travelled, summed over layers; products ran beside.
+        prefetched: Experts that began to travel before their step.
+        prefetched_needed: How many of them it needed.
+        prefetched_bytes: Of these experts, that came before their step.
     """
 
     slots: int
@@ -45,11 +52,19 @@ class CacheReport:
     fetched: int
     fetched_bytes: int
     fetching_s: float
+    prefetched: int = 0
+    prefetched_needed: int = 0
+    prefetched_bytes: int = 0
 
     @property
     def hits(self) -> float:
         """Share of the needed experts that were there; 1 before the first step."""
         return 1 - self.fetched / self.needed if self.needed else 1.0
+
+    @property
+    def prefetch_precision(self) -> float | None:
+        """Share of the experts that travelled before their step which it needed; ``None``: none travelled."""
+        return self.prefetched_needed / self.prefetched if self.prefetched else None
 
 
 class ExpertCache:
@@ -113,16 +128,26 @@ class ExpertCache:
         """Of one expert."""
         return self.host.expert_bytes
 
+    def expect_prefetch(self) -> None:
+        """Let experts travel to the slots before their step, too; before the first step."""
+        event = torch.cuda.Event() if self.weights.w1.is_cuda else None
+        self.host = replace(self.host, prefetched=True, fetched=event)
+        self.weights = replace(self.weights, host=self.host)
+
 
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
     """What the caches of all layers did so far; waits for their device."""
-    needed, fetched, nanoseconds = torch.stack([cache.tables.totals[:3] for cache in caches]).sum(0).tolist()
+    totals = torch.stack([cache.tables.totals for cache in caches]).sum(0).tolist()
+    needed, fetched, nanoseconds, _, begun, useful, words = totals
     return CacheReport(
         slots=caches[0].num_slots,
         needed=needed,
         fetched=fetched,
         fetched_bytes=fetched * caches[0].expert_bytes,
         fetching_s=nanoseconds / 1e9,
+        prefetched=begun,
+        prefetched_needed=useful,
+        prefetched_bytes=8 * words,
     )
 
 
@@ -137,7 +162,14 @@ class CachedExperts:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
         runner: Serves all layers, and adds up what the ranks contribute.
         top_k: K, at most the number of slots, or all experts of the rank have one.
+
+    Attributes:
+        ahead: Brings experts of the next layer, if anything does.
+        expected: Brings experts of this layer, likewise.
     """
+
+    ahead: Prefetch | None = None
+    expected: Prefetch | None = None
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         stream = runner.decode.copy_stream(cache.weights.w1.device)
@@ -151,8 +183,17 @@ class CachedExperts:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+        if self.expected is not None:
+            self.expected.wait_for_plan()
+        if self.ahead is not None:
+            self.ahead.begin(tokens)
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            return self.runner(tokens, top_k_ids.contiguous(), top_k_weights, w1, w2, experts=self.cache.weights)
+            output = self.runner(tokens, top_k_ids.contiguous(), top_k_weights, w1, w2, experts=self.cache.weights)
+        if self.ahead is not None:
+            self.ahead.travel()
+        if self.expected is not None:
+            self.expected.join()
+        return output
 
 
 def slots_of_budget(

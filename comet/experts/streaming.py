@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from comet.autocast import product, without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
-from comet.kernels.expert_tables import CLOCK, CacheTables, HostExperts
+from comet.kernels.expert_tables import CLOCK, PLANNED, CacheTables, HostExperts
 from comet.layout import ExpertLayout
 from comet.plain import dispatch_rows, make_exchange, weighted_sum
 
@@ -161,6 +161,7 @@ class StreamedExperts:
         for table in (tables.slots, tables.arriving):
             table[self._numbers(experts)] = -1
         tables.owners[_index(slots, tables)] = -1
+        tables.header[PLANNED.value] = 0  # what was to travel before a step has no slot any more
 
     def _take(self, held: dict[int, int], needed: Sequence[int], num_copies: int) -> None:
         tables, slots = self.host.tables, _index(held, self.host.tables)

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
-from cache_cases import TABLES, cache_of, fill_slots, parts_of
+from cache_cases import TABLES, cache_of, check_slots, resident_weights
 from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow, slow_but
@@ -45,9 +45,8 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
     print("seed", case.seed)
     made = torch.Generator().manual_seed(case.seed)
     held = (1, case.E) if num_slots < case.E else (0, case.E)
-    mine, twin, resident = (cache_of(case, slots, policy, held) for slots in (num_slots, num_slots, case.E))
-    fill_slots(resident)
-    everything = replace(resident.weights, host=None)
+    mine, twin = (cache_of(case, num_slots, policy, held) for _ in range(2))
+    everything = resident_weights(case, held)
     for _ in range(4 if case.quantised else 8):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
         ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
@@ -60,11 +59,7 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
         torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
         count = int(mine.tables.header[0])
         assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
-        for slot, expert in enumerate(mine.tables.owners.tolist()):
-            if expert >= 0:
-                assert mine.tables.slots[expert] == slot
-                for slots, stored in zip(parts_of(mine.weights), parts_of(mine.host), strict=True):
-                    assert torch.equal(slots[slot], stored[expert - held[0]])
+        check_slots(mine)
     assert mine.tables.totals[1] > 0
     assert not mine.tables.header[2:4].any(), "the next step finds its flags as this one did"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cache_cases import TABLES, cache_of, fill_slots
+from cache_cases import TABLES, cache_of, check_slots, resident_weights
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow_but
@@ -16,7 +16,7 @@ from comet.comm import make_communicator
 from comet.decode import RankDecode
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
-from comet.kernels.expert_tables import CacheTables
+from comet.kernels.expert_tables import PLANNED, CacheTables
 from comet.kernels.expert_waves import count_waves, split_waves, split_waves_torch
 
 CPU = torch.device("cpu")
@@ -38,6 +38,8 @@ def split_both(rank: int, world_size: int) -> None:
         tables = CacheTables.create(num_experts, num_slots, CPU, (1, num_experts - 1))
         held = torch.randperm(num_experts - 2, generator=made)[:num_slots] + 1
         tables.slots[held] = torch.arange(num_slots, dtype=torch.int32)
+        tables.slots[tables.ahead.fill_(int(held[0]))[0, :1].long()] = -1
+        tables.header[PLANNED.value] = 1
         num_waves = count_waves(num_tokens * top_k, num_experts - 2, num_slots)
         for dtype in (torch.int32, torch.int64):
             ids = torch.randint(-1, num_experts + 2, (num_tokens, top_k), generator=made).to(dtype)
@@ -67,9 +69,8 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
     print("seed", case.seed)
     made = torch.Generator().manual_seed(case.seed)
     held = (1, case.E)
-    mine, twin, resident = (cache_of(case, slots, policy, held) for slots in (num_slots, num_slots, case.E))
-    fill_slots(resident)
-    everything = replace(resident.weights, host=None)
+    mine, twin = (cache_of(case, num_slots, policy, held) for _ in range(2))
+    everything = resident_weights(case, held)
     for _ in range(5):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
         ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
@@ -85,6 +86,7 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
         for name in TABLES:
             assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
         torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
+        check_slots(mine)
     assert not mine.tables.header[2:4].any(), "the next step finds its flags as this one did"
 
 
@@ -104,9 +106,7 @@ def test_twins_in_waves_equal_resident_ones_bit_for_bit(num_slots: int) -> None:
     print("seed", num_slots)
     case = DecodeCase(name="any", T=0, K=3, E=13, D=32, F=16, seed=num_slots)
     made = torch.Generator().manual_seed(num_slots)
-    cache, resident = (cache_of(case, slots, "lru", (0, case.E)) for slots in (num_slots, case.E))
-    fill_slots(resident)
-    everything = replace(resident.weights, host=None)
+    cache, everything = cache_of(case, num_slots, "lru", (0, case.E)), resident_weights(case, (0, case.E))
     for num_tokens in torch.randint(1, 17, (40,), generator=made).tolist():
         ids = torch.rand(num_tokens, case.E + 1, generator=made).argsort(dim=1)[:, : case.K] - 1
         tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
@@ -123,9 +123,7 @@ def waves_over_ranks(rank: int, world_size: int) -> None:
     case = DecodeCase(name="ranks", T=4, K=2, E=12, D=32, F=16, seed=6)
     made = torch.Generator().manual_seed(case.seed)
     held = (6 * rank, 6 * rank + 6)
-    cache, resident = (cache_of(case, slots, "lru", held) for slots in (2, case.E))
-    fill_slots(resident)
-    everything = replace(resident.weights, host=None)
+    cache, everything = cache_of(case, 2, "lru", held), resident_weights(case, held)
     comm = make_communicator("auto", dist.group.WORLD, "cpu")
     decode = RankDecode(comm, hidden_size=case.D, max_tokens=case.T, use_kernels=True)
     for num_tokens in (4, 1):
