@@ -188,19 +188,19 @@ def take_over(now, state_ptr, totals_ptr, E, S, CACHE: tl.constexpr):
     return taken, num_taken, count
 
 
-def plan(ids: Tensor, w1: Tensor, w2: Tensor, host: HostExperts, scales: Sequence[Tensor] = ()) -> None:
-    """Launch ``plan_kernel``; arguments as those of ``plan_torch`` and ``bring_torch``."""
+def plan(ids: Tensor, slots: Sequence[Tensor], host: HostExperts) -> None:
+    """Launch ``plan_kernel``; arguments as those of the twins."""
     (num_tokens, top_k), tables = ids.shape, host.tables
     plan_kernel[(1,)](
-        ids, host.pointers(w1, w2, *scales), num_tokens, tables.num_experts, tables.num_slots, K=top_k,
+        ids, host.pointers(*slots), num_tokens, tables.num_experts, tables.num_slots, K=top_k,
         J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD, CACHE=host.constants(1, TRAVEL_WARPS),
     )  # fmt: skip
 
 
-def travel(w1: Tensor, w2: Tensor, host: HostExperts, scales: Sequence[Tensor] = ()) -> None:
-    """Launch ``travel_kernel``."""
+def travel(slots: Sequence[Tensor], host: HostExperts) -> None:
+    """Launch ``travel_kernel``; arguments as those of the twin."""
     sizes, constants = (host.tables.num_experts, host.tables.num_slots), host.constants(1, TRAVEL_WARPS)
-    travel_kernel[(TRAVEL_BLOCKS,)](host.pointers(w1, w2, *scales), *sizes, CACHE=constants, num_warps=TRAVEL_WARPS)
+    travel_kernel[(TRAVEL_BLOCKS,)](host.pointers(*slots), *sizes, CACHE=constants, num_warps=TRAVEL_WARPS)
 
 
 def plan_torch(ids: Tensor, host: HostExperts) -> None:
@@ -236,13 +236,18 @@ def plan_torch(ids: Tensor, host: HostExperts) -> None:
     header[NEXT.value], header[PLANNED.value] = 0, len(planned)
 
 
-def travel_torch(w1: Tensor, w2: Tensor, host: HostExperts, scales: Sequence[Tensor] = ()) -> None:
-    """The twin of ``travel_kernel`` where the step begins when all are there; arguments as of ``bring_torch``."""
+def travel_torch(slots: Sequence[Tensor], host: HostExperts) -> None:
+    """The twin of ``travel_kernel`` where the step begins when all are there.
+
+    Args:
+        slots: ``(S, ...)`` of w1 and w2, and of their scales where they have some.
+        host: Of the layer.
+    """
     tables = host.tables
     first, planned = int(tables.header[FIRST.value]), int(tables.header[PLANNED.value])
     for expert, place in tables.ahead[:2, :planned].t().tolist():
-        for slots, stored in zip((w1, w2, *scales), host.parts, strict=True):
-            slots[place] = stored[expert - first]
+        for part, stored in zip(slots, host.parts, strict=True):
+            part[place] = stored[expert - first]
     tables.header[NEXT.value] = planned * host.pieces
 
 

@@ -13,11 +13,18 @@ from comet.errors import UnavailableError
 from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
+from comet.kernels.expert_tables import Policy
 from comet.layout import ExpertLayout
 
 
 def open_host_store(
-    held: Sequence[HeldExperts], layout: ExpertLayout, num_slots: int, runner: Runner, device: torch.device
+    held: Sequence[HeldExperts],
+    layout: ExpertLayout,
+    num_slots: int,
+    runner: Runner,
+    device: torch.device,
+    *,
+    policy: Policy = "lru",
 ) -> list[CachedExperts] | list[StagedExperts]:
     """The paths of layers whose experts are in host memory; where ``device`` cannot read it, that is said once.
 
@@ -27,14 +34,15 @@ def open_host_store(
         num_slots: S, experts of a layer on the device.
         runner: Of all layers.
         device: Of the slots.
+        policy: Whose slot is given away.
 
     Raises:
-        NotImplementedError: If memory cannot be pinned, and experts are quantised.
+        NotImplementedError: If memory cannot be pinned, and experts are quantised or the policy is not ``lru``.
         UnavailableError: If memory cannot be pinned, and there are several ranks.
     """
     pageable = sum(layer.num_bytes for layer in held if not layer.readable)
     if not pageable:
-        place: dict[str, Any] = dict(num_experts=layout.num_experts, first_expert=layout.first_expert)
+        place: dict[str, Any] = dict(policy=policy, num_experts=layout.num_experts, first_expert=layout.first_expert)
         caches = [ExpertCache(**layer.named_parts, num_slots=num_slots, device=device, **place) for layer in held]
         return [CachedExperts(cache, runner, layout.top_k) for cache in caches]
     refused = f"{pageable:,} bytes of memory for them cannot be pinned (ulimit -l, or a container's limit): allow that"
@@ -44,6 +52,8 @@ def open_host_store(
         raise NotImplementedError(
             f"experts in {kind} are not copied by the host yet, and {refused}, or keep the experts in the model's type"
         )
+    if policy != "lru":
+        raise NotImplementedError(f"expert_policy={policy!r} is for pinned memory, and {refused}, or take 'lru'")
     if layout.world_size > 1:
         raise UnavailableError(f"experts of several ranks are not copied by the host yet, and {refused}")
     warn_pageable(pageable)

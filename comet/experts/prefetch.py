@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comet.experts.cache import CachedExperts, ExpertCache
-from comet.kernels.expert_prefetch import plan_torch, travel_torch
+from comet.kernels.expert_prefetch import plan, plan_torch, travel, travel_torch
 
 Predict = Callable[[Tensor], Tensor]  # (T, D) tokens of the layer before -> (T, K) int32, the likeliest first
 
@@ -41,26 +41,21 @@ class Prefetch:
         self._tokens = tokens
         if self._stream is None:
             plan_torch(self._predict(tokens), host)
-            travel_torch(*slots[:2], host, slots[2:])
+            travel_torch(slots, host)
             return
-        from comet.kernels.expert_prefetch import plan
-
         self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(self._stream):
-            plan(self._predict(tokens), *slots[:2], host, slots[2:])
+            plan(self._predict(tokens), slots, host)
             self._planned = self._stream.record_event()
 
     def travel(self) -> None:
         """Let the plan travel; to be called once the experts of the layer before are being computed."""
         if self._stream is None or self._planned is None:
             return
-        from comet.kernels.expert_prefetch import travel
-
-        slots = self._cache.weights.parts
         assert self._fetched is not None, "the layer before has a cache on the same device"
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._fetched)
-            travel(*slots[:2], self._cache.host, slots[2:])
+            travel(self._cache.weights.parts, self._cache.host)
 
     def wait_for_plan(self) -> None:
         """Let the current stream go on behind the plan; to be called before the layer's step."""

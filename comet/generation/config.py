@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.budget import ExpertStoreKind
 from comet.graphs import GraphMode
+from comet.kernels.expert_tables import Policy
 from comet.quantize import MXType
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
@@ -39,6 +40,8 @@ class GenerateConfig(SpeculationConfig):
         expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
             Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
+        expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
+            least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
         expert_dtype: With a budget and the host store, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
@@ -67,6 +70,7 @@ class GenerateConfig(SpeculationConfig):
     speculate: SpeculationMode = "off"
     expert_store: ExpertStoreKind = "host"
     host_budget: float | None = None
+    expert_policy: Policy = "lru"
     expert_dtype: MXType | None = None
     link_gb_per_s: float | None = None
     memory_gb_per_s: float | None = None
@@ -101,6 +105,7 @@ class GenerateConfig(SpeculationConfig):
             ("dtype", get_args(GenerateDtype)),
             ("cuda_graph", get_args(GraphMode)),
             ("expert_store", get_args(ExpertStoreKind)),
+            ("expert_policy", get_args(Policy)),
         ):
             value = getattr(self, name)
             require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")

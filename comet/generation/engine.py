@@ -32,6 +32,7 @@ from comet.experts.store import HeldExperts
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
+from comet.kernels.expert_tables import Policy
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
@@ -154,6 +155,7 @@ class GPTEngine:
             (``expert_device`` of ``GPT``); ``None``: all on the device.
         expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
             they stay as they are.
+        expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
 
@@ -170,6 +172,7 @@ class GPTEngine:
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
+        expert_policy: Policy = "lru",
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
@@ -189,7 +192,7 @@ class GPTEngine:
             self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
         else:
             held = [take_experts(layer, expert_dtype) for layer in model.moe_layers()]
-            self.stored = open_host_store(held, layout, expert_slots, self.runner, group.device)
+            self.stored = open_host_store(held, layout, expert_slots, self.runner, group.device, policy=expert_policy)
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)

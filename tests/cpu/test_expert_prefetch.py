@@ -56,9 +56,8 @@ def compare(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy
         ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
         guessed = ids.where(torch.rand(ids.shape, generator=made) < 0.7, (ids + 1) % case.E)
         for launch, arrive, cache in ((plan, travel, mine), (plan_torch, travel_torch, twin)):
-            slots = cache.weights.w1, cache.weights.w2
-            launch(guessed, *slots, cache.host) if launch is plan else launch(guessed, cache.host)
-            arrive(*slots, cache.host)
+            launch(guessed, cache.weights.parts, cache.host) if launch is plan else launch(guessed, cache.host)
+            arrive(cache.weights.parts, cache.host)
         count = int(mine.tables.header[PLANNED.value])
         assert torch.equal(mine.tables.ahead[:, :count], twin.tables.ahead[:, :count])
         assert count <= MOST_AHEAD

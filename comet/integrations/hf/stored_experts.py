@@ -137,7 +137,7 @@ def open_stores(
     paths: Sequence[CachedExperts | StagedExperts]
     if budget.store == "host":
         held = [_held(reader, budget.stored, dtype, device) for reader in layers.values()]
-        paths = open_host_store(held, layout, budget.slots, runner, device)
+        paths = open_host_store(held, layout, budget.slots, runner, device, policy=budget.policy)
     else:
         readers = list(layers.values())
         (_, *w1), (_, *w2) = readers[0].shapes
