@@ -39,7 +39,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache, slots_of_budget
-from comet.experts.cache import pinned
+from comet.experts.store import HeldExperts
 from comet.launch.cli import Parser
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
@@ -151,7 +151,7 @@ def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, st
         else:
             packed = quantize_mx(weight, stored)
             parts |= {name: packed.elements, f"{name}_scales": packed.scales}
-    return {name: pinned(part.cpu(), device) for name, part in parts.items()}
+    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device).named_parts
 
 
 def link_gbs(device: torch.device) -> float:

@@ -23,7 +23,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,35 +33,33 @@ from typing import Any
 import torch
 from bench_experts import link_gbs, names, shares
 from draft_quality import measure_drafts, measure_top_r, record_routing
-from offloaded import first_token_s, has_accelerate, make_offloaded, require_accelerate, tokens_per_s
+from offloaded import has_accelerate, make_offloaded, require_accelerate
 from points import FAILURES, Ranks
 from report import Row, cell, table_of
 from speculation_pictures import draw_all, routing_facts
+from speculation_variants import Accelerated, OnDemand, Timed, Variant, score
 from start import run_and_leave, start_ranks, tell
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.experts import CachedExperts, CacheReport, slots_of_budget
+from comet.experts import CachedExperts, ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
-from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.failures import one_line
-from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
-from comet.paths import ExpertPath
 from comet.sharding import local
 from comet.training.checkpoint import load_weights
 from comet.training.config import DataConfig
 from comet.training.data import read_corpus
 
 COLUMNS = (
-    "variant", "budget", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms", "mb_per_token",
-    "link_share", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
+    "variant", "budget", "slots", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms",
+    "mb_per_token", "link_share", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
 )  # fmt: skip
 ON_DEMAND, RESIDENT, ACCELERATE = "on_demand", "resident", "accelerate"
 # A variant is a line: its name, and how its settings of ``comet generate`` differ from those of a plain cache.
@@ -80,130 +78,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 PROMPT_BYTES = 64
 FIRST_TOKEN_BYTES = 1000
-SCORED_AT_ONCE = 32
-ACCELERATE_TOKENS = 16
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
 LEAST_PROMPTS = 64
-
-
-class OnDemand(CachedExperts):
-    """Experts that are forgotten before every step."""
-
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """See ``CachedExperts``."""
-        tables = self.cache.tables
-        for table in (tables.slots, tables.arriving, tables.owners):
-            table.fill_(-1)
-        return super().__call__(tokens, top_k_ids, top_k_weights, w1, w2)
-
-
-@dataclass
-class Variant:
-    """One way to decode, and what was measured of it.
-
-    Args:
-        name: In the table.
-        budget: Share of the experts on the device.
-        settings: Of ``generate``.
-        engine: Over the model that all variants share.
-        paths: That the model's layers take while this variant runs.
-        device_mb: Device memory that it took, dense weights apart.
-    """
-
-    name: str
-    budget: float
-    settings: GenerateConfig
-    engine: GPTEngine
-    paths: list[ExpertPath]
-    device_mb: float | None = None
-    prompts: list[str] = field(default_factory=list)
-    runs: list[Generated] = field(default_factory=list)
-    first_tokens_s: list[float] = field(default_factory=list)
-    needed: int = 0
-    fetched: int = 0
-
-    def take_over(self) -> None:
-        """Let the model's layers be those of this variant."""
-        for layer, path in zip(self.engine.model.moe_layers(), self.paths, strict=True):
-            layer.experts = path
-
-    def warm(self, prompt: str, context: int) -> None:
-        """Compile, capture, and fill the caches."""
-        self.take_over()
-        self.settings = replace(self.settings, prompt=prompt)
-        warm_up(self.engine, encode_prompts(self.settings, ByteCodec(), context), self.settings, context=context)
-        self.run(prompt, context, seed=0)
-        self.prompts, self.runs, self.needed, self.fetched = [], [], 0, 0
-
-    def run(self, prompt: str, context: int, seed: int) -> None:
-        """Continue a prompt once, and count."""
-        self.take_over()
-        self.settings = replace(self.settings, prompt=prompt, seed=seed)
-        prompts = encode_prompts(self.settings, ByteCodec(), context)
-        reports: list[CacheReport | None] = []
-
-        def count(*_: object) -> None:
-            if not reports:  # the prompt has been read
-                reports.append(self.engine.cache_report())
-
-        made = generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count)
-        before, after = reports[0], self.engine.cache_report()
-        assert before is not None, "all variants decode from caches"
-        assert after is not None
-        self.prompts.append(prompt)
-        self.runs.append(made)
-        self.needed += after.needed - before.needed
-        self.fetched += after.fetched - before.fetched
-
-    def read(self, ids: Tensor) -> None:
-        """Time the first token behind a prompt ``(1, P)``."""
-        self.take_over()
-        model = self.engine.model
-        room: dict[str, Any] = dict(num_sequences=1, length=ids.shape[1], dtype=model.dtype, device=ids.device)
-        started = time.perf_counter()
-        length = torch.full((1,), ids.shape[1], device=ids.device)
-        model.prefill(ids, length, KeyValueCache(model.config, **room)).logits.argmax().item()
-        self.first_tokens_s.append(time.perf_counter() - started)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second behind the first one, the median over the prompts."""
-        return median((run.new_tokens - 1) / run.decode_s for run in self.runs)
-
-
-@dataclass
-class Accelerated:
-    """transformers' model, whose experts accelerate moves; as ``Variant``."""
-
-    name: str
-    budget: float
-    model: Any
-    device_mb: float | None = None
-    rates: list[float] = field(default_factory=list)
-    first_tokens_s: list[float] = field(default_factory=list)
-
-    def warm(self, prompt: str, context: int) -> None:
-        """See ``Variant``."""
-        self.run(prompt, context, seed=0)
-        self.rates = []
-
-    def run(self, prompt: str, context: int, seed: int) -> None:
-        """See ``Variant``."""
-        torch.manual_seed(seed)
-        ids = torch.tensor([ByteCodec().encode(prompt)], device=self.model.device)
-        self.rates.append(tokens_per_s(self.model, ids, min(ACCELERATE_TOKENS, context - ids.shape[1] - 1)))
-
-    def read(self, ids: Tensor) -> None:
-        """See ``Variant``."""
-        self.first_tokens_s.append(first_token_s(self.model, ids))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """See ``Variant``."""
-        return median(self.rates)
-
-
-Timed = Variant | Accelerated
 
 
 @contextmanager
@@ -264,13 +140,14 @@ class Run:
                 engine = GPTEngine(
                     model, layers[0].group, expert_slots=slots, expert_dtype=stored,
                     expert_policy=settings.expert_policy,
-                    speculation=None if settings.speculate == "off" else settings.speculation,
+                    speculation=None if settings.speculate == "off" else settings,
                 )  # fmt: skip
                 for layer, w1, w2 in whole if stored else ():  # quantising took them
                     local(layer.w1).data, local(layer.w2).data = w1, w2
                 kind = OnDemand if name == ON_DEMAND else CachedExperts
-                paths = [kind(cache, engine.runner, moe.top_k) for cache in engine.caches]
-                made = Variant(name, budget, settings, engine, list(paths))
+                caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
+                paths = [kind(cache, engine.runner, moe.top_k) for cache in caches]
+                made = Variant(name, budget, slots, settings, engine, list(paths))
             made.warm(self.prompt(0), self.context)
             made.read(self.long_prompt())
             made.device_mb = (self.memory() - before) / 2**20
@@ -328,7 +205,7 @@ class Run:
         made = sum(run.new_tokens for run in variant.runs)
         per_token = variant.fetched * variant.engine.caches[0].expert_bytes / made
         row |= {
-            "hits": 1 - variant.fetched / variant.needed, "mb_per_token": per_token / 1e6,
+            "slots": variant.slots, "hits": 1 - variant.fetched / variant.needed, "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),
         }  # fmt: skip
         facts = [run.speculation for run in variant.runs if run.speculation is not None]
@@ -363,7 +240,7 @@ class Run:
         starts = self.starts(count * size, length + 1, seed=1)
         texts = torch.stack([self.heldout[start : start + length + 1].long() for start in starts]).to(self.device)
         batches, tokens = texts.split(size), ByteCodec().num_tokens
-        drafts = measure_drafts(self.model, batches, self.plain.speculation, self.arguments.tolerances, tokens)
+        drafts = measure_drafts(self.model, batches, self.plain, self.arguments.tolerances, tokens)
         trace = record_routing(self.model, [batch[:, :-1] for batch in batches])
         if folder is not None:
             trace.save(folder / "routing.pt")
@@ -396,17 +273,6 @@ class Run:
         if self.arguments.out is not None:
             (self.arguments.out / "bench_speculation.json").write_text(line + "\n")
         return line
-
-
-def score(engine: GPTEngine, prompt: str, text: str) -> float:
-    """Mean negative log-likelihood of a text's bytes behind a prompt, in nats, with all experts."""
-    codec = ByteCodec()
-    given, made = codec.encode(prompt), codec.encode(text)
-    ids = torch.tensor([made], device=engine.device)
-    read, length = torch.tensor([given], device=ids.device), torch.tensor([len(given)], device=ids.device)
-    logits = [engine.prefill(read, length, len(given) + len(made))[:, None]]
-    logits += [engine.verify(part) for part in ids[:, :-1].split(SCORED_AT_ONCE, dim=1)]
-    return float(torch.nn.functional.cross_entropy(torch.cat(logits, dim=1)[0, :, : codec.num_tokens], ids[0]))
 
 
 @torch.no_grad()

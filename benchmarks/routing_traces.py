@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.kernels.expert_cache import KEPT, POLICIES
+from comet.kernels.expert_cache import KEPT
+from comet.kernels.expert_tables import POLICIES
 
 BEST = "next use"  # gives away what is used again last: no policy, but what none can exceed
 NEVER = 2**30

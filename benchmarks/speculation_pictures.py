@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from routing_traces import BEST, Trace, replayed_hits, reuse_by_distance
 
-from comet.kernels.expert_cache import POLICIES
+from comet.kernels.expert_tables import POLICIES
 
 Row = dict[str, Any]
 LONGEST_DISTANCE = 32  # tokens back
@@ -110,7 +110,12 @@ def _hits(facts: Row, rows: Sequence[Row], figure: Any) -> None:
     measured = [row for row in rows if row.get("hits") is not None and row["variant"].startswith("cache")]
     for name in dict.fromkeys(row["variant"] for row in measured):
         mine = [row for row in measured if row["variant"] == name]
-        axes.plot([row["budget"] for row in mine], [row["hits"] for row in mine], "o", label=f"{name}, measured")
+        axes.plot(
+            [row["slots"] / facts["experts"] for row in mine],
+            [row["hits"] for row in mine],
+            "o",
+            label=f"{name}, measured",
+        )
     axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8, label="uniform routing")
     axes.set(xlabel="budget, share of the experts", ylabel="hits", xlim=(0, 1), ylim=(0, 1))
 

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .expert_cache import CacheConstants
+from .expert_tables import CacheConstants
 from .group_gemm import dot_precision
 from .warp_decode_blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .warp_decode_down import down_kernel
@@ -58,6 +58,8 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
     _gate_up(step, w1, config, landing, groups, cache, constants)
+    if step.host is not None and step.host.fetched is not None:
+        step.host.fetched.record()
     _down(step, w2, config, landing, groups, cache, constants)
 
 

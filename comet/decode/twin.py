@@ -76,7 +76,7 @@ def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
         return elements.to(dtype)
     mx = MXFP4 if elements.dtype == CODES else MXFP8
     kind = mx if scales.dtype == torch.uint8 else FP8
-    return kind(elements=elements, scales=scales).dequantize(dtype)
+    return kind(elements=elements, scales=scales, trusted=True).dequantize(dtype)  # DecodeWeights looked at them
 
 
 def _entry_slots(top_k_ids: Tensor, weights: DecodeWeights) -> Tensor:

@@ -5,7 +5,6 @@ from comet.experts.cache import (
     CachedExperts,
     CacheReport,
     ExpertCache,
-    report_of,
     slots_of_budget,
 )
 from comet.experts.draft_router import CachedOnRanks, DraftRouter
@@ -19,6 +18,5 @@ __all__ = [
     "DraftRouter",
     "ExpertCache",
     "Speculation",
-    "report_of",
     "slots_of_budget",
 ]

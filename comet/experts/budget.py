@@ -10,7 +10,7 @@ import torch
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.experts.cache import bytes_of_expert, slots_of_budget
-from comet.kernels.expert_cache import POLICIES, Policy
+from comet.kernels.expert_tables import POLICIES, Policy
 from comet.quantize import MX_BLOCK, MXType, StoredType
 
 ExpertStoreKind = Literal["host", "file"]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.decode.runners import Decoder, rounds
+from comet.decode.runners import Decoder
 from comet.decode.weights import DecodeWeights
-from comet.experts.cache import CacheReport
+from comet.experts.cache import CacheReport, in_parts
 from comet.experts.store import ExpertReader, host_memory
 
 WHY_EAGER = "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
@@ -128,7 +128,7 @@ class StagedCache:
     @property
     def expert_bytes(self) -> int:
         """Of one expert."""
-        return self.weights.w1[0].nbytes + self.weights.w2[0].nbytes
+        return self.weights.expert_bytes
 
     def bring(self, top_k_ids: Tensor) -> DecodeWeights:
         """Bring the experts of a step into slots; waits for the device, and so for all copies before.
@@ -197,9 +197,8 @@ class StagedExperts:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
-        outputs = []
-        for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
-            part = slice(start, stop)
-            experts = self.cache.bring(top_k_ids[part])
-            outputs.append(self.decode(tokens[part], top_k_ids[part], top_k_weights[part], experts))
-        return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
+
+        def compute(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
+            return self.decode(tokens, top_k_ids, top_k_weights, self.cache.bring(top_k_ids))
+
+        return in_parts(compute, self.tokens_at_once, tokens, top_k_ids, top_k_weights)

@@ -25,13 +25,14 @@ from comet.experts import (
     CacheReport,
     DraftRouter,
     ExpertCache,
-    report_of,
 )
+from comet.experts.paths import open_host_store, report_of_paths
+from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
-from comet.kernels.expert_cache import Policy
+from comet.kernels.expert_tables import Policy
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
@@ -120,29 +121,21 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None, policy: Policy = "lru") -> ExpertCache:
-    """The cache of a layer whose experts are in host memory; the layer has none of its own from here on.
+def take_experts(layer: MoE, expert_dtype: MXType | None = None) -> HeldExperts:
+    """The experts of a layer, that are in host memory, as they are or quantised one by one.
 
-    They are the cache's as they are, or quantised one by one.
+    The layer has none of its own from here on.
     """
     w1, w2 = layer.expert_weights()
-    parts: dict[str, Any] = {"w1": w1.flatten(1, 2), "w2": w2}
-    device = layer.group.device
-    if expert_dtype is not None:
-        whole = HeldExperts(**parts, readable=True)
-        parts = HeldExperts.quantise(whole, w1.dtype, device, expert_dtype).parts  # the cache pins what is not yet
-    cache = ExpertCache(
-        **parts,
-        num_slots=num_slots,
-        device=device,
-        policy=policy,
-        num_experts=layer.config.num_experts,
-        first_expert=layer.layout.first_expert,
-    )
-    # The pinned ones; or numbers that nobody reads, in no memory.
-    w1, w2 = (cache.host.w1.view_as(w1), cache.host.w2) if expert_dtype is None else map(emptied, (w1, w2))
+    matrices, device = w1.flatten(1, 2), layer.group.device
+    if expert_dtype is None:
+        held = HeldExperts.hold({"w1": matrices, "w2": w2}, device)
+        w1, w2 = held.w1.view_as(w1), held.w2
+    else:
+        held = HeldExperts.quantise(HeldExperts(matrices, w2, readable=True), w1.dtype, device, expert_dtype)
+        w1, w2 = map(emptied, (w1, w2))  # numbers that nobody reads, in no memory
     local(layer.w1).data, local(layer.w2).data = w1, w2
-    return cache
+    return held
 
 
 def emptied(weight: Tensor) -> Tensor:
@@ -193,15 +186,15 @@ class GPTEngine:
         layout = group.layout(moe)
         columns = 0 if expert_slots is not None else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
-        self.caches: list[ExpertCache] = []
+        self.stored: Sequence[CachedExperts | StagedExperts] = []
         self._experts: list[FrozenExperts] = []
-        for layer in model.moe_layers():
-            if expert_slots is None:
-                self._experts.append(FrozenExperts(self.runner, layer, columns))
-                layer.experts = self._experts[-1]
-            else:
-                self.caches.append(cache_of(layer, expert_slots, expert_dtype, expert_policy))
-                layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
+        if expert_slots is None:
+            self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
+        else:
+            held = [take_experts(layer, expert_dtype) for layer in model.moe_layers()]
+            self.stored = open_host_store(held, layout, expert_slots, self.runner, group.device, policy=expert_policy)
+        for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
+            layer.experts = path
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cached: CachedOnRanks | None = None
@@ -216,6 +209,11 @@ class GPTEngine:
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._group.device
+
+    @property
+    def caches(self) -> list[ExpertCache | StagedCache]:
+        """Of the layers' experts; none where all of them are on the device."""
+        return [path.cache for path in self.stored]
 
     @property
     def why_eager(self) -> str:
@@ -311,12 +309,13 @@ class GPTEngine:
 
     def _make_pass(self, ids: Tensor, drafts: bool) -> DecodeStep:
         """A pass that reads ``ids (B, S)``, captured by itself: passes of other shapes are other graphs."""
+        is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
         return DecodeStep(
             partial(self._append, ids, self._draft_routers if drafts else None),
             ids,
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
-            obstacle=batch_obstacle(ids.numel(), self.runner.decode.max_tokens),
+            obstacle=WHY_EAGER if is_staged else batch_obstacle(ids.numel(), self.runner.decode.max_tokens),
         )
 
     def _append(self, ids: Tensor, routers: list[DraftRouter] | None) -> Tensor:
@@ -331,7 +330,7 @@ class GPTEngine:
 
     def cache_report(self) -> CacheReport | None:
         """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        return report_of(self.caches) if self.caches else None
+        return report_of_paths(self.stored)
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.

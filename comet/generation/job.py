@@ -120,7 +120,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         expert_slots=slots,
         expert_dtype=settings.expert_dtype,
         expert_policy=settings.expert_policy,
-        speculation=None if settings.speculate == "off" else settings.speculation,
+        speculation=None if settings.speculate == "off" else settings,
     )
 
 

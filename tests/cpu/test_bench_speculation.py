@@ -21,7 +21,8 @@ from comet.config import MoEConfig, SpeculationConfig
 from comet.errors import UnavailableError
 from comet.experts import DraftRouter, ExpertCache
 from comet.generation.engine import GPTEngine
-from comet.kernels.expert_cache import POLICIES, bring_torch
+from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_tables import POLICIES
 from comet.training.run import train
 
 SEED = 7

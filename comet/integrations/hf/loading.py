@@ -97,8 +97,7 @@ def load_pretrained(
     """
     require_transformers()
     in_store = _is_in_store(expert_budget, expert_store, host_budget)
-    policy = _policy_of(options, in_store)
-    stored = _stored_as(expert_dtype, in_store, keep_fp8)
+    stored, policy = _stored_as(expert_dtype, in_store, keep_fp8), _policy_of(options, in_store)
     if decode_tokens is None:
         decode_tokens = CACHED_DECODE_TOKENS if in_store else DECODE_TOKENS
     _check_store(in_store, group, decode_tokens, expert_store, stored)
