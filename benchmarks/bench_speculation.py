@@ -22,7 +22,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -38,7 +37,7 @@ from points import FAILURES, Ranks
 from report import Row, cell, table_of
 from speculation_pictures import draw_all, routing_facts
 from speculation_variants import Accelerated, OnDemand, Timed, Variant, score
-from start import run_and_leave, start_ranks, tell
+from start import memory_limit, run_and_leave, start_ranks, tell
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -80,23 +79,7 @@ PROMPT_BYTES = 64
 FIRST_TOKEN_BYTES = 1000
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
 LEAST_PROMPTS = 64
-
-
-@contextmanager
-def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
-    """Let this process take so many more bytes of a GPU's memory, and no more; on a CPU without a limit.
-
-    What it holds but does not use is given back first. An allocation beyond raises ``torch.OutOfMemoryError``.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(
-            min((torch.cuda.memory_reserved(device) + num_bytes) / total, 1.0), device
-        )
-    yield
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+MAKING = 0.6  # of the seconds, after which no further variant is made
 
 
 class Run:
@@ -160,11 +143,12 @@ class Run:
             if time.perf_counter() > deadline:
                 self.failures.append({"variant": name, "budget": budget, "failure": "left out: the time was over"})
                 continue
+            started, told = time.perf_counter(), "ready"
             try:
                 self.variants.append(self.make(name, budget, KINDS[name]))
             except FAILURES as error:
-                self.failures.append({"variant": name, "budget": budget, "failure": one_line(error)})
-            tell(self.ranks, f"{name} at {budget}: {self.failures[-1] if self.failures else 'ready'}")
+                told = self.fail(name, budget, error)
+            tell(self.ranks, f"{name} at {budget}: {told}, {time.perf_counter() - started:.1f} s")
         self.variants.append(self.resident)
 
     def wanted(self) -> Iterator[tuple[float, str]]:
@@ -180,11 +164,20 @@ class Run:
             for number in range(1, self.arguments.rounds + 1):
                 if number > 1 and time.perf_counter() > deadline:
                     break
-                for variant in self.variants:
-                    variant.run(self.prompt(number), self.context, seed=number)
-                    variant.read(self.long_prompt())
+                for variant in [*self.variants]:
+                    try:
+                        variant.run(self.prompt(number), self.context, seed=number)
+                        variant.read(self.long_prompt())
+                    except FAILURES as error:
+                        self.variants.remove(variant)
+                        tell(self.ranks, self.fail(variant.name, variant.budget, error))
                 tell(self.ranks, f"round {number}\n{table_of(self.rows(), COLUMNS, cell)}")
                 self.write({"rows": self.rows()})
+
+    def fail(self, name: str, budget: float, error: Exception) -> str:
+        """Note in one line why a variant has no result."""
+        self.failures.append({"variant": name, "budget": budget, "failure": one_line(error)})
+        return one_line(error)
 
     def rows(self) -> list[Row]:
         """What the table says so far."""
@@ -225,7 +218,7 @@ class Run:
         rows = []
         for variant, row in zip(chain(self.variants, self.failures), self.rows(), strict=True):
             if isinstance(variant, Variant):
-                scores = [score(self.resident.engine, prompt, run.texts[0])
+                scores = [score(self.model, prompt, run.texts[0])
                           for prompt, run in zip(variant.prompts, variant.runs, strict=True)]  # fmt: skip
                 row["nll"] = sum(scores) / len(scores)
             rows.append(row)
@@ -294,7 +287,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     quality = timed.quality(out)
     timed.write(quality)
     tell(ranks, json.dumps(quality["drafts"]["adaptive"] + quality["top_r"]))
-    timed.make_all(started + arguments.seconds / 2)
+    timed.make_all(started + MAKING * arguments.seconds)
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
     print(table_of(rows, COLUMNS, cell))

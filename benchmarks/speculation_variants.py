@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from draft_quality import whole_pass
 from offloaded import first_token_s, tokens_per_s
 from torch import Tensor
 
@@ -17,10 +18,10 @@ from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.text import ByteCodec
 from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT
 from comet.paths import ExpertPath
 
 ACCELERATE_TOKENS = 16
-SCORED_AT_ONCE = 32
 
 
 class OnDemand(CachedExperts):
@@ -145,12 +146,10 @@ class Accelerated:
 Timed = Variant | Accelerated
 
 
-def score(engine: GPTEngine, prompt: str, text: str) -> float:
+def score(model: GPT, prompt: str, text: str) -> float:
     """Mean negative log-likelihood of a text's bytes behind a prompt, in nats, with all experts."""
     codec = ByteCodec()
     given, made = codec.encode(prompt), codec.encode(text)
-    ids = torch.tensor([made], device=engine.device)
-    read, length = torch.tensor([given], device=ids.device), torch.tensor([len(given)], device=ids.device)
-    logits = [engine.prefill(read, length, len(given) + len(made))[:, None]]
-    logits += [engine.verify(part) for part in ids[:, :-1].split(SCORED_AT_ONCE, dim=1)]
-    return float(torch.nn.functional.cross_entropy(torch.cat(logits, dim=1)[0, :, : codec.num_tokens], ids[0]))
+    ids = torch.tensor([[*given, *made]], device=model.rotary.device)
+    logits = whole_pass(model, ids[:, :-1])[0][0, len(given) - 1 :, : codec.num_tokens]
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, len(given) :]))
