@@ -65,9 +65,10 @@ def readable_by_tma(value, INTERPRET: tl.constexpr):
 def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.constexpr):
     """Let what experts are worth fade, and add a use, or its routing weight, to those of the step."""
     experts, js = tl.arange(0, CACHE.experts), tl.arange(0, ids.shape[0])
-    scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
-    tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
-    tl.debug_barrier()
+    if CACHE.fades:
+        scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
+        tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
+        tl.debug_barrier()
     gain = tl.full(ids.shape, 1.0, tl.float32)
     if CACHE.policy != LFU:
         gain = tl.load(weights_ptr + js, mask=held, other=0.0)
@@ -243,7 +244,14 @@ def wait_for_missing(count, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
 
 
 def bring_torch(
-    ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: HostExperts, scales: Sequence[Tensor] = ()
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    host: HostExperts,
+    scales: Sequence[Tensor] = (),
+    *,
+    fades: bool = True,
 ) -> None:
     """The twin of what the first blocks of a decode step do: give the missing experts slots, and copy them there.
 
@@ -257,13 +265,15 @@ def bring_torch(
         w2: ``(S, ...)``, of the same experts.
         host: Where experts come from; its tables are changed.
         scales: Of quantised experts, of the slots w1 and w2.
+        fades: Whether what experts are worth fades: in the first wave of a step.
     """
     tables = host.tables
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
     needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
     now = int(tables.header[CLOCK.value]) + 1
     if host.policy != "lru":
-        tables.scores.mul_(KEPT.value)
+        if fades:
+            tables.scores.mul_(KEPT.value)
         held = (ids >= first) & (ids < end)
         gain = weights if host.policy == "score" else torch.ones_like(weights)
         tables.scores.index_add_(0, ids[held].long(), gain[held].float())

@@ -169,6 +169,7 @@ class CacheConstants(NamedTuple):
         policy: Place in ``POLICIES``.
         ahead: Pieces of an expert that travels before its step; 0: none does.
         interpret: Under Triton's interpreter.
+        fades: Whether what experts are worth fades, as it does once a step.
     """
 
     rows: int
@@ -183,6 +184,12 @@ class CacheConstants(NamedTuple):
     policy: int
     ahead: int
     interpret: bool
+    fades: bool = True
+
+    @property
+    def of_later_wave(self) -> "CacheConstants":
+        """The same where it is not the first wave of a step."""
+        return self._replace(fades=POLICIES[self.policy] == "lru")  # which has nothing that fades: one kernel for both
 
 
 # Types of ``HostExperts.pointers``, without scales,

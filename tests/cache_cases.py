@@ -11,6 +11,8 @@ from comet.decode.weights import DecodeWeights
 from comet.experts import ExpertCache
 from comet.kernels.expert_tables import HostExperts
 
+TABLES = ("slots", "arriving", "last_used", "owners")
+
 
 def cache_of(case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int]) -> ExpertCache:
     """An empty cache of some experts of the case's model."""

@@ -3,21 +3,20 @@
 The GPU keeps the cache itself, inside the decode step (``comet.kernels.expert_cache``): it looks up which experts a
 step needs, gives the missing ones the slots of those that are worth least, and reads them from pinned host memory. A
 hit costs the host nothing, and a step stays one CUDA graph. Results are those of experts that are all in GPU memory,
-bit for bit, where the slots serve a step at once; a step in parts rounds as its parts do.
+bit for bit, but for those of longer prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.decode.runners import Runner, rounds
+from comet.decode.runners import Runner
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.store import HeldExperts
@@ -28,8 +27,8 @@ from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
 if TYPE_CHECKING:
     from comet.experts.prefetch import Prefetch
 
-# Most tokens of a decode step from caches where the caller does not say. Parts, of as many tokens as the slots serve,
-# load an expert again for each part; streaming loads it once, but waits for the routing.
+# Most tokens of a decode step from caches where the caller does not say. A step has waves for the most experts that its
+# tokens may need; streaming visits only those that they do need, but waits for the routing.
 CACHED_DECODE_TOKENS = 16
 
 
@@ -155,8 +154,9 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
 class CachedExperts:
     """Routed experts of a layer, from its cache; an ``ExpertPath``, for inference.
 
-    A step of more tokens than the slots can serve at once is taken in parts. Of more tokens than the runner decodes,
-    missing experts stream through the slots (``comet.experts.streaming``), for which the host waits for the device.
+    A step that may need more experts than there are slots runs in waves (``comet.kernels.expert_waves``). Of more
+    tokens than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``), for which
+    the host waits for the device.
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
@@ -176,11 +176,8 @@ class CachedExperts:
         self.stream = StreamedExperts(cache.host, cache.weights, cache.first_expert, stream)
         self.cache = cache
         self.runner = runner
-        self.tokens_at_once = runner.decode.max_tokens
-        held = cache.host.w1.shape[0]
-        if cache.num_slots < held:
-            require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
-            self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
+        least = min(top_k, cache.host.w1.shape[0])
+        require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
@@ -190,29 +187,13 @@ class CachedExperts:
             self.expected.wait_for_plan()
         if self.ahead is not None:
             self.ahead.begin(tokens)
-        compute = partial(self.runner, w1=w1, w2=w2, experts=self.cache.weights)
-        output = in_parts(compute, self.tokens_at_once, tokens, top_k_ids.contiguous(), top_k_weights)
+        with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+            output = self.runner(tokens, top_k_ids.contiguous(), top_k_weights, w1, w2, experts=self.cache.weights)
         if self.ahead is not None:
             self.ahead.travel()
         if self.expected is not None:
             self.expected.join()
         return output
-
-
-def in_parts(
-    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
-    at_once: int,
-    tokens: Tensor,
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    """``(T, D)``: ``compute`` of at most ``at_once`` tokens with their ids and weights ``(T, K)`` at a time."""
-    outputs = []
-    for start, stop in rounds(tokens.shape[0], at_once):
-        part = slice(start, stop)
-        with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            outputs.append(compute(tokens[part], top_k_ids[part], top_k_weights[part]))
-    return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
 
 
 def slots_of_budget(

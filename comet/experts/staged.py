@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.decode.runners import Decoder
+from comet.decode.runners import Decoder, rounds
 from comet.decode.weights import DecodeWeights
-from comet.experts.cache import CacheReport, in_parts
+from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, host_memory
 
 WHY_EAGER = "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
@@ -181,7 +181,7 @@ def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
 class StagedExperts:
     """Routed experts of a layer, brought by the host; an ``ExpertPath``, for inference.
 
-    A step of more tokens than the slots can serve at once is taken in parts, as ``CachedExperts`` does.
+    A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do.
 
     Args:
         cache: The layer's.
@@ -197,8 +197,10 @@ class StagedExperts:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
-
-        def compute(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
-            return self.decode(tokens, top_k_ids, top_k_weights, self.cache.bring(top_k_ids))
-
-        return in_parts(compute, self.tokens_at_once, tokens, top_k_ids, top_k_weights)
+        outputs = []
+        for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
+            part = slice(start, stop)
+            experts = self.cache.bring(top_k_ids[part])
+            with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+                outputs.append(self.decode(tokens[part], top_k_ids[part], top_k_weights[part], experts))
+        return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
