@@ -41,7 +41,7 @@ from start import memory_limit, run_and_leave, start_ranks, tell
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.experts import CachedExperts, ExpertCache, slots_of_budget
+from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
@@ -51,6 +51,7 @@ from comet.group import make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.failures import one_line
 from comet.models.gpt import GPT
+from comet.paths import ExpertPath
 from comet.sharding import local
 from comet.training.checkpoint import load_weights
 from comet.training.config import DataConfig
@@ -58,7 +59,7 @@ from comet.training.data import read_corpus
 
 COLUMNS = (
     "variant", "budget", "slots", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms",
-    "mb_per_token", "link_share", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
+    "mb_per_token", "link_share", "prefetch_precision", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
 )  # fmt: skip
 ON_DEMAND, RESIDENT, ACCELERATE = "on_demand", "resident", "accelerate"
 # A variant is a line: its name, and how its settings of ``comet generate`` differ from those of a plain cache.
@@ -67,14 +68,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "cache": {},
     "cache lfu": dict(expert_policy="lfu"),
     "cache score": dict(expert_policy="score"),
+    "cache + prefetch": dict(expert_prefetch=True),
     "cache mxfp8": dict(expert_dtype="mxfp8"),
     "cache mxfp4": dict(expert_dtype="mxfp4"),
     "conservative": dict(speculate="conservative"),
     "conservative cached": dict(speculate="conservative", draft_cached_only=True),
+    "conservative + prefetch": dict(speculate="conservative", expert_prefetch=True),
     "adaptive": dict(speculate="adaptive"),
+    "adaptive + prefetch": dict(speculate="adaptive", expert_prefetch=True),
     "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
     ACCELERATE: {},
 }
+TO_THE_ENGINE = ("expert_dtype", "expert_policy", "expert_prefetch")  # of these settings, by the same names
 PROMPT_BYTES = 64
 FIRST_TOKEN_BYTES = 1000
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
@@ -121,16 +126,17 @@ class Run:
                 made: Timed = Accelerated(name, budget, make_offloaded(model, budget))
             else:
                 engine = GPTEngine(
-                    model, layers[0].group, expert_slots=slots, expert_dtype=stored,
-                    expert_policy=settings.expert_policy,
+                    model, layers[0].group, expert_slots=slots,
                     speculation=None if settings.speculate == "off" else settings,
+                    **{name: getattr(settings, name) for name in TO_THE_ENGINE},
                 )  # fmt: skip
                 for layer, w1, w2 in whole if stored else ():  # quantising took them
                     local(layer.w1).data, local(layer.w2).data = w1, w2
-                kind = OnDemand if name == ON_DEMAND else CachedExperts
-                caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
-                paths = [kind(cache, engine.runner, moe.top_k) for cache in caches]
-                made = Variant(name, budget, slots, settings, engine, list(paths))
+                paths: list[ExpertPath] = [*engine.stored]
+                if name == ON_DEMAND:
+                    caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
+                    paths = [OnDemand(cache, engine.runner, moe.top_k) for cache in caches]
+                made = Variant(name, budget, slots, settings, engine, paths)
             made.warm(self.prompt(0), self.context)
             made.read(self.long_prompt())
             made.device_mb = (self.memory() - before) / 2**20
@@ -196,10 +202,12 @@ class Run:
         if isinstance(variant, Accelerated):
             return row
         made = sum(run.new_tokens for run in variant.runs)
-        per_token = variant.fetched * variant.engine.caches[0].expert_bytes / made
+        spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
+        per_token = spent["fetched_bytes"] / made
         row |= {
-            "slots": variant.slots, "hits": 1 - variant.fetched / variant.needed, "mb_per_token": per_token / 1e6,
+            "slots": variant.slots, "hits": 1 - spent["fetched"] / spent["needed"], "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),
+            "prefetch_precision": spent["prefetched_needed"] / spent["prefetched"] if spent["prefetched"] else None,
         }  # fmt: skip
         facts = [run.speculation for run in variant.runs if run.speculation is not None]
         if facts:

@@ -15,6 +15,7 @@ from torch import Tensor
 from comet.experts import CachedExperts, CacheReport
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
+from comet.generation.experts import cache_facts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.text import ByteCodec
 from comet.models.cache import KeyValueCache
@@ -59,8 +60,7 @@ class Variant:
     prompts: list[str] = field(default_factory=list)
     runs: list[Generated] = field(default_factory=list)
     first_tokens_s: list[float] = field(default_factory=list)
-    needed: int = 0
-    fetched: int = 0
+    spent: list[dict[str, Any]] = field(default_factory=list)
 
     def take_over(self) -> None:
         """Let the model's layers be those of this variant."""
@@ -73,7 +73,7 @@ class Variant:
         self.settings = replace(self.settings, prompt=prompt)
         warm_up(self.engine, encode_prompts(self.settings, ByteCodec(), context), self.settings, context=context)
         self.run(prompt, context, seed=0)
-        self.prompts, self.runs, self.needed, self.fetched = [], [], 0, 0
+        self.prompts, self.runs, self.spent = [], [], []
 
     def run(self, prompt: str, context: int, seed: int) -> None:
         """Continue a prompt once, and count."""
@@ -92,8 +92,7 @@ class Variant:
         assert after is not None
         self.prompts.append(prompt)
         self.runs.append(made)
-        self.needed += after.needed - before.needed
-        self.fetched += after.fetched - before.fetched
+        self.spent.append(cache_facts(before, after, self.engine.model.moe_layers()[0].group))
 
     def read(self, ids: Tensor) -> None:
         """Time the first token behind a prompt ``(1, P)``."""
