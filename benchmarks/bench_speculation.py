@@ -37,7 +37,7 @@ from points import FAILURES, Ranks
 from report import Row, cell, table_of
 from speculation_pictures import draw_all, routing_facts
 from speculation_variants import Accelerated, OnDemand, Timed, Variant, score
-from start import memory_limit, run_and_leave, start_ranks, tell
+from start import memory_limit, release, run_and_leave, start_ranks, tell
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
@@ -112,26 +112,17 @@ class Run:
         self.resident = self.make(RESIDENT, 1.0, {})
 
     def make(self, name: str, budget: float, changes: dict[str, Any]) -> Timed:
-        """One variant, warm, made within its budget; the model keeps its experts."""
+        """One variant, warm, made within its budget."""
         model, settings = self.model, replace(self.plain, **changes)
-        layers, moe = model.moe_layers(), model.config.moe
-        stored = settings.expert_dtype
-        slots = slots_of_budget(budget, moe, len(layers), model.dtype, stored)
+        layers, moe, stored = len(model.moe_layers()), model.config.moe, settings.expert_dtype
+        slots = slots_of_budget(budget, moe, layers, model.dtype, stored)
         expert = bytes_of_expert(moe.hidden_size, moe.ffn_size, model.dtype, stored)
-        allowed = len(layers) * slots * expert + self.arguments.workspace_mb * 2**20
-        whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
-        with memory_limit(self.device, allowed):
+        with memory_limit(self.device, layers * slots * expert + self.arguments.workspace_mb * 2**20):
             before = self.memory()
             if name == ACCELERATE:
                 made: Timed = Accelerated(name, budget, make_offloaded(model, budget))
             else:
-                engine = GPTEngine(
-                    model, layers[0].group, expert_slots=slots,
-                    speculation=None if settings.speculate == "off" else settings,
-                    **{name: getattr(settings, name) for name in TO_THE_ENGINE},
-                )  # fmt: skip
-                for layer, w1, w2 in whole if stored else ():  # quantising took them
-                    local(layer.w1).data, local(layer.w2).data = w1, w2
+                engine = self.engine(slots, settings)
                 paths: list[ExpertPath] = [*engine.stored]
                 if name == ON_DEMAND:
                     caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
@@ -142,6 +133,20 @@ class Run:
             made.device_mb = (self.memory() - before) / 2**20
         made.first_tokens_s = []
         return made
+
+    def engine(self, slots: int, settings: GenerateConfig) -> GPTEngine:
+        """An engine with caches of its own; the model keeps its experts, also where they were quantised."""
+        layers = self.model.moe_layers()
+        whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
+        try:
+            return GPTEngine(
+                self.model, layers[0].group, expert_slots=slots,
+                speculation=None if settings.speculate == "off" else settings,
+                **{name: getattr(settings, name) for name in TO_THE_ENGINE},
+            )  # fmt: skip
+        finally:
+            for layer, w1, w2 in whole if settings.expert_dtype else ():
+                local(layer.w1).data, local(layer.w2).data = w1, w2
 
     def make_all(self, deadline: float) -> None:
         """All that is asked for, until the time is over; what fails or is left out has a row that says why."""
@@ -154,6 +159,7 @@ class Run:
                 self.variants.append(self.make(name, budget, KINDS[name]))
             except FAILURES as error:
                 told = self.fail(name, budget, error)
+            release(self.ranks)
             tell(self.ranks, f"{name} at {budget}: {told}, {time.perf_counter() - started:.1f} s")
         self.variants.append(self.resident)
 
@@ -298,11 +304,13 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     timed.make_all(started + MAKING * arguments.seconds)
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
-    print(table_of(rows, COLUMNS, cell))
+    tables = [table_of(rows, COLUMNS, cell)]
     for name, found in (("adaptive", quality["drafts"]["adaptive"]), ("top_r", quality["top_r"])):
-        print(f"{name}\n{table_of(found, list(found[0]), cell)}")
+        tables.append(f"{name}\n{table_of(found, list(found[0]), cell)}")
+    print("\n".join(tables))
     line = timed.write({"rows": rows} | quality)
     if out is not None:
+        (out / "bench_speculation.txt").write_text("\n".join(tables) + "\n")
         for path in draw_all(out, quality["drafts"], quality["top_r"], quality["routing"], rows):
             print(path)
     print(line)

@@ -199,6 +199,8 @@ def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(
             min((torch.cuda.memory_reserved(device) + num_bytes) / total, 1.0), device
         )
-    yield
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
