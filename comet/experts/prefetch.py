@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from comet.experts.cache import CachedExperts, ExpertCache
+from comet.experts.staged import WHY_EAGER, StagedExperts
 from comet.kernels.expert_prefetch import plan, plan_torch, travel, travel_torch
 
 Predict = Callable[[Tensor], Tensor]  # (T, D) tokens of the layer before -> (T, K) int32, the likeliest first
@@ -69,16 +70,22 @@ class Prefetch:
         self._tokens = self._planned = None
 
 
-def prefetch_between(paths: Sequence[CachedExperts], predict: Sequence[Predict]) -> None:
+def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Sequence[Predict]) -> None:
     """Let every layer bring the experts of the next one.
 
     Args:
         paths: Of all layers, in the order in which they run.
         predict: For each of them, the first one's unused.
+
+    Raises:
+        NotImplementedError: If the host brings experts, out of files or memory that cannot be pinned.
     """
-    device = paths[0].cache.weights.w1.device
+    cached = [path for path in paths if isinstance(path, CachedExperts)]
+    if len(cached) < len(paths):
+        raise NotImplementedError(f"expert_prefetch=True must be False where {WHY_EAGER}")
+    device = cached[0].cache.weights.w1.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    for path in paths:
+    for path in cached:
         path.cache.expect_prefetch()
-    for before, path, each in zip(paths, paths[1:], predict[1:], strict=False):
+    for before, path, each in zip(cached, cached[1:], predict[1:], strict=False):
         before.ahead = path.expected = Prefetch(path.cache, before.cache, each, stream)

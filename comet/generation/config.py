@@ -42,6 +42,8 @@ class GenerateConfig(SpeculationConfig):
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
         expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
             least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
+        expert_prefetch: With a budget and the host store, whether the experts that a layer will probably need, by what
+            its router says of the tokens of the layer before, travel beside that layer.
         expert_dtype: With a budget and the host store, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
@@ -71,6 +73,7 @@ class GenerateConfig(SpeculationConfig):
     expert_store: ExpertStoreKind = "host"
     host_budget: float | None = None
     expert_policy: Policy = "lru"
+    expert_prefetch: bool = False
     expert_dtype: MXType | None = None
     link_gb_per_s: float | None = None
     memory_gb_per_s: float | None = None
@@ -109,6 +112,10 @@ class GenerateConfig(SpeculationConfig):
         ):
             value = getattr(self, name)
             require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+        require(
+            self.expert_budget is not None or not self.expert_prefetch,
+            "expert_prefetch=True must come with expert_budget: without one all experts are in GPU memory",
+        )
         require(
             self.expert_budget is not None or not self.draft_cached_only,
             "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",

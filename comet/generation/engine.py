@@ -27,6 +27,7 @@ from comet.experts import (
     ExpertCache,
 )
 from comet.experts.paths import open_host_store, report_of_paths
+from comet.experts.prefetch import prefetch_between
 from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts
 from comet.generation.step import DecodeStep, batch_obstacle
@@ -138,6 +139,11 @@ def take_experts(layer: MoE, expert_dtype: MXType | None = None) -> HeldExperts:
     return held
 
 
+def probable(layer: MoE, tokens: Tensor) -> Tensor:
+    """``(T, K)``: where the tokens ``(T, D)`` would go if they were this layer's."""
+    return layer.router(tokens).top_k_ids
+
+
 def emptied(weight: Tensor) -> Tensor:
     """A tensor of the same shape and dtype that takes no memory."""
     return weight.new_zeros(()).expand(weight.shape)
@@ -156,6 +162,8 @@ class GPTEngine:
         expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
             they stay as they are.
         expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
+        expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
+            layer before it.
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
 
@@ -173,6 +181,7 @@ class GPTEngine:
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
         expert_policy: Policy = "lru",
+        expert_prefetch: bool = False,
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
@@ -193,6 +202,8 @@ class GPTEngine:
         else:
             held = [take_experts(layer, expert_dtype) for layer in model.moe_layers()]
             self.stored = open_host_store(held, layout, expert_slots, self.runner, group.device, policy=expert_policy)
+            if expert_prefetch:
+                prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)

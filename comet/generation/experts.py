@@ -104,4 +104,4 @@ def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> 
         spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
         spent["fetching_s"] /= group.world_size
     report = type(after)(slots=after.slots, **spent)
-    return asdict(report) | {"hits": report.hits}
+    return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}

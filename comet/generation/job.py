@@ -108,6 +108,8 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
 
         names = ("keep_fp8", "expert_budget", "expert_store", "host_budget", "expert_dtype", "expert_policy")
         options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        if settings.expert_prefetch:
+            raise NotImplementedError("expert_prefetch=true is for checkpoints of comet train yet, not for folders")
         hf_model = load_pretrained(source.path, group, **options)
         return HFEngine(hf_model, cuda_graph=settings.cuda_graph)
     slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
@@ -120,6 +122,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         expert_slots=slots,
         expert_dtype=settings.expert_dtype,
         expert_policy=settings.expert_policy,
+        expert_prefetch=settings.expert_prefetch,
         speculation=None if settings.speculate == "off" else settings,
     )
 

@@ -11,12 +11,17 @@ import torch
 from cache_cases import cache_of, check_slots, parts_of, resident_weights
 from decode_cases import MATRIX, VECTOR, DecodeCase
 from ranks import run_ranks
+from training_cases import MODEL, MOE
 
+from comet.config import ParallelConfig
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
+from comet.generation.engine import GPTEngine
+from comet.group import make_expert_group
 from comet.kernels.expert_cache import bring_torch
 from comet.kernels.expert_prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
 from comet.kernels.expert_tables import AHEAD_WORDS, BEGUN, GATE, NEEDED, NEXT, PLANNED, CacheTables, HostExperts
+from comet.models.gpt import GPT
 
 TABLES = ("slots", "arriving", "last_used", "owners")
 
@@ -132,3 +137,27 @@ def test_a_predictor_that_is_wrong_rests() -> None:
         assert not header[PLANNED.value]
     plan_torch(torch.tensor([[1]]), host)
     assert header[PLANNED.value] == 1
+
+
+@pytest.mark.parametrize("expert_slots", [MOE.top_k, MOE.top_k + 1, MOE.num_experts - 1])
+def test_decode_with_prefetch_equals_resident_decode_bit_for_bit(expert_slots: int) -> None:
+    group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
+    engines = []
+    for slots in (expert_slots, None):
+        model = GPT(MODEL, group, seed=1, expert_device=None if slots is None else torch.device("cpu"))
+        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+        engines.append(GPTEngine(model, group, expert_slots=slots, expert_prefetch=slots is not None))
+    drawn = torch.Generator().manual_seed(7)
+    token = torch.randint(256, (1,), generator=drawn)
+    found = [engine.prefill(token[:, None], torch.tensor([1]), 30) for engine in engines]
+    for step in range(21):
+        assert torch.equal(*found), f"step {step}"
+        token = torch.randint(256, (1,), generator=drawn)
+        found = [engine.decode(token) for engine in engines]
+    ids = torch.randint(256, (1, 25), generator=drawn)  # a prompt that streams, and a step behind it
+    for engine in engines:
+        engine.prefill(ids, torch.tensor([25]), 30)
+    torch.testing.assert_close(*[engine.decode(token) for engine in engines], rtol=1e-4, atol=1e-4)
+    report = engines[0].cache_report()
+    assert report is not None
+    assert report.prefetched >= report.prefetched_needed > 0

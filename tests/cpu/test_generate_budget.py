@@ -25,7 +25,7 @@ from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.static import StaticDecoder
-from comet.kernels.expert_cache import HostExperts
+from comet.kernels.expert_tables import HostExperts
 from comet.launch.cli import main
 from comet.launch.config import compose, default_ranks
 from comet.launch.dry_run_generate import memory_needs
