@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import power_of_2
+from .expert_host import Mailbox, leave_to_host, worth_before, worth_least
+from .expert_words import CLOCK, COUNT, DONE, FIRST, HOSTED, LAST, READY, header_of, load_acquired, readable_by_tma
 from .primitives import clock_ns
 from .warp_decode_routing import wait_for_previous
 
@@ -36,8 +38,6 @@ FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
 PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
 LINE_BYTES = 128  # of L1
 NEVER = tl.constexpr(2**31 - 1)
-# The words of ``CacheTables.header``.
-COUNT, CLOCK, READY, DONE, FIRST, LAST = (tl.constexpr(word) for word in range(6))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +100,15 @@ class CacheTables:
 
     @property
     def copies(self) -> Tensor:
-        """``(2, S)``: the experts that the last step fetched, and their slots; the first ``header[COUNT]`` count."""
+        """``(2, S)``: the first ``header[COUNT]`` are the experts that the last step missed, and their slots.
+
+        Behind those that were fetched come those that the host computed, with -1.
+        """
         return self._after_experts(1, 2).view(2, self.num_slots)
 
     @property
     def header(self) -> Tensor:
-        """``(8,)``: copies of the last step, number of that step, and between the blocks of a step."""
+        """``(8,)`` words of ``expert_words``: missing in the last step, number of that step, and between its blocks."""
         return self.state[-8:]
 
     def _after_experts(self, start: int, count: int) -> Tensor:
@@ -125,6 +128,7 @@ class HostExperts:
             a use counts 2 % less with every step), or of the least routing weight (``score``, likewise).
         w1_scales: ``(e, ...)`` of quantised experts, in the same memory; 4 bytes divide those of an expert.
         w2_scales: Likewise.
+        mail: Asks the host's cores for some of them; ``None``: all that are missing come to the GPU.
     """
 
     w1: Tensor
@@ -133,6 +137,7 @@ class HostExperts:
     policy: Policy = "lru"
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
+    mail: Mailbox | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -150,12 +155,14 @@ class HostExperts:
         """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2 and their scales."""
         words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
         scales = map(_words, _given(self.w1_scales, self.w2_scales, w1_scales, w2_scales))
-        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales)
+        mail = () if self.mail is None else self.mail.pointers
+        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales, *mail)
 
     def constants(self, groups: int, num_warps: int) -> "CacheConstants":
         """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
         sizes = self.tables.num_experts, self.tables.num_slots
-        return cache_constants(*sizes, [part[0].nbytes for part in self.parts], groups, num_warps, self.policy)
+        found = cache_constants(*sizes, [part[0].nbytes for part in self.parts], groups, num_warps, self.policy)
+        return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
 
 
 class CacheConstants(NamedTuple):
@@ -173,6 +180,9 @@ class CacheConstants(NamedTuple):
         piece: Words that a block copies at once.
         policy: Place in ``POLICIES``.
         interpret: Under Triton's interpreter.
+        mail: Place of ``Mailbox.pointers`` among those of the cache; 0: the host computes nothing.
+        mail_tokens: Most tokens that it takes.
+        timeout_ns: Deadline of its answer.
     """
 
     rows: int
@@ -186,6 +196,9 @@ class CacheConstants(NamedTuple):
     piece: int
     policy: int
     interpret: bool
+    mail: int = 0
+    mail_tokens: int = 0
+    timeout_ns: int = 0
 
 
 # Types of ``HostExperts.pointers``, without scales,
@@ -229,34 +242,6 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def load_acquired(ptr, INTERPRET: tl.constexpr):
-    """An int32 that another block stores with release; what it wrote before can be read after this."""
-    if INTERPRET:
-        return tl.load(ptr)
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def readable_by_tma(value, INTERPRET: tl.constexpr):
-    """``value``, after which TMA loads see what was stored before it without TMA."""
-    if INTERPRET:
-        return value
-    else:
-        return tl.inline_asm_elementwise(
-            "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def header_of(state_ptr, E, S):
-    """Pointer to ``CacheTables.header``."""
-    return state_ptr + 3 * E + 5 * S
-
-
-@triton.jit
 def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.constexpr):
     """Let what experts are worth fade, and add a use, or its routing weight, to those of the step."""
     experts, js = tl.arange(0, CACHE.experts), tl.arange(0, ids.shape[0])
@@ -270,12 +255,19 @@ def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.const
 
 
 @triton.jit
-def give_slots(now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
-    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts."""
+def give_slots(now, worth, T, cache, E, S, CACHE: tl.constexpr):
+    """Give each missing expert that is fetched a slot, empty ones first; of equals the lower number.
+
+    Lists the copies; returns how many are missing, and how many are fetched.
+    """
+    state_ptr, scores_ptr = cache[0], cache[1]
     experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
     missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
     missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    num_fetched = num_missing
+    if CACHE.mail:
+        missing, num_fetched = leave_to_host(missing, worth, T, cache, E, S, CACHE)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
     last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=0)
@@ -284,7 +276,7 @@ def give_slots(now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
         # The bits of positive floats are in their order; those of -1 are a negative integer.
         worth = tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
     worth = tl.where((last_used == now) | (places >= S), NEVER, worth)
-    for copy in range(num_missing):
+    for copy in range(num_fetched):
         expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
         missing = missing & (experts != expert)
         place = tl.argmin(worth, axis=0)
@@ -296,11 +288,11 @@ def give_slots(now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
         tl.store(owners_ptr + place, expert)
         tl.store(copies_ptr + copy, expert)
         tl.store(copies_ptr + S + copy, place)
-    return num_missing
+    return num_missing, num_fetched
 
 
 @triton.jit
-def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
+def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """Find the experts of the step that have no slot, give them slots, and let the blocks that fetch begin."""
     state_ptr, scores_ptr, totals_ptr = cache[0], cache[1], cache[2]
     header_ptr = header_of(state_ptr, E, S)
@@ -310,20 +302,26 @@ def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CAC
     held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
     if CACHE.policy != LRU:
         raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
+    worth = now
+    if CACHE.mail:
+        worth = worth_before(state_ptr, scores_ptr, E, CACHE.policy == LRU, CACHE)
     # Of equal ids one swap alone finds another number.
     earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
     num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
     num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
+    num_fetched = num_missing
     if num_missing > 0:
         tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
         tl.debug_barrier()
-        num_missing = give_slots(now, state_ptr, scores_ptr, E, S, CACHE)
-        tl.atomic_add(totals_ptr + 1, num_missing.to(tl.int64), sem="relaxed")
+        num_missing, num_fetched = give_slots(now, worth, T, cache, E, S, CACHE)
+        tl.atomic_add(totals_ptr + 1, num_fetched.to(tl.int64), sem="relaxed")
     tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
     tl.store(header_ptr + CLOCK, now)
     tl.store(header_ptr + COUNT, num_missing)
+    if CACHE.mail:
+        tl.store(header_ptr + HOSTED, num_missing - num_fetched)
     tl.debug_barrier()
-    tl.atomic_xchg(header_ptr + READY, num_missing + 1, sem="release", scope="gpu")
+    tl.atomic_xchg(header_ptr + READY, num_fetched + 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -390,7 +388,7 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
 
 @triton.jit
 def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
-    """Slot of an expert once its w1 is there; -1 for one that this rank does not serve."""
+    """Slot of an expert once its w1 is there; below 0 for one that the host computes, or another rank serves."""
     known = (expert >= 0) & (expert < E)
     # To acquire empties L1, which the tokens are in. An expert that was there before this launch needs none, nor does
     # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it, unless its scales
@@ -402,8 +400,12 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
     if slot < 0:
         header_ptr = header_of(state_ptr, E, S)
         if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
-            while slot < 0:
-                slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+            if CACHE.mail:
+                while slot == -1:
+                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+            else:
+                while slot < 0:
+                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
     return tl.where(known, readable_by_tma(slot, CACHE.interpret), -1)
 
 
@@ -445,12 +447,18 @@ def bring_torch(
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
     needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
     missing = [expert for expert in needed if tables.slots[expert] < 0]
+    hosted: list[int] = []
     now = int(tables.header[CLOCK.value]) + 1
     if host.policy != "lru":
         tables.scores.mul_(KEPT.value)
         held = (ids >= first) & (ids < end)
         gain = weights if host.policy == "score" else torch.ones_like(weights)
         tables.scores.index_add_(0, ids[held].long(), gain[held].float())
+    if host.mail is not None:
+        worth = tables.last_used if host.policy == "lru" else tables.scores
+        hosted = worth_least(missing, worth, host.mail.share_of(len(ids), len(missing)))
+        missing = [expert for expert in missing if expert not in hosted]
+        tables.header[HOSTED.value] = len(hosted)
     tables.last_used[needed] = now
     for copy, expert in enumerate(missing):
         place = _cheapest_place(host, now)
@@ -462,7 +470,9 @@ def bring_torch(
         tables.copies[0, copy], tables.copies[1, copy] = expert, place
         for slots, stored in zip((w1, w2, *scales), host.parts, strict=True):
             slots[place] = stored[expert - first]
-    tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing)
+    for copy, expert in enumerate(hosted, start=len(missing)):
+        tables.copies[0, copy], tables.copies[1, copy] = expert, -1
+    tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing) + len(hosted)
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])
 
 
