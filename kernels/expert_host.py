@@ -15,74 +15,40 @@ What bounds it: the host's memory (16 cores read experts of Qwen3 at 33 GB/s bes
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .expert_words import COUNT, HOSTED, LAYER, header_of
+from .expert_mailbox import (
+    ANSWER,
+    ANSWERED,
+    EXPERTS,
+    FAILED,
+    FAULT,
+    LAST_SEQUENCE,
+    NUM_EXPERTS,
+    NUM_TOKENS,
+    OF_LAYER,
+    REQUEST,
+    SEQUENCE,
+    SHARE,
+    SUMS,
+    TOKENS,
+    TOP_K,
+    WEIGHTS,
+    WORDS,
+    Mailbox,
+)
+from .expert_tables import COUNT, HOSTED, LAYER, HostExperts, header_of
 from .primitives import MOST_THREADS, any_of, wait_flag
 
 PLACE_HOST = tl.constexpr(6)
 ON_HOST = tl.constexpr(-2)  # ``arriving`` of an expert that the host computes
-LAST_SEQUENCE = tl.constexpr(2**30)
 NOT_MISSING = tl.constexpr(2**31 - 1)
-# Words of ``Mailbox.words``; each that somebody polls is alone in a line.
-REQUEST, OF_LAYER, NUM_EXPERTS, NUM_TOKENS, TOP_K = (tl.constexpr(word) for word in range(5))
-ANSWERED, FAILED, READY, STOP = (tl.constexpr(32 * line) for line in range(1, 5))
-EXPERTS = tl.constexpr(160)
-# What ``Mailbox.pointers`` point to, from ``CacheConstants.mail`` on.
-SHARE, SEQUENCE, WORDS, TOKENS, WEIGHTS, ANSWER, SUMS, FAULT = (tl.constexpr(place) for place in range(8))
-POLL_S = 20e-6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mailbox:
-    """Where decode steps of all layers of a rank, one after the other, ask the host's cores.
-
-    Args:
-        share: ``(max_tokens + 1, E + 1)`` int32 on the device: of a step of T tokens that misses m experts, how many
-            the host computes; from 0 to m.
-        sequence: ``(1,)`` int32 on the device: number of the last request, from 1 to ``LAST_SEQUENCE``, or 0.
-        words: ``(160 + E + max_tokens * K,)`` int32, like all memory in which request and answer are, of the host and
-            mapped: number of the request, its layer, how many experts, tokens and experts per token; number of the
-            last answer; whether a deadline passed; whether the host is ready; whether it is to end; at 160 the numbers
-            of the experts, behind E of these the ids.
-        tokens: ``(max_tokens, D)``, of the request.
-        weights: ``(max_tokens * K,)`` float32 routing weights.
-        answer: ``(max_tokens, D)`` float32.
-        sums: ``(max_tokens, D)`` float32 on the device, where ``down_kernel`` finds the answer.
-        fault: ``(8,)`` int64 on the device, record of a spin that met its deadline (see ``primitives``).
-        timeout_ns: Deadline of an answer.
-    """
-
-    share: Tensor
-    sequence: Tensor
-    words: Tensor
-    tokens: Tensor
-    weights: Tensor
-    answer: Tensor
-    sums: Tensor
-    fault: Tensor
-    timeout_ns: int
-
-    @property
-    def pointers(self) -> tuple[Tensor, ...]:
-        """What the kernels get behind the pointers of a cache."""
-        return (
-            self.share, self.sequence, self.words, self.tokens, self.weights, self.answer, self.sums, self.fault,
-        )  # fmt: skip
-
-    def share_of(self, num_tokens: int, num_missing: int) -> int:
-        """Of so many missing experts of a step, how many the host computes; 0 once a deadline passed."""
-        takes = num_tokens <= self.tokens.shape[0] and not int(self.fault[0])
-        return int(self.share[num_tokens, num_missing]) if takes else 0
-
-    def constants(self, first: int) -> dict[str, int]:
-        """Fields of ``CacheConstants``; ``first``: place of the pointers."""
-        return dict(mail=first, mail_tokens=self.tokens.shape[0], timeout_ns=self.timeout_ns)
+PATIENCE_NS = 2_000_000  # of polling without a pause
+PAUSE_S = 50e-6
 
 
 @triton.jit
@@ -106,11 +72,11 @@ def leave_to_host(missing, worth, T, cache, E, S, CACHE: tl.constexpr):
     Those worth least, of equals the lower number; they stand in ``copies`` behind those that are left, without a slot.
     """
     state_ptr = cache[0]
-    header_ptr, copies_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + S
+    copies_ptr = state_ptr + 3 * E + S
     experts = tl.arange(0, CACHE.experts)
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
     num_hosted = tl.full((), 0, tl.int32)
-    if T <= CACHE.mail_tokens:
+    if CACHE.mail_tokens + 1 > T:
         num_hosted = tl.load(cache[CACHE.mail + SHARE] + T * (E + 1) + num_missing)
         num_hosted = tl.where(tl.load(cache[CACHE.mail + FAULT], volatile=True) == 0, num_hosted, 0)
     for index in range(num_hosted):
@@ -189,9 +155,7 @@ def take_answer(T, D, cache, E, S, CACHE: tl.constexpr):
 @triton.jit
 def add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE: tl.constexpr):
     """``total (tokens, cols)`` and the host's sums, once the kernel before has ended."""
-    if CACHE is None:
-        return total
-    elif CACHE.mail == 0:
+    if CACHE is None or CACHE.mail == 0:
         return total
     else:
         num_hosted = tl.load(header_of(cache[0], E, S) + HOSTED, volatile=True)
@@ -202,7 +166,7 @@ def add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE: tl.constexpr):
 
 @triton.jit
 def forget_hosted(num_missing, cache, E, S, CACHE: tl.constexpr):
-    """The first block of ``down_kernel``: let no expert look as if the host computed it, once the step needs it no more."""
+    """The first block of ``down_kernel``: the next step finds no expert that looks as if the host computed it."""
     if CACHE is not None:
         if CACHE.mail > 0:
             if tl.program_id(0) == 0:
@@ -221,14 +185,14 @@ def worth_least(missing: Sequence[int], worth: Tensor, count: int) -> list[int]:
     return sorted(missing, key=lambda expert: (float(worth[expert]), expert))[:count]
 
 
-def hosted_sum_torch(
-    mail: Mailbox, header: Tensor, copies: Tensor, tokens: Tensor, ids: Tensor, weights: Tensor
-) -> Tensor:
-    """``(T, D)`` float32: what the host makes of its experts of a planned step; ``header`` and ``copies`` of the layer."""
-    missing, hosted, layer = (int(header[word.value]) for word in (COUNT, HOSTED, LAYER))
-    if not hosted:
-        return mail.sums.new_zeros(tokens.shape)
-    return ask_torch(mail, layer, copies[0, missing - hosted : missing].tolist(), tokens, ids, weights)
+def add_hosted_torch(partial: Tensor, host: HostExperts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """``partial (T, D)`` and what the host makes of its experts of a step that ``bring_torch`` has planned."""
+    tables = host.tables
+    missing, hosted, layer = (int(tables.header[word.value]) for word in (COUNT, HOSTED, LAYER))
+    if host.mail is None or not hosted:
+        return partial
+    experts = tables.copies[0, missing - hosted : missing].tolist()
+    return partial + ask_torch(host.mail, layer, experts, tokens, ids, weights)
 
 
 def ask_torch(
@@ -260,12 +224,14 @@ def ask_torch(
     words[first_id : first_id + num_tokens * top_k] = ids.flatten()
     words[ANSWERED.value] = 0
     words[REQUEST.value] = sequence
-    deadline = time.monotonic_ns() + mail.timeout_ns
+    started = time.monotonic_ns()
     while (seen := int(words[ANSWERED.value])) < sequence:
-        if time.monotonic_ns() > deadline:
+        waited = time.monotonic_ns() - started
+        if waited > mail.timeout_ns:
             record = [1, PLACE_HOST.value, layer, len(experts), sequence, seen]
             mail.fault[: len(record)] = torch.tensor(record)
             words[FAILED.value] = 1
             return torch.full_like(mail.answer[:num_tokens], torch.nan)
-        time.sleep(POLL_S)
+        if waited > PATIENCE_NS:
+            time.sleep(PAUSE_S)
     return mail.answer[:num_tokens]

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .expert_cache import CacheConstants
+from .expert_tables import CacheConstants
 from .group_gemm import dot_precision
 from .warp_decode_blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .warp_decode_down import down_kernel

@@ -310,6 +310,7 @@ def down_kernel(
                         total = sum_rows(
                             partials_ptr, ids_ptr, slots_ptr, weights_ptr, tokens, cols, T, D, E, S, K, K_BLOCK
                         )
+                    total = add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE)
                     publish(
                         total, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
                         max_tokens, T, D, K, W, GATHERED,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .expert_cache import HostExperts
+from .expert_tables import HostExperts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

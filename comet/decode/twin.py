@@ -11,7 +11,7 @@ from comet.config import require
 from comet.decode.scales import CODES
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.expert_cache import bring_torch
-from comet.kernels.expert_host import hosted_sum_torch
+from comet.kernels.expert_host import add_hosted_torch
 from comet.quantize import FP8, MXFP4, MXFP8
 
 
@@ -58,10 +58,8 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
         # A NaN weight of a skipped routed row must not reach the sum.
         weight = top_k_weights[:, k, None].to(wide).where(slots[:, k, None] >= 0, 0.0)
         partial = partial + weight * outputs[:, k]
-    host = weights.host
-    if host is not None and host.mail is not None:
-        tables = host.tables.header, host.tables.copies
-        partial = partial + hosted_sum_torch(host.mail, *tables, tokens, top_k_ids, top_k_weights)
+    if weights.host is not None:
+        partial = add_hosted_torch(partial, weights.host, tokens, top_k_ids, top_k_weights)
     return partial
 
 

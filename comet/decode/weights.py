@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
 from comet.decode.scales import CODES, check_scales
-from comet.kernels.expert_cache import HostExperts
+from comet.kernels.expert_tables import HostExperts
 from comet.match import Sizes, check_id_dtype
 from comet.quantize import FP8_BLOCK, MX_BLOCK
 

@@ -9,7 +9,7 @@ bit for bit, where the slots serve a step at once; a step in parts rounds as its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from comet.config import MoEConfig, require
 from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
+from comet.experts.host_cores import HostCores
 from comet.experts.streaming import StreamedExperts
-from comet.kernels.expert_cache import POLICIES, CacheTables, HostExperts, Policy
+from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
 
 # Most tokens of a decode step from caches where the caller does not say. Parts, of as many tokens as the slots serve,
@@ -38,6 +39,8 @@ class CacheReport:
         fetched: How many of them were not there.
         fetched_bytes: Read from host memory.
         fetching_s: Seconds in which a layer's experts travelled, summed over layers; products ran beside.
+        hosted: Of the needed ones, how many were not there, either, and were computed on the host's cores.
+        hosting_s: Seconds of these cores.
     """
 
     slots: int
@@ -45,11 +48,13 @@ class CacheReport:
     fetched: int
     fetched_bytes: int
     fetching_s: float
+    hosted: int = 0
+    hosting_s: float = 0.0
 
     @property
     def hits(self) -> float:
         """Share of the needed experts that were there; 1 before the first step."""
-        return 1 - self.fetched / self.needed if self.needed else 1.0
+        return 1 - (self.fetched + self.hosted) / self.needed if self.needed else 1.0
 
 
 class ExpertCache:
@@ -102,6 +107,13 @@ class ExpertCache:
             for name, weight in stored.items()
         }
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host)
+        self.cores: HostCores | None = None
+
+    def share_with(self, cores: HostCores) -> None:
+        """Leave some of the missing experts to the host's cores, which were started with this store among others."""
+        self.cores = cores
+        self.host = replace(self.host, mail=cores.mail)
+        self.weights = replace(self.weights, host=self.host)
 
     @property
     def expert_bytes(self) -> int:
@@ -112,12 +124,15 @@ class ExpertCache:
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
     """What the caches of all layers did so far; waits for their device."""
     needed, fetched, nanoseconds = torch.stack([cache.tables.totals[:3] for cache in caches]).sum(0).tolist()
+    hosted, hosting_s = (0, 0.0) if caches[0].cores is None else caches[0].cores.counts
     return CacheReport(
         slots=caches[0].num_slots,
         needed=needed,
         fetched=fetched,
         fetched_bytes=fetched * caches[0].expert_bytes,
         fetching_s=nanoseconds / 1e9,
+        hosted=hosted,
+        hosting_s=hosting_s,
     )
 
 
@@ -145,6 +160,8 @@ class CachedExperts:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        if self.cache.cores is not None:
+            self.cache.cores.raise_if_failed()
         ids, outputs, experts = top_k_ids.contiguous(), [], self.cache.weights
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, ids, top_k_weights)).to(tokens.dtype)

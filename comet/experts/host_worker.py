@@ -1,7 +1,7 @@
 """The process that computes missing experts on the host's cores: it polls a mailbox, and never touches a GPU.
 
-``python -m comet.experts.host_worker`` reads a ``WorkerPlan`` as JSON from its input. It maps the store's file, which it
-got open, and serves requests (``comet.kernels.expert_host``) until it is told to end or its parent is gone.
+It reads a ``WorkerPlan`` as JSON from its input, maps the store's file, which it was given open, and serves requests
+(``comet.kernels.expert_host``) until it is told to end or its parent is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from comet.kernels.expert_host import (
+from comet.kernels.expert_mailbox import (
     ANSWERED,
     EXPERTS,
     NUM_EXPERTS,

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from comet.autocast import product, without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
-from comet.kernels.expert_cache import CLOCK, CacheTables, HostExperts
+from comet.kernels.expert_tables import CLOCK, CacheTables, HostExperts
 from comet.layout import ExpertLayout
 from comet.plain import dispatch_rows, make_exchange, weighted_sum
 

@@ -24,7 +24,8 @@ from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
-from comet.kernels.expert_cache import CacheTables, HostExperts, bring_torch, cache_constants
+from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_tables import CacheTables, HostExperts, cache_constants
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
 from comet.models.gpt import GPT
 from comet.quantize import MXType, StoredType, quantize_mx

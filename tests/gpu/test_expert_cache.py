@@ -12,7 +12,8 @@ from torch import Tensor
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
-from comet.kernels.expert_cache import POLICIES, CacheTables, bring_torch
+from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_tables import POLICIES, CacheTables
 
 pytestmark = pytest.mark.gpu
 E, K, D, F = 48, 4, 512, 208

@@ -1,0 +1,209 @@
+"""Missing experts computed on the host's cores: the process that does it, and what went wrong with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from comet.errors import UnavailableError
+from comet.experts.host_profile import HostProfile, HostSizes, measure
+from comet.experts.host_worker import Place, WorkerPlan
+from comet.experts.store import MemoryFile, host_memory
+from comet.kernels.expert_host import PLACE_HOST
+from comet.kernels.expert_mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
+from comet.kernels.expert_tables import LAYER, HostExperts
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "from comet.experts.host_worker import main; main()"
+START_S = 120.0  # until torch is imported, on a busy machine
+POLL_S = 0.01
+END_S = 5.0
+FAULT_WORDS = 8
+
+
+class HostComputeError(RuntimeError):
+    """The host's cores did not compute the experts of a step in time; what came of that step means nothing."""
+
+
+class HostCores:
+    """A process that computes missing experts of all layers of a rank, from the memory they are stored in.
+
+    It starts with ``start`` and ends with ``close``, or when nobody refers to this any more, or with this process.
+
+    Args:
+        num_cores: Threads that compute.
+        sizes: Of requests.
+        device: That asks.
+        timeout_s: Deadline of an answer.
+        fault: ``(8,)`` int64 on the device, where spins of the rank record a deadline; ``None``: its own.
+
+    Attributes:
+        file: Where the experts have to be (``HeldExperts.fill``).
+        mail: Of the caches that are served.
+        profile: What experts cost, once it is measured.
+    """
+
+    def __init__(
+        self, num_cores: int, sizes: HostSizes, device: torch.device, timeout_s: float, fault: Tensor | None = None
+    ) -> None:
+        self.num_cores, self.sizes, self.device = num_cores, sizes, device
+        self.file = MemoryFile()
+        self.profile: HostProfile | None = None
+        tokens, routed = sizes.max_tokens, sizes.max_tokens * sizes.top_k
+        words = host_memory((EXPERTS.value + sizes.num_experts + routed,), torch.int32, device, self.file)
+        parts = [
+            words,
+            host_memory((tokens, sizes.hidden_size), sizes.dtype, device, self.file),
+            host_memory((routed,), torch.float32, device, self.file),
+            host_memory((tokens, sizes.hidden_size), torch.float32, device, self.file),
+        ]
+        if not all(readable for _, readable in parts):
+            raise UnavailableError("memory for requests to the host's cores cannot be pinned: set host_cores=off")
+        (self._words, mail_tokens, weights, answer), _ = zip(*parts, strict=True)
+        self._counts = host_memory((2,), torch.int64, torch.device("cpu"), self.file)[0]
+        self.mail = Mailbox(
+            share=torch.zeros(tokens + 1, sizes.num_experts + 1, dtype=torch.int32, device=device),
+            sequence=torch.zeros(1, dtype=torch.int32, device=device),
+            words=self._words,
+            tokens=mail_tokens,
+            weights=weights,
+            answer=answer,
+            sums=torch.zeros(tokens, sizes.hidden_size, device=device),
+            fault=torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device) if fault is None else fault,
+            timeout_ns=int(timeout_s * 1e9),
+        )
+        self._process: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+
+    def start(self, stores: Sequence[HostExperts], profile: HostProfile | None = None) -> None:
+        """Start the process on the experts of all layers, which are in ``file``, and decide what it is given to do.
+
+        Args:
+            stores: Of each layer; layer numbers are their places.
+            profile: What experts cost; ``None``: it is measured.
+
+        Raises:
+            HostComputeError: If the process does not start.
+        """
+        for number, store in enumerate(stores):
+            if len(store.parts) > 2:
+                raise NotImplementedError("host_cores computes no quantised experts yet: set host_cores=off")
+            store.tables.header[LAYER.value] = number
+        mail = self.mail
+        plan = WorkerPlan(
+            file=self.file.descriptor,
+            parent=os.getpid(),
+            num_cores=self.num_cores,
+            num_experts=self.sizes.num_experts,
+            first_expert=self.sizes.first_expert,
+            layers=[(self._place(store.w1), self._place(store.w2)) for store in stores],
+            mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
+        )
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", PROGRAM],
+            stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[self.file.descriptor], text=True,
+        )  # fmt: skip
+        self._end = weakref.finalize(self, end_process, self._process, self._words, self._log, os.getpid())
+        assert self._process.stdin is not None
+        self._process.stdin.write(plan.to_json())
+        self._process.stdin.close()
+        self.file.close()
+        self._wait_until_ready()
+        self.profile = profile or measure(mail, stores, self.sizes, self.device)
+        self._counts.zero_()
+        mail.share.copy_(self.profile.share_table(self.sizes.max_tokens, self.sizes.num_experts))
+        logger.info("%d cores of the host compute missing experts: %s", self.num_cores, self.facts())
+
+    @property
+    def pays(self) -> bool:
+        """Whether any step leaves experts to the host."""
+        return bool(self.mail.share.any())
+
+    @property
+    def counts(self) -> tuple[int, float]:
+        """Experts computed so far, and seconds of the process for them."""
+        experts, nanoseconds = self._counts.tolist()
+        return experts, nanoseconds / 1e9
+
+    def facts(self) -> dict[str, Any]:
+        """Cores, what experts cost in microseconds, and how many of 0 to K missing experts of a token they get."""
+        assert self.profile is not None, "start measures it"
+        costs = {name.replace("_ns", "_us"): round(value / 1e3, 1) for name, value in asdict(self.profile).items()}
+        share = self.mail.share[1, : min(self.sizes.top_k, self.sizes.num_experts) + 1].tolist()
+        return {"cores": self.num_cores, **costs, "share": share}
+
+    def raise_if_failed(self) -> None:
+        """Raise ``HostComputeError`` if the process is gone or a deadline passed; does not wait for the device."""
+        if int(self._words[FAILED.value]) or self._process is None or self._process.poll() is not None:
+            raise self._error()
+
+    def check(self) -> None:
+        """``raise_if_failed`` of all that was launched; waits for the device."""
+        if int(self.mail.fault[1]) == PLACE_HOST.value and int(self.mail.fault[0]):
+            raise self._error()
+        self.raise_if_failed()
+
+    def close(self) -> None:
+        """End the process."""
+        self.file.close()
+        if self._process is not None:
+            self._end()
+
+    def _place(self, part: Tensor) -> Place:
+        return Place(self.file.offset_of(part), list(part.shape), str(part.dtype).removeprefix("torch."))
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_S
+        while not int(self._words[READY.value]):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                error = HostComputeError(f"the process for host_cores={self.num_cores} did not start{self._said()}")
+                self.close()
+                raise error
+            time.sleep(POLL_S)
+
+    def _error(self) -> HostComputeError:
+        words = self._words.tolist()
+        count = words[NUM_EXPERTS.value]
+        experts = words[EXPERTS.value : EXPERTS.value + count]
+        status = None if self._process is None else self._process.poll()
+        state = "is still at it" if status is None else f"ended with status {status}"
+        late = f" within {self.mail.timeout_ns / 1e9:.1f} s" if words[FAILED.value] else ""
+        return HostComputeError(
+            f"the host's cores do not compute experts{late}, the last ones asked for were {experts} of layer "
+            f"{words[OF_LAYER.value]}: the process {state}{self._said()}; load the model again, or set host_cores=off"
+        )
+
+    def _said(self) -> str:
+        """The last line of what the process wrote."""
+        if self._log is None or self._log.closed:
+            return ""
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()
+        return f" ({lines[-1]})" if lines else ""
+
+
+def end_process(process: subprocess.Popen[str], words: Tensor, log: IO[str], owner: int) -> None:
+    """Tell the process to end, and see to it; nothing in a process that was forked from its owner."""
+    if os.getpid() != owner:
+        return
+    words[STOP.value] = 1
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    log.close()
