@@ -8,6 +8,7 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
+from .expert_mailbox import mail_pointers
 from .expert_tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
@@ -42,6 +43,7 @@ class Setting:
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
+        hosted: Whether the host's cores compute some of those that are missing.
     """
 
     shape: str
@@ -52,6 +54,7 @@ class Setting:
     gathered: bool = False
     dependent: bool = True
     cache: Policy | None = None
+    hosted: bool = False
 
     @property
     def label(self) -> str:
@@ -61,6 +64,7 @@ class Setting:
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
+        words += ["host cores"] if self.hosted else []
         return ", ".join(filter(None, words))
 
     @property
@@ -103,7 +107,9 @@ class Setting:
             per_scale, scale = (shared, 1) if shared == MX.value else (shared**2, 4)
             num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
         groups = min(num_experts, self.num_tokens * top_k)
-        return cache_constants(num_experts, num_experts // 4, num_bytes, groups, num_warps, self.cache or "lru")
+        found = cache_constants(num_experts, num_experts // 4, num_bytes, groups, num_warps, self.cache or "lru")
+        mail = dict(mail=len(CACHE_POINTERS), mail_tokens=16, timeout_ns=30 * 10**9)
+        return found._replace(**mail) if self.hosted else found
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
@@ -145,6 +151,13 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="deepseek", num_tokens=1, cache="lru"),
     ]
     settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
+    settings += [Setting(shape="qwen3", num_tokens=count, cache="lru", hosted=True) for count in (1, 2, 4)]
+    settings += [
+        Setting(shape="qwen3", num_tokens=1, cache="score", hosted=True),
+        Setting(shape="qwen3", num_tokens=4, cache="lru", hosted=True, ranks=RANKS),
+        Setting(shape="deepseek", num_tokens=1, cache="lru", hosted=True),
+        Setting(shape="qwen3", num_tokens=1, dtype=torch.float32, cache="lru", hosted=True),
+    ]
     settings += [
         Setting(shape="qwen3", num_tokens=count, quantised=quantised, cache="lru")
         for quantised in ("mxfp8", "fp8", "mxfp4")
@@ -215,7 +228,8 @@ def _case(
     constants |= {"CACHE": setting.cache_constants(config.gate_up.num_warps)} if setting.cache else {}
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
     kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
-    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ())}
+    mail = mail_pointers(as_triton_dtype(setting.dtype)) if setting.hosted else ()
+    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ()) + mail}
     expects = {"wide_loads"}
     if config.form == "matrix":
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize

@@ -39,9 +39,8 @@ def hosted_cache(
     """An empty cache of some experts of the case's model, which shares them with the host's cores."""
     made = torch.Generator().manual_seed(case.seed)
     first, end = held
-    w1, w2 = (
-        torch.randn(case.E, *size, generator=made)[first:end] / 8 for size in ((2 * case.F, case.D), (case.D, case.F))
-    )
+    shapes = (2 * case.F, case.D), (case.D, case.F)
+    w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:end] / 8 for shape in shapes)
     sizes = HostSizes(
         num_experts=case.E, first_expert=first, hidden_size=case.D, top_k=case.K, max_tokens=case.T, dtype=torch.float32
     )
