@@ -6,6 +6,7 @@ from comet.experts.cache import (
     CacheReport,
     ExpertCache,
     report_of,
+    share_with_host,
     slots_of_budget,
 )
 from comet.experts.draft_router import CachedOnRanks, DraftRouter
@@ -20,5 +21,6 @@ __all__ = [
     "ExpertCache",
     "Speculation",
     "report_of",
+    "share_with_host",
     "slots_of_budget",
 ]

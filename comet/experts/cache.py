@@ -8,6 +8,7 @@ bit for bit, where the slots serve a step at once; a step in parts rounds as its
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ from comet.experts.host_cores import HostCores
 from comet.experts.streaming import StreamedExperts
 from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
+
+logger = logging.getLogger(__name__)
 
 # Most tokens of a decode step from caches where the caller does not say. Parts, of as many tokens as the slots serve,
 # load an expert again for each part; streaming loads it once, but waits for the routing.
@@ -119,6 +122,20 @@ class ExpertCache:
     def expert_bytes(self) -> int:
         """Of one expert."""
         return self.host.expert_bytes
+
+
+def share_with_host(caches: Sequence[ExpertCache], cores: HostCores | None, setting: str) -> HostCores | None:
+    """Start the host's cores on the experts of all layers; ``None`` where they do not pay, unless a number insists."""
+    if cores is None:
+        return None
+    cores.start([cache.host for cache in caches])
+    if setting == "auto" and not cores.pays:
+        logger.info("host_cores=auto leaves the host's cores out: the link alone is faster")
+        cores.close()
+        return None
+    for cache in caches:
+        cache.share_with(cores)
+    return cores
 
 
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:

@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from comet.errors import UnavailableError
+from comet.config import require
+from comet.errors import HostComputeError, UnavailableError
 from comet.experts.host_profile import HostProfile, HostSizes, measure
 from comet.experts.host_worker import Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
@@ -30,11 +32,8 @@ PROGRAM = "from comet.experts.host_worker import main; main()"
 START_S = 120.0  # until torch is imported, on a busy machine
 POLL_S = 0.01
 END_S = 5.0
+TIMEOUT_S = 30.0
 FAULT_WORDS = 8
-
-
-class HostComputeError(RuntimeError):
-    """The host's cores did not compute the experts of a step in time; what came of that step means nothing."""
 
 
 class HostCores:
@@ -53,6 +52,7 @@ class HostCores:
         file: Where the experts have to be (``HeldExperts.fill``).
         mail: Of the caches that are served.
         profile: What experts cost, once it is measured.
+        process: That computes, once it is started.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class HostCores:
             fault=torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device) if fault is None else fault,
             timeout_ns=int(timeout_s * 1e9),
         )
-        self._process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
     def start(self, stores: Sequence[HostExperts], profile: HostProfile | None = None) -> None:
@@ -99,7 +99,7 @@ class HostCores:
         """
         for number, store in enumerate(stores):
             if len(store.parts) > 2:
-                raise NotImplementedError("host_cores computes no quantised experts yet: set host_cores=off")
+                raise NotImplementedError("host_cores computes no quantised experts: set host_cores=off")
             store.tables.header[LAYER.value] = number
         mail = self.mail
         plan = WorkerPlan(
@@ -112,14 +112,14 @@ class HostCores:
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
         )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", PROGRAM],
             stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[self.file.descriptor], text=True,
         )  # fmt: skip
-        self._end = weakref.finalize(self, end_process, self._process, self._words, self._log, os.getpid())
-        assert self._process.stdin is not None
-        self._process.stdin.write(plan.to_json())
-        self._process.stdin.close()
+        self._end = weakref.finalize(self, end_process, self.process, self._words, self._log, os.getpid())
+        assert self.process.stdin is not None
+        self.process.stdin.write(plan.to_json())
+        self.process.stdin.close()
         self.file.close()
         self._wait_until_ready()
         self.profile = profile or measure(mail, stores, self.sizes, self.device)
@@ -147,7 +147,7 @@ class HostCores:
 
     def raise_if_failed(self) -> None:
         """Raise ``HostComputeError`` if the process is gone or a deadline passed; does not wait for the device."""
-        if int(self._words[FAILED.value]) or self._process is None or self._process.poll() is not None:
+        if int(self._words[FAILED.value]) or self.process is None or self.process.poll() is not None:
             raise self._error()
 
     def check(self) -> None:
@@ -159,17 +159,17 @@ class HostCores:
     def close(self) -> None:
         """End the process."""
         self.file.close()
-        if self._process is not None:
+        if self.process is not None:
             self._end()
 
     def _place(self, part: Tensor) -> Place:
         return Place(self.file.offset_of(part), list(part.shape), str(part.dtype).removeprefix("torch."))
 
     def _wait_until_ready(self) -> None:
-        assert self._process is not None
+        assert self.process is not None
         deadline = time.monotonic() + START_S
         while not int(self._words[READY.value]):
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 error = HostComputeError(f"the process for host_cores={self.num_cores} did not start{self._said()}")
                 self.close()
                 raise error
@@ -179,7 +179,7 @@ class HostCores:
         words = self._words.tolist()
         count = words[NUM_EXPERTS.value]
         experts = words[EXPERTS.value : EXPERTS.value + count]
-        status = None if self._process is None else self._process.poll()
+        status = None if self.process is None else self.process.poll()
         state = "is still at it" if status is None else f"ended with status {status}"
         late = f" within {self.mail.timeout_ns / 1e9:.1f} s" if words[FAILED.value] else ""
         return HostComputeError(
@@ -207,3 +207,74 @@ def end_process(process: subprocess.Popen[str], words: Tensor, log: IO[str], own
         process.kill()
         process.wait()
     log.close()
+
+
+def cores_of(setting: str, ranks: int) -> int:
+    """How many cores a rank's process gets; 0: it has none.
+
+    Example: of 16 cores 2 ranks get 7 each with ``auto``, which leaves them one each, and 4 each with ``8``.
+
+    Args:
+        setting: ``auto``, ``off``, or a number of cores of this machine.
+        ranks: That share them.
+
+    Raises:
+        ValueError: If it is none of these, or there are fewer cores than ranks or than it says.
+    """
+    if setting == "off":
+        return 0
+    usable = usable_cores()
+    if setting == "auto":
+        return max(usable // ranks - 1, 1)
+    require(
+        setting.isdecimal() and ranks <= int(setting) <= usable,
+        f"host_cores={setting!r} must be auto, off, or a number from {ranks}, one for each rank, to {usable}, the "
+        "cores that this process may use",
+    )
+    return int(setting) // ranks
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: those it may run on, and no more than a container's quota."""
+    cores, quota = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        cores = cores if limit == "max" else min(cores, max(int(limit) // int(period), 1))
+    return cores
+
+
+def open_cores(
+    setting: str,
+    sizes: HostSizes,
+    device: torch.device,
+    *,
+    ranks: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    fault: Tensor | None = None,
+    quantised: bool = False,
+) -> HostCores | None:
+    """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay.
+
+    Args:
+        setting: See ``cores_of``.
+        sizes: Of requests.
+        device: That asks.
+        ranks: That share the machine's cores.
+        timeout_s: Deadline of an answer.
+        fault: See ``HostCores``.
+        quantised: Whether experts are stored so.
+
+    Raises:
+        ValueError: If the setting is wrong.
+        NotImplementedError: If it insists where experts are quantised.
+    """
+    num_cores = cores_of(setting, ranks)
+    if not num_cores:
+        return None
+    if quantised and setting != "auto":
+        raise NotImplementedError(f"host_cores={setting} computes no quantised experts: set it to off, or to auto")
+    if setting == "auto" and (quantised or device.type == "cpu"):
+        reason = "experts are quantised" if quantised else "the device is the host itself"
+        logger.info("host_cores=auto leaves the host's cores out: %s", reason)
+        return None
+    return HostCores(num_cores, sizes, device, timeout_s, fault)

@@ -41,6 +41,10 @@ class GenerateConfig:
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
         expert_dtype: With a budget and the host store, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
+        host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some
+            of the experts that a step misses while the others travel, so that both end together: ``off``; ``auto``, all
+            but one a rank where a measurement at load says that it pays; or their number. The text then is not bit for
+            bit that without.
         link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
         memory_gb_per_s: Likewise, rate of the memory that holds the slots.
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
@@ -81,6 +85,7 @@ class GenerateConfig:
     expert_store: ExpertStoreKind = "host"
     host_budget: float | None = None
     expert_dtype: MXType | None = None
+    host_cores: str = "off"
     link_gb_per_s: float | None = None
     memory_gb_per_s: float | None = None
     keep_fp8: bool = False
@@ -103,6 +108,10 @@ class GenerateConfig:
         file_only = self.expert_store == "file" or self.host_budget is None
         require(
             file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
+        )
+        require(
+            self.host_cores in ("auto", "off") or (self.host_cores.isdecimal() and int(self.host_cores) >= 1),
+            f"host_cores={self.host_cores!r} must be auto, off, or a number of cores",
         )
         dtypes = get_args(MXType)
         require(

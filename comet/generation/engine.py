@@ -26,8 +26,11 @@ from comet.experts import (
     DraftRouter,
     ExpertCache,
     report_of,
+    share_with_host,
 )
-from comet.experts.store import HeldExperts
+from comet.experts.host_cores import HostCores, open_cores
+from comet.experts.host_profile import HostSizes
+from comet.experts.store import HeldExperts, MemoryFile
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
@@ -119,10 +122,12 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None) -> ExpertCache:
+def cache_of(
+    layer: MoE, num_slots: int, expert_dtype: MXType | None = None, file: MemoryFile | None = None
+) -> ExpertCache:
     """The cache of a layer whose experts are in host memory; the layer has none of its own from here on.
 
-    They are the cache's as they are, or quantised one by one.
+    They are the cache's as they are, or quantised one by one, or copied to a file of memory.
     """
     w1, w2 = layer.expert_weights()
     parts: dict[str, Any] = {"w1": w1.flatten(1, 2), "w2": w2}
@@ -130,6 +135,8 @@ def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None) -> 
     if expert_dtype is not None:
         whole = HeldExperts(**parts, readable=True)
         parts = HeldExperts.quantise(whole, w1.dtype, device, expert_dtype).parts  # the cache pins what is not yet
+    elif file is not None:
+        parts = HeldExperts.fill(HeldExperts(**parts, readable=True), w1.dtype, device, file).parts
     cache = ExpertCache(
         **parts,
         num_slots=num_slots,
@@ -176,6 +183,7 @@ class GPTEngine:
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
+        host_cores: str = "off",
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
@@ -190,14 +198,16 @@ class GPTEngine:
         columns = 0 if expert_slots is not None else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
         self.caches: list[ExpertCache] = []
+        cores = None if expert_slots is None else self._open_cores(host_cores, group, expert_dtype is not None)
         self._experts: list[FrozenExperts] = []
         for layer in model.moe_layers():
             if expert_slots is None:
                 self._experts.append(FrozenExperts(self.runner, layer, columns))
                 layer.experts = self._experts[-1]
             else:
-                self.caches.append(cache_of(layer, expert_slots, expert_dtype))
+                self.caches.append(cache_of(layer, expert_slots, expert_dtype, cores.file if cores else None))
                 layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
+        self.cores = share_with_host(self.caches, cores, host_cores)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cached: CachedOnRanks | None = None
@@ -261,6 +271,27 @@ class GPTEngine:
         """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
         return self._take(ids)
 
+    def _open_cores(self, setting: str, group: ExpertGroup, quantised: bool) -> HostCores | None:
+        moe = self.model.config.moe
+        sizes = HostSizes(
+            num_experts=moe.num_experts,
+            first_expert=group.layout(moe).first_expert,
+            hidden_size=moe.hidden_size,
+            top_k=moe.top_k,
+            max_tokens=self.runner.decode.max_tokens,
+            dtype=self.model.dtype,
+        )
+        ranks = self.runner.decode_on_ranks
+        return open_cores(
+            setting,
+            sizes,
+            group.device,
+            ranks=group.parallel.world_size,
+            timeout_s=group.comm.timeout_s,
+            fault=None if ranks is None else ranks.fault,
+            quantised=quantised,
+        )
+
     def _make_draft_routers(self, config: SpeculationConfig) -> list[DraftRouter]:
         require(
             bool(self.caches) or not config.draft_cached_only,
@@ -298,6 +329,8 @@ class GPTEngine:
 
     def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
         """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
+        if self.cores is not None:
+            self.cores.raise_if_failed()
         kind = (ids.shape[1], drafts)
         if kind not in self._passes:
             self._passes[kind] = self._make_pass(torch.zeros_like(ids), drafts)
@@ -323,6 +356,8 @@ class GPTEngine:
 
     def check(self) -> None:
         """See ``Engine``."""
+        if self.cores is not None:
+            self.cores.check()
         self.runner.check()
 
     def cache_report(self) -> CacheReport | None:
