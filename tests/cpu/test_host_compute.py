@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import MATRIX, VECTOR, DecodeCase
+from host_cases import DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache
 from ranks import run_ranks
 from tiers import slow, slow_but
 from training_cases import MODEL, MOE, Rank, make_job
@@ -40,11 +41,6 @@ from comet.training.run import train
 
 CPU = torch.device("cpu")
 TABLES = ("slots", "arriving", "last_used", "owners")
-# Of 1 to 8 missing experts the host computes 0, 1, 1, 1, 2, 2, 3 and 3; of one alone, too, where the link is slow.
-PROFILE = HostProfile(link_ns=200, request_ns=20, expert_ns=290, full_request_ns=20, full_expert_ns=290)
-SLOW_LINK = replace(PROFILE, link_ns=1000)
-DEADLINE_S = 60.0  # for answers that come
-
 CASES = [
     DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
     DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=replace(VECTOR, fold=True), seed=1),
@@ -54,23 +50,15 @@ CASES = [
 ]
 
 
-def hosted_cache(
-    case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int], profile: HostProfile
-) -> ExpertCache:
-    """An empty cache of some experts of the case's model, which shares them with the host's cores."""
+def cache_of(
+    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
+) -> tuple[ExpertCache, HostCores]:
+    """An empty cache of the case's experts from ``first`` on, and the cores that share them."""
     made = torch.Generator().manual_seed(case.seed)
-    first, end = held
     shapes = (2 * case.F, case.D), (case.D, case.F)
-    w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:end] / 8 for shape in shapes)
-    sizes = HostSizes(
-        num_experts=case.E, first_expert=first, hidden_size=case.D, top_k=case.K, max_tokens=case.T, dtype=torch.float32
-    )
-    cores = HostCores(1, sizes, CPU, DEADLINE_S)
-    parts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), torch.float32, CPU, cores.file).parts
-    cache = ExpertCache(**parts, num_slots=num_slots, device=CPU, policy=policy, num_experts=case.E, first_expert=first)
-    cores.start([cache.host], profile)
-    cache.share_with(cores)
-    return cache
+    w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:] / 8 for shape in shapes)
+    sizes = {"top_k": case.K, "max_tokens": case.T, "num_experts": case.E, "first_expert": first}
+    return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy)
 
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
@@ -78,9 +66,9 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
     print("seed", case.seed)
     made = torch.Generator().manual_seed(case.seed)
     slots = min(case.T * case.K, case.E)
-    held = (1, case.E) if slots < case.E else (0, case.E)
-    mine, twin = (hosted_cache(case, slots, policy, held, PROFILE) for _ in range(2))
-    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU, num_experts=case.E, first_expert=held[0])
+    first = int(slots < case.E)
+    (mine, cores), (twin, other) = (cache_of(case, slots, PROFILE, policy, first) for _ in range(2))
+    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU, num_experts=case.E, first_expert=first)
     hosted = 0
     for _ in range(8):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
@@ -96,14 +84,14 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
         assert torch.equal(mine.tables.totals[:2], twin.tables.totals[:2])
         assert torch.equal(mine.tables.header, twin.tables.header)
         count, num_hosted = int(mine.tables.header[0]), int(mine.tables.header[6])
-        assert num_hosted == mine.cores.mail.share[case.T, count]
+        assert num_hosted == cores.mail.share[case.T, count]
         assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
         assert (mine.tables.copies[1, count - num_hosted : count] == -1).all()
         hosted += num_hosted
-    for cache in (mine, twin):
-        assert cache.cores.counts[0] == hosted > 0
-        cache.cores.check()
-        cache.cores.close()
+    for each in (cores, other):
+        assert each.counts[0] == hosted > 0
+        each.check()
+        each.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", slow("lfu"), "score"])
@@ -187,49 +175,49 @@ def request_of(cache: ExpertCache) -> torch.Tensor:
 
 
 def test_a_process_that_dies_is_named_before_the_next_step() -> None:
-    cache = hosted_cache(CASE, CASE.K, "lru", (0, CASE.E), SLOW_LINK)
-    process = cache.cores.process
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    process = cores.process
     assert torch.isfinite(request_of(cache)).all()
-    cache.cores.check()
+    cores.check()
     process.kill()
     process.wait()
     with pytest.raises(HostComputeError, match=r"the last ones asked for were .* of layer 0: the process ended with"):
-        cache.cores.raise_if_failed()
-    cache.cores.close()
+        cores.raise_if_failed()
+    cores.close()
 
 
 def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
-    cache = hosted_cache(CASE, CASE.K, "lru", (0, CASE.E), SLOW_LINK)
-    os.kill(cache.cores.process.pid, signal.SIGSTOP)
-    mail = replace(cache.cores.mail, timeout_ns=10**8)
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    mail = replace(cores.mail, timeout_ns=10**8)
     cache.host = replace(cache.host, mail=mail)
     cache.weights = replace(cache.weights, host=cache.host)
     assert torch.isnan(request_of(cache)).all(), "nobody takes this for a result"
     count = int(cache.tables.header[HOSTED.value])
-    assert cache.cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
+    assert cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
     experts = cache.tables.copies[0, CASE.K - count : CASE.K].tolist()
     with pytest.raises(HostComputeError, match=rf"asked for were \{experts} of layer 0: the process is still at it"):
-        cache.cores.check()
+        cores.check()
     request_of(cache)  # asks nobody any more
-    os.kill(cache.cores.process.pid, signal.SIGCONT)
-    cache.cores.close()
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
 
 
 def test_nothing_is_left_behind() -> None:
     """Neither a process nor memory, whether the cores are closed or forgotten, or their own process dies."""
-    before = len(os.listdir("/proc/self/fd"))
-    cache = hosted_cache(CASE, CASE.K, "lru", (0, CASE.E), PROFILE)
-    process = cache.cores.process
-    cache.cores.close()
+    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    process = cores.process
+    cores.close()
     assert process.returncode == 0
-    del cache
+    del cache, cores
     gc.collect()
-    cache = hosted_cache(CASE, CASE.K, "lru", (0, CASE.E), PROFILE)
-    process = cache.cores.process
-    del cache
+    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    process = cores.process
+    del cache, cores
     gc.collect()
     assert process.returncode == 0
-    assert len(os.listdir("/proc/self/fd")) == before
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    assert not any("comet-experts" in os.readlink(link) for link in links if os.path.islink(link))
 
 
 def test_a_process_ends_with_its_parent() -> None:
@@ -237,8 +225,8 @@ def test_a_process_ends_with_its_parent() -> None:
     code = (
         f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
         "import os, test_host_compute as cases\n"
-        "cache = cases.hosted_cache(cases.CASE, 3, 'lru', (0, 9), cases.PROFILE)\n"
-        "print(cache.cores.process.pid, flush=True)\n"
+        "_, cores = cases.cache_of(cases.CASE, 3, cases.PROFILE)\n"
+        "print(cores.process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
