@@ -12,6 +12,8 @@ other on one stream. A slot whose expert this step needs is never given away. ``
 there, ``slots`` once w2 is too, each by a store that releases what was written before it. ``down_kernel`` starts to
 read w2 before ``gate_up_kernel`` has ended only where the planner said that nothing is missing.
 
+Experts may have begun to travel before their step (``expert_prefetch``); the planner takes over how far they came.
+
 What bounds it: the link to the host (55 GB/s on an H200 with PCIe 5).
 """
 
@@ -22,25 +24,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .expert_host import leave_to_host, worth_before, worth_least
-from .expert_tables import CLOCK, COUNT, DONE, FIRST, HOSTED, LAST, READY, HostExperts, header_of
+from .expert_host import leave_to_host, worth_least
+from .expert_prefetch import STOP, take_over, take_over_torch
+from .expert_tables import (
+    CHANGED,
+    CLOCK,
+    COUNT,
+    DONE,
+    FIRST,
+    GATE,
+    HOSTED,
+    LAST,
+    LFU,
+    LRU,
+    NEVER,
+    READY,
+    THERE1,
+    HostExperts,
+    cheapest_place,
+    header_of,
+    load_acquired,
+    worths,
+)
 from .primitives import clock_ns
 from .warp_decode_routing import wait_for_previous
 
-LRU, LFU = tl.constexpr(0), tl.constexpr(1)  # places in ``POLICIES``
 KEPT = tl.constexpr(0.98)  # of an expert's worth, with every step
-NEVER = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def load_acquired(ptr, INTERPRET: tl.constexpr):
-    """An int32 that another block stores with release; what it wrote before can be read after this."""
-    if INTERPRET:
-        return tl.load(ptr)
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -58,9 +67,10 @@ def readable_by_tma(value, INTERPRET: tl.constexpr):
 def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.constexpr):
     """Let what experts are worth fade, and add a use, or its routing weight, to those of the step."""
     experts, js = tl.arange(0, CACHE.experts), tl.arange(0, ids.shape[0])
-    scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
-    tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
-    tl.debug_barrier()
+    if CACHE.fades:
+        scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
+        tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
+        tl.debug_barrier()
     gain = tl.full(ids.shape, 1.0, tl.float32)
     if CACHE.policy != LFU:
         gain = tl.load(weights_ptr + js, mask=held, other=0.0)
@@ -68,28 +78,26 @@ def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.const
 
 
 @triton.jit
-def give_slots(now, worth, T, cache, E, S, CACHE: tl.constexpr):
-    """Give each missing expert a slot that the host does not compute, empty ones first; of equals the lower number.
+def give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE: tl.constexpr):
+    """Give each missing expert that the host does not compute a slot, empty ones first; of equals the lower number.
 
-    Lists the copies; returns how many are missing, and how many of these are fetched.
+    Lists the copies. An expert that was ``taken`` over half there has its slot, and is the first copy, if there is one.
+    Returns how many are missing, and how many of these are fetched.
     """
     state_ptr, scores_ptr = cache[0], cache[1]
     experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
     missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
     missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    missing = missing & (experts != taken)
     num_fetched = num_missing
-    if CACHE.mail:
-        missing, num_fetched = leave_to_host(missing, worth, T, cache, E, S, CACHE)
+    if CACHE.mail > 0:
+        missing, num_fetched = leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
-    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=0)
-    worth = last_used
-    if CACHE.policy != LRU:
-        # The bits of positive floats are in their order; those of -1 are a negative integer.
-        worth = tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
-    worth = tl.where((last_used == now) | (places >= S), NEVER, worth)
-    for copy in range(num_fetched):
+    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
+    worth = tl.where((last_used == now) | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
+    for copy in range(num_taken, num_fetched):
         expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
         missing = missing & (experts != expert)
         place = tl.argmin(worth, axis=0)
@@ -115,32 +123,40 @@ def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, 
     held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
     if CACHE.policy != LRU:
         raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
-    worth = now
-    if CACHE.mail:
-        worth = worth_before(state_ptr, scores_ptr, E, CACHE.policy == LRU, CACHE)
+    before = now
+    if CACHE.mail > 0:
+        experts = tl.arange(0, CACHE.experts)
+        before = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
+        tl.debug_barrier()
     # Of equal ids one swap alone finds another number.
     earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
     num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
+    taken, num_taken, num_ahead = -1, 0, 0
+    if CACHE.ahead > 0:
+        tl.debug_barrier()
+        taken, num_taken, num_ahead = take_over(now, state_ptr, totals_ptr, E, S, CACHE)
+        tl.debug_barrier()
     num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
     num_fetched = num_missing
     if num_missing > 0:
         tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
         tl.debug_barrier()
-        num_missing, num_fetched = give_slots(now, worth, T, cache, E, S, CACHE)
+        num_missing, num_fetched = give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE)
         tl.atomic_add(totals_ptr + 1, num_fetched.to(tl.int64), sem="relaxed")
     tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
     tl.store(header_ptr + CLOCK, now)
     tl.store(header_ptr + COUNT, num_missing)
-    if CACHE.mail:
+    tl.store(header_ptr + CHANGED, num_missing + num_ahead)
+    if CACHE.mail > 0:
         tl.store(header_ptr + HOSTED, num_missing - num_fetched)
     tl.debug_barrier()
     tl.atomic_xchg(header_ptr + READY, num_fetched + 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def copy_pieces(fetcher, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
-    """One block's pieces of so many words."""
-    for piece in range(fetcher, tl.cdiv(WORDS, PIECE), fetchers):
+def copy_pieces(first, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
+    """One block's pieces of so many words, from its ``first`` one on."""
+    for piece in range(first, tl.cdiv(WORDS, PIECE), fetchers):
         at = piece * PIECE + tl.arange(0, PIECE)
         if WORDS % PIECE == 0:
             tl.store(target_ptr + at, tl.load(source_ptr + at, eviction_policy="evict_first"))
@@ -160,8 +176,12 @@ def fetch_half(fetcher, fetchers, copy, cache, E, S, HALF: tl.constexpr, CACHE: 
     expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
     stored, slot = (expert - tl.load(header_ptr + FIRST)).to(tl.int64), place.to(tl.int64)
     WORDS: tl.constexpr = CACHE.words2 if HALF else CACHE.words1
+    first = fetcher
+    if CACHE.ahead > 0:
+        if copy == 0:
+            first += tl.load(header_ptr + THERE1 + HALF)
     copy_pieces(
-        fetcher, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
+        first, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
     )  # fmt: skip
     SCALES: tl.constexpr = CACHE.scales2 if HALF else CACHE.scales1
     if SCALES > 0:
@@ -194,6 +214,8 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
     if tl.atomic_add(header_ptr + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
         tl.store(header_ptr + DONE, 0)
         tl.store(header_ptr + READY, 0)
+        if CACHE.ahead > 0:
+            tl.atomic_add(header_ptr + GATE, -STOP, sem="acq_rel", scope="gpu")
         if count > 0:
             clock = clock_ns(tl.load(header_ptr + CLOCK).to(tl.int64) + 1, CACHE.interpret)
             tl.store(totals_ptr + 2, tl.load(totals_ptr + 2) + clock - tl.load(totals_ptr + 3))
@@ -213,7 +235,7 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
     if slot < 0:
         header_ptr = header_of(state_ptr, E, S)
         if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
-            if CACHE.mail:
+            if CACHE.mail > 0:
                 while slot == -1:
                     slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
             else:
@@ -224,11 +246,11 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
 
 @triton.jit
 def count_missing(cache, E, S, CACHE: tl.constexpr):
-    """How many experts of the step the kernel before brings, for one that starts early; nothing waits for it yet."""
+    """How many slots of the step the kernel before changes, for one that starts early; nothing waits for it yet."""
     if CACHE is None:
         return 0
     else:
-        return tl.load(header_of(cache[0], E, S) + COUNT, volatile=True)
+        return tl.load(header_of(cache[0], E, S) + CHANGED, volatile=True)
 
 
 @triton.jit
@@ -241,7 +263,14 @@ def wait_for_missing(count, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
 
 
 def bring_torch(
-    ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: HostExperts, scales: Sequence[Tensor] = ()
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    host: HostExperts,
+    scales: Sequence[Tensor] = (),
+    *,
+    fades: bool = True,
 ) -> None:
     """The twin of what the first blocks of a decode step do: give the missing experts slots, and copy them there.
 
@@ -255,26 +284,33 @@ def bring_torch(
         w2: ``(S, ...)``, of the same experts.
         host: Where experts come from; its tables are changed.
         scales: Of quantised experts, of the slots w1 and w2.
+        fades: Whether what experts are worth fades: in the first wave of a step.
     """
     tables = host.tables
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
     needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
-    missing = [expert for expert in needed if tables.slots[expert] < 0]
-    hosted: list[int] = []
     now = int(tables.header[CLOCK.value]) + 1
     if host.policy != "lru":
-        tables.scores.mul_(KEPT.value)
+        if fades:
+            tables.scores.mul_(KEPT.value)
         held = (ids >= first) & (ids < end)
         gain = weights if host.policy == "score" else torch.ones_like(weights)
         tables.scores.index_add_(0, ids[held].long(), gain[held].float())
-    if host.mail is not None:
-        worth = tables.last_used if host.policy == "lru" else tables.scores
-        hosted = worth_least(missing, worth, host.mail.share_of(len(ids), len(missing)))
-        missing = [expert for expert in missing if expert not in hosted]
-        tables.header[HOSTED.value] = len(hosted)
+    worth = tables.last_used.clone() if host.policy == "lru" else tables.scores
     tables.last_used[needed] = now
+    taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)
+    missing = [expert for expert in needed if tables.slots[expert] < 0]
+    missing.sort(key=lambda expert: expert != taken)
+    hosted = (
+        []
+        if host.mail is None
+        else worth_least(
+            [expert for expert in missing if expert != taken], worth, host.mail.share_of(len(ids), len(missing))
+        )
+    )
+    missing = [expert for expert in missing if expert not in hosted]
     for copy, expert in enumerate(missing):
-        place = _cheapest_place(host, now)
+        place = cheapest_place(host, now) if expert != taken else int((tables.owners == taken).nonzero())
         owner = int(tables.owners[place])
         if owner >= 0:
             tables.slots[owner] = tables.arriving[owner] = -1
@@ -285,15 +321,7 @@ def bring_torch(
             slots[place] = stored[expert - first]
     for copy, expert in enumerate(hosted, start=len(missing)):
         tables.copies[0, copy], tables.copies[1, copy] = expert, -1
-    tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing) + len(hosted)
+    num_missing = len(missing) + len(hosted)
+    tables.header[CLOCK.value], tables.header[COUNT.value] = now, num_missing
+    tables.header[CHANGED.value], tables.header[HOSTED.value] = num_missing + num_ahead, len(hosted)
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])
-
-
-def _cheapest_place(host: HostExperts, now: int) -> int:
-    """The slot that is given away next."""
-    tables = host.tables
-    owners = tables.owners.long()
-    worth = tables.last_used if host.policy == "lru" else tables.scores
-    values = worth[owners].double().where(owners >= 0, -1.0)
-    kept = (owners >= 0) & (tables.last_used[owners] == now)
-    return int(values.where(~kept, torch.inf).argmin())

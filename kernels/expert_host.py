@@ -41,46 +41,35 @@ from .expert_mailbox import (
     WORDS,
     Mailbox,
 )
-from .expert_tables import COUNT, HOSTED, LAYER, HostExperts, header_of
+from .expert_tables import COUNT, HOSTED, LAYER, NEVER, HostExperts, header_of, worths
 from .primitives import MOST_THREADS, any_of, wait_flag
 
 PLACE_HOST = tl.constexpr(6)
 ON_HOST = tl.constexpr(-2)  # ``arriving`` of an expert that the host computes
-NOT_MISSING = tl.constexpr(2**31 - 1)
 PATIENCE_NS = 2_000_000  # of polling without a pause
 PAUSE_S = 50e-6
 
 
 @triton.jit
-def worth_before(state_ptr, scores_ptr, E, IS_LRU: tl.constexpr, CACHE: tl.constexpr):
-    """``(CACHE.experts,)`` int32: what experts are worth, without this step's use where the one used last is kept."""
-    experts = tl.arange(0, CACHE.experts)
-    tl.debug_barrier()
-    if IS_LRU:
-        worth = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
-    else:
-        # The bits of positive floats are in their order.
-        worth = tl.load(scores_ptr + experts, mask=experts < E, other=0.0).to(tl.int32, bitcast=True)
-    tl.debug_barrier()
-    return worth
+def leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE: tl.constexpr):
+    """Take those that the host computes out of ``missing (CACHE.experts,)``.
 
+    Those worth least, of equals the lower number; ``before`` is when each was used before this step. They stand in
+    ``copies`` behind those that are fetched, without a slot.
 
-@triton.jit
-def leave_to_host(missing, worth, T, cache, E, S, CACHE: tl.constexpr):
-    """Take those that the host computes out of ``missing (CACHE.experts,)``: ``(missing, how many are left)``.
-
-    Those worth least, of equals the lower number; they stand in ``copies`` behind those that are left, without a slot.
+    Returns ``missing``, and how many of ``num_missing``, which are more by one that is half there, are fetched.
     """
     state_ptr = cache[0]
     copies_ptr = state_ptr + 3 * E + S
     experts = tl.arange(0, CACHE.experts)
-    num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    worth = worths(tl.where(experts < E, experts, -1), before, cache[1], CACHE.policy)
     num_hosted = tl.full((), 0, tl.int32)
-    if CACHE.mail_tokens + 1 > T:
+    if CACHE.mail_tokens >= T:
         num_hosted = tl.load(cache[CACHE.mail + SHARE] + T * (E + 1) + num_missing)
+        num_hosted = tl.minimum(num_hosted, tl.sum(missing.to(tl.int32), axis=0))
         num_hosted = tl.where(tl.load(cache[CACHE.mail + FAULT], volatile=True) == 0, num_hosted, 0)
     for index in range(num_hosted):
-        expert = tl.argmin(tl.where(missing, worth, NOT_MISSING), axis=0)
+        expert = tl.argmin(tl.where(missing, worth, NEVER), axis=0)
         missing = missing & (experts != expert)
         place = num_missing - num_hosted + index
         tl.store(copies_ptr + place, expert)
@@ -165,13 +154,15 @@ def add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE: tl.constexpr):
 
 
 @triton.jit
-def forget_hosted(num_missing, cache, E, S, CACHE: tl.constexpr):
+def forget_hosted(cache, E, S, CACHE: tl.constexpr):
     """The first block of ``down_kernel``: the next step finds no expert that looks as if the host computed it."""
     if CACHE is not None:
         if CACHE.mail > 0:
             if tl.program_id(0) == 0:
                 state_ptr = cache[0]
-                num_hosted = tl.load(header_of(state_ptr, E, S) + HOSTED, volatile=True)
+                header_ptr = header_of(state_ptr, E, S)
+                num_hosted = tl.load(header_ptr + HOSTED, volatile=True)
+                num_missing = tl.load(header_ptr + COUNT, volatile=True)
                 for index in range(num_missing - num_hosted, num_missing):
                     tl.store(state_ptr + E + tl.load(state_ptr + 3 * E + S + index), -1)
 

@@ -11,14 +11,23 @@ from torch import Tensor
 
 from .arguments import power_of_2
 from .expert_mailbox import Mailbox
+from .expert_parts import ExpertParts
 
 Policy = Literal["lru", "lfu", "score"]
 POLICIES = ("lru", "lfu", "score")
+LRU, LFU = tl.constexpr(0), tl.constexpr(1)  # places among them
+NEVER = tl.constexpr(2**31 - 1)
 FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
 PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
+AHEAD_WORDS = 1024  # that a block copies at once before their step
 LINE_BYTES = 128  # of L1
-# The words of ``CacheTables.header``.
-COUNT, CLOCK, READY, DONE, FIRST, LAST, HOSTED, LAYER = (tl.constexpr(word) for word in range(8))
+HEADER_WORDS = 16
+# The words of ``CacheTables.header`` of a step,
+COUNT, CLOCK, READY, DONE, FIRST, LAST, CHANGED = (tl.constexpr(word) for word in range(7))
+# of what travels before it (see ``expert_prefetch``),
+GATE, PLANNED, NEXT, THERE1, THERE2, BEGUN, NEEDED = (tl.constexpr(word) for word in range(7, 14))
+# and of what the host computes (see ``expert_host``).
+HOSTED, LAYER = tl.constexpr(14), tl.constexpr(15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +35,12 @@ class CacheTables:
     """What the GPU knows of a layer's cache.
 
     Args:
-        state: ``(3E + 5S + 8,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
-            copies, landed, header.
+        state: ``(3E + 8S + 16,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
+            copies, landed, ahead, header.
         scores: ``(E,)`` float32: what an expert is worth, for the policies ``lfu`` and ``score``.
-        totals: ``(4,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
-            travelled; and when the last ones began to.
+        totals: ``(7,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
+            travelled; when the last ones began to; experts that began to travel before their step, how many of these
+            it needed, and words of 8 bytes that travelled so.
         num_experts: E.
         num_slots: S.
     """
@@ -47,9 +57,9 @@ class CacheTables:
     ) -> "CacheTables":
         """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
         tables = cls(
-            state=torch.zeros(3 * num_experts + 5 * num_slots + 8, dtype=torch.int32, device=device),
+            state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
             scores=torch.zeros(num_experts, device=device),
-            totals=torch.zeros(4, dtype=torch.int64, device=device),
+            totals=torch.zeros(7, dtype=torch.int64, device=device),
             num_experts=num_experts,
             num_slots=num_slots,
         )
@@ -88,9 +98,14 @@ class CacheTables:
         return self._after_experts(1, 2).view(2, self.num_slots)
 
     @property
+    def ahead(self) -> Tensor:
+        """``(3, S)``: experts that are to travel before their step, their slots, and whose these were, or -1."""
+        return self._after_experts(5, 3).view(3, self.num_slots)
+
+    @property
     def header(self) -> Tensor:
-        """``(8,)``: missing in the last step, number of that step, and between its blocks; number of the layer."""
-        return self.state[-8:]
+        """``(16,)``: missing in the last step, number of that step, and between its blocks; number of the layer."""
+        return self.state[-HEADER_WORDS:]
 
     def _after_experts(self, start: int, count: int) -> Tensor:
         first = 3 * self.num_experts + start * self.num_slots
@@ -98,7 +113,7 @@ class CacheTables:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostExperts:
+class HostExperts(ExpertParts):
     """Where the experts of a step that have no slot come from.
 
     Args:
@@ -109,6 +124,8 @@ class HostExperts:
             a use counts 2 % less with every step), or of the least routing weight (``score``, likewise).
         w1_scales: ``(e, ...)`` of quantised experts, in the same memory; 4 bytes divide those of an expert.
         w2_scales: Likewise.
+        prefetched: Whether experts may travel to these slots before their step (``expert_prefetch``).
+        fetched: Recorded where all experts of a step are there, if anybody asks.
         mail: Asks the host's cores for some of them; ``None``: all that are missing come to the device.
     """
 
@@ -118,32 +135,37 @@ class HostExperts:
     policy: Policy = "lru"
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
+    prefetched: bool = False
+    fetched: torch.cuda.Event | None = None
     mail: Mailbox | None = None
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """w1 and w2, and their scales where they have some."""
-        return _given(self.w1, self.w2, self.w1_scales, self.w2_scales)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert, its scales counted."""
-        return sum(part[0].nbytes for part in self.parts)
+    def pieces(self) -> int:
+        """Of one expert that travels before its step."""
+        return sum(triton.cdiv(_words(part).shape[1], AHEAD_WORDS) for part in self.parts)
 
     def pointers(
         self, w1: Tensor, w2: Tensor, w1_scales: Tensor | None = None, w2_scales: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2 and their scales."""
         words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
-        scales = map(_words, _given(self.w1_scales, self.w2_scales, w1_scales, w2_scales))
+        given = self.w1_scales, self.w2_scales, w1_scales, w2_scales
+        scales = (_words(each) for each in given if each is not None)
         mail = () if self.mail is None else self.mail.pointers
         return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales, *mail)
 
-    def constants(self, groups: int, num_warps: int) -> "CacheConstants":
-        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
+    def constants(self, groups: int, num_warps: int, *, in_waves: bool = False) -> "CacheConstants":
+        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps.
+
+        Of a step in waves the host computes nothing: each wave would wait for it.
+        """
         sizes = self.tables.num_experts, self.tables.num_slots
-        found = cache_constants(*sizes, [part[0].nbytes for part in self.parts], groups, num_warps, self.policy)
-        return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
+        num_bytes = [part[0].nbytes for part in self.parts]
+        ahead = self.pieces if self.prefetched else 0
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)
+        return (
+            found if self.mail is None or in_waves else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
+        )
 
 
 class CacheConstants(NamedTuple):
@@ -160,7 +182,9 @@ class CacheConstants(NamedTuple):
         lines_shared: Whether the scales of two slots' w1 may be in one line of L1.
         piece: Words that a block copies at once.
         policy: Place in ``POLICIES``.
+        ahead: Pieces of an expert that travels before its step; 0: none does.
         interpret: Under Triton's interpreter.
+        fades: Whether what experts are worth fades, as it does once a step.
         mail: Place of ``Mailbox.pointers`` among those of the cache; 0: the host computes nothing.
         mail_tokens: Most tokens that it takes.
         timeout_ns: Deadline of its answer.
@@ -176,10 +200,17 @@ class CacheConstants(NamedTuple):
     lines_shared: bool
     piece: int
     policy: int
+    ahead: int
     interpret: bool
+    fades: bool = True
     mail: int = 0
     mail_tokens: int = 0
     timeout_ns: int = 0
+
+    @property
+    def of_later_wave(self) -> "CacheConstants":
+        """The same where it is not the first wave of a step."""
+        return self._replace(fades=POLICIES[self.policy] == "lru")  # which has nothing that fades: one kernel for both
 
 
 # Types of ``HostExperts.pointers``, without scales,
@@ -188,9 +219,18 @@ SCALE_POINTERS = ("*i64",) * 4  # and of scales, those of an expert a multiple o
 
 
 def cache_constants(
-    num_experts: int, num_slots: int, num_bytes: Sequence[int], groups: int, num_warps: int, policy: Policy
+    num_experts: int,
+    num_slots: int,
+    num_bytes: Sequence[int],
+    groups: int,
+    num_warps: int,
+    policy: Policy,
+    ahead: int = 0,
 ) -> CacheConstants:
-    """What a cache of S slots for E experts is compiled for; ``num_bytes``: of ``HostExperts.parts`` of an expert."""
+    """What a cache of S slots for E experts is compiled for; ``num_bytes``: of ``HostExperts.parts`` of an expert.
+
+    ``ahead``: ``HostExperts.pieces`` where it is ``prefetched``.
+    """
     (w1, w2), scales = num_bytes[:2], num_bytes[2:] or (0, 0)
     return CacheConstants(
         rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
@@ -203,14 +243,9 @@ def cache_constants(
         lines_shared=scales[0] % LINE_BYTES != 0,
         piece=PIECE_WORDS * num_warps,
         policy=POLICIES.index(policy),
+        ahead=ahead,
         interpret=triton.knobs.runtime.interpret,
     )
-
-
-@triton.jit
-def header_of(state_ptr, E, S):
-    """Pointer to ``CacheTables.header``."""
-    return state_ptr + 3 * E + 5 * S
 
 
 def word_bytes(num_bytes: int) -> int:
@@ -224,5 +259,39 @@ def _words(tensor: Tensor) -> Tensor:
     return rows.view(torch.int32 if word_bytes(rows.shape[1]) == 4 else torch.int64)
 
 
-def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
+@triton.jit
+def load_acquired(ptr, INTERPRET: tl.constexpr):
+    """An int32 that another block stores with release; what it wrote before can be read after this."""
+    if INTERPRET:
+        return tl.load(ptr)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def header_of(state_ptr, E, S):
+    """Pointer to ``CacheTables.header``."""
+    return state_ptr + 3 * E + 8 * S
+
+
+@triton.jit
+def worths(owners, last_used, scores_ptr, POLICY: tl.constexpr):
+    """``(slots,)`` int32: what the experts of slots are worth, less than any where a slot is empty."""
+    if POLICY == LRU:
+        return last_used
+    else:
+        # The bits of positive floats are in their order; those of -1 are a negative integer.
+        return tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
+
+
+def cheapest_place(host: HostExperts, now: int, kept: Sequence[int] = ()) -> int:
+    """The slot that is given away next, of no expert that step ``now`` needs nor of one that is ``kept``."""
+    tables = host.tables
+    owners = tables.owners.long()
+    worth = tables.last_used if host.policy == "lru" else tables.scores
+    values = worth[owners].double().where(owners >= 0, -1.0)
+    needed = (owners >= 0) & (tables.last_used[owners] == now)
+    needed |= torch.isin(owners, torch.tensor(kept, dtype=torch.int64))
+    return int(values.where(~needed, torch.inf).argmin())

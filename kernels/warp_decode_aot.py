@@ -43,6 +43,7 @@ class Setting:
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
+        wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
         hosted: Whether the host's cores compute some of those that are missing.
     """
 
@@ -54,6 +55,7 @@ class Setting:
     gathered: bool = False
     dependent: bool = True
     cache: Policy | None = None
+    wave: str = ""
     hosted: bool = False
 
     @property
@@ -64,6 +66,7 @@ class Setting:
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
+        words += [f"{self.wave} wave"] if self.wave else []
         words += ["host cores"] if self.hosted else []
         return ", ".join(filter(None, words))
 
@@ -164,7 +167,12 @@ def aot_cases() -> list[KernelCase]:
         for count in (1, 4)
     ]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
-    return cases + [_gather(shape) for shape in ("qwen3", "mixtral")]
+    waves = [
+        Setting(shape="qwen3", num_tokens=count, cache="lru", wave=wave, **kind)
+        for count, kind in ((2, {}), (8, {}), (8, {"ranks": RANKS}), (16, {}), (8, {"quantised": "mxfp4"}))
+        for wave in ("first", "last")
+    ]
+    return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 
 def _gate_up(setting: Setting) -> KernelCase:
@@ -191,7 +199,8 @@ def _down(setting: Setting) -> KernelCase:
     constants = dict(
         FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
         W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
-        AHEAD=min(setting.config.ahead, triton.cdiv(ffn_size, shape.depth)),
+        AHEAD=min(setting.config.ahead, triton.cdiv(ffn_size, shape.depth)), ADDS_UP=setting.wave != "first",
+        **({} if setting.wave else {"all_ids_ptr": None}),
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)
@@ -227,7 +236,7 @@ def _case(
     constants = setting.constants() | of_kernel
     constants |= {"CACHE": setting.cache_constants(config.gate_up.num_warps)} if setting.cache else {}
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
-    kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
+    kinds |= dict.fromkeys(("ids_ptr", "all_ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
     mail = mail_pointers(as_triton_dtype(setting.dtype)) if setting.hosted else ()
     kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ()) + mail}
     expects = {"wide_loads"}

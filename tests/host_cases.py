@@ -37,7 +37,7 @@ def hosted_cache(
     places = {"num_experts": num_experts or held, "first_expert": first_expert}
     sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
     cores = HostCores(num_cores, sizes, device, DEADLINE_S)
-    parts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file).parts
+    parts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file).named_parts
     cache = ExpertCache(**parts, num_slots=num_slots, device=device, policy=policy, **places)
     cores.start([cache.host], profile)
     cache.share_with(cores)

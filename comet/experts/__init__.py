@@ -5,8 +5,6 @@ from comet.experts.cache import (
     CachedExperts,
     CacheReport,
     ExpertCache,
-    report_of,
-    share_with_host,
     slots_of_budget,
 )
 from comet.experts.draft_router import CachedOnRanks, DraftRouter
@@ -20,7 +18,5 @@ __all__ = [
     "DraftRouter",
     "ExpertCache",
     "Speculation",
-    "report_of",
-    "share_with_host",
     "slots_of_budget",
 ]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from comet.config import require
+from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
 from comet.experts.host_profile import HostProfile, HostSizes, measure
 from comet.experts.host_worker import Place, WorkerPlan
@@ -47,6 +48,7 @@ class HostCores:
         device: That asks.
         timeout_s: Deadline of an answer.
         fault: ``(8,)`` int64 on the device, where spins of the rank record a deadline; ``None``: its own.
+        insists: Whether they are to compute whatever it costs.
 
     Attributes:
         file: Where the experts have to be (``HeldExperts.fill``).
@@ -56,9 +58,16 @@ class HostCores:
     """
 
     def __init__(
-        self, num_cores: int, sizes: HostSizes, device: torch.device, timeout_s: float, fault: Tensor | None = None
+        self,
+        num_cores: int,
+        sizes: HostSizes,
+        device: torch.device,
+        timeout_s: float,
+        fault: Tensor | None = None,
+        *,
+        insists: bool = True,
     ) -> None:
-        self.num_cores, self.sizes, self.device = num_cores, sizes, device
+        self.num_cores, self.sizes, self.device, self.insists = num_cores, sizes, device, insists
         self.file = MemoryFile()
         self.profile: HostProfile | None = None
         tokens, routed = sizes.max_tokens, sizes.max_tokens * sizes.top_k
@@ -248,9 +257,7 @@ def open_cores(
     sizes: HostSizes,
     device: torch.device,
     *,
-    ranks: int = 1,
-    timeout_s: float = TIMEOUT_S,
-    fault: Tensor | None = None,
+    runner: Runner | None = None,
     quantised: bool = False,
 ) -> HostCores | None:
     """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay.
@@ -259,15 +266,17 @@ def open_cores(
         setting: See ``cores_of``.
         sizes: Of requests.
         device: That asks.
-        ranks: That share the machine's cores.
-        timeout_s: Deadline of an answer.
-        fault: See ``HostCores``.
+        runner: Of the model; its ranks share the machine's cores.
         quantised: Whether experts are stored so.
 
     Raises:
         ValueError: If the setting is wrong.
         NotImplementedError: If it insists where experts are quantised.
     """
+    ranks, timeout_s, fault = 1, TIMEOUT_S, None
+    if isinstance(runner, ReplicatedRunner):
+        ranks, timeout_s = runner.group.parallel.world_size, runner.group.comm.timeout_s
+        fault = None if runner.decode_on_ranks is None else runner.decode_on_ranks.fault
     num_cores = cores_of(setting, ranks)
     if not num_cores:
         return None
@@ -277,4 +286,16 @@ def open_cores(
         reason = "experts are quantised" if quantised else "the device is the host itself"
         logger.info("host_cores=auto leaves the host's cores out: %s", reason)
         return None
-    return HostCores(num_cores, sizes, device, timeout_s, fault)
+    return HostCores(num_cores, sizes, device, timeout_s, fault, insists=setting != "auto")
+
+
+def started(cores: HostCores | None, stores: Sequence[HostExperts]) -> HostCores | None:
+    """The cores, started on the experts of all layers; ``None``, and closed, where they do not pay and need not be."""
+    if cores is None:
+        return None
+    cores.start(stores)
+    if cores.insists or cores.pays:
+        return cores
+    logger.info("host_cores=auto leaves the host's cores out: the link alone is faster")
+    cores.close()
+    return None

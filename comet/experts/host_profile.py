@@ -10,9 +10,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from comet.config import MoEConfig
 from comet.kernels.expert_host import ask_torch
 from comet.kernels.expert_mailbox import REQUEST, Mailbox
 from comet.kernels.expert_tables import HostExperts
+from comet.layout import ExpertLayout
 
 REPEATS = 5  # counted, behind one that is not
 
@@ -81,6 +83,18 @@ class HostSizes:
     top_k: int
     max_tokens: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: MoEConfig, layout: ExpertLayout, max_tokens: int, dtype: torch.dtype) -> HostSizes:
+        """Of a rank's layers."""
+        return cls(
+            num_experts=layout.num_experts,
+            first_expert=layout.first_expert,
+            hidden_size=config.hidden_size,
+            top_k=layout.top_k,
+            max_tokens=max_tokens,
+            dtype=dtype,
+        )
 
 
 def measure(mail: Mailbox, stores: Sequence[HostExperts], sizes: HostSizes, device: torch.device) -> HostProfile:

@@ -128,7 +128,7 @@ class StagedCache:
     @property
     def expert_bytes(self) -> int:
         """Of one expert."""
-        return self.weights.w1[0].nbytes + self.weights.w2[0].nbytes
+        return self.weights.expert_bytes
 
     def bring(self, top_k_ids: Tensor) -> DecodeWeights:
         """Bring the experts of a step into slots; waits for the device, and so for all copies before.
@@ -181,7 +181,7 @@ def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
 class StagedExperts:
     """Routed experts of a layer, brought by the host; an ``ExpertPath``, for inference.
 
-    A step of more tokens than the slots can serve at once is taken in parts, as ``CachedExperts`` does.
+    A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do.
 
     Args:
         cache: The layer's.
@@ -201,5 +201,6 @@ class StagedExperts:
         for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
             part = slice(start, stop)
             experts = self.cache.bring(top_k_ids[part])
-            outputs.append(self.decode(tokens[part], top_k_ids[part], top_k_weights[part], experts))
+            with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+                outputs.append(self.decode(tokens[part], top_k_ids[part], top_k_weights[part], experts))
         return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)

@@ -25,15 +25,16 @@ from comet.experts import (
     CacheReport,
     DraftRouter,
     ExpertCache,
-    report_of,
-    share_with_host,
 )
-from comet.experts.host_cores import HostCores, open_cores
-from comet.experts.host_profile import HostSizes
+from comet.experts.host_cores import HostSizes, open_cores
+from comet.experts.paths import cores_of_paths, open_host_store, report_of_paths
+from comet.experts.prefetch import prefetch_between
+from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile
 from comet.generation.step import DecodeStep, batch_obstacle
 from comet.graphs import TOO_FEW, GraphMode
 from comet.group import ExpertGroup
+from comet.kernels.expert_tables import Policy
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
@@ -122,32 +123,26 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-def cache_of(
-    layer: MoE, num_slots: int, expert_dtype: MXType | None = None, file: MemoryFile | None = None
-) -> ExpertCache:
-    """The cache of a layer whose experts are in host memory; the layer has none of its own from here on.
+def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFile | None = None) -> HeldExperts:
+    """The experts of a layer, that are in host memory, as they are or quantised one by one, or copied to a file of it.
 
-    They are the cache's as they are, or quantised one by one, or copied to a file of memory.
+    The layer has none of its own from here on.
     """
     w1, w2 = layer.expert_weights()
-    parts: dict[str, Any] = {"w1": w1.flatten(1, 2), "w2": w2}
-    device = layer.group.device
-    if expert_dtype is not None:
-        whole = HeldExperts(**parts, readable=True)
-        parts = HeldExperts.quantise(whole, w1.dtype, device, expert_dtype).parts  # the cache pins what is not yet
-    elif file is not None:
-        parts = HeldExperts.fill(HeldExperts(**parts, readable=True), w1.dtype, device, file).parts
-    cache = ExpertCache(
-        **parts,
-        num_slots=num_slots,
-        device=device,
-        num_experts=layer.config.num_experts,
-        first_expert=layer.layout.first_expert,
-    )
-    # The pinned ones; or numbers that nobody reads, in no memory.
-    w1, w2 = (cache.host.w1.view_as(w1), cache.host.w2) if expert_dtype is None else map(emptied, (w1, w2))
+    matrices, device = w1.flatten(1, 2), layer.group.device
+    if expert_dtype is None:
+        held = HeldExperts.hold({"w1": matrices, "w2": w2}, device, file)
+        w1, w2 = held.w1.view_as(w1), held.w2
+    else:
+        held = HeldExperts.quantise(HeldExperts(matrices, w2, readable=True), w1.dtype, device, expert_dtype)
+        w1, w2 = map(emptied, (w1, w2))  # numbers that nobody reads, in no memory
     local(layer.w1).data, local(layer.w2).data = w1, w2
-    return cache
+    return held
+
+
+def probable(layer: MoE, tokens: Tensor) -> Tensor:
+    """``(T, K)``: where the tokens ``(T, D)`` would go if they were this layer's."""
+    return layer.router(tokens).top_k_ids
 
 
 def emptied(weight: Tensor) -> Tensor:
@@ -167,6 +162,10 @@ class GPTEngine:
             (``expert_device`` of ``GPT``); ``None``: all on the device.
         expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
             they stay as they are.
+        expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
+        expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
+            layer before it.
+        host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
 
@@ -183,6 +182,8 @@ class GPTEngine:
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
+        expert_policy: Policy = "lru",
+        expert_prefetch: bool = False,
         host_cores: str = "off",
         speculation: SpeculationConfig | None = None,
     ) -> None:
@@ -197,17 +198,23 @@ class GPTEngine:
         layout = group.layout(moe)
         columns = 0 if expert_slots is not None else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
-        self.caches: list[ExpertCache] = []
-        cores = None if expert_slots is None else self._open_cores(host_cores, group, expert_dtype is not None)
+        self.stored: Sequence[CachedExperts | StagedExperts] = []
         self._experts: list[FrozenExperts] = []
-        for layer in model.moe_layers():
-            if expert_slots is None:
-                self._experts.append(FrozenExperts(self.runner, layer, columns))
-                layer.experts = self._experts[-1]
-            else:
-                self.caches.append(cache_of(layer, expert_slots, expert_dtype, cores.file if cores else None))
-                layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
-        self.cores = share_with_host(self.caches, cores, host_cores)
+        if expert_slots is None:
+            self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
+        else:
+            sizes = HostSizes.of(moe, layout, decode_tokens, model.dtype)
+            cores = open_cores(host_cores, sizes, group.device, runner=self.runner, quantised=expert_dtype is not None)
+            file = None if cores is None else cores.file
+            held = [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()]
+            self.stored = open_host_store(
+                held, layout, expert_slots, self.runner, group.device, policy=expert_policy, cores=cores
+            )
+            if expert_prefetch:
+                prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
+        for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
+            layer.experts = path
+        self.cores = cores_of_paths(self.stored)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._cached: CachedOnRanks | None = None
@@ -222,6 +229,11 @@ class GPTEngine:
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._group.device
+
+    @property
+    def caches(self) -> list[ExpertCache | StagedCache]:
+        """Of the layers' experts; none where all of them are on the device."""
+        return [path.cache for path in self.stored]
 
     @property
     def why_eager(self) -> str:
@@ -271,27 +283,6 @@ class GPTEngine:
         """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
         return self._take(ids)
 
-    def _open_cores(self, setting: str, group: ExpertGroup, quantised: bool) -> HostCores | None:
-        moe = self.model.config.moe
-        sizes = HostSizes(
-            num_experts=moe.num_experts,
-            first_expert=group.layout(moe).first_expert,
-            hidden_size=moe.hidden_size,
-            top_k=moe.top_k,
-            max_tokens=self.runner.decode.max_tokens,
-            dtype=self.model.dtype,
-        )
-        ranks = self.runner.decode_on_ranks
-        return open_cores(
-            setting,
-            sizes,
-            group.device,
-            ranks=group.parallel.world_size,
-            timeout_s=group.comm.timeout_s,
-            fault=None if ranks is None else ranks.fault,
-            quantised=quantised,
-        )
-
     def _make_draft_routers(self, config: SpeculationConfig) -> list[DraftRouter]:
         require(
             bool(self.caches) or not config.draft_cached_only,
@@ -340,12 +331,13 @@ class GPTEngine:
 
     def _make_pass(self, ids: Tensor, drafts: bool) -> DecodeStep:
         """A pass that reads ``ids (B, S)``, captured by itself: passes of other shapes are other graphs."""
+        is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
         return DecodeStep(
             partial(self._append, ids, self._draft_routers if drafts else None),
             ids,
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
-            obstacle=batch_obstacle(ids.numel(), self.runner.decode.max_tokens),
+            obstacle=WHY_EAGER if is_staged else batch_obstacle(ids.numel(), self.runner.decode.max_tokens),
         )
 
     def _append(self, ids: Tensor, routers: list[DraftRouter] | None) -> Tensor:
@@ -362,7 +354,7 @@ class GPTEngine:
 
     def cache_report(self) -> CacheReport | None:
         """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        return report_of(self.caches) if self.caches else None
+        return report_of_paths(self.stored)
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.

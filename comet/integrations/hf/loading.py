@@ -81,7 +81,8 @@ def load_pretrained(
         expert_dtype: ``mxfp8`` or ``mxfp4``: quantise each expert as it is read into host memory, D and F multiples of
             32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. ``None``:
             as the model is, or in block FP8 with ``keep_fp8``.
-        **options: Passed on to ``from_pretrained``, such as ``attn_implementation``.
+        **options: ``expert_policy``, with a budget, as ``generate.expert_policy``. All others are passed on to
+            ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
         The model, in evaluation mode.
@@ -96,7 +97,7 @@ def load_pretrained(
     """
     require_transformers()
     in_store = _is_in_store(expert_budget, expert_store, host_budget)
-    stored = _stored_as(expert_dtype, in_store, keep_fp8)
+    stored, policy = _stored_as(expert_dtype, in_store, keep_fp8), _policy_of(options, in_store)
     if decode_tokens is None:
         decode_tokens = CACHED_DECODE_TOKENS if in_store else DECODE_TOKENS
     _check_store(in_store, group, decode_tokens, expert_store, stored)
@@ -106,7 +107,7 @@ def load_pretrained(
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=in_store)
     stock_class, modules = _blueprint(config)
     sizes = moe_config(config), len(modules), dtype
-    stores: dict[str, Any] = dict(store=expert_store, host_budget=host_budget, stored=stored)
+    stores: dict[str, Any] = dict(store=expert_store, host_budget=host_budget, stored=stored, policy=policy)
     budget = None if expert_budget is None else ExpertBudget.create(expert_budget, *sizes, **stores)
     with ExitStack() as files:
         tensors = _wanted(open_checkpoint(folder, files), stock_class)
@@ -159,6 +160,13 @@ def _is_in_store(expert_budget: float | None, expert_store: ExpertStoreKind, hos
         "expert_budget=None must be a share or bytes with an expert_store='file' or a host_budget",
     )
     return expert_budget is not None
+
+
+def _policy_of(options: dict[str, Any], in_store: bool) -> str:
+    """Take whose slot a missing expert takes out of the options."""
+    policy = options.pop("expert_policy", "lru")
+    require(in_store or policy == "lru", f"expert_policy={policy!r} must come with an expert_budget")
+    return policy
 
 
 def _stored_as(expert_dtype: MXType | None, in_store: bool, keep_fp8: bool) -> StoredType | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,10 @@ from comet.collectives import wants_grad
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
-from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
-from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
+from comet.experts.cache import CachedExperts, CacheReport
+from comet.experts.paths import open_host_store, open_staged, report_of_paths
+from comet.experts.staged import Stage, StagedExperts
+from comet.experts.store import HeldExperts
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.stored import SCALES
@@ -131,33 +132,20 @@ def open_stores(
         device: Of the slots.
         files: Open ones; the model keeps them where experts stay in files.
     """
-    readers: dict[str, ExpertReader] = dict(layers)
-    places = budget.places
+    modules = [model.get_submodule(name) for name in layers]
+    layout, runner = modules[0].layout, modules[0].runner
+    paths: Sequence[CachedExperts | StagedExperts]
     if budget.store == "host":
-        held = {name: _held(reader, budget.stored, dtype, device) for name, reader in layers.items()}
-        if all(layer.readable for layer in held.values()):
-            for name, layer in held.items():
-                cache = ExpertCache(**layer.parts, num_slots=budget.slots, device=device)
-                experts = model.get_submodule(name)
-                experts.path = CachedExperts(cache, experts.runner, budget.top_k)
-            return
-        pageable = sum(layer.num_bytes for layer in held.values() if not layer.readable)
-        if budget.stored is not None:
-            raise NotImplementedError(
-                f"experts in {budget.stored} are not copied by the host yet, and {pageable:,} bytes of memory for them "
-                "cannot be pinned (ulimit -l, or a container's limit): allow that, or keep the experts in the model's "
-                "type"
-            )
-        warn_pageable(pageable)
-        readers, places = dict(held), budget.slots
-    (_, *w1), (_, *w2) = next(iter(readers.values())).shapes
-    stage = Stage(places, (tuple(w1), tuple(w2)), dtype, device)
-    if budget.store == "file":
+        held = [_held(reader, budget.stored, dtype, device) for reader in layers.values()]
+        paths = open_host_store(held, layout, budget.slots, runner, device, policy=budget.policy)
+    else:
+        readers = list(layers.values())
+        (_, *w1), (_, *w2) = readers[0].shapes
+        stage = Stage(budget.places, (tuple(w1), tuple(w2)), dtype, device)
         stage.files = files.pop_all()
-    for number, (name, reader) in enumerate(readers.items()):
-        staged = StagedCache(reader, stage, number, budget.slots, dtype, device)
-        experts = model.get_submodule(name)
-        experts.path = StagedExperts(staged, experts.runner.decode, budget.top_k)
+        paths = open_staged(readers, stage, budget.top_k, budget.slots, dtype, device, runner)
+    for experts, path in zip(modules, paths, strict=True):
+        experts.path = path
 
 
 def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, device: torch.device) -> HeldExperts:
@@ -171,8 +159,4 @@ def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, dev
 
 def cache_report(model: Any) -> CacheReport | None:
     """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
-    caches = [module.path.cache for module in model.modules() if isinstance(module, StoredExperts) and module.path]
-    if not caches:
-        return None
-    staged = [cache for cache in caches if isinstance(cache, StagedCache)]
-    return staged_report_of(staged) if staged else report_of([each for each in caches if isinstance(each, ExpertCache)])
+    return report_of_paths([each.path for each in model.modules() if isinstance(each, StoredExperts) and each.path])
