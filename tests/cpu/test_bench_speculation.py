@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_experts
 import bench_speculation
@@ -20,6 +21,7 @@ from training_cases import MODEL, MOE, Rank, make_job, make_model
 from comet.config import MoEConfig, SpeculationConfig
 from comet.errors import UnavailableError
 from comet.experts import DraftRouter, ExpertCache
+from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.kernels.expert_cache import bring_torch
 from comet.kernels.expert_tables import POLICIES
@@ -278,4 +280,15 @@ def test_accelerate_runs_the_same_model() -> None:
         torch.testing.assert_close(offloaded(text).logits, model(text).logits, rtol=1e-3, atol=1e-3)
     assert first_token_s(offloaded, text) > 0
     assert tokens_per_s(offloaded, text, 3) > 0
+    group.close()
+
+
+def test_a_quantised_variant_leaves_the_experts_to_the_others() -> None:
+    model, group = make_model(SMALL, max_tokens=64)
+    whole = [weight.clone() for layer in model.moe_layers() for weight in layer.expert_weights()]
+    settings = GenerateConfig(expert_budget=1.0, expert_dtype="mxfp8")
+    engine = bench_speculation.Run.engine(SimpleNamespace(model=model), 8, settings)  # type: ignore[arg-type]
+    assert engine.caches[0].weights.w1_scales is not None
+    left = [weight for layer in model.moe_layers() for weight in layer.expert_weights()]
+    assert all(torch.equal(*pair) for pair in zip(whole, left, strict=True))
     group.close()
