@@ -18,6 +18,7 @@ from .aot_case import KernelCase
 from .arguments import power_of_2
 from .expert_tables import FIRST, LAST, PLANNED, CacheTables, header_of
 
+CHUNK = tl.constexpr(32)  # ids that are compared with all experts at once
 ALIGNMENT = 4  # int32 of 16 bytes: kernels are compiled for ids that start at a multiple of them
 
 
@@ -44,8 +45,10 @@ def waves_kernel(
     """One block; see ``split_waves``. Behind the waves there is room for the wave of each expert."""
     experts, js = tl.arange(0, EXPERTS), tl.arange(0, J_BLOCK)
     needed = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for j in range(J):
-        needed = tl.where(experts == tl.load(ids_ptr + j).to(tl.int32), 1, needed)
+    for first in tl.static_range(0, J_BLOCK, CHUNK):
+        some = first + tl.arange(0, CHUNK)
+        ids = tl.load(ids_ptr + some, mask=some < J, other=-1).to(tl.int32)
+        needed = tl.maximum(needed, tl.max((experts[:, None] == ids[None, :]).to(tl.int32), axis=1))
     needed = tl.where(is_served(experts, state_ptr, E, S), needed, 0)
     there = tl.where(tl.load(state_ptr + experts, mask=experts < E, other=-1) >= 0, needed, 0)
     for copy in range(tl.load(header_of(state_ptr, E, S) + PLANNED)):
