@@ -15,7 +15,16 @@ import torch
 from bench_speculation import ACCELERATE, KINDS, main
 from draft_quality import draft_passes, measure_drafts, of_positions, whole_pass
 from offloaded import first_token_s, has_accelerate, make_offloaded, tokens_per_s
-from routing_traces import BEST, Trace, made_trace, replayed_hits, resized_trace, reuse_by_distance, reuse_distances
+from routing_traces import (
+    BEST,
+    Trace,
+    made_trace,
+    replayed_hits,
+    resized_guesses,
+    resized_trace,
+    reuse_by_distance,
+    reuse_distances,
+)  # fmt: skip
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig, SpeculationConfig
@@ -93,8 +102,10 @@ def check_quality(found: dict) -> None:
 def replay_elsewhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recorded routing in the benchmark of experts, at its own shape."""
     words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6"]
-    words += ["--variants", ",".join(bench_experts.KINDS), "--trace", str(path), "--rounds", "1"]
-    bench_experts.main(words)
+    words += ["--variants", ",".join(bench_experts.KINDS), "--rounds", "1"]
+    with pytest.raises(ValueError, match=r"variants='cache \+ prefetch' must come with --trace"):
+        bench_experts.main(words)
+    bench_experts.main([*words, "--trace", str(path)])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["trace"] == str(path)
     kept = [row for row in found["rows"] if row["variant"] in bench_experts.KINDS]
@@ -145,12 +156,12 @@ def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.Captur
 def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
         main([*trained, "--variants", "cache,lru"])
-    with pytest.raises(ValueError, match="variants='lru' must be one of cache, cache lfu, cache score"):
+    with pytest.raises(ValueError, match=r"variants='lru' must be one of cache, cache lfu, cache \+ prefetch"):
         bench_experts.main(["--variants", "lru"])
     with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench_speculation.py wrote"):
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
     torch.save({"ids": torch.zeros(1)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"trace='.*other.pt' must hold ids, weights and num_experts"):
+    with pytest.raises(ValueError, match=r"trace='.*other.pt' must hold ids, weights, num_experts, guessed"):
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
     monkeypatch.setattr("offloaded.has_accelerate", lambda: False)
     with pytest.raises(UnavailableError, match="the variant accelerate needs accelerate and transformers"):
@@ -258,6 +269,21 @@ def test_a_resized_trace_hits_as_the_recorded_one() -> None:
     recorded = replayed_hits(trace, [6, 10], "lru")
     assert replayed_hits(resized, [24, 40], "lru") == pytest.approx(recorded, abs=0.05)
     assert recorded[0] > 0.5, "routing that repeats, or nothing is tested"
+
+
+def test_as_much_is_guessed_of_a_resized_trace() -> None:
+    trace, config = small_trace(400), MoEConfig(num_experts=64, top_k=8, hidden_size=32, ffn_size=32)
+    guessed = trace.ids.clone()
+    guessed[:, 1, 2] = (trace.ids[:, 1, :2].sum(1) + 5) % 16
+    trace = replace(trace, guessed=guessed)
+    right = (guessed[..., None] == trace.ids[..., None, :]).any(-1).float().mean((0, 2))
+    ids = resized_trace(trace, config, num_layers=3, num_steps=400)
+    found = resized_guesses(trace, ids, 64)
+    assert all(len(set(step)) == 8 for step in found[:, 1].tolist())
+    shares = (found[..., None] == ids[..., None, :]).any(-1).float().mean((0, 2))
+    assert shares[0] == 1
+    assert shares.tolist()[1:] == pytest.approx([float(right[1])] * 2, abs=0.02)
+    assert right[1] < 0.9, "a guess that fails, or nothing is tested"
 
 
 def test_reuse_by_distance() -> None:
