@@ -307,12 +307,12 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     timed = Run(arguments, model, ranks, heldout)
     quality = timed.quality(out)
     timed.write(quality)
-    tell(ranks, json.dumps(quality["drafts"]["adaptive"] + quality["top_r"]))
+    tell(ranks, json.dumps(quality["drafts"]["modes"] + quality["top_r"]))
     timed.make_all(started + MAKING * arguments.seconds)
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
     tables = [table_of(rows, COLUMNS, cell)]
-    for name, found in (("adaptive", quality["drafts"]["adaptive"]), ("top_r", quality["top_r"])):
+    for name, found in (("held-out, by T", quality["drafts"]["modes"]), ("held-out, by r", quality["top_r"])):
         tables.append(f"{name}\n{table_of(found, list(found[0]), cell)}")
     print("\n".join(tables))
     line = timed.write({"rows": rows} | quality)
