@@ -218,7 +218,8 @@ class Run:
         spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
         per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
         row |= {
-            "slots": variant.slots, "hits": 1 - (spent["fetched"] + spent["hosted"]) / spent["needed"], "mb_per_token": per_token / 1e6,
+            "slots": variant.slots, "hits": 1 - (spent["fetched"] + spent["hosted"]) / spent["needed"],
+            "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),
             "prefetch_precision": spent["prefetched_needed"] / spent["prefetched"] if spent["prefetched"] else None,
         }  # fmt: skip

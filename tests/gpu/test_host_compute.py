@@ -138,7 +138,7 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tup
     assert decode(tokens, ids, weights, cache.weights).isnan().all(), "nobody takes this for a result"
     with pytest.raises(HostComputeError, match="of layer 0: the process is still at it"):
         cores.check()
-    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
+    with pytest.raises(HostComputeError, match=r"within 60\.0 s"):
         cores.raise_if_failed()
     decode(tokens, ids, weights, cache.weights)
     torch.cuda.synchronize()
