@@ -9,7 +9,7 @@ import triton
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
 from .expert_mailbox import mail_pointers
-from .expert_tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
+from .expert_tables import AHEAD_WORDS, CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
@@ -43,6 +43,7 @@ class Setting:
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
+        prefetched: Whether experts may have travelled to the cache before.
         wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
         hosted: Whether the host's cores compute some of those that are missing.
     """
@@ -55,6 +56,7 @@ class Setting:
     gathered: bool = False
     dependent: bool = True
     cache: Policy | None = None
+    prefetched: bool = False
     wave: str = ""
     hosted: bool = False
 
@@ -66,6 +68,7 @@ class Setting:
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
+        words += ["prefetched"] if self.prefetched else []
         words += [f"{self.wave} wave"] if self.wave else []
         words += ["host cores"] if self.hosted else []
         return ", ".join(filter(None, words))
@@ -110,7 +113,9 @@ class Setting:
             per_scale, scale = (shared, 1) if shared == MX.value else (shared**2, 4)
             num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
         groups = min(num_experts, self.num_tokens * top_k)
-        found = cache_constants(num_experts, num_experts // 4, num_bytes, groups, num_warps, self.cache or "lru")
+        pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
+        sizes, ahead = (num_experts, num_experts // 4), pieces if self.prefetched else 0
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
         mail = dict(mail=len(CACHE_POINTERS), mail_tokens=16, timeout_ns=30 * 10**9)
         return found._replace(**mail) if self.hosted else found
 
@@ -162,6 +167,10 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="qwen3", num_tokens=1, dtype=torch.float32, cache="lru", hosted=True),
     ]
     settings += [
+        Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, quantised=quantised)
+        for count, quantised in ((1, ""), (8, ""), (1, "mxfp4"))
+    ]
+    settings += [
         Setting(shape="qwen3", num_tokens=count, quantised=quantised, cache="lru")
         for quantised in ("mxfp8", "fp8", "mxfp4")
         for count in (1, 4)
@@ -169,9 +178,10 @@ def aot_cases() -> list[KernelCase]:
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     waves = [
         Setting(shape="qwen3", num_tokens=count, cache="lru", wave=wave, **kind)
-        for count, kind in ((2, {}), (8, {}), (8, {"ranks": RANKS}), (16, {}), (8, {"quantised": "mxfp4"}))
+        for count, kind in ((2, {}), (8, {}), (16, {}), (8, {"quantised": "mxfp4"}))
         for wave in ("first", "last")
     ]
+    waves += [Setting(shape="qwen3", num_tokens=8, cache="lru", wave="last", ranks=RANKS)]  # others add up nothing
     return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 
