@@ -11,7 +11,8 @@ shares of all experts (``routing_traces.resized_trace``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
 ``--variants`` the ways to keep them: by the policy behind *cache*, or with the next layer's experts on their way, of
-which as large a share is guessed right as the recording says of the next layer's router.
+which as large a share is guessed right as the recording says of the next layer's router, or with some of what is
+missing computed on the host's cores, as many as this machine's costs say (bf16 only; *link_gbs* is of the link alone).
 
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
@@ -42,9 +43,12 @@ from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert, report_of
+from comet.experts.host_cores import open_cores, usable_cores
+from comet.experts.host_profile import HostSizes
 from comet.experts.prefetch import prefetch_between
-from comet.experts.store import HeldExperts
+from comet.experts.store import HeldExperts, MemoryFile
 from comet.launch.cli import Parser
+from comet.layout import ExpertLayout
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
@@ -55,9 +59,10 @@ COLUMNS = (
 LINK_BYTES = 2**28
 STORED = ("bf16", "mxfp8", "mxfp4")
 PREFETCH = "cache + prefetch"
+HOST_CORES = "cache + host cores"
 # A way to keep experts is a line: its name, and arguments of its ``ExpertCache``. Routing weights are equal here, by
 # which the policy ``score`` is ``lfu``.
-KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
+KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}, HOST_CORES: {}}
 TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
@@ -72,6 +77,7 @@ class Layers:
         device: Where steps run.
         dtype: Of tokens and, unless they are quantised, of weights.
         stored: What experts are quantised to; ``None``: not.
+        has_cores: Whether the host's cores compute experts in some variant.
     """
 
     def __init__(
@@ -82,12 +88,21 @@ class Layers:
         device: torch.device,
         dtype: torch.dtype,
         stored: MXType | None,
+        *,
+        has_cores: bool = False,
     ) -> None:
         self.config, self.device = config, device
         ids, guessed = trace
         self.trace = ids[:, :, None].int().to(device)
         self.guessed = None if guessed is None else guessed[:, :, None].int().to(device)
-        self.host = [host_experts(config, device, dtype, stored) for _ in range(num_layers)]
+        layout = ExpertLayout(num_experts=config.num_experts, top_k=config.top_k, ep=1, tp=1, rank=0)
+        sizes = HostSizes.of(config, layout, 1, dtype)
+        self.cores = open_cores(str(max(usable_cores() - 1, 1)) if has_cores else "off", sizes, device)
+        file = None if self.cores is None else self.cores.file
+        held = [host_experts(config, device, dtype, stored, file) for _ in range(num_layers)]
+        if self.cores is not None:
+            self.cores.start(held)
+        self.host: list[dict[str, Any]] = [layer.named_parts for layer in held]
         self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
@@ -110,6 +125,10 @@ class Layers:
         next_ids = self.ids(at)
         if kind == PREFETCH:
             prefetch_between(layers, [partial(self.guess, at, layer) for layer in range(len(layers))])
+        if kind == HOST_CORES:
+            assert self.cores is not None, "asked for"
+            for number, cache in enumerate(caches):
+                cache.share_with(self.cores, number)
 
         def step() -> None:
             for parts, layer, ids in zip(self.host, layers, next_ids(), strict=True):
@@ -162,7 +181,9 @@ class Layers:
         return step
 
 
-def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None) -> dict[str, Any]:
+def host_experts(
+    config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None, file: MemoryFile | None
+) -> HeldExperts:
     """Random experts of one layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
     sizes = {"w1": (2 * config.ffn_size, config.hidden_size), "w2": (config.hidden_size, config.ffn_size)}
     parts = {}
@@ -173,7 +194,7 @@ def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, st
         else:
             packed = quantize_mx(weight, stored)
             parts |= {name: packed.elements, f"{name}_scales": packed.scales}
-    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device).named_parts
+    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device, file)
 
 
 def link_gbs(device: torch.device) -> float:
@@ -208,7 +229,8 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
     config, stored = model(arguments.model), None if name == STORED[0] else cast(MXType, name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored)
+    has_cores = HOST_CORES in arguments.variants
+    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored, has_cores=has_cores)
     slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
     expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
     for (budget, count), kind in product(slots.items(), arguments.variants):
@@ -234,7 +256,8 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
             {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
              "hits": report.hits, "precision": report.prefetch_precision, "us": us, "bound_us": bound,
              "of_bound": bound / us, "link_gbs": bytes_of_step / (us * 1e3),
-             "x_on_demand": microseconds["on_demand"] / us}
+             "x_on_demand": microseconds["on_demand"] / us, "hosted": report.hosted,
+             "host_cores": layers.cores.facts() if kind == HOST_CORES and layers.cores is not None else None}
         )  # fmt: skip
     return rows
 
@@ -302,6 +325,11 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
     for name in arguments.variants:
         require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
+    quantised = set(arguments.stored) - set(STORED[:1])
+    require(
+        HOST_CORES not in arguments.variants or not quantised,
+        f"variants={HOST_CORES!r} must come with --stored bf16: the host computes no quantised experts",
+    )
     needs_trace = PREFETCH in arguments.variants and arguments.trace is None
     require(not needs_trace, f"variants={PREFETCH!r} must come with --trace: made routing says nothing of guesses")
     for name in ("layers", "steps", "rounds"):

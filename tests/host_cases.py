@@ -36,8 +36,8 @@ def hosted_cache(
     places = {"num_experts": num_experts or held, "first_expert": first_expert}
     sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
     cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
-    parts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file).named_parts
-    cache = ExpertCache(**parts, num_slots=num_slots, device=device, policy=policy, **places)
-    cores.start([cache.host], profile)
-    cache.share_with(cores)
+    held_experts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file)
+    cache = ExpertCache(**held_experts.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
+    cores.start([held_experts], profile)
+    cache.share_with(cores, 0)
     return cache, cores
