@@ -115,7 +115,7 @@ def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
         cache.expect_prefetch()
     resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU)
     taken = 0
-    for _ in range(12):
+    for _ in range(8):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
         ids = torch.randint(case.E, (case.T, case.K), generator=made, dtype=torch.int32)
         for cache in (mine, twin):
