@@ -10,9 +10,9 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 shares of all experts (``routing_traces.resized_trace``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
-``--variants`` the ways to keep them: by the policy behind *cache*, or with the next layer's experts on their way, of
-which as large a share is guessed right as the recording says of the next layer's router, or with some of what is
-missing computed on the host's cores, as many as this machine's costs say (bf16 only; *link_gbs* is of the link alone).
+``--variants`` the ways to keep them: by the policy behind *cache*, with the next layer's experts on their way, of which
+as large a share is guessed right as the recording says of the next layer's router, or with the host's cores, which
+compute some of those that are missing (not quantised ones).
 
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
@@ -43,12 +43,11 @@ from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert, report_of
-from comet.experts.host_cores import open_cores, usable_cores
+from comet.experts.host_cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host_profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts, MemoryFile
 from comet.launch.cli import Parser
-from comet.layout import ExpertLayout
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
@@ -59,10 +58,11 @@ COLUMNS = (
 LINK_BYTES = 2**28
 STORED = ("bf16", "mxfp8", "mxfp4")
 PREFETCH = "cache + prefetch"
-HOST_CORES = "cache + host cores"
+HOST_CORES = " + host cores"
 # A way to keep experts is a line: its name, and arguments of its ``ExpertCache``. Routing weights are equal here, by
 # which the policy ``score`` is ``lfu``.
-KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}, HOST_CORES: {}}
+KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
+KINDS |= {name + HOST_CORES: KINDS[name] for name in ("cache", "cache lfu")}
 TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
@@ -77,7 +77,7 @@ class Layers:
         device: Where steps run.
         dtype: Of tokens and, unless they are quantised, of weights.
         stored: What experts are quantised to; ``None``: not.
-        has_cores: Whether the host's cores compute experts in some variant.
+        num_cores: Of the host, that compute missing experts of some variants; 0: no variant wants any.
     """
 
     def __init__(
@@ -88,21 +88,20 @@ class Layers:
         device: torch.device,
         dtype: torch.dtype,
         stored: MXType | None,
-        *,
-        has_cores: bool = False,
+        num_cores: int = 0,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.cores = config, device, None
+        if num_cores:
+            sizes = HostSizes(
+                num_experts=config.num_experts, first_expert=0, hidden_size=config.hidden_size, top_k=config.top_k,
+                max_tokens=1, dtype=dtype,
+            )  # fmt: skip
+            self.cores = HostCores(num_cores, sizes, device, TIMEOUT_S)
         ids, guessed = trace
         self.trace = ids[:, :, None].int().to(device)
         self.guessed = None if guessed is None else guessed[:, :, None].int().to(device)
-        layout = ExpertLayout(num_experts=config.num_experts, top_k=config.top_k, ep=1, tp=1, rank=0)
-        sizes = HostSizes.of(config, layout, 1, dtype)
-        self.cores = open_cores(str(max(usable_cores() - 1, 1)) if has_cores else "off", sizes, device)
         file = None if self.cores is None else self.cores.file
-        held = [host_experts(config, device, dtype, stored, file) for _ in range(num_layers)]
-        if self.cores is not None:
-            self.cores.start(held)
-        self.host: list[dict[str, Any]] = [layer.named_parts for layer in held]
+        self.host = [host_experts(config, device, dtype, stored, file) for _ in range(num_layers)]
         self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
@@ -120,21 +119,28 @@ class Layers:
         """A step that reads from caches kept in one of ``KINDS``, and these."""
         place: dict[str, Any] = dict(num_slots=num_slots, device=self.device, **KINDS[kind])
         caches = [ExpertCache(**parts, **place) for parts in self.host]
+        if kind.endswith(HOST_CORES):
+            self.share(caches)
         layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
         next_ids = self.ids(at)
         if kind == PREFETCH:
             prefetch_between(layers, [partial(self.guess, at, layer) for layer in range(len(layers))])
-        if kind == HOST_CORES:
-            assert self.cores is not None, "asked for"
-            for number, cache in enumerate(caches):
-                cache.share_with(self.cores, number)
 
         def step() -> None:
             for parts, layer, ids in zip(self.host, layers, next_ids(), strict=True):
                 layer(self.token, ids, self.weights, parts["w1"], parts["w2"])
 
         return step, caches
+
+    def share(self, caches: Sequence[ExpertCache]) -> None:
+        """Leave some missing experts to the host's cores, one process for all variants."""
+        assert self.cores is not None, "they were counted"
+        if self.cores.process is None:
+            self.cores.start([cache.host for cache in caches])
+            print(f"host cores: {self.cores.facts()}", flush=True)
+        for number, cache in enumerate(caches):
+            cache.share_with(self.cores, number)
 
     def guess(self, at: Tensor, layer: int, _: Tensor) -> Tensor:
         """``(1, K)``: what the step number ``at (1,)`` is expected to need of a layer."""
@@ -183,7 +189,7 @@ class Layers:
 
 def host_experts(
     config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None, file: MemoryFile | None
-) -> HeldExperts:
+) -> dict[str, Any]:
     """Random experts of one layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
     sizes = {"w1": (2 * config.ffn_size, config.hidden_size), "w2": (config.hidden_size, config.ffn_size)}
     parts = {}
@@ -194,7 +200,7 @@ def host_experts(
         else:
             packed = quantize_mx(weight, stored)
             parts |= {name: packed.elements, f"{name}_scales": packed.scales}
-    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device, file)
+    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device, file).named_parts
 
 
 def link_gbs(device: torch.device) -> float:
@@ -229,11 +235,12 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
     config, stored = model(arguments.model), None if name == STORED[0] else cast(MXType, name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    has_cores = HOST_CORES in arguments.variants
-    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored, has_cores=has_cores)
+    wanted = [kind for kind in arguments.variants if stored is None or not kind.endswith(HOST_CORES)]
+    num_cores = max(usable_cores() - 1, 1) if any(kind.endswith(HOST_CORES) for kind in wanted) else 0
+    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored, num_cores)
     slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
     expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
-    for (budget, count), kind in product(slots.items(), arguments.variants):
+    for (budget, count), kind in product(slots.items(), wanted):
         with memory_limit(device, arguments.layers * count * expert + TABLES_BYTES):
             made[kind, budget] = layers.cached(count, kind)
     steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}
@@ -256,8 +263,7 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
             {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
              "hits": report.hits, "precision": report.prefetch_precision, "us": us, "bound_us": bound,
              "of_bound": bound / us, "link_gbs": bytes_of_step / (us * 1e3),
-             "x_on_demand": microseconds["on_demand"] / us, "hosted": report.hosted,
-             "host_cores": layers.cores.facts() if kind == HOST_CORES and layers.cores is not None else None}
+             "x_on_demand": microseconds["on_demand"] / us}
         )  # fmt: skip
     return rows
 
@@ -325,11 +331,6 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
     for name in arguments.variants:
         require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
-    quantised = set(arguments.stored) - set(STORED[:1])
-    require(
-        HOST_CORES not in arguments.variants or not quantised,
-        f"variants={HOST_CORES!r} must come with --stored bf16: the host computes no quantised experts",
-    )
     needs_trace = PREFETCH in arguments.variants and arguments.trace is None
     require(not needs_trace, f"variants={PREFETCH!r} must come with --trace: made routing says nothing of guesses")
     for name in ("layers", "steps", "rounds"):

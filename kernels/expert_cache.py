@@ -325,4 +325,5 @@ def bring_torch(
     num_missing = len(missing) + len(hosted)
     tables.header[CLOCK.value], tables.header[COUNT.value] = now, num_missing
     tables.header[CHANGED.value], tables.header[HOSTED.value] = num_missing + num_ahead, len(hosted)
-    tables.totals[[0, 1, 7]] += torch.tensor([len(needed), len(missing), len(hosted)])
+    tables.totals[:2] += torch.tensor([len(needed), len(missing)])
+    tables.totals[7] += len(hosted)
