@@ -137,10 +137,11 @@ def take_answer(T, D, cache, E, S, CACHE: tl.constexpr):
         is_late = any_of(late != 0, tl.arange(0, MOST_THREADS)) == 1
         if is_late:
             tl.store(words_ptr + FAILED, 1)
-        for first in range(0, T * D, 2 * CACHE.piece):
-            at = first + tl.arange(0, 2 * CACHE.piece)
+        PIECE: tl.constexpr = 2 * CACHE.piece  # 4 KB in flight for each warp
+        for first in range(0, T * D, PIECE):
+            at = first + tl.arange(0, PIECE)
             # The host wrote it while this kernel ran: no cache may answer.
-            sums = tl.load(cache[CACHE.mail + ANSWER] + at, mask=at < T * D, other=0.0, volatile=True)
+            sums = tl.load(cache[CACHE.mail + ANSWER] + at, mask=at < T * D, other=0.0, cache_modifier=".cv")
             sums = tl.where(is_late, float("nan"), sums)
             tl.store(cache[CACHE.mail + SUMS] + at, sums, mask=at < T * D)
 
