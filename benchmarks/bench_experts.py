@@ -32,13 +32,14 @@ from points import Ranks
 from report import Row, cell, table_of
 from routing_traces import Trace, made_trace, resized_trace
 from shapes import model
-from start import run_and_leave, start_ranks
+from start import memory_limit, run_and_leave, start_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache, slots_of_budget
+from comet.experts.cache import bytes_of_expert
 from comet.experts.store import HeldExperts
 from comet.launch.cli import Parser
 from comet.quantize import MXType, quantize_mx
@@ -53,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cache lfu": dict(policy="lfu"),
     "cache score": dict(policy="score"),
 }
+TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
 
@@ -188,10 +190,10 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored)
     slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
-    made = {
-        (kind, budget): layers.cached(count, KINDS[kind])
-        for (budget, count), kind in product(slots.items(), arguments.variants)
-    }
+    expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
+    for (budget, count), kind in product(slots.items(), arguments.variants):
+        with memory_limit(device, arguments.layers * count * expert + TABLES_BYTES):
+            made[kind, budget] = layers.cached(count, KINDS[kind])
     steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}
     steps |= {key: step for key, (step, _) in made.items()}
     variants = {name: as_variant(step, device, graph=name != "on_demand") for name, step in steps.items()}

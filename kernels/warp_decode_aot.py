@@ -8,7 +8,7 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
-from .expert_tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
+from .expert_tables import AHEAD_WORDS, CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
@@ -42,6 +42,7 @@ class Setting:
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
+        prefetched: Whether experts may have travelled to the cache before.
         wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
     """
 
@@ -53,6 +54,7 @@ class Setting:
     gathered: bool = False
     dependent: bool = True
     cache: Policy | None = None
+    prefetched: bool = False
     wave: str = ""
 
     @property
@@ -63,6 +65,7 @@ class Setting:
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
+        words += ["prefetched"] if self.prefetched else []
         words += [f"{self.wave} wave"] if self.wave else []
         return ", ".join(filter(None, words))
 
@@ -106,7 +109,9 @@ class Setting:
             per_scale, scale = (shared, 1) if shared == MX.value else (shared**2, 4)
             num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
         groups = min(num_experts, self.num_tokens * top_k)
-        return cache_constants(num_experts, num_experts // 4, num_bytes, groups, num_warps, self.cache or "lru")
+        pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
+        sizes, ahead = (num_experts, num_experts // 4), pieces if self.prefetched else 0
+        return cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
@@ -148,6 +153,10 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="deepseek", num_tokens=1, cache="lru"),
     ]
     settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
+    settings += [
+        Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, quantised=quantised)
+        for count, quantised in ((1, ""), (8, ""), (1, "mxfp4"))
+    ]
     settings += [
         Setting(shape="qwen3", num_tokens=count, quantised=quantised, cache="lru")
         for quantised in ("mxfp8", "fp8", "mxfp4")

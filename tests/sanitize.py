@@ -41,6 +41,7 @@ from comet import fused
 from comet.decode import DecodeWeights, RankDecode, rank_slots
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
+from comet.kernels.expert_prefetch import plan, travel
 from comet.kernels.group_gemm import GemmConfig
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.group_gemm_wgrad_cuda import group_gemm_wgrad_cuda
@@ -162,6 +163,22 @@ def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
                 assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
 
 
+def run_expert_prefetch(device: torch.device, dtype: torch.dtype) -> None:
+    """A plan travels, and a step takes over what came."""
+    host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
+    cache = ExpertCache(*host, 3, device)
+    cache.expect_prefetch()
+    for guessed, needed in (([0, 5], [0, 5]), ([1, 2], [5, 2]), ([4, 3], [1, 0])):
+        plan(torch.tensor([guessed], dtype=torch.int32, device=device), cache.weights.parts, cache.host)
+        travel(cache.weights.parts, cache.host)
+        ids, tokens = torch.tensor([needed], dtype=torch.int32, device=device), torch.randn(1, 32, device=device)
+        run_kernels(tokens.to(dtype), ids, torch.rand(ids.shape, device=device), cache.weights)
+        for expert in needed:
+            slot = int(cache.tables.slots[expert])
+            assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
+            assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
+
+
 def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
     """Scales come with their experts; in block FP8 12 bytes of w1 and 8 of w2."""
     for kind, (hidden_size, ffn_size) in {"mxfp8": (64, 32), "mxfp4": (64, 32), "fp8": (48, 144)}.items():
@@ -250,6 +267,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "backward_cuda": (run_cuda_backward, True),
     "decode": (run_decode, False),
     "expert_cache": (run_expert_cache, False),
+    "expert_prefetch": (run_expert_prefetch, False),
     "quantised_cache": (run_quantised_cache, False),
     "router": (lambda device, dtype: run_router(device), False),
     "rank_decode": (run_rank_decodes, False),

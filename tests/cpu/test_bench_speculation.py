@@ -103,6 +103,34 @@ def replay_elsewhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < row["hits"] < 1 for row in kept if row["budget"] < 1)
 
 
+def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--budgets", "0.5", "--steps", "4", "--rounds", "1"]
+    bench_experts.main([*words, "--stored", "bf16,mxfp8,mxfp4", "--out", str(tmp_path)])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert (tmp_path / "bench_experts.json").read_text() == line + "\n"
+    rows = json.loads(line)["rows"]
+    assert [row["stored"] for row in rows if row["variant"] == "cache"] == ["bf16", "mxfp8", "mxfp4"]
+    assert json.loads(line)["trace"] == "made, sticky=0.5"
+
+
+def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
+    trained: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_speculation, "HELDOUT_SHAPE", (1, 2, 24))
+    monkeypatch.setattr("comet.generation.engine.HeldExperts.quantise", fails)
+    words = ["--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0"]
+    main([*trained, *words, "--variants", "cache mxfp8,cache"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["variant"] for row in rows] == ["cache", "resident", "cache mxfp8"]
+    assert rows[0]["nll"] == pytest.approx(rows[1]["nll"]), "the experts were given back"
+    assert rows[2]["failure"] == "out of memory"
+
+
+def fails(*_: object) -> None:
+    """In place of what a GPU refuses."""
+    raise torch.OutOfMemoryError("out of memory")
+
+
 def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = bench_speculation.parse([*trained, "--variants", "cache", "--seconds", "0", "--rounds", "1"])
     assert arguments.seconds == 0
