@@ -138,6 +138,7 @@ class Run:
         """An engine with caches of its own; the model keeps its experts, also where they were quantised."""
         layers = self.model.moe_layers()
         whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
+        is_first = self.model.rotary.is_cuda and not whole[0][1].is_pinned()  # which pins them for all
         try:
             return GPTEngine(
                 self.model, layers[0].group, expert_slots=slots,
@@ -145,7 +146,7 @@ class Run:
                 **{name: getattr(settings, name) for name in TO_THE_ENGINE},
             )  # fmt: skip
         finally:
-            for layer, w1, w2 in whole if settings.expert_dtype else ():
+            for layer, w1, w2 in () if is_first else whole:
                 local(layer.w1).data, local(layer.w2).data = w1, w2
 
     def make_all(self, deadline: float) -> None:
@@ -209,7 +210,7 @@ class Run:
             return row
         made = sum(run.new_tokens for run in variant.runs)
         spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
-        per_token = spent["fetched_bytes"] / made
+        per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
         row |= {
             "slots": variant.slots, "hits": 1 - spent["fetched"] / spent["needed"], "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),

@@ -193,14 +193,15 @@ def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
 
     What it holds but does not use is given back first. An allocation beyond raises ``torch.OutOfMemoryError``.
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(
-            min((torch.cuda.memory_reserved(device) + num_bytes) / total, 1.0), device
-        )
+    if device.type != "cuda":
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(index).total_memory
+    share = (torch.cuda.memory_reserved(index) + num_bytes) / total
+    torch.cuda.set_per_process_memory_fraction(min(share, 1.0), index)
     try:
         yield
     finally:
-        if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)

@@ -8,6 +8,7 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
+from .expert_mailbox import mail_pointers
 from .expert_tables import AHEAD_WORDS, CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
@@ -44,6 +45,7 @@ class Setting:
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
         prefetched: Whether experts may have travelled to the cache before.
         wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
+        hosted: Whether the host's cores compute some of those that are missing.
     """
 
     shape: str
@@ -56,6 +58,7 @@ class Setting:
     cache: Policy | None = None
     prefetched: bool = False
     wave: str = ""
+    hosted: bool = False
 
     @property
     def label(self) -> str:
@@ -67,6 +70,7 @@ class Setting:
         words += [f"cache {self.cache}"] if self.cache else []
         words += ["prefetched"] if self.prefetched else []
         words += [f"{self.wave} wave"] if self.wave else []
+        words += ["host cores"] if self.hosted else []
         return ", ".join(filter(None, words))
 
     @property
@@ -111,7 +115,9 @@ class Setting:
         groups = min(num_experts, self.num_tokens * top_k)
         pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
         sizes, ahead = (num_experts, num_experts // 4), pieces if self.prefetched else 0
-        return cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
+        mail = dict(mail=len(CACHE_POINTERS), mail_tokens=16, timeout_ns=30 * 10**9)
+        return found._replace(**mail) if self.hosted else found
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
@@ -153,6 +159,13 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="deepseek", num_tokens=1, cache="lru"),
     ]
     settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
+    settings += [Setting(shape="qwen3", num_tokens=count, cache="lru", hosted=True) for count in (1, 2, 4)]
+    settings += [
+        Setting(shape="qwen3", num_tokens=1, cache="score", hosted=True),
+        Setting(shape="qwen3", num_tokens=4, cache="lru", hosted=True, ranks=RANKS),
+        Setting(shape="deepseek", num_tokens=1, cache="lru", hosted=True),
+        Setting(shape="qwen3", num_tokens=1, dtype=torch.float32, cache="lru", hosted=True),
+    ]
     settings += [
         Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, quantised=quantised)
         for count, quantised in ((1, ""), (8, ""), (1, "mxfp4"))
@@ -234,7 +247,8 @@ def _case(
     constants |= {"CACHE": setting.cache_constants(config.gate_up.num_warps)} if setting.cache else {}
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
     kinds |= dict.fromkeys(("ids_ptr", "all_ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
-    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ())}
+    mail = mail_pointers(as_triton_dtype(setting.dtype)) if setting.hosted else ()
+    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ()) + mail}
     expects = {"wide_loads"}
     if config.form == "matrix":
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize

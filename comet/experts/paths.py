@@ -11,6 +11,7 @@ from comet.decode.runners import Runner
 from comet.decode.scales import mx_name
 from comet.errors import UnavailableError
 from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
+from comet.experts.host_cores import HostCores, started
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
 from comet.kernels.expert_tables import Policy
@@ -25,6 +26,7 @@ def open_host_store(
     device: torch.device,
     *,
     policy: Policy = "lru",
+    cores: HostCores | None = None,
 ) -> list[CachedExperts] | list[StagedExperts]:
     """The paths of layers whose experts are in host memory; where ``device`` cannot read it, that is said once.
 
@@ -35,17 +37,26 @@ def open_host_store(
         runner: Of all layers.
         device: Of the slots.
         policy: Whose slot is given away.
+        cores: That compute some of the missing experts; the store is in their file.
 
     Raises:
         NotImplementedError: If memory cannot be pinned, and experts are quantised or the policy is not ``lru``.
-        UnavailableError: If memory cannot be pinned, and there are several ranks.
+        UnavailableError: If memory cannot be pinned, and there are several ranks, or cores that are to compute.
     """
     pageable = sum(layer.num_bytes for layer in held if not layer.readable)
     if not pageable:
         place: dict[str, Any] = dict(policy=policy, num_experts=layout.num_experts, first_expert=layout.first_expert)
         caches = [ExpertCache(**layer.named_parts, num_slots=num_slots, device=device, **place) for layer in held]
+        cores = started(cores, [cache.host for cache in caches])
+        if cores is not None:
+            for cache in caches:
+                cache.share_with(cores)
         return [CachedExperts(cache, runner, layout.top_k) for cache in caches]
     refused = f"{pageable:,} bytes of memory for them cannot be pinned (ulimit -l, or a container's limit): allow that"
+    if cores is not None:
+        cores.close()
+        if cores.insists:
+            raise UnavailableError(f"host_cores computes from pinned memory, and {refused}, or set host_cores=off")
     scales = held[0].w1_scales
     if scales is not None:
         kind = mx_name(held[0].w1).lower() if scales.dtype == torch.uint8 else "fp8"
@@ -83,3 +94,9 @@ def report_of_paths(paths: Sequence[CachedExperts | StagedExperts]) -> CacheRepo
         return staged_report_of(staged)
     cached = [path.cache for path in paths if isinstance(path, CachedExperts)]
     return report_of(cached) if cached else None
+
+
+def cores_of_paths(paths: Sequence[CachedExperts | StagedExperts]) -> HostCores | None:
+    """The host's cores that compute some of the experts of all layers, if there are any."""
+    cores = (path.cache.cores for path in paths if isinstance(path, CachedExperts))
+    return next(cores, None)
