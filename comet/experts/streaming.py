@@ -81,7 +81,7 @@ class Slots(Protocol):
         """Let no expert have these slots any more, because copies follow that may fail."""
         ...
 
-    def bring(self, visit: Visit) -> None:
+    def copy(self, visit: Visit) -> None:
         """Copy an expert into its slot, once that is free; what the current stream is given next finds it there."""
         ...
 
@@ -129,7 +129,7 @@ class PinnedSlots:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def bring(self, visit: Visit) -> None:
+    def copy(self, visit: Visit) -> None:
         """See ``Slots``."""
         if self._stream is None:
             for host, slots in self._pairs:
@@ -198,7 +198,7 @@ class StreamedExperts:
         results = outputs.split(list(counts))
         for visit in visits:
             if visit.is_missing:
-                self.slots.bring(visit)
+                self.slots.copy(visit)
             w1, w2 = slot_weights(self.slots.weights, visit.slot, rows.dtype)
             gate, up = product(parts[visit.expert], w1).chunk(2, dim=-1)
             results[visit.expert].copy_(product(silu(gate) * up, w2))
