@@ -14,9 +14,11 @@ from comet.collectives import wants_grad
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
-from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
-from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
-from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
+from comet.experts.cache import CacheReport
+from comet.experts.opening import CachedPath, Slots, report_of_caches
+from comet.experts.staged import StagedExperts
+from comet.experts.store import HeldExperts
+from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.stored import SCALES
@@ -36,7 +38,7 @@ class StoredExperts(CometExperts):
 
     def __init__(self, layout: ExpertLayout, runner: Runner) -> None:
         super().__init__(None, None, layout, runner)  # type: ignore[arg-type]
-        self.path: CachedExperts | StagedExperts | None = None
+        self.path: CachedPath | None = None
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -119,9 +121,10 @@ def open_stores(
     budget: ExpertBudget,
     dtype: torch.dtype,
     device: torch.device,
+    group: ExpertGroup | None,
     files: ExitStack,
 ) -> None:
-    """Give every ``StoredExperts`` of a model its store and slots; a host store is read here.
+    """Give every ``StoredExperts`` of a model its store and slots; a host store is read here (collective).
 
     Args:
         model: On ``device``, its other weights loaded.
@@ -129,35 +132,19 @@ def open_stores(
         budget: For the model.
         dtype: Of the experts.
         device: Of the slots.
+        group: The model's ranks, or ``None``.
         files: Open ones; the model keeps them where experts stay in files.
     """
-    readers: dict[str, ExpertReader] = dict(layers)
-    places = budget.places
+    modules = [model.get_submodule(name) for name in layers]
+    layout, runner = modules[0].layout, modules[0].runner
+    where: dict[str, Any] = dict(dtype=dtype, device=device, group=group)
+    slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, **where)
     if budget.store == "host":
-        held = {name: _held(reader, budget.stored, dtype, device) for name, reader in layers.items()}
-        if all(layer.readable for layer in held.values()):
-            for name, layer in held.items():
-                cache = ExpertCache(**layer.parts, num_slots=budget.slots, device=device)
-                experts = model.get_submodule(name)
-                experts.path = CachedExperts(cache, experts.runner, budget.top_k)
-            return
-        pageable = sum(layer.num_bytes for layer in held.values() if not layer.readable)
-        if budget.stored is not None:
-            raise NotImplementedError(
-                f"experts in {budget.stored} are not copied by the host yet, and {pageable:,} bytes of memory for them "
-                "cannot be pinned (ulimit -l, or a container's limit): allow that, or keep the experts in the model's "
-                "type"
-            )
-        warn_pageable(pageable)
-        readers, places = dict(held), budget.slots
-    (_, *w1), (_, *w2) = next(iter(readers.values())).shapes
-    stage = Stage(places, (tuple(w1), tuple(w2)), dtype, device)
-    if budget.store == "file":
-        stage.files = files.pop_all()
-    for number, (name, reader) in enumerate(readers.items()):
-        staged = StagedCache(reader, stage, number, budget.slots, dtype, device)
-        experts = model.get_submodule(name)
-        experts.path = StagedExperts(staged, experts.runner.decode, budget.top_k)
+        paths = slots.over_host([_held(reader, budget.stored, dtype, device) for reader in layers.values()])
+    else:
+        paths = slots.over_readers(list(layers.values()), budget.places, files)
+    for module, path in zip(modules, paths, strict=True):
+        module.path = path
 
 
 def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, device: torch.device) -> HeldExperts:
@@ -171,8 +158,6 @@ def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, dev
 
 def cache_report(model: Any) -> CacheReport | None:
     """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
-    caches = [module.path.cache for module in model.modules() if isinstance(module, StoredExperts) and module.path]
-    if not caches:
-        return None
-    staged = [cache for cache in caches if isinstance(cache, StagedCache)]
-    return staged_report_of(staged) if staged else report_of([each for each in caches if isinstance(each, ExpertCache)])
+    return report_of_caches(
+        [module.path.cache for module in model.modules() if isinstance(module, StoredExperts) and module.path]
+    )
