@@ -8,7 +8,7 @@ from comet.experts.cache import (
     report_of,
     slots_of_budget,
 )
-from comet.experts.draft_router import CachedOnRanks, DraftRouter
+from comet.experts.draft_router import CachedOnRanks, DraftRouter, DraftRouters
 from comet.experts.speculation import Speculation
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "CachedExperts",
     "CachedOnRanks",
     "DraftRouter",
+    "DraftRouters",
     "ExpertCache",
     "Speculation",
     "report_of",

@@ -7,7 +7,6 @@ its share of the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,15 +20,15 @@ from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.experts import (
     CACHED_DECODE_TOKENS,
     CachedExperts,
-    CachedOnRanks,
     CacheReport,
-    DraftRouter,
+    DraftRouters,
     ExpertCache,
     report_of,
 )
+from comet.experts.speculation import DraftingModel
 from comet.experts.store import HeldExperts
-from comet.generation.step import DecodeStep, batch_obstacle
-from comet.graphs import TOO_FEW, GraphMode
+from comet.generation.step import Passes, batch_obstacle
+from comet.graphs import GraphMode
 from comet.group import ExpertGroup
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
@@ -39,8 +38,11 @@ from comet.sharding import local
 from comet.shared_expert import SharedExpert
 
 
-class Engine(Protocol):
-    """A model with the attention memory of the sequences it is generating."""
+class Engine(DraftingModel, Protocol):
+    """A model with the attention memory of the sequences it is generating; logits are float32.
+
+    ``draft`` and ``verify`` are for one that was made with settings of drafts.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -58,10 +60,6 @@ class Engine(Protocol):
         Returns:
             ``(B, V)`` float32 logits of each sequence's next token.
         """
-        ...
-
-    def decode(self, ids: Tensor) -> Tensor:
-        """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
         ...
 
     @property
@@ -200,10 +198,12 @@ class GPTEngine:
                 layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
-        self._cached: CachedOnRanks | None = None
-        self._draft_routers = [] if speculation is None else self._make_draft_routers(speculation)
+        self._drafts: DraftRouters | None = None
+        if speculation is not None:
+            routers = [layer.router for layer in model.moe_layers()]
+            self._drafts = DraftRouters(routers, speculation, [cache.weights.slots for cache in self.caches], group)
         self._cache: KeyValueCache | None = None
-        self._passes: dict[tuple[int, bool], DecodeStep] = {}
+        self._passes = self._make_passes()
         self._steps = 0
         self._drafted = False  # by the last pass
         self._touched = torch.zeros((), dtype=torch.int64, device=group.device)
@@ -216,8 +216,7 @@ class GPTEngine:
     @property
     def why_eager(self) -> str:
         """See ``Engine``; with drafts, why any kind of pass was not replayed."""
-        reasons = [step.why_eager for step in self._passes.values()]
-        return next(filter(None, reasons), "") if reasons else TOO_FEW
+        return self._passes.why_eager
 
     @property
     def lengths(self) -> Tensor:
@@ -252,8 +251,8 @@ class GPTEngine:
         Drafts with cached experts only change no cache. So over ranks only the first one behind another pass asks which
         experts are cached, in one collective (``CachedOnRanks``).
         """
-        if self._cached is not None and not self._drafted:
-            self._cached.refresh()
+        if self._drafts is not None and not self._drafted:
+            self._drafts.refresh()
         return self._take(ids[:, None], drafts=True)[:, 0]
 
     @torch.no_grad()
@@ -261,28 +260,13 @@ class GPTEngine:
         """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
         return self._take(ids)
 
-    def _make_draft_routers(self, config: SpeculationConfig) -> list[DraftRouter]:
-        require(
-            bool(self.caches) or not config.draft_cached_only,
-            "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
-        )
-        layers = self.model.moe_layers()
-        chosen = config.experts_per_layer(self.model.config.moe.top_k, len(layers))
-        slots: Sequence[Tensor | None] = [None] * len(layers)
-        if config.draft_cached_only:
-            slots = held = [cache.weights.slots for cache in self.caches]
-            if self._group.parallel.world_size > 1:
-                self._cached = CachedOnRanks(held, self._group)
-                slots = [*self._cached.table]
-        return [DraftRouter(layer.router, r, each) for layer, r, each in zip(layers, chosen, slots, strict=True)]
-
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
         most = self.runner.decode.max_tokens
         require(
-            not self._draft_routers or bool(self.caches) or num_sequences <= most,
+            self._drafts is None or bool(self.caches) or num_sequences <= most,
             f"speculate is for at most {most} prompts at a time, not {num_sequences}",
         )
-        self._passes.clear()  # a graph keeps its memory
+        self._passes = self._make_passes()  # a graph keeps its memory
         self._cache = KeyValueCache(
             self.model.config,
             num_sequences=num_sequences,
@@ -298,25 +282,21 @@ class GPTEngine:
 
     def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
         """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
-        kind = (ids.shape[1], drafts)
-        if kind not in self._passes:
-            self._passes[kind] = self._make_pass(torch.zeros_like(ids), drafts)
         self._steps += 1
         self._drafted = drafts
-        return self._passes[kind](ids)
+        return self._passes(ids, drafts=drafts)
 
-    def _make_pass(self, ids: Tensor, drafts: bool) -> DecodeStep:
-        """A pass that reads ``ids (B, S)``, captured by itself: passes of other shapes are other graphs."""
-        return DecodeStep(
-            partial(self._append, ids, self._draft_routers if drafts else None),
-            ids,
+    def _make_passes(self) -> Passes:
+        return Passes(
+            self._append,
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
-            obstacle=batch_obstacle(ids.numel(), self.runner.decode.max_tokens),
+            obstacle=partial(batch_obstacle, decode_tokens=self.runner.decode.max_tokens),
         )
 
-    def _append(self, ids: Tensor, routers: list[DraftRouter] | None) -> Tensor:
+    def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         """One pass, from and to memory that stays where it is."""
+        routers = self._drafts.layers if drafts and self._drafts is not None else None
         output = self.model.extend(ids, self._room(), routers)
         self._touched += (output.expert_load[:, self._held] > 0).sum()
         return output.logits

@@ -188,11 +188,6 @@ def test_the_job_refuses_before_a_group_is_made(qwen, tmp_path, monkeypatch):
         generate_job(job, Rank())
 
 
-def test_a_folder_does_not_draft_yet(qwen, tmp_path):
-    with pytest.raises(ValueError, match=r"generate\.speculate='conservative' must be 'off' for a Hugging Face folder"):
-        generate_job(job_of(qwen, tmp_path, speculate="conservative"), Rank())
-
-
 def test_files_are_for_hugging_face(tmp_path):
     from comet.generation.experts import plan_experts
 

@@ -59,6 +59,12 @@ class StoredExperts(CometExperts):
         return self.path.cache.expert_bytes
 
     @property
+    def slots(self) -> Tensor:
+        """``(E,)`` int32: the slot of every expert, -1: none, or another rank's."""
+        assert self.path is not None, "the loader opens a store before the model is used"
+        return self.path.cache.weights.slots
+
+    @property
     def host_driven(self) -> bool:
         """Whether the host brings what a step misses, which no CUDA graph can."""
         return isinstance(self.path, StagedExperts)
