@@ -3,11 +3,14 @@
     python benchmarks/bench_experts.py --model qwen3_30b_a3b --layers 4 --budgets 0.1,0.3,1.0 --out outputs/experts
     python benchmarks/bench_experts.py --device cpu --model tiny --layers 2 --budgets 0.5,1.0 --steps 8
 
-A step runs the routed experts of some layers for one token, on a GPU as one CUDA graph, over a routing trace: a token
-keeps an expert of the one before with probability ``--sticky``, and draws the others by a Zipf law of its layer. The
-trace is made, not recorded: it sets the share of hits and says nothing about models.
+A step runs the routed experts of some layers for one token, on a GPU as one CUDA graph, over a routing trace. Without
+``--trace`` it is made, and says nothing about models: a token keeps an expert of the one before with probability
+``--sticky``, and draws the others by a Zipf law of its layer. ``--trace routing.pt``, recorded by
+``bench_speculation.py``, is replayed at this shape: experts come again as soon as they did in the recording, counted in
+shares of all experts (``routing_traces.resized_trace``).
 
-``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case.
+``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
+``--variants`` the ways to keep them, by the policy behind *cache*.
 
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
@@ -27,6 +30,7 @@ from typing import Any, cast
 import torch
 from points import Ranks
 from report import Row, cell, table_of
+from routing_traces import Trace, made_trace, resized_trace
 from shapes import model
 from start import run_and_leave, start_ranks
 from torch import Tensor
@@ -35,7 +39,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache, slots_of_budget
-from comet.experts.cache import pinned
+from comet.experts.store import HeldExperts
 from comet.launch.cli import Parser
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
@@ -43,22 +47,13 @@ from comet.tuner.timing import capture, time_interleaved
 COLUMNS = ("stored", "variant", "budget", "slots", "hits", "us", "bound_us", "of_bound", "link_gbs", "x_on_demand")
 LINK_BYTES = 2**28
 STORED = ("bf16", "mxfp8", "mxfp4")
+# A way to keep experts is a line: its name, and arguments of its ``ExpertCache``.
+KINDS: dict[str, dict[str, Any]] = {
+    "cache": {},
+    "cache lfu": dict(policy="lfu"),
+    "cache score": dict(policy="score"),
+}
 STEPS_PER_CALL = 32  # so that calls have about as many misses
-
-
-def routing_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float) -> Tensor:
-    """``(num_steps, num_layers, 1, K)`` int32 expert ids."""
-    made = torch.Generator().manual_seed(0)
-    popularity = torch.stack([torch.randperm(config.num_experts, generator=made) + 1.0 for _ in range(num_layers)])
-    ids = torch.multinomial(1 / popularity, config.top_k, generator=made)
-    steps = []
-    for _ in range(num_steps):
-        keeps = torch.rand(ids.shape, generator=made) < sticky
-        chances = (1 / popularity).scatter(1, ids, 0.0)  # what was dropped comes back only if it was kept
-        drawn = torch.multinomial(chances, config.top_k, generator=made)
-        ids = torch.where(keeps, ids, drawn)
-        steps.append(ids)
-    return torch.stack(steps)[:, :, None].int()
 
 
 class Layers:
@@ -67,7 +62,7 @@ class Layers:
     Args:
         config: Of a layer.
         num_layers: How many.
-        trace: See ``routing_trace``.
+        trace: ``(N, num_layers, K)`` expert ids of N steps.
         device: Where steps run.
         dtype: Of tokens and, unless they are quantised, of weights.
         stored: What experts are quantised to; ``None``: not.
@@ -82,7 +77,7 @@ class Layers:
         dtype: torch.dtype,
         stored: MXType | None,
     ) -> None:
-        self.config, self.trace, self.device = config, trace.to(device), device
+        self.config, self.trace, self.device = config, trace[:, :, None].int().to(device), device
         self.host = [host_experts(config, device, dtype, stored) for _ in range(num_layers)]
         self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
@@ -93,9 +88,9 @@ class Layers:
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
         return lambda: self.trace.index_select(0, at.add_(1).remainder_(len(self.trace)))[0]
 
-    def cached(self, num_slots: int) -> tuple[Callable[[], Any], list[ExpertCache]]:
+    def cached(self, num_slots: int, settings: dict[str, Any]) -> tuple[Callable[[], Any], list[ExpertCache]]:
         """A step that reads from caches, and these."""
-        caches = [ExpertCache(**parts, num_slots=num_slots, device=self.device) for parts in self.host]
+        caches = [ExpertCache(**parts, num_slots=num_slots, device=self.device, **settings) for parts in self.host]
         layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
         next_ids = self.ids()
 
@@ -156,7 +151,7 @@ def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, st
         else:
             packed = quantize_mx(weight, stored)
             parts |= {name: packed.elements, f"{name}_scales": packed.scales}
-    return {name: pinned(part.cpu(), device) for name, part in parts.items()}
+    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device).named_parts
 
 
 def link_gbs(device: torch.device) -> float:
@@ -177,6 +172,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     link = link_gbs(device)
     rows = [row for name in arguments.stored for row in rows_of(arguments, name, device, link)]
     facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
+             "trace": str(arguments.trace or f"made, sticky={arguments.sticky}"),
              "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}  # fmt: skip
     print(table_of(rows, COLUMNS, cell))
     line = json.dumps(facts | {"rows": rows})
@@ -190,34 +186,43 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
     config, stored = model(arguments.model), None if name == STORED[0] else cast(MXType, name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    trace = routing_trace(config, arguments.layers, arguments.steps, arguments.sticky)
-    layers = Layers(config, arguments.layers, trace, device, dtype, stored)
+    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored)
     slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
-    made = {budget: layers.cached(count) for budget, count in slots.items()}
-    steps = {"on_demand": layers.on_demand(), "resident": layers.resident()} | {
-        str(budget): step for budget, (step, _) in made.items()
+    made = {
+        (kind, budget): layers.cached(count, KINDS[kind])
+        for (budget, count), kind in product(slots.items(), arguments.variants)
     }
+    steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}
+    steps |= {key: step for key, (step, _) in made.items()}
     variants = {name: as_variant(step, device, graph=name != "on_demand") for name, step in steps.items()}
-    for _ in range(-(-len(trace) // STEPS_PER_CALL)):  # the caches are as full as they get
+    for _ in range(-(-len(layers.trace) // STEPS_PER_CALL)):  # the caches are as full as they get
         for variant in variants.values():
             variant(0)
-    before = {budget: counts_of(caches) for budget, (_, caches) in made.items()}
+    before = {key: counts_of(caches) for key, (_, caches) in made.items()}
     timings = time_interleaved(variants, rounds=arguments.rounds, barrier=lambda: None, rotate=1, device=device)
     microseconds = {name: timing.median_ms * 1e3 / STEPS_PER_CALL for name, timing in timings.items()}
     expert_bytes = next(iter(made.values()))[1][0].expert_bytes
     rows: list[Row] = [
         {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
     ]
-    for budget, (_, caches) in made.items():
-        needed, fetched = (now - then for now, then in zip(counts_of(caches), before[budget], strict=True))
-        us, missing = microseconds[str(budget)], fetched / needed * config.top_k * arguments.layers * expert_bytes
+    for (kind, budget), (_, caches) in made.items():
+        needed, fetched = (now - then for now, then in zip(counts_of(caches), before[kind, budget], strict=True))
+        us, missing = microseconds[kind, budget], fetched / needed * config.top_k * arguments.layers * expert_bytes
         bound = max(microseconds["resident"], missing / (link * 1e3))
         rows.append(
-            {"stored": name, "variant": "cache", "budget": budget, "slots": slots[budget],
+            {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
              "hits": 1 - fetched / needed, "us": us, "bound_us": bound, "of_bound": bound / us,
              "link_gbs": missing / (us * 1e3), "x_on_demand": microseconds["on_demand"] / us}
         )  # fmt: skip
     return rows
+
+
+def trace_of(arguments: argparse.Namespace) -> Tensor:
+    """``(N, L, K)`` ids of the command line's shape: replayed, or made."""
+    config, layers, steps = model(arguments.model), arguments.layers, arguments.steps
+    if arguments.trace is None:
+        return made_trace(config, layers, steps, arguments.sticky)
+    return resized_trace(Trace.load(arguments.trace), config, layers, steps)
 
 
 def counts_of(caches: Sequence[ExpertCache]) -> tuple[int, int]:
@@ -255,6 +260,8 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--stored", type=names, default=STORED[:1], help=f"of {', '.join(STORED)}: a group of rows each"
     )
+    parser.add_argument("--variants", type=names, default=("cache",), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--trace", type=Path, default=None, help="routing.pt of bench_speculation.py, to be replayed")
     parser.add_argument("--sticky", type=float, default=0.5, help="chance that an expert serves the next token, too")
     parser.add_argument("--steps", type=int, default=256, help="tokens of the trace")
     parser.add_argument("--rounds", type=int, default=20, help=f"counted calls of {STEPS_PER_CALL} steps each")
@@ -264,6 +271,8 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     model(arguments.model)
     for name in arguments.stored:
         require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
+    for name in arguments.variants:
+        require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
     for name in ("layers", "steps", "rounds"):
         require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")

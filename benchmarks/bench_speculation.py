@@ -1,245 +1,347 @@
-"""Decode a trained model with experts beyond GPU memory: load on demand, cache, and self-speculative decoding.
+"""Decode a trained model with experts beyond GPU memory: by every mechanism, and what speculation costs in quality.
 
-    comet train model=moe_600m train.batch_size=32 train.steps=1400 train.lr=1e-3 output_dir=outputs/moe
-    python benchmarks/bench_speculation.py --source outputs/moe --budgets 0.1,0.3 --out outputs/speculation
+    comet train model=moe_600m train.batch_size=32 train.steps=800 train.lr=1e-3 output_dir=outputs/moe
+    python benchmarks/bench_speculation.py --source outputs/moe --seconds 150 --out outputs/speculation
 
 Continues texts that training did not see, one at a time. *on_demand* keeps no expert from one token to the next,
-*cache* does, *conservative* and *adaptive* draft with ``--draft-experts`` of the K experts and verify with all;
-``cached`` behind them: drafts take experts that have a slot. Budget 1.0 holds all experts, and is what ``of_resident``
-compares with. ``nll`` is the mean negative log-likelihood of the texts by the whole model, in nats a token: what
-adaptive mode costs. All are timed in turn; the last line is JSON, also in ``--out``.
+*cache* does (by the policy or stored as the type behind it), *conservative* and *adaptive* draft with
+``--draft-experts`` of the K experts and verify with all; ``cached`` behind them: drafts take experts that have a slot.
+*accelerate* moves experts of transformers' model (``offloaded.py``). *resident* has a slot for every expert, which
+``of_resident`` compares with. All are timed in turn, for ``--seconds`` or ``--rounds`` texts, and each was made within
+its budget: device memory beside the dense weights, which all share, is limited to the slots and ``--workspace-mb``.
+
+``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
+model, in nats a token. What adaptive mode costs is measured on held-out text (``draft_quality.py``), with the loss of
+the best r experts; the routing of that text goes to ``routing.pt``, for ``bench_experts.py --trace``. Results so far
+stand in ``--out`` after every round, pictures at the end; the last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from bench_experts import link_gbs, shares
-from points import Ranks
+from bench_experts import link_gbs, names, shares
+from draft_quality import measure_drafts, measure_top_r, record_routing
+from offloaded import has_accelerate, make_offloaded, require_accelerate
+from points import FAILURES, Ranks
 from report import Row, cell, table_of
-from start import run_and_leave, start_ranks
+from speculation_pictures import draw_all, routing_facts
+from speculation_variants import Accelerated, OnDemand, Timed, Variant, score
+from start import run_and_leave, start_ranks, tell
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.experts import CachedExperts, CacheReport, slots_of_budget
+from comet.experts import CachedExperts, ExpertCache, slots_of_budget
+from comet.experts.cache import bytes_of_expert
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
-from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
 from comet.launch.cli import Parser
+from comet.launch.failures import one_line
 from comet.models.gpt import GPT
-from comet.paths import ExpertPath
+from comet.sharding import local
 from comet.training.checkpoint import load_weights
 from comet.training.config import DataConfig
 from comet.training.data import read_corpus
 
 COLUMNS = (
-    "variant", "budget", "hits", "tokens_per_s", "x_on_demand", "of_resident", "mb_per_token", "link_share",
-    "acceptance", "tokens_per_round", "nll",
+    "variant", "budget", "slots", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms",
+    "mb_per_token", "link_share", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
 )  # fmt: skip
+ON_DEMAND, RESIDENT, ACCELERATE = "on_demand", "resident", "accelerate"
+# A variant is a line: its name, and how its settings of ``comet generate`` differ from those of a plain cache.
+KINDS: dict[str, dict[str, Any]] = {
+    ON_DEMAND: {},
+    "cache": {},
+    "cache lfu": dict(expert_policy="lfu"),
+    "cache score": dict(expert_policy="score"),
+    "cache mxfp8": dict(expert_dtype="mxfp8"),
+    "cache mxfp4": dict(expert_dtype="mxfp4"),
+    "conservative": dict(speculate="conservative"),
+    "conservative cached": dict(speculate="conservative", draft_cached_only=True),
+    "adaptive": dict(speculate="adaptive"),
+    "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
+    ACCELERATE: {},
+}
 PROMPT_BYTES = 64
-SCORED_AT_ONCE = 32
+FIRST_TOKEN_BYTES = 1000
+HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
+LEAST_PROMPTS = 64
 
 
-class OnDemand(CachedExperts):
-    """Experts that are forgotten before every step."""
+@contextmanager
+def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
+    """Let this process take so many more bytes of a GPU's memory, and no more; on a CPU without a limit.
 
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """See ``CachedExperts``."""
-        tables = self.cache.tables
-        for table in (tables.slots, tables.arriving, tables.owners):
-            table.fill_(-1)
-        return super().__call__(tokens, top_k_ids, top_k_weights, w1, w2)
+    What it holds but does not use is given back first. An allocation beyond raises ``torch.OutOfMemoryError``.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min((torch.cuda.memory_reserved(device) + num_bytes) / total, 1.0), device
+        )
+    yield
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-@dataclass
-class Variant:
-    """One way to decode, and what was measured of it.
+class Run:
+    """All variants over one model, and the rows of the table.
 
     Args:
-        name: In the table.
-        budget: Share of the experts on the device.
-        settings: Of ``generate``.
-        engine: Over the model that all variants share.
-        paths: That the model's layers take while this variant runs.
+        arguments: Of the command line.
+        model: Its experts in host memory.
+        ranks: This rank.
+        heldout: ``(H,)`` uint8, text that training did not see.
     """
 
-    name: str
-    budget: float
-    settings: GenerateConfig
-    engine: GPTEngine
-    paths: list[ExpertPath] = field(default_factory=list)
-    runs: list[Generated] = field(default_factory=list)
-    needed: int = 0
-    fetched: int = 0
+    def __init__(self, arguments: argparse.Namespace, model: GPT, ranks: Ranks, heldout: Tensor) -> None:
+        self.arguments, self.model, self.ranks, self.heldout = arguments, model, ranks, heldout
+        self.device, self.context = ranks.device, model.config.context
+        self.link = link_gbs(self.device)
+        self.variants: list[Timed] = []
+        self.failures: list[Row] = []
+        self.plain = GenerateConfig(
+            max_new_tokens=min(arguments.tokens, self.context - PROMPT_BYTES),
+            temperature=arguments.temperature, draft_experts=arguments.draft_experts,
+            draft_tokens=arguments.draft_tokens, tau=arguments.tau, adaptive_tolerance=arguments.tolerance,
+            expert_budget=1.0,
+        )  # fmt: skip
+        self.resident = self.make(RESIDENT, 1.0, {})
 
-    def run(self, context: int) -> None:
-        """Continue the prompt of the settings once, and count."""
-        for layer, path in zip(self.engine.model.moe_layers(), self.paths, strict=True):
-            layer.experts = path
-        prompts = encode_prompts(self.settings, ByteCodec(), context)
-        warm_up(self.engine, prompts, self.settings, context=context)
-        reports: list[CacheReport | None] = []
+    def make(self, name: str, budget: float, changes: dict[str, Any]) -> Timed:
+        """One variant, warm, made within its budget; the model keeps its experts."""
+        model, settings = self.model, replace(self.plain, **changes)
+        layers, moe = model.moe_layers(), model.config.moe
+        stored = settings.expert_dtype
+        slots = slots_of_budget(budget, moe, len(layers), model.dtype, stored)
+        expert = bytes_of_expert(moe.hidden_size, moe.ffn_size, model.dtype, stored)
+        allowed = len(layers) * slots * expert + self.arguments.workspace_mb * 2**20
+        whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
+        with memory_limit(self.device, allowed):
+            before = self.memory()
+            if name == ACCELERATE:
+                made: Timed = Accelerated(name, budget, make_offloaded(model, budget))
+            else:
+                engine = GPTEngine(
+                    model, layers[0].group, expert_slots=slots, expert_dtype=stored,
+                    expert_policy=settings.expert_policy,
+                    speculation=None if settings.speculate == "off" else settings,
+                )  # fmt: skip
+                for layer, w1, w2 in whole if stored else ():  # quantising took them
+                    local(layer.w1).data, local(layer.w2).data = w1, w2
+                kind = OnDemand if name == ON_DEMAND else CachedExperts
+                caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
+                paths = [kind(cache, engine.runner, moe.top_k) for cache in caches]
+                made = Variant(name, budget, slots, settings, engine, list(paths))
+            made.warm(self.prompt(0), self.context)
+            made.read(self.long_prompt())
+            made.device_mb = (self.memory() - before) / 2**20
+        made.first_tokens_s = []
+        return made
 
-        def count(*_: object) -> None:
-            if not reports:  # the prompt has been read
-                reports.append(self.engine.cache_report())
+    def make_all(self, deadline: float) -> None:
+        """All that is asked for, until the time is over; what fails or is left out has a row that says why."""
+        for budget, name in self.wanted():
+            if time.perf_counter() > deadline:
+                self.failures.append({"variant": name, "budget": budget, "failure": "left out: the time was over"})
+                continue
+            try:
+                self.variants.append(self.make(name, budget, KINDS[name]))
+            except FAILURES as error:
+                self.failures.append({"variant": name, "budget": budget, "failure": one_line(error)})
+            tell(self.ranks, f"{name} at {budget}: {self.failures[-1] if self.failures else 'ready'}")
+        self.variants.append(self.resident)
 
-        self.runs.append(generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count))
-        before, after = reports[0], self.engine.cache_report()
-        assert before is not None, "all variants decode from caches"
-        assert after is not None
-        self.needed += after.needed - before.needed
-        self.fetched += after.fetched - before.fetched
+    def wanted(self) -> Iterator[tuple[float, str]]:
+        """Budgets and names; what keeps nothing depends on no budget."""
+        for budget in self.arguments.budgets:
+            for name in self.arguments.variants:
+                if name != ON_DEMAND or budget == min(self.arguments.budgets):
+                    yield budget, name
 
+    def time_all(self, deadline: float) -> None:
+        """Texts in turn, then first tokens; prints what is known after each round."""
+        with memory_limit(self.device, self.arguments.workspace_mb * 2**20):
+            for number in range(1, self.arguments.rounds + 1):
+                if number > 1 and time.perf_counter() > deadline:
+                    break
+                for variant in self.variants:
+                    variant.run(self.prompt(number), self.context, seed=number)
+                    variant.read(self.long_prompt())
+                tell(self.ranks, f"round {number}\n{table_of(self.rows(), COLUMNS, cell)}")
+                self.write({"rows": self.rows()})
 
-def make_variants(model: GPT, arguments: argparse.Namespace) -> list[Variant]:
-    """All that is timed."""
-    plain = GenerateConfig(
-        max_new_tokens=arguments.tokens, temperature=arguments.temperature, draft_experts=arguments.draft_experts,
-        draft_tokens=arguments.draft_tokens, tau=arguments.tau, adaptive_tolerance=arguments.tolerance,
-        expert_budget=1.0,
-    )  # fmt: skip
-    kinds: dict[str, dict[str, Any]] = {"cache": {}}
-    for mode in ("conservative", "adaptive"):
-        kinds[mode] = dict(speculate=mode)
-        kinds[f"{mode} cached"] = dict(speculate=mode, draft_cached_only=True)
-    variants = [make_variant("on_demand", min(arguments.budgets), plain, model, OnDemand)]
-    for budget in arguments.budgets:
-        for name, changes in kinds.items():
-            variants.append(make_variant(name, budget, replace(plain, **changes), model))
-    return [*variants, make_variant("cache", 1.0, plain, model)]
+    def rows(self) -> list[Row]:
+        """What the table says so far."""
+        return [*map(self.row, self.variants), *self.failures]
 
+    def row(self, variant: Timed) -> Row:
+        """What the table says of a variant."""
+        rate = variant.tokens_per_s
+        slowest = next((each for each in self.variants if each.name == ON_DEMAND), None)
+        row: Row = {
+            "variant": variant.name, "budget": variant.budget, "tokens_per_s": rate,
+            "x_on_demand": rate / slowest.tokens_per_s if slowest else None,
+            "of_resident": rate / self.resident.tokens_per_s, "device_mb": variant.device_mb,
+            "first_token_ms": 1e3 * median(variant.first_tokens_s),
+        }  # fmt: skip
+        if isinstance(variant, Accelerated):
+            return row
+        made = sum(run.new_tokens for run in variant.runs)
+        per_token = variant.fetched * variant.engine.caches[0].expert_bytes / made
+        row |= {
+            "slots": variant.slots, "hits": 1 - variant.fetched / variant.needed, "mb_per_token": per_token / 1e6,
+            "link_share": per_token * rate / (self.link * 1e9),
+        }  # fmt: skip
+        facts = [run.speculation for run in variant.runs if run.speculation is not None]
+        if facts:
+            drafted = sum(each["drafted"] for each in facts)
+            row |= {
+                "acceptance": sum(each["accepted"] for each in facts) / max(drafted, 1),
+                "tokens_per_round": made / sum(each["rounds"] for each in facts),
+                "speculation": facts,
+            }
+        return row
 
-def make_variant(
-    name: str, budget: float, settings: GenerateConfig, model: GPT, path: type[CachedExperts] = CachedExperts
-) -> Variant:
-    """One variant, with caches of its own."""
-    config = model.config
-    slots = slots_of_budget(budget, config.moe, len(model.moe_layers()), model.dtype)
-    speculation = None if settings.speculate == "off" else settings.speculation
-    group = model.moe_layers()[0].group
-    engine = GPTEngine(model, group, expert_slots=slots, speculation=speculation)
-    paths = [path(cache, engine.runner, config.moe.top_k) for cache in engine.caches]
-    return Variant(name, budget, settings, engine, list(paths))
+    def scored_rows(self) -> list[Row]:
+        """The rows with the loss of the texts."""
+        assert isinstance(self.resident, Variant)
+        self.resident.take_over()
+        rows = []
+        for variant, row in zip(chain(self.variants, self.failures), self.rows(), strict=True):
+            if isinstance(variant, Variant):
+                scores = [score(self.resident.engine, prompt, run.texts[0])
+                          for prompt, run in zip(variant.prompts, variant.runs, strict=True)]  # fmt: skip
+                row["nll"] = sum(scores) / len(scores)
+            rows.append(row)
+        return rows
 
+    def quality(self, folder: Path | None) -> Row:
+        """What drafts are worth on held-out text; its routing goes to ``routing.pt``."""
+        assert isinstance(self.resident, Variant)
+        self.resident.take_over()
+        count, size, length = HELDOUT_SHAPE
+        length = min(length, self.context, len(self.heldout) - 2)
+        starts = self.starts(count * size, length + 1, seed=1)
+        texts = torch.stack([self.heldout[start : start + length + 1].long() for start in starts]).to(self.device)
+        batches, tokens = texts.split(size), ByteCodec().num_tokens
+        drafts = measure_drafts(self.model, batches, self.plain, self.arguments.tolerances, tokens)
+        trace = record_routing(self.model, [batch[:, :-1] for batch in batches])
+        if folder is not None:
+            trace.save(folder / "routing.pt")
+        return {"drafts": drafts, "top_r": measure_top_r(self.model, batches, tokens), "routing": routing_facts(trace)}
 
-def score(engine: GPTEngine, prompt: str, text: str) -> float:
-    """Mean negative log-likelihood of a text's bytes behind a prompt, in nats, with all experts."""
-    codec = ByteCodec()
-    given, made = codec.encode(prompt), codec.encode(text)
-    ids = torch.tensor([made], device=engine.device)
-    read, length = torch.tensor([given], device=ids.device), torch.tensor([len(given)], device=ids.device)
-    logits = [engine.prefill(read, length, len(given) + len(made))[:, None]]
-    logits += [engine.verify(part) for part in ids[:, :-1].split(SCORED_AT_ONCE, dim=1)]
-    return float(torch.nn.functional.cross_entropy(torch.cat(logits, dim=1)[0, :, : codec.num_tokens], ids[0]))
+    def memory(self) -> int:
+        """Bytes of the device's memory that this process uses."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def prompt(self, number: int) -> str:
+        """Held-out text number so and so."""
+        start = self.starts(max(number + 1, LEAST_PROMPTS), PROMPT_BYTES, seed=0)[number]
+        return bytes(self.heldout[start : start + PROMPT_BYTES].tolist()).decode("latin1")
+
+    def long_prompt(self) -> Tensor:
+        """``(1, P)`` held-out text, P 1,000 where the context has room for it."""
+        return self.heldout[None, : min(FIRST_TOKEN_BYTES, self.context)].long().to(self.device)
+
+    def starts(self, count: int, length: int, seed: int) -> list[int]:
+        """Where texts of a length begin."""
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randint(len(self.heldout) - length, (count,), generator=drawn).tolist()
+
+    def write(self, found: Row) -> str:
+        """One line of JSON, also in ``--out``."""
+        facts: Row = {"task": "bench_speculation", "model": self.model.config.name, "link_gbs": self.link}
+        facts |= {"source": str(self.arguments.source), "workspace_mb": self.arguments.workspace_mb}
+        facts |= {"device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"}
+        line = json.dumps(facts | found)
+        if self.arguments.out is not None:
+            (self.arguments.out / "bench_speculation.json").write_text(line + "\n")
+        return line
 
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    """Measure and print."""
-    source, device = find_source(str(arguments.source)), ranks.device
+    """Measure, print and draw."""
+    started = time.perf_counter()
+    source, device, out = find_source(str(arguments.source)), ranks.device, arguments.out
     require(source.checkpoint is not None, f"source={str(arguments.source)!r} must hold checkpoints of comet train")
     assert source.checkpoint is not None
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     config = model_of(source)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     group = make_expert_group(config.moe, ParallelConfig(), max_tokens=PROMPT_BYTES, dtype=dtype, device=device)
     model = GPT(config, group, expert_device=torch.device("cpu"))
     load_weights(model, source.checkpoint)
     heldout = read_corpus(DataConfig(path=arguments.data), config.context).heldout
-    starts = torch.randint(len(heldout) - PROMPT_BYTES, (arguments.rounds,), generator=torch.Generator().manual_seed(0))
-    prompts = [bytes(heldout[start : start + PROMPT_BYTES].tolist()).decode("latin1") for start in starts.tolist()]
-    variants = make_variants(model, arguments)
-    for number, prompt in enumerate([prompts[0], *prompts]):
-        for variant in variants:
-            variant.settings = replace(variant.settings, prompt=prompt, seed=number)
-            variant.run(config.context)
-            if number == 0:  # the caches are filled and all kernels compiled
-                variant.runs, variant.needed, variant.fetched = [], 0, 0
-    expert_bytes = variants[0].engine.caches[0].expert_bytes
-    resident = variants[-1]
-    for layer, path in zip(model.moe_layers(), resident.paths, strict=True):
-        layer.experts = path
-    scored = partial(score, resident.engine)
-    link = link_gbs(device)
-    rows = [row_of(each, variants[0], resident, expert_bytes, link, prompts, scored) for each in variants]
+    timed = Run(arguments, model, ranks, heldout)
+    quality = timed.quality(out)
+    timed.write(quality)
+    tell(ranks, json.dumps(quality["drafts"]["adaptive"] + quality["top_r"]))
+    timed.make_all(started + arguments.seconds / 2)
+    timed.time_all(started + arguments.seconds)
+    rows = timed.scored_rows()
     print(table_of(rows, COLUMNS, cell))
-    facts = {
-        "task": "bench_speculation",
-        "model": config.name,
-        "source": str(source.path),
-        "link_gbs": link,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
-    line = json.dumps(facts | {"rows": rows})
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "bench_speculation.json").write_text(line + "\n")
+    for name, found in (("adaptive", quality["drafts"]["adaptive"]), ("top_r", quality["top_r"])):
+        print(f"{name}\n{table_of(found, list(found[0]), cell)}")
+    line = timed.write({"rows": rows} | quality)
+    if out is not None:
+        for path in draw_all(out, quality["drafts"], quality["top_r"], quality["routing"], rows):
+            print(path)
     print(line)
     group.close()
 
 
-def speed(variant: Variant) -> float:
-    """Tokens a second behind the first one, the median over the prompts."""
-    return median((run.new_tokens - 1) / run.decode_s for run in variant.runs)
-
-
-def row_of(
-    variant: Variant,
-    on_demand: Variant,
-    resident: Variant,
-    expert_bytes: int,
-    link: float,
-    prompts: Sequence[str],
-    scored: Callable[[str, str], float],
-) -> Row:
-    """What the table says of a variant."""
-    made = sum(run.new_tokens for run in variant.runs)
-    rate, per_token = speed(variant), variant.fetched * expert_bytes / made
-    facts = [run.speculation for run in variant.runs if run.speculation is not None]
-    drafted = sum(each["drafted"] for each in facts)
-    losses = [scored(prompt, run.texts[0]) for prompt, run in zip(prompts, variant.runs, strict=True)]
-    row: Row = {
-        "variant": variant.name, "budget": variant.budget, "tokens_per_s": rate, "x_on_demand": rate / speed(on_demand),
-        "of_resident": rate / speed(resident), "hits": 1 - variant.fetched / variant.needed,
-        "mb_per_token": per_token / 1e6, "link_share": per_token * rate / (link * 1e9),
-        "nll": sum(losses) / len(losses),
-    }  # fmt: skip
-    if facts:
-        row |= {
-            "acceptance": sum(each["accepted"] for each in facts) / max(drafted, 1),
-            "tokens_per_round": made / sum(each["rounds"] for each in facts),
-            "speculation": facts,
-        }
-    return row
+def numbers(text: str) -> tuple[int, ...]:
+    """``1,2`` of a command line as ``(1, 2)``."""
+    return tuple(map(int, text.split(",")))
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line; raises ``ValueError`` for an unknown variant, or for accelerate where it is missing."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="an output folder of comet train")
     parser.add_argument("--data", default=None, help="as data.path of the training (default: the standard library)")
-    parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3), help="shares of the experts")
-    parser.add_argument("--tokens", type=int, default=256, help="of each text")
-    parser.add_argument("--rounds", type=int, default=5, help="texts")
+    parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3, 0.5, 1.0), help="shares of the experts")
+    parser.add_argument(
+        "--variants", type=names, default=None, help=f"all that are installed, or of {', '.join(KINDS)}"
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--rounds", type=int, default=5, help="texts, at most")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no variant or text is begun")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--draft-experts", type=lambda text: tuple(map(int, text.split(","))), default=(2,))
+    parser.add_argument("--draft-experts", type=numbers, default=(2,))
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--tau", type=float, default=0.4)
-    parser.add_argument("--tolerance", type=float, default=0.3, help="T of adaptive mode")
+    parser.add_argument("--tolerance", type=float, default=0.3, help="T of adaptive mode in the table")
+    parser.add_argument("--tolerances", type=shares, default=(0.1, 0.3, 0.5, 0.9), help="T whose cost is measured")
+    parser.add_argument("--workspace-mb", type=int, default=512, help="device memory of a variant beside its slots")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=None)
-    return parser.parse_args(command_line)
+    arguments = parser.parse_args(command_line)
+    if arguments.variants is None:
+        arguments.variants = tuple(name for name in KINDS if name != ACCELERATE or has_accelerate())
+    for name in arguments.variants:
+        require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
+    if ACCELERATE in arguments.variants:
+        require_accelerate()
+    return arguments
 
 
 def main(command_line: Sequence[str]) -> None:

@@ -245,12 +245,14 @@ class SpeculationConfig:
 
     Args:
         speculate: ``off``, ``conservative`` or ``adaptive``.
-        draft_experts: r, experts of a token in a draft, at least 1 and below K: one number for all MoE layers, or one
-            a layer; none: half of K.
+        draft_experts: r, experts of a token in a draft, at least 1 and below the model's top_k: ``[2]`` for all MoE
+            layers, or one number a layer; none: half of top_k.
         draft_tokens: Longest draft, at least 1.
-        tau: A sequence stops drafting behind a token of a probability below it; 0 to 1, 0: never.
-        adaptive_tolerance: T, 0 to 1: ``adaptive`` accepts a draft of probability q > tau where p / q > 1 - T.
-        draft_cached_only: Draft only with experts that are on the GPU.
+        tau: Drafting stops behind a token of a probability below it; 0 to 1, 0: never.
+        adaptive_tolerance: T, 0 to 1: ``adaptive`` accepts a draft of probability q > tau where its true probability p
+            is above (1 - T) * q.
+        draft_cached_only: Draft only with experts that are in GPU memory, so that a draft reads nothing from the host;
+            with ``expert_budget``.
     """
 
     speculate: SpeculationMode = "conservative"

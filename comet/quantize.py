@@ -54,6 +54,7 @@ class MXFP8:
     Args:
         elements: ``(..., K)`` float8_e4m3fn, K a multiple of 32.
         scales: ``(..., K / 32)`` uint8, e8m0 codes; view float8_e8m0fnu scales as uint8.
+        trusted: Take the scales' values unseen, without waiting for the device.
 
     Raises:
         ValueError: If a dtype, shape or device is wrong, or a scale is NaN.
@@ -61,12 +62,13 @@ class MXFP8:
 
     elements: Tensor
     scales: Tensor
+    trusted: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
         sizes = Sizes()
         sizes.match("elements", self.elements, "... K", dtype=torch.float8_e4m3fn)
         _check_contraction(self.elements)
-        _check_e8m0(sizes, self.scales, self.elements.device)
+        _check_e8m0(sizes, self.scales, self.elements.device, trusted=trusted)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
         """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
@@ -87,6 +89,7 @@ class MXFP4:
     Args:
         elements: ``(..., K / 2)`` uint8, two e2m1 codes each, K a multiple of 32; view float4_e2m1fn_x2 as uint8.
         scales: ``(..., K / 32)`` uint8, e8m0 codes; view float8_e8m0fnu scales as uint8.
+        trusted: Take the scales' values unseen, without waiting for the device.
 
     Raises:
         ValueError: If a dtype, shape or device is wrong, or a scale is NaN.
@@ -94,12 +97,13 @@ class MXFP4:
 
     elements: Tensor
     scales: Tensor
+    trusted: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
         sizes = Sizes(K=(2 * self.elements.shape[-1:].numel(), "elements"))
         sizes.match("elements", self.elements, "... K/2", dtype=torch.uint8)
         _check_contraction(self.elements, 2)
-        _check_e8m0(sizes, self.scales, self.elements.device)
+        _check_e8m0(sizes, self.scales, self.elements.device, trusted=trusted)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, out: Tensor | None = None) -> Tensor:
         """``(..., K)``: element times scale; exact in float32, rounded once in another ``dtype``; never waits.
@@ -376,11 +380,12 @@ def _check_contraction(values: Tensor, per_number: int = 1) -> None:
     require(size > 0 and size % MX_BLOCK == 0, f"contraction={size} must be a positive multiple of {MX_BLOCK}")
 
 
-def _check_e8m0(sizes: Sizes, scales: Tensor, device: torch.device) -> None:
+def _check_e8m0(sizes: Sizes, scales: Tensor, device: torch.device, *, trusted: bool) -> None:
     if scales.dtype != torch.uint8:
         raise ValueError(f"scales of dtype {scales.dtype} must be torch.uint8 (view e8m0 scales as uint8)")
     sizes.match("scales", scales, f"... K/{MX_BLOCK}", device=device)
-    _refuse(scales == E8M0_NAN, scales, "scales", "be at most 254; 255 is the NaN of e8m0")
+    if not trusted:
+        _refuse(scales == E8M0_NAN, scales, "scales", "be at most 254; 255 is the NaN of e8m0")
 
 
 def _check_matrix(name: str, values: Tensor) -> None:

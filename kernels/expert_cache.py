@@ -12,231 +12,42 @@ other on one stream. A slot whose expert this step needs is never given away. ``
 there, ``slots`` once w2 is too, each by a store that releases what was written before it. ``down_kernel`` starts to
 read w2 before ``gate_up_kernel`` has ended only where the planner said that nothing is missing.
 
+Experts may have begun to travel before their step (``expert_prefetch``); the planner takes over how far they came.
+
 What bounds it: the link to the host (55 GB/s on an H200 with PCIe 5).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import power_of_2
+from .expert_prefetch import STOP, take_over, take_over_torch
+from .expert_tables import (
+    CHANGED,
+    CLOCK,
+    COUNT,
+    DONE,
+    FIRST,
+    GATE,
+    LAST,
+    LFU,
+    LRU,
+    NEVER,
+    READY,
+    THERE1,
+    HostExperts,
+    cheapest_place,
+    header_of,
+    load_acquired,
+    worths,
+)
 from .primitives import clock_ns
 from .warp_decode_routing import wait_for_previous
 
-Policy = Literal["lru", "lfu", "score"]
-POLICIES = ("lru", "lfu", "score")
-LRU, LFU = tl.constexpr(0), tl.constexpr(1)
 KEPT = tl.constexpr(0.98)  # of an expert's worth, with every step
-FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
-PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
-LINE_BYTES = 128  # of L1
-NEVER = tl.constexpr(2**31 - 1)
-# The words of ``CacheTables.header``.
-COUNT, CLOCK, READY, DONE, FIRST, LAST = (tl.constexpr(word) for word in range(6))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheTables:
-    """What the GPU knows of a layer's cache.
-
-    Args:
-        state: ``(3E + 5S + 8,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
-            copies, landed, header.
-        scores: ``(E,)`` float32: what an expert is worth, for the policies ``lfu`` and ``score``.
-        totals: ``(4,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
-            travelled; and when the last ones began to.
-        num_experts: E.
-        num_slots: S.
-    """
-
-    state: Tensor
-    scores: Tensor
-    totals: Tensor
-    num_experts: int
-    num_slots: int
-
-    @classmethod
-    def create(
-        cls, num_experts: int, num_slots: int, device: torch.device, held: tuple[int, int] | None = None
-    ) -> "CacheTables":
-        """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
-        tables = cls(
-            state=torch.zeros(3 * num_experts + 5 * num_slots + 8, dtype=torch.int32, device=device),
-            scores=torch.zeros(num_experts, device=device),
-            totals=torch.zeros(4, dtype=torch.int64, device=device),
-            num_experts=num_experts,
-            num_slots=num_slots,
-        )
-        for table in (tables.slots, tables.arriving, tables.owners):
-            table.fill_(-1)
-        first, end = held or (0, num_experts)
-        tables.header[FIRST.value : LAST.value + 1] = torch.tensor([first, end], dtype=torch.int32)
-        return tables
-
-    @property
-    def slots(self) -> Tensor:
-        """``(E,)`` in ``[-1, S)``: slot of each expert; -1 without one, or while its weights travel."""
-        return self.state[: self.num_experts]
-
-    @property
-    def arriving(self) -> Tensor:
-        """``(E,)`` in ``[-1, S)``: the same, from the moment on that w1 is there."""
-        return self.state[self.num_experts : 2 * self.num_experts]
-
-    @property
-    def last_used(self) -> Tensor:
-        """``(E,)``: number of the last step that needed an expert, 0 for none."""
-        return self.state[2 * self.num_experts : 3 * self.num_experts]
-
-    @property
-    def owners(self) -> Tensor:
-        """``(S,)`` in ``[-1, E)``: expert of each slot, -1 while it is empty."""
-        return self._after_experts(0, 1)
-
-    @property
-    def copies(self) -> Tensor:
-        """``(2, S)``: the experts that the last step fetched, and their slots; the first ``header[COUNT]`` count."""
-        return self._after_experts(1, 2).view(2, self.num_slots)
-
-    @property
-    def header(self) -> Tensor:
-        """``(8,)``: copies of the last step, number of that step, and between the blocks of a step."""
-        return self.state[-8:]
-
-    def _after_experts(self, start: int, count: int) -> Tensor:
-        first = 3 * self.num_experts + start * self.num_slots
-        return self.state[first : first + count * self.num_slots]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostExperts:
-    """Where the experts of a step that have no slot come from.
-
-    Args:
-        w1: ``(e, ...)`` of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert.
-        w2: ``(e, ...)``, in the same memory.
-        tables: Of the layer; a step changes them.
-        policy: Which expert's slot is given away: of the one used longest ago (``lru``), used least (``lfu``, where
-            a use counts 2 % less with every step), or of the least routing weight (``score``, likewise).
-        w1_scales: ``(e, ...)`` of quantised experts, in the same memory; 4 bytes divide those of an expert.
-        w2_scales: Likewise.
-    """
-
-    w1: Tensor
-    w2: Tensor
-    tables: CacheTables
-    policy: Policy = "lru"
-    w1_scales: Tensor | None = None
-    w2_scales: Tensor | None = None
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """w1 and w2, and their scales where they have some."""
-        return _given(self.w1, self.w2, self.w1_scales, self.w2_scales)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert, its scales counted."""
-        return sum(part[0].nbytes for part in self.parts)
-
-    def pointers(
-        self, w1: Tensor, w2: Tensor, w1_scales: Tensor | None = None, w2_scales: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2 and their scales."""
-        words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
-        scales = map(_words, _given(self.w1_scales, self.w2_scales, w1_scales, w2_scales))
-        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales)
-
-    def constants(self, groups: int, num_warps: int) -> "CacheConstants":
-        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
-        sizes = self.tables.num_experts, self.tables.num_slots
-        return cache_constants(*sizes, [part[0].nbytes for part in self.parts], groups, num_warps, self.policy)
-
-
-class CacheConstants(NamedTuple):
-    """What ``gate_up_kernel`` is compiled for where it serves misses.
-
-    Args:
-        rows: Rows of blocks, in front of those that multiply, which fetch.
-        experts: Power of two, at least E.
-        slots: Power of two, at least S.
-        words1: Of w1 of an expert, of 8 bytes.
-        words2: Of w2.
-        scales1: Words of the scales of w1, each of ``word_bytes``; 0: there are none.
-        scales2: Of w2.
-        lines_shared: Whether the scales of two slots' w1 may be in one line of L1.
-        piece: Words that a block copies at once.
-        policy: Place in ``POLICIES``.
-        interpret: Under Triton's interpreter.
-    """
-
-    rows: int
-    experts: int
-    slots: int
-    words1: int
-    words2: int
-    scales1: int
-    scales2: int
-    lines_shared: bool
-    piece: int
-    policy: int
-    interpret: bool
-
-
-# Types of ``HostExperts.pointers``, without scales,
-CACHE_POINTERS = ("*i32", "*fp32", "*i64", *["*i64"] * 4)
-SCALE_POINTERS = ("*i64",) * 4  # and of scales, those of an expert a multiple of 8 bytes
-
-
-def cache_constants(
-    num_experts: int, num_slots: int, num_bytes: Sequence[int], groups: int, num_warps: int, policy: Policy
-) -> CacheConstants:
-    """What a cache of S slots for E experts is compiled for; ``num_bytes``: of ``HostExperts.parts`` of an expert."""
-    (w1, w2), scales = num_bytes[:2], num_bytes[2:] or (0, 0)
-    return CacheConstants(
-        rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
-        experts=power_of_2(num_experts),
-        slots=power_of_2(num_slots),
-        words1=w1 // 8,
-        words2=w2 // 8,
-        scales1=scales[0] // word_bytes(scales[0]),
-        scales2=scales[1] // word_bytes(scales[1]),
-        lines_shared=scales[0] % LINE_BYTES != 0,
-        piece=PIECE_WORDS * num_warps,
-        policy=POLICIES.index(policy),
-        interpret=triton.knobs.runtime.interpret,
-    )
-
-
-def word_bytes(num_bytes: int) -> int:
-    """Bytes that are copied as one word: 8 where they divide those of an expert, else 4, of a few float32 scales."""
-    return 4 if num_bytes % 8 else 8
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """An expert a row, of ``word_bytes`` an element."""
-    rows = tensor.view(torch.uint8).flatten(1)
-    return rows.view(torch.int32 if word_bytes(rows.shape[1]) == 4 else torch.int64)
-
-
-def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
-
-
-@triton.jit
-def load_acquired(ptr, INTERPRET: tl.constexpr):
-    """An int32 that another block stores with release; what it wrote before can be read after this."""
-    if INTERPRET:
-        return tl.load(ptr)
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -251,18 +62,13 @@ def readable_by_tma(value, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def header_of(state_ptr, E, S):
-    """Pointer to ``CacheTables.header``."""
-    return state_ptr + 3 * E + 5 * S
-
-
-@triton.jit
 def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.constexpr):
     """Let what experts are worth fade, and add a use, or its routing weight, to those of the step."""
     experts, js = tl.arange(0, CACHE.experts), tl.arange(0, ids.shape[0])
-    scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
-    tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
-    tl.debug_barrier()
+    if CACHE.fades:
+        scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
+        tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
+        tl.debug_barrier()
     gain = tl.full(ids.shape, 1.0, tl.float32)
     if CACHE.policy != LFU:
         gain = tl.load(weights_ptr + js, mask=held, other=0.0)
@@ -270,21 +76,21 @@ def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.const
 
 
 @triton.jit
-def give_slots(now, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
-    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts."""
+def give_slots(now, taken, num_taken, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
+    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts.
+
+    An expert that was ``taken`` over half there has its slot, and is the first copy, if there is one.
+    """
     experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
     missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
     missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    missing = missing & (experts != taken)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
-    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=0)
-    worth = last_used
-    if CACHE.policy != LRU:
-        # The bits of positive floats are in their order; those of -1 are a negative integer.
-        worth = tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
-    worth = tl.where((last_used == now) | (places >= S), NEVER, worth)
-    for copy in range(num_missing):
+    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
+    worth = tl.where((last_used == now) | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
+    for copy in range(num_taken, num_missing):
         expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
         missing = missing & (experts != expert)
         place = tl.argmin(worth, axis=0)
@@ -313,23 +119,29 @@ def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CAC
     # Of equal ids one swap alone finds another number.
     earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
     num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
+    taken, num_taken, num_ahead = -1, 0, 0
+    if CACHE.ahead > 0:
+        tl.debug_barrier()
+        taken, num_taken, num_ahead = take_over(now, state_ptr, totals_ptr, E, S, CACHE)
+        tl.debug_barrier()
     num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
     if num_missing > 0:
         tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
         tl.debug_barrier()
-        num_missing = give_slots(now, state_ptr, scores_ptr, E, S, CACHE)
+        num_missing = give_slots(now, taken, num_taken, state_ptr, scores_ptr, E, S, CACHE)
         tl.atomic_add(totals_ptr + 1, num_missing.to(tl.int64), sem="relaxed")
     tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
     tl.store(header_ptr + CLOCK, now)
     tl.store(header_ptr + COUNT, num_missing)
+    tl.store(header_ptr + CHANGED, num_missing + num_ahead)
     tl.debug_barrier()
     tl.atomic_xchg(header_ptr + READY, num_missing + 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def copy_pieces(fetcher, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
-    """One block's pieces of so many words."""
-    for piece in range(fetcher, tl.cdiv(WORDS, PIECE), fetchers):
+def copy_pieces(first, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
+    """One block's pieces of so many words, from its ``first`` one on."""
+    for piece in range(first, tl.cdiv(WORDS, PIECE), fetchers):
         at = piece * PIECE + tl.arange(0, PIECE)
         if WORDS % PIECE == 0:
             tl.store(target_ptr + at, tl.load(source_ptr + at, eviction_policy="evict_first"))
@@ -349,8 +161,12 @@ def fetch_half(fetcher, fetchers, copy, cache, E, S, HALF: tl.constexpr, CACHE: 
     expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
     stored, slot = (expert - tl.load(header_ptr + FIRST)).to(tl.int64), place.to(tl.int64)
     WORDS: tl.constexpr = CACHE.words2 if HALF else CACHE.words1
+    first = fetcher
+    if CACHE.ahead > 0:
+        if copy == 0:
+            first += tl.load(header_ptr + THERE1 + HALF)
     copy_pieces(
-        fetcher, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
+        first, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
     )  # fmt: skip
     SCALES: tl.constexpr = CACHE.scales2 if HALF else CACHE.scales1
     if SCALES > 0:
@@ -383,6 +199,8 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
     if tl.atomic_add(header_ptr + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
         tl.store(header_ptr + DONE, 0)
         tl.store(header_ptr + READY, 0)
+        if CACHE.ahead > 0:
+            tl.atomic_add(header_ptr + GATE, -STOP, sem="acq_rel", scope="gpu")
         if count > 0:
             clock = clock_ns(tl.load(header_ptr + CLOCK).to(tl.int64) + 1, CACHE.interpret)
             tl.store(totals_ptr + 2, tl.load(totals_ptr + 2) + clock - tl.load(totals_ptr + 3))
@@ -409,11 +227,11 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
 
 @triton.jit
 def count_missing(cache, E, S, CACHE: tl.constexpr):
-    """How many experts of the step the kernel before brings, for one that starts early; nothing waits for it yet."""
+    """How many slots of the step the kernel before changes, for one that starts early; nothing waits for it yet."""
     if CACHE is None:
         return 0
     else:
-        return tl.load(header_of(cache[0], E, S) + COUNT, volatile=True)
+        return tl.load(header_of(cache[0], E, S) + CHANGED, volatile=True)
 
 
 @triton.jit
@@ -426,7 +244,14 @@ def wait_for_missing(count, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
 
 
 def bring_torch(
-    ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, host: HostExperts, scales: Sequence[Tensor] = ()
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    host: HostExperts,
+    scales: Sequence[Tensor] = (),
+    *,
+    fades: bool = True,
 ) -> None:
     """The twin of what the first blocks of a decode step do: give the missing experts slots, and copy them there.
 
@@ -440,20 +265,24 @@ def bring_torch(
         w2: ``(S, ...)``, of the same experts.
         host: Where experts come from; its tables are changed.
         scales: Of quantised experts, of the slots w1 and w2.
+        fades: Whether what experts are worth fades: in the first wave of a step.
     """
     tables = host.tables
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
     needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
-    missing = [expert for expert in needed if tables.slots[expert] < 0]
     now = int(tables.header[CLOCK.value]) + 1
     if host.policy != "lru":
-        tables.scores.mul_(KEPT.value)
+        if fades:
+            tables.scores.mul_(KEPT.value)
         held = (ids >= first) & (ids < end)
         gain = weights if host.policy == "score" else torch.ones_like(weights)
         tables.scores.index_add_(0, ids[held].long(), gain[held].float())
     tables.last_used[needed] = now
+    taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)
+    missing = [expert for expert in needed if tables.slots[expert] < 0]
+    missing.sort(key=lambda expert: expert != taken)
     for copy, expert in enumerate(missing):
-        place = _cheapest_place(host, now)
+        place = cheapest_place(host, now) if expert != taken else int((tables.owners == taken).nonzero())
         owner = int(tables.owners[place])
         if owner >= 0:
             tables.slots[owner] = tables.arriving[owner] = -1
@@ -463,14 +292,5 @@ def bring_torch(
         for slots, stored in zip((w1, w2, *scales), host.parts, strict=True):
             slots[place] = stored[expert - first]
     tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing)
+    tables.header[CHANGED.value] = len(missing) + num_ahead
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])
-
-
-def _cheapest_place(host: HostExperts, now: int) -> int:
-    """The slot that is given away next."""
-    tables = host.tables
-    owners = tables.owners.long()
-    worth = tables.last_used if host.policy == "lru" else tables.scores
-    values = worth[owners].double().where(owners >= 0, -1.0)
-    kept = (owners >= 0) & (tables.last_used[owners] == now)
-    return int(values.where(~kept, torch.inf).argmin())

@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .expert_cache import CacheConstants
+from .expert_tables import CacheConstants
+from .expert_waves import count_waves
 from .group_gemm import dot_precision
 from .warp_decode_blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .warp_decode_down import down_kernel
@@ -57,8 +58,15 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     w1, w2 = _weights(step, config)
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
-    _gate_up(step, w1, config, landing, groups, cache, constants)
-    _down(step, w2, config, landing, groups, cache, constants)
+    waves = [step.ids] if step.waves is None else step.waves.unbind()
+    for number, ids in enumerate(waves, start=1):
+        is_last = number == len(waves)
+        to = landing if is_last else None
+        _gate_up(step, ids, w1, config, to, groups, cache, constants)
+        if is_last and step.host is not None and step.host.fetched is not None:
+            step.host.fetched.record()
+        _down(step, ids, w2, config, to, groups, cache, constants | {"ADDS_UP": is_last})
+        constants["CACHE"] = constants["CACHE"] and constants["CACHE"].of_later_wave
 
 
 def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
@@ -80,7 +88,9 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     host = step.host
     if host is None:
         return None, None
-    assert min(step.ids.numel(), host.w1.shape[0]) <= host.tables.num_slots, "each expert of the step has a slot"
+    num_waves = 1 if step.waves is None else len(step.waves)
+    least = count_waves(step.ids.numel(), host.w1.shape[0], host.tables.num_slots)
+    assert num_waves >= least, "each expert of a wave has a slot"
     slots = step.w1, step.w2, step.w1_scales, step.w2_scales
     return host.pointers(*slots), host.constants(groups, num_warps)
 
@@ -116,6 +126,7 @@ def most_registers(shape: BlockShape, world_size: int) -> int | None:
 
 def _gate_up(
     step: Step,
+    ids: Tensor,
     w1: Tensor | TensorDescriptor,
     config: DecodeConfig,
     landing: Landing | None,
@@ -129,7 +140,7 @@ def _gate_up(
     options |= {"launch_pdl": True} if constants["GATHERED"] and constants["DEPENDENT"] else {}
     fetching_rows = constants["CACHE"].rows if constants["CACHE"] else 0
     gate_up_kernel[(groups, triton.cdiv(ffn_size, shape.rows) + fetching_rows)](
-        step.tokens, step.ids, step.slots, w1, step.w1_scales, step.hidden,
+        step.tokens, ids, step.slots, w1, step.w1_scales, step.hidden,
         step.tickets if landing is None else landing.epoch, step.routing_weights, cache,
         step.ids.shape[0], hidden_size, ffn_size, step.slots.shape[0], num_slots,
         BLOCK_F=shape.rows, BLOCK_K=shape.depth, EVEN_K=hidden_size % shape.depth == 0, ADVANCE=landing is not None,
@@ -139,6 +150,7 @@ def _gate_up(
 
 def _down(
     step: Step,
+    ids: Tensor,
     w2: Tensor | TensorDescriptor,
     config: DecodeConfig,
     landing: Landing | None,
@@ -161,8 +173,8 @@ def _down(
         blocks += step.out.shape[0] * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
     options = _registers(shape, landing) | ({"launch_pdl": True} if _starts_early(config) else {})
     down_kernel[(blocks,)](
-        step.hidden, step.ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
-        step.out, *network, cache,
+        step.hidden, ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
+        step.out, *network, cache, None if step.waves is None else step.ids,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
         WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),

@@ -8,7 +8,7 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
-from .expert_cache import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
+from .expert_tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
@@ -42,6 +42,7 @@ class Setting:
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
+        wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
     """
 
     shape: str
@@ -52,6 +53,7 @@ class Setting:
     gathered: bool = False
     dependent: bool = True
     cache: Policy | None = None
+    wave: str = ""
 
     @property
     def label(self) -> str:
@@ -61,6 +63,7 @@ class Setting:
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
+        words += [f"{self.wave} wave"] if self.wave else []
         return ", ".join(filter(None, words))
 
     @property
@@ -151,7 +154,12 @@ def aot_cases() -> list[KernelCase]:
         for count in (1, 4)
     ]
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
-    return cases + [_gather(shape) for shape in ("qwen3", "mixtral")]
+    waves = [
+        Setting(shape="qwen3", num_tokens=count, cache="lru", wave=wave, **kind)
+        for count, kind in ((2, {}), (8, {}), (8, {"ranks": RANKS}), (16, {}), (8, {"quantised": "mxfp4"}))
+        for wave in ("first", "last")
+    ]
+    return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 
 def _gate_up(setting: Setting) -> KernelCase:
@@ -178,7 +186,8 @@ def _down(setting: Setting) -> KernelCase:
     constants = dict(
         FOLD=setting.config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0,
         W=setting.ranks, WORD_COLS=WORD_COLS * shape.num_warps, INTERPRET=False,
-        AHEAD=min(setting.config.ahead, triton.cdiv(ffn_size, shape.depth)),
+        AHEAD=min(setting.config.ahead, triton.cdiv(ffn_size, shape.depth)), ADDS_UP=setting.wave != "first",
+        **({} if setting.wave else {"all_ids_ptr": None}),
     )  # fmt: skip
     rows = shape.rows * (SHAPES[setting.shape][1] if setting.config.fold else 1)
     return _case(setting, down_kernel, pointers, constants, rows=rows)
@@ -214,7 +223,7 @@ def _case(
     constants = setting.constants() | of_kernel
     constants |= {"CACHE": setting.cache_constants(config.gate_up.num_warps)} if setting.cache else {}
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
-    kinds |= dict.fromkeys(("ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
+    kinds |= dict.fromkeys(("ids_ptr", "all_ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
     kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ())}
     expects = {"wide_loads"}
     if config.form == "matrix":

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .expert_cache import count_missing, wait_for_missing
+from .expert_waves import is_served
 from .warp_decode_gather import ABSENT
 from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serves, slot_of, wait_for_previous
 from .warp_decode_scales import (
@@ -171,11 +172,13 @@ def down_matrix(
 
 @triton.jit
 def sum_rows(
-    partials_ptr, ids_ptr, slots_ptr, weights_ptr, tokens, cols, T, D, E, S, K: tl.constexpr, K_BLOCK: tl.constexpr
-):
+    partials_ptr, ids_ptr, slots_ptr, weights_ptr, cache, tokens, cols, T, D, E, S,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, IN_WAVES: tl.constexpr,
+):  # fmt: skip
     """``(tokens, cols)`` float32: each token's weighted partial sums, in the order of its routed rows.
 
-    An expert that a token names twice left its partial sum at the first of the two.
+    An expert that a token names twice left its partial sum at the first of the two. One of an earlier wave may have
+    lost its slot since.
     """
     ks = tl.arange(0, K_BLOCK)[None, :]
     in_batch = tokens < T
@@ -183,7 +186,10 @@ def sum_rows(
     total = tl.zeros((tokens.shape[0], cols.shape[0]), dtype=tl.float32)
     for k in tl.static_range(K):
         expert = tl.load(ids_ptr + tokens * K + k, mask=in_batch, other=-1).to(tl.int32)
-        held = slot_of(expert, slots_ptr, E, S) >= 0
+        if IN_WAVES:
+            held = is_served(expert, cache[0], E, S)
+        else:
+            held = slot_of(expert, slots_ptr, E, S) >= 0
         first = tl.min(tl.where(ids == expert[:, None], ks, K_BLOCK), axis=1)
         weight = tl.load(weights_ptr + tokens * K + k, mask=held, other=0.0)
         # Other multiprocessors wrote them during this launch: read from L2.
@@ -234,16 +240,18 @@ def publish(
 @triton.jit(do_not_specialize=["T", "E", "S", "rank", "max_tokens", "timeout_ns"])
 def down_kernel(
     hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, partials_ptr, tickets_ptr, out_ptr,
-    landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, cache, T, D, F, E, S,
+    landing_addresses, epoch_ptr, fault_ptr, rank, max_tokens, timeout_ns, cache, all_ids_ptr, T, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, T_BLOCK: tl.constexpr, BY_EXPERT: tl.constexpr, VECTOR: tl.constexpr,
     FOLD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LANE: tl.constexpr,
     SCALES: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr, W: tl.constexpr,
     GATHERED: tl.constexpr, WORD_COLS: tl.constexpr, AHEAD: tl.constexpr, INTERPRET: tl.constexpr,
-    CACHE: tl.constexpr,
+    CACHE: tl.constexpr, ADDS_UP: tl.constexpr,
 ):  # fmt: skip
     """See the module; one axis of blocks: column block by column block all groups, then the items of ``sum_words``.
 
-    Slots of experts that the kernel before this one still brings are not there to be read early.
+    Slots of experts that the kernel before this one still brings are not there to be read early. Of a step in waves
+    (``expert_waves``) ``ids_ptr`` are those of one wave, and the last one alone ADDS_UP, by ``all_ids_ptr``; ``None``
+    where a step is one wave.
     """
     num_missing = count_missing(cache, E, S, CACHE)
     groups = T * K
@@ -296,19 +304,22 @@ def down_kernel(
                         D, F, TILE, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, PRECISION,
                     )  # fmt: skip
             # ---- the last of the column block adds up
-            tl.debug_barrier()
-            if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") == groups - 1:
-                tl.store(tickets_ptr + block, 0)
-                BATCH: tl.constexpr = 1 if IS_ALONE else SUM_TOKENS
-                for first in range(0, 1 if IS_ALONE else T, BATCH):
-                    tokens = first + tl.arange(0, BATCH)
-                    if IS_ALONE:
-                        total = sum_only_token(partials_ptr, held, weights, cols, D, K_BLOCK)
-                    else:
-                        total = sum_rows(
-                            partials_ptr, ids_ptr, slots_ptr, weights_ptr, tokens, cols, T, D, E, S, K, K_BLOCK
-                        )
-                    publish(
-                        total, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
-                        max_tokens, T, D, K, W, GATHERED,
-                    )  # fmt: skip
+            if ADDS_UP:
+                IN_WAVES: tl.constexpr = all_ids_ptr is not None
+                tl.debug_barrier()
+                if tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu") == groups - 1:
+                    tl.store(tickets_ptr + block, 0)
+                    BATCH: tl.constexpr = 1 if IS_ALONE else SUM_TOKENS
+                    for first in range(0, 1 if IS_ALONE else T, BATCH):
+                        tokens = first + tl.arange(0, BATCH)
+                        if IS_ALONE:
+                            total = sum_only_token(partials_ptr, held, weights, cols, D, K_BLOCK)
+                        else:
+                            total = sum_rows(
+                                partials_ptr, all_ids_ptr if IN_WAVES else ids_ptr, slots_ptr, weights_ptr, cache,
+                                tokens, cols, T, D, E, S, K, K_BLOCK, IN_WAVES,
+                            )  # fmt: skip
+                        publish(
+                            total, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
+                            max_tokens, T, D, K, W, GATHERED,
+                        )  # fmt: skip

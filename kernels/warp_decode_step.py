@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .expert_cache import HostExperts
+from .expert_tables import HostExperts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class Step:
         w2_scales: ``None``, MX ``(S, D, F / 32)`` uint8, or block ``(S, ceil(D / 128), ceil(F / 128))`` float32.
         shared_scale: Neighbours along the contraction that share a scale: 32 (MX types), 128 (block FP8), 0 without.
         host: Where experts come from that have no slot; ``None``: they contribute nothing.
+        waves: ``(N, R)`` of ``expert_waves.split_waves``; ``None``: there are slots for all experts of the step.
     """
 
     tokens: Tensor
@@ -45,6 +46,7 @@ class Step:
     w2_scales: Tensor | None = None
     shared_scale: int = 0
     host: HostExperts | None = None
+    waves: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:

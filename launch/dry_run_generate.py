@@ -57,7 +57,8 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
         sizes[f"{budget.places} of them in host memory as well"] = budget.host_bytes
     sizes["memory of this host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
-        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers; MiB",
+        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers, by "
+        f"{budget.policy}; MiB",
         *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()),
         f"# expected if routing were uniform: hits {budget.expected_hits:.3f}, {told}",
     ]

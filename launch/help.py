@@ -71,12 +71,18 @@ def task_page(name: str, task: Task) -> str:
 def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[tuple[str, ...], str]]]:
     """Name, choices and meaning of every setting and section that a dataclass and those in it declare.
 
+    Those that it inherits come last.
+
     Example: ``comm.timeout_s`` of ``JobConfig``: no choices, "Deadline of every wait for another rank, in seconds."
     """
     from comet.launch.schema import choices_of
 
-    hints, meanings = typing.get_type_hints(cls), arguments_of(inspect.getdoc(cls) or "")
-    for item in fields(cls):
+    hints = typing.get_type_hints(cls)
+    meanings: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        meanings |= arguments_of(inspect.getdoc(part) or "")
+    own = list(cls.__annotations__)
+    for item in sorted(fields(cls), key=lambda item: own.index(item.name) if item.name in own else len(own)):
         hint = hints[item.name]
         yield f"{prefix}{item.name}", (tuple(map(_typed, choices_of(hint))), meanings.get(item.name, ""))
         for inner in (hint, *typing.get_args(hint)):

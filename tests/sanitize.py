@@ -150,8 +150,8 @@ def run_decode(device: torch.device, dtype: torch.dtype) -> None:
 def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
     """Slots are filled, kept and given away, and what is fetched is what lies in host memory."""
     host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
-    for policy, num_tokens in (("lru", 1), ("score", 1), ("lfu", 3)):
-        cache = ExpertCache(*host, 2 * num_tokens, device, policy=policy)
+    for policy, num_tokens, num_slots in (("lru", 1, 2), ("score", 1, 2), ("lfu", 3, 6), ("lru", 2, 3)):
+        cache = ExpertCache(*host, num_slots, device, policy=policy)
         for needed in ([0, 5], [5, 2], [1, 4], [1, -1]):
             ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
             tokens, weights = torch.randn(num_tokens, 32, device=device).to(dtype), torch.rand(ids.shape, device=device)

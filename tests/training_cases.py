@@ -27,9 +27,9 @@ LINEAR = replace(MODEL, moe=replace(MOE, balance="none", shared_ffn_size=16))
 LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 
 
-def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0) -> RankContext:
+def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0, device: torch.device = CPU) -> RankContext:
     """What the launcher would say about this process."""
-    return RankContext(rank=rank, world_size=world_size, device=CPU, attempt=attempt)
+    return RankContext(rank=rank, world_size=world_size, device=device, attempt=attempt)
 
 
 def make_text(folder: Path) -> Path:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.config import check_kernel_dtype, resolve_kernels
+from comet.config import check_kernel_dtype, require, resolve_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.graphs import hold_if_captured
 from comet.kernels.arguments import aligned
+from comet.kernels.expert_tables import HostExperts
+from comet.kernels.expert_waves import count_waves, split_waves
 from comet.kernels.warp_decode import decode
 from comet.kernels.warp_decode_blocks import DecodeConfig, select
 from comet.kernels.warp_decode_step import Landing, Step
@@ -83,9 +85,10 @@ def run_kernels(
     w1, w2 = weights.w1, weights.w2
     if weights.per_number > 1:
         w1, w2 = w1.view(torch.int32), w2.view(torch.int32)
+    ids = top_k_ids.contiguous()
     step = Step(
         tokens=aligned(tokens.contiguous()),
-        ids=top_k_ids.contiguous(),
+        ids=ids,
         routing_weights=top_k_weights.contiguous(),
         slots=weights.slots,
         w1=w1,
@@ -98,6 +101,7 @@ def run_kernels(
         w2_scales=weights.w2_scales,
         shared_scale=weights.shared_scale,
         host=weights.host,
+        waves=_waves(ids, weights.host),
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)
@@ -107,3 +111,14 @@ def run_kernels(
         )  # fmt: skip
     decode(step, config, landing)
     return out
+
+
+def _waves(ids: Tensor, host: HostExperts | None) -> Tensor | None:
+    """``Step.waves``."""
+    if host is None:
+        return None
+    num_waves, num_slots = count_waves(ids.numel(), host.w1.shape[0], host.tables.num_slots), host.tables.num_slots
+    if num_waves == 1:
+        return None
+    require(ids.shape[0] > 1, f"num_slots={num_slots} of the cache must be at least K={ids.shape[1]}, for one token")
+    return split_waves(ids, host.tables, num_waves)

@@ -101,6 +101,7 @@ class Decoder:
         self.top_k = top_k
         self.max_tokens = max_tokens
         self._scratch: DecodeScratch | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, experts: DecodeWeights) -> Tensor:
         """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32 -> ``(T, D)``: what this rank's experts contribute."""
@@ -113,6 +114,12 @@ class Decoder:
                 return None  # zeros that a capture makes are not there before the graph is replayed
             self._scratch = DecodeScratch.create(experts, self.top_k, tokens.dtype, max_tokens=self.max_tokens)
         return self._scratch
+
+    def copy_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """On which all layers copy experts beside what they compute; ``None`` on a CPU."""
+        if device.type == "cuda" and self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(device)
+        return self._copy_stream
 
 
 class LocalRunner:

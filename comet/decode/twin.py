@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -11,6 +13,7 @@ from comet.config import require
 from comet.decode.scales import CODES
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_waves import count_waves, split_waves_torch
 from comet.quantize import FP8, MXFP4, MXFP8
 
 
@@ -39,25 +42,39 @@ def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, 
 def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
     """``warp_decode_torch`` before its last rounding: ``(T, D)`` float32, float64 for float64."""
     check_inputs(tokens, top_k_ids, top_k_weights, weights)
-    if weights.host is not None:
-        bring_torch(top_k_ids, top_k_weights, weights.w1, weights.w2, weights.host, weights.parts[2:])
-    slots = _entry_slots(top_k_ids, weights)
+    _check_ids(top_k_ids, weights)
     wide = torch.promote_types(tokens.dtype, torch.float32)
     outputs = tokens.new_zeros(*top_k_ids.shape, tokens.shape[1], dtype=wide)
-    for slot in slots.unique().tolist():
-        if slot >= 0:
-            rows, ranks = (slots == slot).nonzero(as_tuple=True)
-            w1, w2 = slot_weights(weights, slot, wide)
-            with without_autocast(tokens.device):
-                gate, up = (tokens[rows].to(wide) @ w1.T).chunk(2, dim=-1)
-                hidden = (silu(gate) * up).to(tokens.dtype)
-                outputs[rows, ranks] = hidden.to(wide) @ w2.T
+    held = torch.zeros_like(top_k_ids, dtype=torch.bool)
+    for slots in _slots_in_waves(top_k_ids, top_k_weights, weights):
+        held |= slots >= 0
+        for slot in slots.unique().tolist():
+            if slot >= 0:
+                rows, ranks = (slots == slot).nonzero(as_tuple=True)
+                w1, w2 = slot_weights(weights, slot, wide)
+                with without_autocast(tokens.device):
+                    gate, up = (tokens[rows].to(wide) @ w1.T).chunk(2, dim=-1)
+                    hidden = (silu(gate) * up).to(tokens.dtype)
+                    outputs[rows, ranks] = hidden.to(wide) @ w2.T
     partial = outputs.new_zeros(tokens.shape)
     for k in range(top_k_ids.shape[1]):
         # A NaN weight of a skipped routed row must not reach the sum.
-        weight = top_k_weights[:, k, None].to(wide).where(slots[:, k, None] >= 0, 0.0)
+        weight = top_k_weights[:, k, None].to(wide).where(held[:, k, None], 0.0)
         partial = partial + weight * outputs[:, k]
     return partial
+
+
+def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:
+    """``(T, K)`` slot of every routed row of each wave; from a cache, whose experts come when it is asked for."""
+    host, ids = weights.host, top_k_ids[None]
+    if host is not None:
+        num_waves = count_waves(top_k_ids.numel(), host.w1.shape[0], host.tables.num_slots)
+        if num_waves > 1:
+            ids = split_waves_torch(top_k_ids, host.tables, num_waves)
+    for number, wave in enumerate(ids):
+        if host is not None:
+            bring_torch(wave, top_k_weights, weights.w1, weights.w2, host, weights.parts[2:], fades=number == 0)
+        yield _entry_slots(wave, weights)
 
 
 def slot_weights(weights: DecodeWeights, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -76,15 +93,18 @@ def _floating(elements: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Te
         return elements.to(dtype)
     mx = MXFP4 if elements.dtype == CODES else MXFP8
     kind = mx if scales.dtype == torch.uint8 else FP8
-    return kind(elements=elements, scales=scales).dequantize(dtype)
+    return kind(elements=elements, scales=scales, trusted=True).dequantize(dtype)  # DecodeWeights looked at them
 
 
-def _entry_slots(top_k_ids: Tensor, weights: DecodeWeights) -> Tensor:
-    """``(T, K)`` slot of every routed row, -1 where it is masked or its expert is not held."""
+def _check_ids(top_k_ids: Tensor, weights: DecodeWeights) -> None:
     in_range = (top_k_ids >= -1) & (top_k_ids < weights.num_experts)
     if not bool(in_range.all()):
         bad = int(top_k_ids[~in_range][0])
         raise ValueError(f"top_k_ids contain {bad}; every id must be -1 (masked) or in [0, E={weights.num_experts})")
+
+
+def _entry_slots(top_k_ids: Tensor, weights: DecodeWeights) -> Tensor:
+    """``(T, K)`` slot of every routed row, -1 where it is masked or its expert is not held."""
     num_slots = weights.w1.shape[0]
     require(
         bool(((weights.slots >= -1) & (weights.slots < num_slots)).all()),

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
 from comet.decode.scales import CODES, check_scales
-from comet.kernels.expert_cache import HostExperts
+from comet.kernels.expert_parts import ExpertParts
+from comet.kernels.expert_tables import HostExperts
 from comet.match import Sizes, check_id_dtype
 from comet.quantize import FP8_BLOCK, MX_BLOCK
 
@@ -17,7 +18,7 @@ MAX_DECODE_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeWeights:
+class DecodeWeights(ExpertParts):
     """Expert weights in slots, and the table that finds an expert's slot.
 
     A shared expert n times as wide as a routed one can be n more experts that every token routes to with weight 1:
@@ -68,12 +69,6 @@ class DecodeWeights:
         if not sizes.values["S"]:
             raise ValueError(f"w1 of shape {tuple(self.w1.shape)} must have at least one slot")
         check_scales(sizes, self.w1, self.w2, self.w1_scales, self.w2_scales)
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """w1 and w2, and their scales where they have some."""
-        given = (self.w1, self.w2, self.w1_scales, self.w2_scales)
-        return tuple(part for part in given if part is not None)
 
     @property
     def hidden_size(self) -> int:

@@ -5,7 +5,6 @@ from comet.experts.cache import (
     CachedExperts,
     CacheReport,
     ExpertCache,
-    report_of,
     slots_of_budget,
 )
 from comet.experts.draft_router import CachedOnRanks, DraftRouter, DraftRouters
@@ -20,6 +19,5 @@ __all__ = [
     "DraftRouters",
     "ExpertCache",
     "Speculation",
-    "report_of",
     "slots_of_budget",
 ]

@@ -10,6 +10,7 @@ import torch
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.experts.cache import bytes_of_expert, slots_of_budget
+from comet.kernels.expert_tables import POLICIES, Policy
 from comet.quantize import MX_BLOCK, MXType, StoredType
 
 ExpertStoreKind = Literal["host", "file"]
@@ -31,6 +32,7 @@ class ExpertBudget:
         slots: S, experts of each layer on the device.
         places: Experts of all layers together in host memory.
         stored: What they are quantised to; ``None``: not.
+        policy: Whose slot a missing expert takes (``HostExperts``).
     """
 
     store: ExpertStoreKind
@@ -42,6 +44,7 @@ class ExpertBudget:
     slots: int
     places: int
     stored: StoredType | None = None
+    policy: Policy = "lru"
 
     @classmethod
     def create(
@@ -55,6 +58,7 @@ class ExpertBudget:
         host_budget: float | None = None,
         parallel: ParallelConfig = ALONE,
         stored: StoredType | None = None,
+        policy: Policy = "lru",
     ) -> ExpertBudget:
         """Turn shares or bytes into experts; over ranks, what each of them has.
 
@@ -70,13 +74,20 @@ class ExpertBudget:
             host_budget: Share of all experts (up to 1), or bytes (above 1), that host memory holds of a file store.
             parallel: The ranks that share the experts.
             stored: What they are quantised to; ``None``: not.
+            policy: Whose slot a missing expert takes.
 
         Raises:
-            ValueError: If a budget is no positive number or too small, ``host_budget`` does not go with the store, or
-                experts cannot be stored so.
+            ValueError: If a budget is no positive number or too small, ``host_budget`` or ``policy`` does not go with
+                the store, or experts cannot be stored so.
         """
         kinds = get_args(ExpertStoreKind)
         require(store in kinds, f"expert_store={store!r} must be one of {', '.join(kinds)}")
+        require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
+        require(
+            policy == "lru" or store == "host",
+            f"expert_policy={policy!r} must be 'lru' with expert_store={store!r}: the host gives away what was used "
+            "longest ago",
+        )
         require(math.isfinite(budget), f"expert_budget={budget} must be finite: {UNIT}")
         held, width = config.num_experts // parallel.ep, config.ffn_size // parallel.tp
         mine = MoEConfig(
@@ -100,6 +111,7 @@ class ExpertBudget:
             slots=slots,
             places=places,
             stored=stored,
+            policy=policy,
         )
 
     @property

@@ -3,28 +3,32 @@
 The GPU keeps the cache itself, inside the decode step (``comet.kernels.expert_cache``): it looks up which experts a
 step needs, gives the missing ones the slots of those that are worth least, and reads them from pinned host memory. A
 hit costs the host nothing, and a step stays one CUDA graph. Results are those of experts that are all in GPU memory,
-bit for bit, where the slots serve a step at once; a step in parts rounds as its parts do.
+bit for bit, but for those of longer prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.decode.runners import Runner, rounds
+from comet.decode.runners import Runner
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
+from comet.experts.store import HeldExperts
 from comet.experts.streaming import StreamedExperts
-from comet.kernels.expert_cache import POLICIES, CacheTables, HostExperts, Policy
+from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
 
-# Most tokens of a decode step from caches where the caller does not say. Parts, of as many tokens as the slots serve,
-# load an expert again for each part; streaming loads it once, but waits for the routing.
+if TYPE_CHECKING:
+    from comet.experts.prefetch import Prefetch
+
+# Most tokens of a decode step from caches where the caller does not say. A step has waves for the most experts that its
+# tokens may need; streaming visits only those that they do need, but waits for the routing.
 CACHED_DECODE_TOKENS = 16
 
 
@@ -38,6 +42,9 @@ class CacheReport:
         fetched: How many of them were not there.
         fetched_bytes: Read from host memory.
         fetching_s: Seconds in which a layer's experts travelled, summed over layers; products ran beside.
+        prefetched: Experts that began to travel before their step.
+        prefetched_needed: How many of them it needed.
+        prefetched_bytes: Of these experts, that came before their step.
     """
 
     slots: int
@@ -45,11 +52,19 @@ class CacheReport:
     fetched: int
     fetched_bytes: int
     fetching_s: float
+    prefetched: int = 0
+    prefetched_needed: int = 0
+    prefetched_bytes: int = 0
 
     @property
     def hits(self) -> float:
         """Share of the needed experts that were there; 1 before the first step."""
         return 1 - self.fetched / self.needed if self.needed else 1.0
+
+    @property
+    def prefetch_precision(self) -> float | None:
+        """Share of the experts that travelled before their step which it needed; ``None``: none travelled."""
+        return self.prefetched_needed / self.prefetched if self.prefetched else None
 
 
 class ExpertCache:
@@ -85,21 +100,26 @@ class ExpertCache:
         w1_scales: Tensor | None = None,
         w2_scales: Tensor | None = None,
     ) -> None:
-        given = {"w1": w1, "w2": w2, "w1_scales": w1_scales, "w2_scales": w2_scales}
-        stored = {name: weight for name, weight in given.items() if weight is not None}
-        for name, weight in stored.items():
+        given = HeldExperts(w1, w2, False, w1_scales, w2_scales)
+        for name, weight in given.named_parts.items():
             require(weight.device.type == "cpu", f"device={weight.device} of {name} must be 'cpu': it is the store")
         require(num_slots >= 1, f"num_slots={num_slots} must be at least 1")
         require(policy in POLICIES, f"expert_policy={policy!r} must be one of {', '.join(POLICIES)}")
         self.num_slots, self.first_expert = num_slots, first_expert
         held = (first_expert, first_expert + w1.shape[0])
         self.tables = CacheTables.create(num_experts or w1.shape[0], num_slots, device, held)
-        host: dict[str, Any] = {name: pinned(weight.contiguous(), device) for name, weight in stored.items()}
+        stored = HeldExperts.hold(given.named_parts, device)
+        if not stored.readable:
+            raise UnavailableError(
+                f"{stored.num_bytes:,} bytes of host memory cannot be pinned, which a GPU needs to read from it "
+                "(ulimit -l, or a container's limit)"
+            )
+        host = stored.named_parts
         DecodeWeights(**host, slots=torch.empty(1, dtype=torch.int32))  # looks at scales that were not made here
         self.host = HostExperts(**host, tables=self.tables, policy=policy)
         slots = {
             name: torch.zeros(num_slots, *weight.shape[1:], dtype=weight.dtype, device=device)
-            for name, weight in stored.items()
+            for name, weight in host.items()
         }
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host)
 
@@ -108,51 +128,72 @@ class ExpertCache:
         """Of one expert."""
         return self.host.expert_bytes
 
+    def expect_prefetch(self) -> None:
+        """Let experts travel to the slots before their step, too; before the first step."""
+        event = torch.cuda.Event() if self.weights.w1.is_cuda else None
+        self.host = replace(self.host, prefetched=True, fetched=event)
+        self.weights = replace(self.weights, host=self.host)
+
 
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
     """What the caches of all layers did so far; waits for their device."""
-    needed, fetched, nanoseconds = torch.stack([cache.tables.totals[:3] for cache in caches]).sum(0).tolist()
+    totals = torch.stack([cache.tables.totals for cache in caches]).sum(0).tolist()
+    needed, fetched, nanoseconds, _, begun, useful, words = totals
     return CacheReport(
         slots=caches[0].num_slots,
         needed=needed,
         fetched=fetched,
         fetched_bytes=fetched * caches[0].expert_bytes,
         fetching_s=nanoseconds / 1e9,
+        prefetched=begun,
+        prefetched_needed=useful,
+        prefetched_bytes=8 * words,
     )
 
 
 class CachedExperts:
     """Routed experts of a layer, from its cache; an ``ExpertPath``, for inference.
 
-    A step of more tokens than the slots can serve at once is taken in parts. Of more tokens than the runner decodes,
-    missing experts stream through the slots (``comet.experts.streaming``), for which the host waits for the device.
+    A step that may need more experts than there are slots runs in waves (``comet.kernels.expert_waves``). Of more
+    tokens than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``), for which
+    the host waits for the device.
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
         runner: Serves all layers, and adds up what the ranks contribute.
         top_k: K, at most the number of slots, or all experts of the rank have one.
+
+    Attributes:
+        ahead: Brings experts of the next layer, if anything does.
+        expected: Brings experts of this layer, likewise.
     """
 
+    ahead: Prefetch | None = None
+    expected: Prefetch | None = None
+
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
-        self.stream = StreamedExperts(cache.host, cache.weights, cache.first_expert)
+        stream = runner.decode.copy_stream(cache.weights.w1.device)
+        self.stream = StreamedExperts(cache.host, cache.weights, cache.first_expert, stream)
         self.cache = cache
         self.runner = runner
-        self.tokens_at_once = runner.decode.max_tokens
-        held = cache.host.w1.shape[0]
-        if cache.num_slots < held:
-            require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
-            self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
+        least = min(top_k, cache.host.w1.shape[0])
+        require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
-        ids, outputs, experts = top_k_ids.contiguous(), [], self.cache.weights
         if tokens.shape[0] > self.runner.decode.max_tokens:
-            return self.runner.add_up(self.stream(tokens, ids, top_k_weights)).to(tokens.dtype)
-        for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
-            part = slice(start, stop)
-            with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-                outputs.append(self.runner(tokens[part], ids[part], top_k_weights[part], w1, w2, experts=experts))
-        return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)
+            return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
+        if self.expected is not None:
+            self.expected.wait_for_plan()
+        if self.ahead is not None:
+            self.ahead.begin(tokens)
+        with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+            output = self.runner(tokens, top_k_ids.contiguous(), top_k_weights, w1, w2, experts=self.cache.weights)
+        if self.ahead is not None:
+            self.ahead.travel()
+        if self.expected is not None:
+            self.expected.join()
+        return output
 
 
 def slots_of_budget(
@@ -198,16 +239,3 @@ def bytes_of_expert(hidden_size: int, ffn_size: int, dtype: torch.dtype, stored:
         deep, wide = -(-hidden_size // FP8_BLOCK), -(-ffn_size // FP8_BLOCK)
         return numbers + 4 * deep * (-(-2 * ffn_size // FP8_BLOCK) + wide)
     return numbers // (2 if stored == "mxfp4" else 1) + numbers // MX_BLOCK
-
-
-def pinned(weight: Tensor, device: torch.device) -> Tensor:
-    """Memory that ``device`` reads: on a CPU the weight itself."""
-    if device.type == "cpu" or weight.is_pinned():
-        return weight
-    try:
-        return weight.pin_memory()
-    except RuntimeError as error:
-        raise UnavailableError(
-            f"{weight.nbytes:,} bytes of host memory cannot be pinned, which a GPU needs to read experts from it "
-            f"(ulimit -l, or a container's limit): {str(error).splitlines()[0]}"
-        ) from error

@@ -133,7 +133,7 @@ class StagedCache:
     @property
     def expert_bytes(self) -> int:
         """Of one expert."""
-        return self.weights.w1[0].nbytes + self.weights.w2[0].nbytes
+        return self.weights.expert_bytes
 
     def bring(self, top_k_ids: Tensor) -> DecodeWeights:
         """Bring the experts of a step into slots; waits for the device, and so for all copies before.
@@ -188,7 +188,7 @@ def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
 class StagedExperts:
     """Routed experts of a layer, brought by the host; an ``ExpertPath``, for inference.
 
-    A step of more tokens than the slots can serve at once is taken in parts, as ``CachedExperts`` does.
+    A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do.
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.

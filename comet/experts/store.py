@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from comet.config import require
+from comet.kernels.expert_parts import ExpertParts
 from comet.quantize import MX_BLOCK, MXType, quantize_mx
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class ScaledReader(ExpertReader, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldExperts:
+class HeldExperts(ExpertParts):
     """All experts of one layer in host memory, which is itself a reader of those that are not quantised.
 
     Args:
@@ -76,6 +77,17 @@ class HeldExperts:
     readable: bool
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
+
+    @classmethod
+    def hold(cls, parts: Mapping[str, Tensor], device: torch.device) -> HeldExperts:
+        """Whole tensors by their names: themselves where ``device`` reads them, else a copy in memory made for it."""
+        held: dict[str, Any] = {name: part.contiguous() for name, part in parts.items()}
+        if device.type == "cpu" or all(part.is_pinned() for part in held.values()):
+            return cls(**held, readable=True)
+        made, readable = _memory([(part.shape, part.dtype) for part in held.values()], device)
+        for name, memory in zip(parts, made, strict=True):
+            held[name] = memory.copy_(held[name])
+        return cls(**held, readable=readable)
 
     @classmethod
     def fill(cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device) -> HeldExperts:
@@ -127,15 +139,9 @@ class HeldExperts:
         return cls(w1, w2, readable, w1_scales, w2_scales)
 
     @property
-    def parts(self) -> dict[str, Any]:
-        """w1 and w2, and their scales where they have some, by their names."""
-        given = {"w1": self.w1, "w2": self.w2, "w1_scales": self.w1_scales, "w2_scales": self.w2_scales}
-        return {name: part for name, part in given.items() if part is not None}
-
-    @property
     def num_bytes(self) -> int:
         """Of all of it."""
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

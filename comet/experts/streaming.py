@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from comet.autocast import product, without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
-from comet.kernels.expert_cache import CLOCK, CacheTables, HostExperts
+from comet.kernels.expert_tables import CLOCK, PLANNED, CacheTables, HostExperts
 from comet.layout import ExpertLayout
 from comet.plain import dispatch_rows, make_exchange, weighted_sum
 
@@ -68,11 +68,12 @@ class Copies:
     Args:
         host: Where they come from.
         weights: The slots.
+        stream: Of the copies; ``None``: they are made at once.
     """
 
-    def __init__(self, host: HostExperts, weights: DecodeWeights) -> None:
+    def __init__(self, host: HostExperts, weights: DecodeWeights, stream: torch.cuda.Stream | None) -> None:
         self._pairs = list(zip(host.parts, weights.parts, strict=True))
-        self._stream = torch.cuda.Stream(weights.w1.device) if weights.w1.is_cuda else None
+        self._stream = stream
         self._free: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
@@ -103,20 +104,22 @@ class Copies:
 class StreamedExperts:
     """Routed experts of a layer for many tokens, through the slots of its cache.
 
-    Quantised ones are dequantised one at a time, to the tokens' type; their scales are looked at then, for which the
-    host waits once more.
+    Quantised ones are dequantised one at a time, to the tokens' type.
 
     Args:
-        host: Where this rank's experts come from; quantised ones are dequantised in their slot.
+        host: Where this rank's experts come from.
         weights: The slots.
         first_expert: Number of the rank's first expert among all.
+        stream: See ``Copies``; one serves all layers.
     """
 
-    def __init__(self, host: HostExperts, weights: DecodeWeights, first_expert: int) -> None:
+    def __init__(
+        self, host: HostExperts, weights: DecodeWeights, first_expert: int, stream: torch.cuda.Stream | None
+    ) -> None:
         self.host = host
         self.weights = weights
         self.first_expert = first_expert
-        self._copies = Copies(host, weights)
+        self._copies = Copies(host, weights, stream)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
@@ -158,6 +161,7 @@ class StreamedExperts:
         for table in (tables.slots, tables.arriving):
             table[self._numbers(experts)] = -1
         tables.owners[_index(slots, tables)] = -1
+        tables.header[PLANNED.value] = 0  # what was to travel before a step has no slot any more
 
     def _take(self, held: dict[int, int], needed: Sequence[int], num_copies: int) -> None:
         tables, slots = self.host.tables, _index(held, self.host.tables)

@@ -8,14 +8,15 @@ from typing import Literal, get_args
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.budget import ExpertStoreKind
 from comet.graphs import GraphMode
+from comet.kernels.expert_tables import Policy
 from comet.quantize import MXType
 
 GenerateDtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateConfig:
-    """What is continued, how, and for how long.
+class GenerateConfig(SpeculationConfig):
+    """What is continued, how, and for how long; ``SpeculationConfig`` says how tokens are drafted.
 
     Args:
         source: A checkpoint of a training job, its output folder (the newest complete checkpoint is taken), or a folder
@@ -39,6 +40,10 @@ class GenerateConfig:
         expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
             Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
+        expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
+            least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
+        expert_prefetch: With a budget and the host store, whether the experts that a layer will probably need, by what
+            its router says of the tokens of the layer before, travel beside that layer.
         expert_dtype: With a budget and the host store, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
@@ -47,14 +52,6 @@ class GenerateConfig:
             with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
             drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
             are faster. Checkpoints of ``comet train``.
-        draft_experts: Experts of a token in a draft, fewer than the model's top_k: ``[2]`` for all layers, or one
-            number a layer; none: half of top_k.
-        draft_tokens: Longest draft.
-        tau: Drafting stops behind a token of a probability below it; 0: never.
-        adaptive_tolerance: T: ``adaptive`` accepts a draft of probability q > tau where its true probability p is above
-            (1 - T) * q.
-        draft_cached_only: Draft only with experts that are in GPU memory, so that a draft reads nothing from the host;
-            with ``expert_budget``.
         keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored, with a budget as well; else
             they are dequantised.
     """
@@ -73,19 +70,17 @@ class GenerateConfig:
     cuda_graph: GraphMode = "auto"
     expert_budget: float | None = None
     speculate: SpeculationMode = "off"
-    draft_experts: tuple[int, ...] = ()
-    draft_tokens: int = 4
-    tau: float = 0.5
-    adaptive_tolerance: float = 0.3
-    draft_cached_only: bool = False
     expert_store: ExpertStoreKind = "host"
     host_budget: float | None = None
+    expert_policy: Policy = "lru"
+    expert_prefetch: bool = False
     expert_dtype: MXType | None = None
     link_gb_per_s: float | None = None
     memory_gb_per_s: float | None = None
     keep_fp8: bool = False
 
     def __post_init__(self) -> None:
+        SpeculationConfig.__post_init__(self)  # super() finds no class in one with slots
         require(self.source is None or bool(self.source), f"source={self.source!r} must name a folder")
         require(all(self.prompts), f"prompts={list(self.prompts)} must each have a character")
         require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
@@ -113,25 +108,17 @@ class GenerateConfig:
             ("dtype", get_args(GenerateDtype)),
             ("cuda_graph", get_args(GraphMode)),
             ("expert_store", get_args(ExpertStoreKind)),
+            ("expert_policy", get_args(Policy)),
         ):
             value = getattr(self, name)
             require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
-        _ = self.speculation
+        require(
+            self.expert_budget is not None or not self.expert_prefetch,
+            "expert_prefetch=True must come with expert_budget: without one all experts are in GPU memory",
+        )
         require(
             self.expert_budget is not None or not self.draft_cached_only,
             "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
-        )
-
-    @property
-    def speculation(self) -> SpeculationConfig:
-        """The settings of drafting and verifying."""
-        return SpeculationConfig(
-            speculate=self.speculate,
-            draft_experts=self.draft_experts,
-            draft_tokens=self.draft_tokens,
-            tau=self.tau,
-            adaptive_tolerance=self.adaptive_tolerance,
-            draft_cached_only=self.draft_cached_only,
         )
 
     @property

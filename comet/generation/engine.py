@@ -7,6 +7,7 @@ its share of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -19,17 +20,19 @@ from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step,
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.experts import (
     CACHED_DECODE_TOKENS,
-    CachedExperts,
     CacheReport,
     DraftRouters,
     ExpertCache,
-    report_of,
 )
+from comet.experts.paths import CachedPath, Slots, report_of_paths
+from comet.experts.prefetch import prefetch_between
 from comet.experts.speculation import DraftingModel
+from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts
 from comet.generation.step import Passes, batch_obstacle
 from comet.graphs import GraphMode
 from comet.group import ExpertGroup
+from comet.kernels.expert_tables import Policy
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
@@ -117,28 +120,26 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-def cache_of(layer: MoE, num_slots: int, expert_dtype: MXType | None = None) -> ExpertCache:
-    """The cache of a layer whose experts are in host memory; the layer has none of its own from here on.
+def take_experts(layer: MoE, expert_dtype: MXType | None = None) -> HeldExperts:
+    """The experts of a layer, that are in host memory, as they are or quantised one by one.
 
-    They are the cache's as they are, or quantised one by one.
+    The layer has none of its own from here on.
     """
     w1, w2 = layer.expert_weights()
-    parts: dict[str, Any] = {"w1": w1.flatten(1, 2), "w2": w2}
-    device = layer.group.device
-    if expert_dtype is not None:
-        whole = HeldExperts(**parts, readable=True)
-        parts = HeldExperts.quantise(whole, w1.dtype, device, expert_dtype).parts  # the cache pins what is not yet
-    cache = ExpertCache(
-        **parts,
-        num_slots=num_slots,
-        device=device,
-        num_experts=layer.config.num_experts,
-        first_expert=layer.layout.first_expert,
-    )
-    # The pinned ones; or numbers that nobody reads, in no memory.
-    w1, w2 = (cache.host.w1.view_as(w1), cache.host.w2) if expert_dtype is None else map(emptied, (w1, w2))
+    matrices, device = w1.flatten(1, 2), layer.group.device
+    if expert_dtype is None:
+        held = HeldExperts.hold({"w1": matrices, "w2": w2}, device)
+        w1, w2 = held.w1.view_as(w1), held.w2
+    else:
+        held = HeldExperts.quantise(HeldExperts(matrices, w2, readable=True), w1.dtype, device, expert_dtype)
+        w1, w2 = map(emptied, (w1, w2))  # numbers that nobody reads, in no memory
     local(layer.w1).data, local(layer.w2).data = w1, w2
-    return cache
+    return held
+
+
+def probable(layer: MoE, tokens: Tensor) -> Tensor:
+    """``(T, K)``: where the tokens ``(T, D)`` would go if they were this layer's."""
+    return layer.router(tokens).top_k_ids
 
 
 def emptied(weight: Tensor) -> Tensor:
@@ -158,6 +159,9 @@ class GPTEngine:
             (``expert_device`` of ``GPT``); ``None``: all on the device.
         expert_dtype: With ``expert_slots``: what experts are quantised to in host memory, layer by layer; ``None``:
             they stay as they are.
+        expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
+        expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
+            layer before it.
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
 
@@ -174,6 +178,8 @@ class GPTEngine:
         cuda_graph: GraphMode = "auto",
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
+        expert_policy: Policy = "lru",
+        expert_prefetch: bool = False,
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
@@ -187,15 +193,19 @@ class GPTEngine:
         layout = group.layout(moe)
         columns = 0 if expert_slots is not None else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
-        self.caches: list[ExpertCache] = []
+        self.stored: Sequence[CachedPath] = []
         self._experts: list[FrozenExperts] = []
-        for layer in model.moe_layers():
-            if expert_slots is None:
-                self._experts.append(FrozenExperts(self.runner, layer, columns))
-                layer.experts = self._experts[-1]
-            else:
-                self.caches.append(cache_of(layer, expert_slots, expert_dtype))
-                layer.experts = CachedExperts(self.caches[-1], self.runner, moe.top_k)
+        if expert_slots is None:
+            self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
+        else:
+            held = [take_experts(layer, expert_dtype) for layer in model.moe_layers()]
+            where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy)
+            slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
+            self.stored = slots.over_host(held)
+            if expert_prefetch:
+                prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
+        for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
+            layer.experts = path
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._drafts: DraftRouters | None = None
@@ -212,6 +222,11 @@ class GPTEngine:
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._group.device
+
+    @property
+    def caches(self) -> list[ExpertCache | StagedCache]:
+        """Of the layers' experts; none where all of them are on the device."""
+        return [path.cache for path in self.stored]
 
     @property
     def why_eager(self) -> str:
@@ -291,8 +306,12 @@ class GPTEngine:
             self._append,
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
-            obstacle=partial(batch_obstacle, decode_tokens=self.runner.decode.max_tokens),
+            obstacle=self._obstacle,
         )
+
+    def _obstacle(self, num_tokens: int) -> str:
+        is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
+        return WHY_EAGER if is_staged else batch_obstacle(num_tokens, self.runner.decode.max_tokens)
 
     def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         """One pass, from and to memory that stays where it is."""
@@ -307,7 +326,7 @@ class GPTEngine:
 
     def cache_report(self) -> CacheReport | None:
         """What the expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
-        return report_of(self.caches) if self.caches else None
+        return report_of_paths(self.stored)
 
     def weight_bytes_per_step(self) -> float:
         """See ``Engine``; an expert's matrices count in every step that sends it a token, all others in every step.

@@ -29,8 +29,8 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
     """
     settings, model = config.generate, config.model
     if settings.expert_budget is None:
-        alone = settings.host_budget is None and settings.expert_store == "host"
-        require(alone, "generate.expert_budget must be given with generate.expert_store or generate.host_budget")
+        alone = settings.host_budget is None and settings.expert_store == "host" and settings.expert_policy == "lru"
+        require(alone, "generate.expert_budget must be given with generate.expert_store, host_budget or expert_policy")
         require(
             settings.expert_dtype is None,
             f"generate.expert_budget must be given with generate.expert_dtype={settings.expert_dtype}: 1.0 keeps all "
@@ -61,6 +61,7 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
             host_budget=settings.host_budget,
             parallel=config.parallel,
             stored="fp8" if settings.keep_fp8 else settings.expert_dtype,
+            policy=settings.expert_policy,
         )
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error
@@ -99,4 +100,4 @@ def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> 
         spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
         spent["fetching_s"] /= group.world_size
     report = type(after)(slots=after.slots, **spent)
-    return asdict(report) | {"hits": report.hits}
+    return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}

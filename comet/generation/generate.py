@@ -165,7 +165,7 @@ def make_advance(engine: Engine, sampler: Sampler, config: GenerateConfig) -> Pl
     num_sequences = sampler.draws.shape[1]
     draws = [uniform_draws(config.seed, each, config.max_new_tokens * numbers) for each in range(num_sequences)]
     rounds = torch.stack(draws, dim=1).unflatten(0, (config.max_new_tokens, numbers)).transpose(1, 2)
-    return Speculation(engine, sampler, config.speculation, rounds[1:].to(engine.device))  # the first token's is used
+    return Speculation(engine, sampler, config, rounds[1:].to(engine.device))  # the first token's is used
 
 
 def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateConfig, *, context: int) -> None:

@@ -97,13 +97,15 @@ def _open_codec(source: Source) -> Codec:
 
 def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: ExpertBudget | None) -> Engine:
     settings = config.generate
-    speculation = None if settings.speculate == "off" else settings.speculation
+    speculation = None if settings.speculate == "off" else settings
     if source.checkpoint is None:
         from comet.generation.hf import HFEngine
         from comet.integrations.hf import load_pretrained
 
-        names = ("keep_fp8", "expert_budget", "expert_store", "host_budget", "expert_dtype")
+        names = ("keep_fp8", "expert_budget", "expert_store", "host_budget", "expert_dtype", "expert_policy")
         options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        if settings.expert_prefetch:
+            raise NotImplementedError("expert_prefetch=true is for checkpoints of comet train yet, not for folders")
         hf_model = load_pretrained(source.path, group, **options)
         return HFEngine(hf_model, cuda_graph=settings.cuda_graph, speculation=speculation, group=group)
     slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
@@ -115,6 +117,8 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         cuda_graph=settings.cuda_graph,
         expert_slots=slots,
         expert_dtype=settings.expert_dtype,
+        expert_policy=settings.expert_policy,
+        expert_prefetch=settings.expert_prefetch,
         speculation=speculation,
     )
 
@@ -163,7 +167,7 @@ def _prediction(config: JobConfig, budget: ExpertBudget, group: ExpertGroup, roo
     link = settings.link_gb_per_s or -_largest([-link_bytes_per_second(group.device) / 1e9], group)[0]
     memory = settings.memory_gb_per_s or roof / 1e9
     expected = expectation(config, budget, group.workspace.shape.dtype, link * 1e9, memory * 1e9)
-    places = {"store": budget.store, "stored": budget.stored}
+    places = {"store": budget.store, "stored": budget.stored, "policy": budget.policy}
     return places | {"link_gb_per_s": link, "memory_gb_per_s": memory, **expected}
 
 

@@ -272,7 +272,7 @@ class JobConfig:
         self.parallel.check(self.model.moe)
         if self.generate.speculate != "off":
             layers = self.model.num_layers - self.model.dense_layers
-            self.generate.speculation.experts_per_layer(self.model.moe.top_k, layers)
+            self.generate.experts_per_layer(self.model.moe.top_k, layers)
         if self.parallel.declares_nodes:
             nodes = (
                 f"groups of {self.parallel.world_size} ranks span nodes of parallel.node_size={self.parallel.node_size}"

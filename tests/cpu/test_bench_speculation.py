@@ -1,37 +1,253 @@
-"""The benchmark of speculation: a run on a CPU over a trained model."""
+"""The benchmark of speculation: a run on a CPU over a trained model, and what it says of drafts and of routing."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import bench_experts
+import bench_speculation
 import pytest
-from bench_speculation import main
-from training_cases import MODEL, MOE, Rank, make_job
+import torch
+from bench_speculation import ACCELERATE, KINDS, main
+from draft_quality import draft_passes, measure_drafts, of_positions, whole_pass
+from offloaded import first_token_s, has_accelerate, make_offloaded, tokens_per_s
+from routing_traces import BEST, Trace, made_trace, replayed_hits, resized_trace, reuse_by_distance, reuse_distances
+from training_cases import MODEL, MOE, Rank, make_job, make_model
 
+from comet.config import MoEConfig, SpeculationConfig
+from comet.errors import UnavailableError
+from comet.experts import DraftRouter, ExpertCache
+from comet.generation.engine import GPTEngine
+from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_tables import POLICIES
 from comet.training.run import train
 
-VARIANTS = ["cache", "conservative", "conservative cached", "adaptive", "adaptive cached"]
+SEED = 7
+SMALL = replace(MODEL, context=96, num_layers=1, moe=replace(MOE, num_experts=8, top_k=3, shared_ffn_size=32))
+PICTURES = ("acceptance", "adaptive", "top_r", "hits", "weights", "locality")
 
 
-def test_a_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = replace(MODEL, context=96, num_layers=1, moe=replace(MOE, num_experts=8, top_k=3))
-    job = make_job(tmp_path, model=model, steps=20, eval_batches=1, sample_bytes=0)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The words that name a trained model and its text."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = make_job(folder, model=SMALL, steps=20, eval_batches=1, sample_bytes=0)
     train(job, Rank())
-    capsys.readouterr()
-    words = ["--budgets", "0.5", "--tokens", "8", "--rounds", "1", "--temperature", "0", "--device", "cpu"]
-    main(["--source", str(tmp_path / "out"), "--data", job.data.path, "--out", str(tmp_path), *words])
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert (tmp_path / "bench_speculation.json").read_text() == line + "\n"
-    rows = json.loads(line)["rows"]
-    assert [row["variant"] for row in rows] == ["on_demand", *VARIANTS, "cache"]
-    assert [row["budget"] for row in rows] == [0.5] * 6 + [1.0]
-    on_demand, cache, conservative, *_, resident = rows
+    return "--source", str(folder / "out"), "--data", str(job.data.path), "--device", "cpu"
+
+
+def test_a_run_on_a_cpu(
+    trained: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_speculation, "HELDOUT_SHAPE", (2, 2, 24))
+    kinds = [name for name in KINDS if name != ACCELERATE or has_accelerate()]
+    words = ["--budgets", "0.5", "--tokens", "8", "--rounds", "1", "--temperature", "0", "--variants", ",".join(kinds)]
+    main([*trained, *words, "--out", str(tmp_path)])
+    out = capsys.readouterr().out.splitlines()
+    assert (tmp_path / "bench_speculation.json").read_text() == out[-1] + "\n"
+    found = json.loads(out[-1])
+    rows = {row["variant"]: row for row in found["rows"]}
+    assert list(rows) == [*kinds, "resident"]
+    assert [row["budget"] for row in rows.values()] == [0.5] * len(kinds) + [1.0]
+    assert not any("failure" in row for row in rows.values())
+    on_demand, cache, resident = rows["on_demand"], rows["cache"], rows["resident"]
     assert on_demand["hits"] == 0
     assert resident["hits"] == resident["of_resident"] == 1
     assert on_demand["mb_per_token"] > cache["mb_per_token"] > resident["mb_per_token"] == 0
-    for plain in (cache, conservative, rows[3]):
-        assert plain["nll"] == pytest.approx(resident["nll"], rel=1e-5), "greedy texts are the same"
-    for row in rows[1:-1]:
-        assert ("acceptance" in row) == (row["variant"] != "cache")
+    assert cache["mb_per_token"] > 2 * rows["cache mxfp8"]["mb_per_token"] > 0
+    for same in ("cache", "cache lfu", "cache score", "conservative", "conservative cached"):
+        assert rows[same]["nll"] == pytest.approx(resident["nll"], rel=1e-5), f"greedy texts are the same: {same}"
+    for name, row in rows.items():
+        assert ("acceptance" in row) == (KINDS.get(name, {}).get("speculate") is not None)
+        assert row["first_token_ms"] > 0
+    check_quality(found)
+    for name in PICTURES:
+        assert str(tmp_path / f"{name}.png") in out
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    replay_elsewhere(tmp_path / "routing.pt", capsys)
+
+
+def check_quality(found: dict) -> None:
+    """What has to hold of any model."""
+    drafts, top_r, routing = found["drafts"], found["top_r"], found["routing"]
+    assert drafts["tokens"] == 2 * 2 * (24 - 4)
+    assert [row["tolerance"] for row in drafts["adaptive"]] == sorted([0.1, 0.3, 0.5, 0.9] * 4)
+    assert all(0 <= row["acceptance"] <= 1 for row in drafts["adaptive"])
+    first = [row for row in drafts["adaptive"] if row["position"] == 1]
+    assert [row["acceptance"] for row in first] == sorted(row["acceptance"] for row in first)
+    assert [row["r"] for row in top_r] == [1, 2, 3]
+    assert top_r[-1]["nll_draft"] == pytest.approx(top_r[-1]["nll_all"], rel=1e-5), "all K experts"
+    assert top_r[-1]["acceptance"] == pytest.approx(1, abs=1e-5)
+    assert routing["tokens"] == 2 * 2 * 24
+    for policy in POLICIES:
+        assert all(
+            hits <= best + 1e-6 for hits, best in zip(routing["hits"][policy], routing["hits"][BEST], strict=True)
+        )
+
+
+def replay_elsewhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recorded routing in the benchmark of experts, at its own shape."""
+    words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6"]
+    words += ["--variants", ",".join(bench_experts.KINDS), "--trace", str(path), "--rounds", "1"]
+    bench_experts.main(words)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["trace"] == str(path)
+    kept = [row for row in found["rows"] if row["variant"] in bench_experts.KINDS]
+    assert [(row["variant"], row["budget"]) for row in kept] == [
+        (kind, budget) for budget in (0.5, 1.0) for kind in bench_experts.KINDS
+    ]
+    assert all(row["hits"] == 1 for row in kept if row["budget"] == 1)
+    assert all(0 < row["hits"] < 1 for row in kept if row["budget"] < 1)
+
+
+def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = bench_speculation.parse([*trained, "--variants", "cache", "--seconds", "0", "--rounds", "1"])
+    assert arguments.seconds == 0
+    main([*trained, "--budgets", "0.5,0.1", "--variants", "cache", "--tokens", "4", "--rounds", "1", "--seconds", "0"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["variant"] for row in rows] == ["resident", "cache", "cache"]
+    assert all(row["failure"] == "left out: the time was over" for row in rows[1:])
+
+
+def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
+        main([*trained, "--variants", "cache,lru"])
+    with pytest.raises(ValueError, match="variants='lru' must be one of cache, cache lfu, cache score"):
+        bench_experts.main(["--variants", "lru"])
+    with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench_speculation.py wrote"):
+        bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
+    torch.save({"ids": torch.zeros(1)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"trace='.*other.pt' must hold ids, weights and num_experts"):
+        bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
+    monkeypatch.setattr("offloaded.has_accelerate", lambda: False)
+    with pytest.raises(UnavailableError, match="the variant accelerate needs accelerate and transformers"):
+        main([*trained, "--variants", "accelerate"])
+
+
+def test_the_example_of_adaptive_mode() -> None:
+    p, q = torch.tensor([[0.4, 0.6]]).double(), torch.tensor([[0.8, 0.2]]).double()
+    found = of_positions(p, q, torch.tensor([0]), 0.5, [0.6, 0.4])
+    assert {name: round(float(value), 6) for name, value in found.items() if "nll" not in name} == {
+        "accepted": 0.6, "accepted 0.6": 0.8, "agreement 0.6": 0.52, "accepted 0.4": 0.0, "agreement 0.4": 1.0,
+    }  # fmt: skip
+    assert float(found["nll 0.6"]) == pytest.approx(-torch.tensor(0.88).log().item())
+    assert float(found["nll 0.4"]) == float(found["nll"]) == pytest.approx(-torch.tensor(0.4).log().item())
+
+
+def test_adaptive_mode_draws_from_the_distribution_that_is_scored() -> None:
+    from comet.experts.speculation import Draft, pick, verdict
+
+    drawn = torch.Generator().manual_seed(SEED)
+    p, q = torch.rand(2, 6, generator=drawn, dtype=torch.float64).softmax(1)
+    p, q = (p * 2).softmax(0), (q * 8).softmax(0)
+    tau, tolerance, count = 0.05, 0.4, 40_000
+    config = SpeculationConfig(speculate="adaptive", tau=tau, adaptive_tolerance=tolerance)
+    draws = torch.rand(count, 3, generator=drawn, dtype=torch.float64)
+    drafts = pick(q.expand(count, -1), draws[:, 0])
+    draft = Draft(
+        ids=torch.stack([torch.zeros_like(drafts), drafts], dim=1), proposed=torch.ones(count, 1, dtype=torch.bool),
+        confidence=q[drafts][:, None], q=[q.expand(count, -1)], seen=None,
+    )  # fmt: skip
+    likely = p.expand(count, 2, -1)
+    accepted, weights = verdict(config, draft, likely, likely, draws[:, 1:2])
+    made = torch.where(accepted == 1, drafts, pick(weights, draws[:, 2]))
+    shares = made.bincount(minlength=6) / count
+    for token in range(6):
+        found = of_positions(p[None], q[None], torch.tensor([token]), tau, [tolerance])
+        assert float(shares[token]) == pytest.approx(float(torch.exp(-found[f"nll {tolerance}"])), abs=0.01)
+    assert float((accepted == 1).double().mean()) == pytest.approx(float(found[f"accepted {tolerance}"]), abs=0.01)
+
+
+def test_drafts_on_given_text_are_those_of_decoding() -> None:
+    model, group = make_model(SMALL, max_tokens=64)
+    torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(SEED))
+    config = SpeculationConfig(draft_experts=(1,), draft_tokens=3, tau=0.0)
+    engine = GPTEngine(model, group, speculation=config)
+    text = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(SEED))
+    with torch.no_grad():
+        logits, whole = whole_pass(model, text)
+        routers = [DraftRouter(layer.router, 1) for layer in model.moe_layers()]
+        drafted = list(draft_passes(model, text, whole, routers, 3))
+        for start in (5, 12):
+            first = engine.prefill(text[:, :start], torch.tensor([start]), 20)
+            torch.testing.assert_close(first, logits[:, start - 1], rtol=1e-4, atol=1e-4)
+            for place in range(3):
+                decoded = engine.draft(text[:, start + place])
+                torch.testing.assert_close(decoded, drafted[place][:, start + place], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(drafted[0][:, 5:], logits[:, 5:], atol=1e-3), "drafts differ, or nothing is tested"
+    group.close()
+
+
+def test_a_conservative_estimate_of_all_experts_is_certain() -> None:
+    model, group = make_model(SMALL, max_tokens=64)
+    GPTEngine(model, group)
+    text = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(SEED))
+    with torch.no_grad():
+        found = measure_drafts(model, [text], SpeculationConfig(draft_experts=(2,), tau=0.0), [1.0], 256)
+    assert found["nll"] == pytest.approx(torch.tensor(256.0).log().item()), "an untrained head"
+    assert all(row["acceptance"] == pytest.approx(1) for row in found["by_position"])
+    assert all(row["nll_added"] == pytest.approx(0, abs=1e-9) for row in found["adaptive"])
+    group.close()
+
+
+def test_the_example_of_reuse_distances() -> None:
+    assert reuse_distances([[2], [0], [2]], 4) == [[2], [1], [1]]
+
+
+def small_trace(num_steps: int = 80) -> Trace:
+    config = MoEConfig(num_experts=16, top_k=3, hidden_size=32, ffn_size=32)
+    ids = made_trace(config, 2, num_steps, 0.4)
+    weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SEED)) + 0.1
+    return Trace(ids=ids, weights=weights, num_experts=16)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replayed_hits_are_those_of_the_cache(policy: str) -> None:
+    trace, slots = small_trace(), 6
+    w1, w2 = torch.zeros(16, 32, 16), torch.zeros(16, 16, 16)
+    needed = fetched = 0
+    for layer in range(2):
+        cache = ExpertCache(w1, w2, slots, torch.device("cpu"), policy=policy)
+        for ids, weights in zip(trace.ids[:, layer, None], trace.weights[:, layer, None], strict=True):
+            bring_torch(ids, weights, cache.weights.w1, cache.weights.w2, cache.host)
+        counts = cache.tables.totals[:2].tolist()
+        needed, fetched = needed + counts[0], fetched + counts[1]
+    margin = 0 if policy == "score" else 0.03  # of experts worth the same another one may stay
+    assert replayed_hits(trace, [slots], policy)[0] == pytest.approx(1 - fetched / needed, abs=margin + 1e-6)
+
+
+def test_a_resized_trace_hits_as_the_recorded_one() -> None:
+    trace, config = small_trace(400), MoEConfig(num_experts=64, top_k=8, hidden_size=32, ffn_size=32)
+    ids = resized_trace(trace, config, num_layers=3, num_steps=400)
+    assert ids.shape == (400, 3, 8)
+    assert all(len(set(step)) == 8 for step in ids[:, 0].tolist())
+    resized = Trace(ids=ids, weights=torch.ones(ids.shape), num_experts=64)
+    recorded = replayed_hits(trace, [6, 10], "lru")
+    assert replayed_hits(resized, [24, 40], "lru") == pytest.approx(recorded, abs=0.05)
+    assert recorded[0] > 0.5, "routing that repeats, or nothing is tested"
+
+
+def test_reuse_by_distance() -> None:
+    ids = torch.tensor([[0, 1], [1, 2], [0, 3], [1, 2]])[:, None]
+    exactly, within = reuse_by_distance(Trace(ids=ids, weights=torch.ones(4, 1, 2), num_experts=4), 2)
+    assert exactly == [0.0, 3 / 4], (
+        "steps 2 and 3 of [0, 3] and [1, 2]: none of the one before; 0, 1 and 2 of two before"
+    )
+    assert within == [0.0, 3 / 4]
+
+
+@pytest.mark.skipif(not has_accelerate(), reason="needs pip install 'comet-moe[bench]'")
+def test_accelerate_runs_the_same_model() -> None:
+    model, group = make_model(replace(SMALL, num_layers=2), max_tokens=64)
+    torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(SEED))
+    GPTEngine(model, group, expert_slots=8)
+    offloaded = make_offloaded(model, 0.5)
+    text = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(SEED))
+    with torch.no_grad():
+        torch.testing.assert_close(offloaded(text).logits, model(text).logits, rtol=1e-3, atol=1e-3)
+    assert first_token_s(offloaded, text) > 0
+    assert tokens_per_s(offloaded, text, 3) > 0
+    group.close()

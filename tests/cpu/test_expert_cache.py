@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+from cache_cases import TABLES, cache_of, check_slots, resident_weights
 from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow, slow_but
@@ -17,44 +20,21 @@ from training_cases import MODEL, MOE, Rank, make_job
 from comet.config import ParallelConfig
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
-from comet.decode.weights import DecodeWeights
 from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
+from comet.experts.staged import WHY_EAGER, StagedReport
+from comet.experts.store import HeldExperts, host_memory
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
-from comet.kernels.expert_cache import CacheTables, HostExperts, bring_torch, cache_constants
+from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_tables import CacheTables, HostExperts, cache_constants
 from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
 from comet.models.gpt import GPT
 from comet.quantize import MXType, StoredType, quantize_mx
 from comet.sharding import local
 from comet.training.run import train
-
-TABLES = ("slots", "arriving", "last_used", "owners")
-
-
-def cache_of(case: DecodeCase, num_slots: int, policy: str, held: tuple[int, int]) -> ExpertCache:
-    """An empty cache of some experts of the case's model."""
-    made = torch.Generator().manual_seed(case.seed)
-    first, end = held
-    parts = {
-        name: torch.randn(case.E, *size, generator=made)[first:end] / 8
-        for name, size in (("w1", (2 * case.F, case.D)), ("w2", (case.D, case.F)))
-    }
-    if case.quantised:
-        packed = {name: QUANTISERS[case.quantised](weight) for name, weight in parts.items()}
-        parts = {name: each.elements for name, each in packed.items()}
-        parts |= {f"{name}_scales": each.scales for name, each in packed.items()}
-    return ExpertCache(
-        **parts, num_slots=num_slots, device=torch.device("cpu"), policy=policy, num_experts=case.E, first_expert=first
-    )
-
-
-def parts_of(weights: DecodeWeights | HostExperts) -> list[torch.Tensor]:
-    """Elements, and the scales of quantised experts, as bytes."""
-    found = (weights.w1, weights.w2, weights.w1_scales, weights.w2_scales)
-    return [part.view(torch.uint8) for part in found if part is not None]
 
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
@@ -62,12 +42,8 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
     print("seed", case.seed)
     made = torch.Generator().manual_seed(case.seed)
     held = (1, case.E) if num_slots < case.E else (0, case.E)
-    mine, twin, resident = (cache_of(case, slots, policy, held) for slots in (num_slots, num_slots, case.E))
-    for expert in range(*held):
-        resident.tables.slots[expert] = expert
-        for slots, stored in zip(parts_of(resident.weights), parts_of(resident.host), strict=True):
-            slots[expert] = stored[expert - held[0]]
-    everything = replace(resident.weights, host=None)
+    mine, twin = (cache_of(case, num_slots, policy, held) for _ in range(2))
+    everything = resident_weights(case, held)
     for _ in range(4 if case.quantised else 8):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
         ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
@@ -80,11 +56,7 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, 
         torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
         count = int(mine.tables.header[0])
         assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
-        for slot, expert in enumerate(mine.tables.owners.tolist()):
-            if expert >= 0:
-                assert mine.tables.slots[expert] == slot
-                for slots, stored in zip(parts_of(mine.weights), parts_of(mine.host), strict=True):
-                    assert torch.equal(slots[slot], stored[expert - held[0]])
+        check_slots(mine)
     assert mine.tables.totals[1] > 0
     assert not mine.tables.header[2:4].any(), "the next step finds its flags as this one did"
 
@@ -195,6 +167,34 @@ def test_cached_decode_equals_resident_decode_bit_for_bit(expert_slots: int) -> 
     assert (report.fetched == len(cached.caches) * MOE.num_experts) == (expert_slots == MOE.num_experts)
 
 
+def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkeypatch, caplog) -> None:
+    def hold(parts, device):
+        return HeldExperts(*(part.contiguous() for part in parts.values()), readable=False)
+
+    resident = engine_of(None)
+    monkeypatch.setattr(HeldExperts, "hold", hold)
+    with caplog.at_level(logging.WARNING, "comet"):
+        staged = engine_of(MOE.top_k)
+    (record,) = caplog.records
+    assert "GB of host memory for experts cannot be pinned" in record.message
+    assert re.search(r"measured: [0-9.]+ ms for an expert of [0-9.]+ MB", record.message)
+    token = torch.tensor([7])
+    found = [engine.prefill(token[:, None], torch.tensor([1]), 30) for engine in (staged, resident)]
+    drawn = torch.Generator().manual_seed(7)
+    for _ in range(12):
+        assert torch.equal(*found)
+        token = torch.randint(256, (1,), generator=drawn)
+        found = [engine.decode(token) for engine in (staged, resident)]
+    assert staged.why_eager == WHY_EAGER
+    report = staged.cache_report()
+    assert isinstance(report, StagedReport)
+    assert report.staged_bytes == report.fetched_bytes > 0, "the stage is no larger than the slots"
+    memory = host_memory
+    monkeypatch.setattr("comet.experts.store.host_memory", lambda *given: (memory(*given)[0], False))
+    with pytest.raises(NotImplementedError, match="experts in mxfp8 are not copied by the host yet"):
+        engine_of(MOE.top_k, expert_dtype="mxfp8")
+
+
 @pytest.mark.parametrize("expert_dtype", get_args(MXType))
 def test_decode_from_experts_quantised_in_host_memory_equals_resident_decode_of_the_same(expert_dtype: MXType) -> None:
     cached, resident = engine_of(MOE.top_k, expert_dtype=expert_dtype), engine_of(None)
@@ -221,11 +221,13 @@ def test_decode_from_experts_quantised_in_host_memory_equals_resident_decode_of_
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_that_need_more_experts_than_there_are_slots_are_taken_in_parts() -> None:
+def test_tokens_that_need_more_experts_than_there_are_slots_run_in_waves() -> None:
     cached, resident = engine_of(MOE.top_k), engine_of(None)
-    ids = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(8))
-    found = [engine.prefill(ids, torch.tensor([9, 4, 1]), 12) for engine in (cached, resident)]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    ids = torch.randint(256, (3, 5), generator=torch.Generator().manual_seed(8))
+    found = [engine.prefill(ids, torch.tensor([5, 4, 1]), 12) for engine in (cached, resident)]
+    assert torch.equal(*found)
+    found = [engine.verify(ids[:, :4]) for engine in (cached, resident)]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("budget", "slots"), [(0.25, 16), (10_000_000, 25), (1.0, 64), (1e12, 64)])

@@ -25,6 +25,7 @@ from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.static import StaticDecoder
+from comet.kernels.expert_tables import HostExperts
 from comet.launch.cli import main
 from comet.launch.config import compose, default_ranks
 from comet.launch.dry_run_generate import memory_needs
@@ -45,6 +46,27 @@ def qwen(tmp_path_factory):
 def job_of(folder, tmp_path, **settings):
     model = model_of(find_source(str(folder)))
     return make_job(tmp_path, model=model, generate=replace(GREEDY, source=str(folder), **settings))
+
+
+@pytest.mark.parametrize("policy", ["lfu", "score"])
+def test_the_policy_reaches_the_caches(policy, qwen, tmp_path, capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "comet.experts.cache.HostExperts", lambda **given: made.append(given["policy"]) or HostExperts(**given)
+    )
+    found = generate_job(job_of(qwen, tmp_path, expert_budget=0.5, expert_policy=policy, max_new_tokens=2), Rank())
+    assert found["expert_cache"]["policy"] == policy
+    words = [f"generate.source={qwen}", "generate.prompt=ab", f"{BUDGET}=0.5", f"generate.expert_policy={policy}"]
+    assert (
+        f"# experts on the device: 4 of 8 in each of 2 layers, by {policy}; MiB"
+        in dry_run(capsys, monkeypatch, *words)[1]
+    )
+    job = make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0)
+    train(job, Rank())
+    settings = replace(GREEDY, source=str(tmp_path / "out"), expert_budget=0.75, expert_policy=policy, max_new_tokens=2)
+    assert generate_job(replace(job, generate=settings), Rank())["expert_cache"]["policy"] == policy
+    layers = 2 + MODEL.num_layers
+    assert made == [policy] * layers
 
 
 @pytest.mark.parametrize("store", ["host", "file"])
@@ -165,6 +187,12 @@ MISTAKES = [
         "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that a layer has slots for",
     ),
     (["=null", "generate.expert_store=file"], "generate.expert_budget must be given with generate.expert_store"),
+    (["=null", "generate.expert_policy=lfu"], "generate.expert_budget must be given with generate.expert_store, host_"),
+    (["=0.5", "generate.expert_policy=fifo"], "generate.expert_policy='fifo' must be one of lru, lfu, score"),
+    (
+        ["=0.5", "generate.expert_policy=lfu", *(f"generate.{name}={value}" for name, value in FILE.items())],
+        "generate.expert_policy='lfu' must be 'lru' with expert_store='file'",
+    ),
     (["=0.5", "generate.link_gb_per_s=0"], "generate: link_gb_per_s=0.0 must be finite and above 0, or None"),
 ]
 

@@ -47,7 +47,7 @@ def engine_of(group: ExpertGroup, settings: GenerateConfig, slots: int | None = 
     model = GPT(CONFIG if slots else SHARED, group, seed=1, expert_device=torch.device("cpu") if slots else None)
     drawn = torch.Generator().manual_seed(1)
     model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
-    drafts = None if settings.speculate == "off" else settings.speculation
+    drafts = None if settings.speculate == "off" else settings
     return GPTEngine(model, group, expert_slots=slots, speculation=drafts)
 
 

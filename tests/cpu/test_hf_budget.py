@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(mixtra
     ids = prompt(1, 20)
     assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
     assert cache_report(loaded).staged_bytes > 0
-    with pytest.raises(NotImplementedError, match="quantised experts are not copied by the host yet, and 13,056 bytes"):
+    with pytest.raises(NotImplementedError, match="experts in mxfp4 are not copied by the host yet, and 13,056 bytes"):
         hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="mxfp4")
 
 
@@ -209,6 +209,11 @@ def test_what_a_budget_does_not_go_with(mixtral):
         hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="nf4")
     nodes = SimpleNamespace(comm=SimpleNamespace(memory_obstacle="a group spans several nodes"))
     refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
+    refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu, score", expert_policy="fifo")
+    with pytest.raises(ValueError, match="expert_policy='lfu' must come with an expert_budget"):
+        hf.load_pretrained(mixtral, expert_policy="lfu")
+    with pytest.raises(ValueError, match="expert_policy='lfu' must be 'lru' with expert_store='file'"):
+        hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"], expert_policy="lfu")
     refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
     with pytest.raises(ValueError, match="expert_budget=None must be a share or bytes with an expert_store='file'"):
         hf.load_pretrained(mixtral, expert_store="file", host_budget=0.5)

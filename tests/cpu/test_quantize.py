@@ -363,3 +363,11 @@ def test_bad_input_is_named(call, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         call()
     assert message in str(caught.value)
+
+
+def test_scales_that_are_trusted_are_not_looked_at() -> None:
+    scales = torch.full((4, 2), 255, dtype=torch.uint8)
+    for kind, elements in ((MXFP8, E4M3), (MXFP4, E2M1)):
+        assert kind(elements=elements, scales=scales, trusted=True).scales is scales
+        with pytest.raises(ValueError, match="must be at most 254"):
+            kind(elements=elements, scales=scales)

@@ -12,7 +12,9 @@ from torch import Tensor
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
-from comet.kernels.expert_cache import POLICIES, CacheTables, bring_torch
+from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_tables import POLICIES, CacheTables
+from comet.kernels.expert_waves import count_waves, split_waves, split_waves_torch
 
 pytestmark = pytest.mark.gpu
 E, K, D, F = 48, 4, 512, 208
@@ -88,6 +90,50 @@ def test_steps_equal_twin_and_resident_experts(num_tokens: int, num_slots: int, 
         assert torch.equal(cache.weights.w1[slots[expert]].cpu(), w1[expert])
         assert torch.equal(cache.weights.w2[slots[expert]].cpu(), w2[expert])
     assert int(cache.tables.totals[2]) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(2, K), (5, 7), (5, 19), (16, K), (16, 30)])
+def test_replayed_steps_in_waves_equal_resident_experts_bit_for_bit(
+    num_tokens: int, num_slots: int, policy: str
+) -> None:
+    print("seed", num_slots)
+    made = torch.Generator().manual_seed(num_slots)
+    w1, w2 = weights_of(made)
+    resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
+    runner = LocalRunner(K, num_tokens)
+    cached = CachedExperts(ExpertCache(w1, w2, num_slots, CUDA, policy=policy), runner, K)
+    tables = cached.cache.tables
+    assert count_waves(num_tokens * K, E, num_slots) > 1
+    tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
+    ids = torch.zeros(num_tokens, K, dtype=torch.int32, device=CUDA)
+    weights = torch.rand(num_tokens, K, generator=made).cuda()
+    for _ in range(2):
+        cached(tokens, ids, weights, w1, w2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cached(tokens, ids, weights, w1, w2)
+    for step in range(100):
+        num_used = (K, 12, E)[step % 3]  # one wave, some, all
+        ids.copy_(torch.stack([torch.randperm(num_used, generator=made)[:K] for _ in range(num_tokens)]).int())
+        tokens.copy_(torch.randn(num_tokens, D, generator=made).bfloat16())
+        needed = ids.unique().long()
+        missing, before = int((tables.slots[needed] < 0).sum()), tables.totals[:2].clone()
+        graph.replay()
+        assert torch.equal(out, runner.decode(tokens, ids, weights, resident)), f"step {step}"
+        assert (tables.totals[:2] - before).tolist() == [len(needed), missing], f"step {step}"
+
+
+@pytest.mark.parametrize(("num_tokens", "num_waves"), [(2, 2), (16, 11)])
+def test_waves_equal_their_twin(num_tokens: int, num_waves: int) -> None:
+    made = torch.Generator().manual_seed(num_tokens)
+    tables = CacheTables.create(E, 5, torch.device("cpu"), (3, E - 2))
+    tables.slots[torch.randperm(E - 5, generator=made)[:5] + 3] = torch.arange(5, dtype=torch.int32)
+    ids = torch.randint(-1, E, (num_tokens, K), generator=made, dtype=torch.int32)
+    on_device = replace(tables, state=tables.state.cuda())
+    found = split_waves(ids.cuda(), on_device, num_waves)[:, : ids.numel()].view(num_waves, num_tokens, K)
+    assert torch.equal(found.cpu(), split_waves_torch(ids, tables, num_waves))
 
 
 @pytest.mark.parametrize("num_slots", [K, 13, E])

@@ -69,7 +69,7 @@ def router_of(gate: nn.Module, config: MoEConfig) -> Router:
 def routed_by(gates: Sequence[nn.Module], routers: Sequence[Routes]) -> Iterator[None]:
     """Let routers decide in the place of gates, for as long as this lasts."""
     for gate, router in zip(gates, routers, strict=True):
-        gate.forward = partial(_route, router)  # type: ignore[method-assign]
+        gate.forward = partial(_route, router)
     try:
         yield
     finally:

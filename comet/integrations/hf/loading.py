@@ -67,7 +67,8 @@ def load_pretrained(
         expert_dtype: ``mxfp8`` or ``mxfp4``: quantise each expert as it is read into host memory, D and F multiples of
             32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. ``None``:
             as the model is, or in block FP8 with ``keep_fp8``.
-        **options: Passed on to ``from_pretrained``, such as ``attn_implementation``.
+        **options: ``expert_policy``, with a budget, as ``generate.expert_policy``. All others are passed on to
+            ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
         The model, in evaluation mode.
@@ -82,13 +83,8 @@ def load_pretrained(
         UnavailableError: If transformers is missing.
     """
     require_transformers()
-    store = StoreOptions(
-        expert_budget=expert_budget,
-        expert_store=expert_store,
-        host_budget=host_budget,
-        expert_dtype=expert_dtype,
-        keep_fp8=keep_fp8,
-    )
+    policy = options.pop("expert_policy", "lru")
+    store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, policy)
     decode_tokens = store.most_tokens(decode_tokens, group)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)

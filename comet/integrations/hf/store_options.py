@@ -11,10 +11,11 @@ from comet.decode.runners import DECODE_TOKENS
 from comet.experts import CACHED_DECODE_TOKENS
 from comet.experts.budget import ExpertBudget, ExpertStoreKind
 from comet.group import ExpertGroup
+from comet.kernels.expert_tables import Policy
 from comet.quantize import MXType, StoredType
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StoreOptions:
     """See ``load_pretrained``.
 
@@ -28,12 +29,17 @@ class StoreOptions:
     host_budget: float | None = None
     expert_dtype: MXType | None = None
     keep_fp8: bool = False
+    expert_policy: Policy = "lru"
 
     def __post_init__(self) -> None:
         alone = self.expert_store == "host" and self.host_budget is None
         require(
             alone or self.in_store,
             "expert_budget=None must be a share or bytes with an expert_store='file' or a host_budget",
+        )
+        require(
+            self.in_store or self.expert_policy == "lru",
+            f"expert_policy={self.expert_policy!r} must come with an expert_budget",
         )
         named = f"expert_dtype={self.expert_dtype} must"
         require(self.in_store or self.expert_dtype is None, f"{named} come with an expert_budget")
@@ -83,4 +89,5 @@ class StoreOptions:
             host_budget=self.host_budget,
             parallel=ParallelConfig() if group is None else group.parallel,
             stored=self.stored,
+            policy=self.expert_policy,
         )

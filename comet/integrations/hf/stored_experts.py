@@ -15,7 +15,7 @@ from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
-from comet.experts.opening import CachedPath, Slots, report_of_caches
+from comet.experts.paths import CachedPath, Slots, report_of_paths
 from comet.experts.staged import StagedExperts
 from comet.experts.store import HeldExperts
 from comet.group import ExpertGroup
@@ -143,7 +143,7 @@ def open_stores(
     """
     modules = [model.get_submodule(name) for name in layers]
     layout, runner = modules[0].layout, modules[0].runner
-    where: dict[str, Any] = dict(dtype=dtype, device=device, group=group)
+    where: dict[str, Any] = dict(dtype=dtype, device=device, group=group, policy=budget.policy)
     slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, **where)
     if budget.store == "host":
         paths = slots.over_host([_held(reader, budget.stored, dtype, device) for reader in layers.values()])
@@ -164,6 +164,4 @@ def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, dev
 
 def cache_report(model: Any) -> CacheReport | None:
     """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
-    return report_of_caches(
-        [module.path.cache for module in model.modules() if isinstance(module, StoredExperts) and module.path]
-    )
+    return report_of_paths([each.path for each in model.modules() if isinstance(each, StoredExperts) and each.path])

@@ -1,0 +1,289 @@
+"""What drafts with few experts are worth on text that the model has not seen, and what adaptive mode costs there.
+
+The text is given, not generated (teacher forcing), so that every position has the distribution p of all K experts and
+those of drafts: q_d is what the d-th drafted token of a round is drawn from. As in decoding, its pass sees keys and
+values of the r-expert passes at the d - 1 positions before it and its own, and those of all K experts at all earlier
+ones. That the drafts before it are those of the text is the condition that they were right.
+
+From p and q at a position follow, with no draw:
+
+- ``conservative`` accepts a draft with probability ``sum min(p, q)``, and its text has the distribution p;
+- ``adaptive`` draws x from q, keeps it where ``q(x) > tau`` and ``p(x) > (1 - T) q(x)``, and else draws from p, so that
+  its token has the distribution ``q * keeps + (1 - sum(q * keeps)) * p``, whose negative log-likelihood of the text
+  minus that of p is the loss it costs, and whose total variation from p is where it disagrees.
+
+All at temperature 1. Letters: B sequences, P positions, V vocabulary, K experts of a token, r of a draft, d depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from routing_traces import Trace
+from torch import Tensor
+
+from comet.config import SpeculationConfig
+from comet.experts import DraftRouter
+from comet.models.cache import attend_causally
+from comet.models.gpt import GPT
+from comet.moe import MoE
+from comet.router import Router, Routes, Routing
+
+Row = dict[str, Any]
+KeysValues = tuple[Tensor, Tensor]
+BINS = 10  # of a draft's confidence
+
+
+class RecordingRouter:
+    """A layer's router, which keeps its last decision.
+
+    Args:
+        router: Of the layer.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.measure = router.measure
+        self.ids = self.weights = torch.empty(0)
+
+    def __call__(self, tokens: Tensor) -> Routing:
+        """See ``Router``."""
+        routing = self.router(tokens)
+        self.ids, self.weights = routing.top_k_ids, routing.top_k_weights
+        return routing
+
+
+def whole_pass(model: GPT, ids: Tensor, routers: Sequence[Routes] | None = None) -> tuple[Tensor, list[KeysValues]]:
+    """``(B, P, V)`` logits of ``ids (B, P)``, every position attending to those before it, and all keys and values."""
+    kept: list[KeysValues] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kept.append((key, value))
+        return attend_causally(query, key, value)
+
+    return _logits(model, ids, [attend] * len(model.blocks), routers), kept
+
+
+def draft_passes(
+    model: GPT, ids: Tensor, whole: list[KeysValues], routers: Sequence[Routes], depth: int
+) -> Iterator[Tensor]:
+    """``(B, P, V)`` logits that the 1st, 2nd, ... draft of a round comes from, had it begun so many tokens before.
+
+    Args:
+        model: With experts for any number of tokens.
+        ids: ``(B, P)`` int64.
+        whole: Keys and values of ``whole_pass``.
+        routers: Of the drafts.
+        depth: How many; positions before d - 1 of the d-th mean nothing.
+    """
+    earlier: list[list[KeysValues]] = []
+    for _ in range(depth):
+        mine: list[KeysValues] = []
+        sources = [[of_pass[layer] for of_pass in (whole, *earlier)] for layer in range(len(whole))]
+        yield _logits(model, ids, [partial(attend_to_drafts, each, mine) for each in sources], routers)
+        earlier.append(mine)
+
+
+def attend_to_drafts(
+    sources: Sequence[KeysValues], mine: list[KeysValues], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attention of the d-th draft of a round at every position: d - 1 drafts and itself, and the whole model before.
+
+    Example (d = 2): position 5 gathers from positions 0 to 3 of the whole model, 4 of the first drafts, and itself.
+
+    Args:
+        sources: Keys and values ``(B, G, P, w)`` of the whole model, then of the 1st to (d - 1)-th drafts.
+        mine: These of the d-th are appended.
+        query: ``(B, H, P, w)``.
+        key: ``(B, G, P, w)``.
+        value: ``(B, G, P, w)``.
+
+    Returns:
+        ``(B, H, P, w)``.
+    """
+    mine.append((key, value))
+    (whole_keys, whole_values), *drafts = sources
+    drafts = [*drafts, (key, value)]
+    depth, positions = len(drafts), torch.arange(query.shape[2], device=query.device)
+    spread = partial(torch.repeat_interleave, repeats=query.shape[1] // key.shape[1], dim=1)
+    unseen = positions > positions[:, None] - depth
+    scores = [(query @ spread(whole_keys).mT).float().masked_fill(unseen, -torch.inf)]
+    values = []
+    for back, (keys, own_values) in zip(range(depth - 1, -1, -1), drafts, strict=True):
+        there = (query * spread(keys).roll(back, dims=2)).float().sum(-1, keepdim=True)
+        scores.append(there.masked_fill((positions < back)[:, None], -torch.inf))
+        values.append(spread(own_values).roll(back, dims=2))
+    shares = (torch.cat(scores, dim=-1) * query.shape[3] ** -0.5).softmax(-1).to(value.dtype)
+    mixed = shares[..., : len(positions)] @ spread(whole_values)
+    return mixed + sum(shares[..., len(positions) + place, None] * each for place, each in enumerate(values))
+
+
+def _logits(
+    model: GPT, ids: Tensor, attends: Sequence[Callable[..., Tensor]], routers: Sequence[Routes] | None
+) -> Tensor:
+    others = iter(routers or ())
+    with torch.autocast(ids.device.type, model.dtype, enabled=model.dtype != torch.float32):
+        x = model.embedding(ids)
+        for block, attend in zip(model.blocks, attends, strict=True):
+            router = next(others, None) if isinstance(block.ffn, MoE) else None
+            x, _ = block(x, model.rotary[:, : ids.shape[1]], attend, router)
+        return model.head(model.norm(x)).float()
+
+
+def record_routing(model: GPT, batches: Sequence[Tensor]) -> Trace:
+    """The routing of texts ``(B, P)`` by all K experts, one text behind the other."""
+    layers = model.moe_layers()
+    routers = [RecordingRouter(layer.router) for layer in layers]
+    ids, weights = [], []
+    for batch in batches:
+        whole_pass(model, batch, routers)
+        ids.append(torch.stack([router.ids for router in routers], dim=1).cpu())
+        weights.append(torch.stack([router.weights for router in routers], dim=1).float().cpu())
+    return Trace(ids=torch.cat(ids).long(), weights=torch.cat(weights), num_experts=layers[0].config.num_experts)
+
+
+def measure_drafts(
+    model: GPT, batches: Sequence[Tensor], config: SpeculationConfig, tolerances: Sequence[float], num_tokens: int
+) -> Row:
+    """What adaptive mode costs at each T, and how many drafts are accepted, by place and by confidence.
+
+    Args:
+        model: With experts for any number of tokens.
+        batches: ``(B, P + 1)`` int64 texts that training has not seen.
+        config: r, the longest draft and tau.
+        tolerances: T.
+        num_tokens: Logits of higher ids are no tokens.
+
+    Returns:
+        ``nll`` of p in nats a token, and rows ``by_position``, ``by_confidence`` and ``adaptive``.
+    """
+    layers, depth = model.moe_layers(), config.draft_tokens
+    chosen = config.experts_per_layer(model.config.moe.top_k, len(layers))
+    routers = [DraftRouter(layer.router, r) for layer, r in zip(layers, chosen, strict=True)]
+    places: list[dict[str, list[Tensor]]] = [{} for _ in range(depth)]
+    bins = torch.zeros(2, BINS, dtype=torch.float64)
+    for batch in batches:
+        ids, targets = batch[:, :-1], batch[:, 1:]
+        logits, whole = whole_pass(model, ids)
+        p = _probabilities(logits, num_tokens)
+        for place, drafted in enumerate(draft_passes(model, ids, whole, routers, depth)):
+            q = _probabilities(drafted, num_tokens)
+            there, drawn, text = (each[:, depth:].flatten(0, 1) for each in (p, q, targets))
+            for name, value in of_positions(there, drawn, text, config.tau, tolerances).items():
+                places[place].setdefault(name, []).append(value)
+            if place == 0:
+                bins += by_confidence(there, drawn).cpu()
+    means = [{name: torch.cat(parts) for name, parts in found.items()} for found in places]
+    return {
+        "draft_experts": list(chosen),
+        "tau": config.tau,
+        "tokens": len(means[0]["nll"]),
+        "nll": float(means[0]["nll"].mean()),
+        "by_position": [
+            {
+                "position": place + 1,
+                "acceptance": float(found["accepted"].mean()),
+                "draft_nll": float(found["draft_nll"].mean()),
+            }
+            for place, found in enumerate(means)
+        ],
+        "by_confidence": [
+            {"from": number / BINS, "drafts": float(drafts), "acceptance": float(accepted / drafts) if drafts else None}
+            for number, (drafts, accepted) in enumerate(zip(*bins, strict=True))
+        ],
+        "adaptive": [
+            {"tolerance": tolerance, "position": place + 1} | adaptive_row(found, tolerance)
+            for tolerance in tolerances
+            for place, found in enumerate(means)
+        ],
+    }
+
+
+def adaptive_row(found: dict[str, Tensor], tolerance: float) -> Row:
+    """Means over positions of what ``of_positions`` gives at one T, and the standard error of the loss added."""
+    added = found[f"nll {tolerance}"] - found["nll"]
+    return {
+        "acceptance": float(found[f"accepted {tolerance}"].mean()),
+        "nll": float(found[f"nll {tolerance}"].mean()),
+        "nll_added": float(added.mean()),
+        "standard_error": float(added.std() / len(added) ** 0.5),
+        "agreement": float(found[f"agreement {tolerance}"].mean()),
+    }
+
+
+def of_positions(p: Tensor, q: Tensor, targets: Tensor, tau: float, tolerances: Sequence[float]) -> dict[str, Tensor]:
+    """At every position the share of accepted drafts, and loss and agreement of both modes.
+
+    Example (V = 2, tau = 0.5): p = ``[0.4, 0.6]``, q = ``[0.8, 0.2]``. ``conservative`` accepts 0.4 + 0.2. ``adaptive``
+    with T = 0.6 keeps token 0 (0.4 > 0.4 * 0.8) and not token 1 (q is not above tau): its token is 0 with 0.8 + 0.2 *
+    0.4 = 0.88, and 1 - |0.88 - 0.4| = 0.52 of its tokens are what p gives.
+
+    Args:
+        p: ``(N, V)`` float64.
+        q: ``(N, V)`` float64.
+        targets: ``(N,)`` int64, tokens of the text.
+        tau: See above.
+        tolerances: T.
+
+    Returns:
+        ``(N,)`` each, on the CPU: ``nll`` of p, ``draft_nll`` of q, ``accepted``; ``accepted T``, ``nll T`` and
+        ``agreement T`` of ``adaptive``.
+    """
+    of_text = targets[:, None]
+    found = {"nll": -p.gather(1, of_text).log()[:, 0], "draft_nll": -q.gather(1, of_text).log()[:, 0]}
+    found["accepted"] = torch.minimum(p, q).sum(1)
+    for tolerance in tolerances:
+        kept = q * ((q > tau) & (p > (1 - tolerance) * q))
+        accepted = kept.sum(1, keepdim=True)
+        mixed = kept + (1 - accepted) * p
+        found[f"accepted {tolerance}"] = accepted[:, 0]
+        found[f"nll {tolerance}"] = -mixed.gather(1, of_text).log()[:, 0]
+        found[f"agreement {tolerance}"] = torch.minimum(p, mixed).sum(1)
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def by_confidence(p: Tensor, q: Tensor) -> Tensor:
+    """``(2, BINS)`` float64: expected drafts whose q is in each tenth, and those of them that are accepted."""
+    places = (q * BINS).long().clamp(max=BINS - 1).flatten()
+    found = torch.zeros(2, BINS, dtype=q.dtype, device=q.device)
+    return found.scatter_add(1, places.expand(2, -1), torch.stack([q.flatten(), torch.minimum(p, q).flatten()]))
+
+
+def measure_top_r(model: GPT, batches: Sequence[Tensor], num_tokens: int) -> list[Row]:
+    """Loss with the best r experts of each layer, for r = 1 to K, in nats a token.
+
+    Args:
+        model: With experts for any number of tokens.
+        batches: ``(B, P + 1)`` int64.
+        num_tokens: Logits of higher ids are no tokens.
+
+    Returns:
+        A row for each r: ``nll_draft`` where only the newest token has r experts, as in a round's first draft,
+        ``nll_all`` where all tokens have, and ``acceptance`` of the first.
+    """
+    layers, rows = model.moe_layers(), []
+    for r in range(1, model.config.moe.top_k + 1):
+        routers = [DraftRouter(layer.router, r) for layer in layers]
+        losses = []
+        for batch in batches:
+            ids, targets = batch[:, :-1], batch[:, 1:, None]
+            logits, whole = whole_pass(model, ids)
+            p = _probabilities(logits, num_tokens)
+            q = _probabilities(next(draft_passes(model, ids, whole, routers, 1)), num_tokens)
+            everywhere = _probabilities(whole_pass(model, ids, routers)[0], num_tokens)
+            found = [
+                -q.gather(2, targets).log(),
+                -everywhere.gather(2, targets).log(),
+                torch.minimum(p, q).sum(2, True),
+            ]
+            losses.append(torch.stack([each.mean() for each in found]))
+        draft, everywhere_nll, acceptance = torch.stack(losses).mean(0).tolist()
+        rows.append({"r": r, "nll_draft": draft, "nll_all": everywhere_nll, "acceptance": acceptance})
+    return rows
+
+
+def _probabilities(logits: Tensor, num_tokens: int) -> Tensor:
+    return logits[..., :num_tokens].double().softmax(-1)

@@ -1,0 +1,139 @@
+"""Pictures of a run of bench_speculation: what drafts are worth, what caches hit, and what the routing is like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from routing_traces import BEST, Trace, replayed_hits, reuse_by_distance
+
+from comet.kernels.expert_tables import POLICIES
+
+Row = dict[str, Any]
+LONGEST_DISTANCE = 32  # tokens back
+SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def routing_facts(trace: Trace) -> Row:
+    """What the pictures of a trace show: hits by budget and policy, reuse by distance, and weights by rank."""
+    top_k, experts = trace.ids.shape[2], trace.num_experts
+    slots = sorted({max(int(share * experts), top_k) for share in SHARES})
+    exactly, within = reuse_by_distance(trace, min(LONGEST_DISTANCE, len(trace.ids) // 2))
+    return {
+        "tokens": len(trace.ids),
+        "slots": slots,
+        "experts": experts,
+        "hits": {policy: replayed_hits(trace, slots, policy) for policy in (*POLICIES, BEST)},
+        "reused_by_distance": exactly,
+        "reused_within": within,
+        "weight_by_rank": trace.weights.sort(dim=2, descending=True).values.mean(0).tolist(),
+        "experts_of_80_percent": torch.bincount(trace.ids.flatten(), minlength=experts).sort(descending=True)
+        .values.cumsum(0).lt(0.8 * trace.ids.numel()).sum().item() + 1,
+    }  # fmt: skip
+
+
+def draw_all(folder: Path, quality: Row, top_r: Sequence[Row], facts: Row, rows: Sequence[Row]) -> list[Path]:
+    """Write the pictures; returns where they are.
+
+    Args:
+        folder: Exists.
+        quality: Of ``measure_drafts``.
+        top_r: Of ``measure_top_r``.
+        facts: Of ``routing_facts``.
+        rows: Of the table: hits that were measured.
+    """
+    pictures: dict[str, Callable[[Any], None]] = {
+        "acceptance": partial(_acceptance, quality["by_position"], quality["by_confidence"]),
+        "adaptive": partial(_adaptive, quality["adaptive"]),
+        "top_r": partial(_top_r, top_r),
+        "hits": partial(_hits, facts, rows),
+        "weights": partial(_weights, facts["weight_by_rank"]),
+        "locality": partial(_locality, facts),
+    }
+    return [_draw(folder / f"{name}.png", plot) for name, plot in pictures.items()]
+
+
+def _draw(path: Path, plot: Callable[[Any], None]) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    plot(figure)
+    for axes in figure.axes:
+        axes.grid(visible=True, alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _acceptance(by_position: Sequence[Row], by_confidence: Sequence[Row], figure: Any) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.bar([row["position"] for row in by_position], [row["acceptance"] for row in by_position])
+    left.set(xlabel="place of the draft in its round", ylabel="accepted by min(1, p / q)", ylim=(0, 1))
+    known = [row for row in by_confidence if row["acceptance"] is not None]
+    width = 1 / len(by_confidence)
+    right.bar([row["from"] for row in known], [row["acceptance"] for row in known], 0.9 * width, align="edge")
+    drafts = sum(row["drafts"] for row in known)
+    shares = [row["drafts"] / drafts for row in known]
+    right.step([row["from"] for row in known], shares, where="post", color="black", label="share of drafts")
+    right.set(xlabel="confidence q of the first draft")
+
+
+def _adaptive(rows: Sequence[Row], figure: Any) -> None:
+    left, right = figure.subplots(1, 2)
+    for place in sorted({row["position"] for row in rows}):
+        mine = [row for row in rows if row["position"] == place]
+        tolerances = [row["tolerance"] for row in mine]
+        errors = [row["standard_error"] for row in mine]
+        left.errorbar(tolerances, [row["nll_added"] for row in mine], errors, fmt="o-", label=f"draft {place}")
+        right.plot(tolerances, [row["agreement"] for row in mine], "o-", label=f"draft {place}: agreement")
+        right.plot(tolerances, [row["acceptance"] for row in mine], "x--", label=f"draft {place}: acceptance")
+    left.set(xlabel="T", ylabel="held-out loss added, nats a token")
+    right.set(xlabel="T", ylabel="share of tokens")
+
+
+def _top_r(rows: Sequence[Row], figure: Any) -> None:
+    axes = figure.subplots()
+    for name, label in (("nll_draft", "the newest token only"), ("nll_all", "all tokens")):
+        axes.plot([row["r"] for row in rows], [row[name] for row in rows], "o-", label=f"r experts for {label}")
+    axes.set(xlabel="r, experts of a token", ylabel="held-out loss, nats a token")
+
+
+def _hits(facts: Row, rows: Sequence[Row], figure: Any) -> None:
+    axes = figure.subplots()
+    shares = [slots / facts["experts"] for slots in facts["slots"]]
+    for policy, hits in facts["hits"].items():
+        axes.plot(shares, hits, "k:" if policy == BEST else "-", label=f"{policy}, replayed")
+    measured = [row for row in rows if row.get("hits") is not None and row["variant"].startswith("cache")]
+    for name in dict.fromkeys(row["variant"] for row in measured):
+        mine = [row for row in measured if row["variant"] == name]
+        axes.plot(
+            [row["slots"] / facts["experts"] for row in mine],
+            [row["hits"] for row in mine],
+            "o",
+            label=f"{name}, measured",
+        )
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8, label="uniform routing")
+    axes.set(xlabel="budget, share of the experts", ylabel="hits", xlim=(0, 1), ylim=(0, 1))
+
+
+def _weights(weights: Sequence[Sequence[float]], figure: Any) -> None:
+    axes = figure.subplots()
+    ranks = range(1, len(weights[0]) + 1)
+    for layer, mine in enumerate(weights):
+        axes.plot(ranks, mine, "o-", label=f"layer {layer}")
+    axes.set(xlabel="rank of the expert", ylabel="mean routing weight", ylim=(0, None))
+
+
+def _locality(facts: Row, figure: Any) -> None:
+    axes = figure.subplots()
+    distances = range(1, len(facts["reused_within"]) + 1)
+    axes.plot(distances, facts["reused_within"], label="used by any of the last d tokens")
+    axes.plot(distances, facts["reused_by_distance"], label="used by the token d before")
+    top_k = len(facts["weight_by_rank"][0])
+    uniform = [1 - (1 - top_k / facts["experts"]) ** distance for distance in distances]
+    axes.plot(distances, uniform, color="gray", linewidth=0.8, label="any of the last d, uniform routing")
+    axes.set(xlabel="d, tokens back", ylabel="share of a token's experts", ylim=(0, 1))

@@ -1,0 +1,38 @@
+"""The tensors that experts are stored in."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+class ExpertParts:
+    """w1 and w2 of some experts, an expert a row, and the scales of quantised ones: the base of what holds them.
+
+    Attributes:
+        w1: Gate rows first, then up rows.
+        w2: Of the same experts and dtype.
+        w1_scales: ``None`` where experts are not quantised.
+        w2_scales: Likewise.
+    """
+
+    __slots__ = ()
+    w1: Tensor
+    w2: Tensor
+    w1_scales: Tensor | None
+    w2_scales: Tensor | None
+
+    @property
+    def named_parts(self) -> dict[str, Any]:
+        """w1 and w2, and their scales where they have some, by their names."""
+        given = {"w1": self.w1, "w2": self.w2, "w1_scales": self.w1_scales, "w2_scales": self.w2_scales}
+        return {name: part for name, part in given.items() if part is not None}
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The same without names."""
+        return tuple(self.named_parts.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, its scales counted."""
+        return sum(part[0].nbytes for part in self.parts)

@@ -1,0 +1,278 @@
+"""Experts on their way to a layer's cache before its step: two kernels on a stream beside the layers before it.
+
+``plan_kernel`` gives predicted experts that have no slot the slots of those that are worth least. ``travel_kernel``
+reads them from host memory, piece by piece: its blocks claim one after the other until all are there or the layer's own
+step begins. The planner of that step then closes a gate, waits for the pieces that were claimed, and takes over: what
+came whole is there, what has not begun gives its slot back to the expert that had it, and of an expert that is half
+there and needed the step fetches the rest. One that is half there and not needed is dropped. So a miss never waits for
+a guess, and a guess costs a miss at most the pieces in flight.
+
+A slot in the plan belongs to no expert until the step, so no kernel reads it; and ``plan_kernel`` has ended before the
+step begins. The gate is one word: how many blocks travel, and ``STOP`` more once the step has begun. A predictor that
+is mostly wrong rests: where the steps needed less than a quarter of what travelled, some steps go without a plan.
+
+What bounds it: the link to the host, while the layers before leave it idle.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .arguments import power_of_2
+from .expert_tables import (
+    AHEAD_WORDS,
+    BEGUN,
+    FIRST,
+    GATE,
+    LAST,
+    NEEDED,
+    NEVER,
+    NEXT,
+    PLANNED,
+    THERE1,
+    THERE2,
+    HostExperts,
+    cheapest_place,
+    header_of,
+    load_acquired,
+    worths,
+)
+
+STOP = tl.constexpr(1 << 16)
+MOST_AHEAD = 4  # experts of a plan; more have no time to come
+TRAVEL_BLOCKS, TRAVEL_WARPS = 32, 4
+ENOUGH = tl.constexpr(32)  # experts that travelled, before their use is judged
+PIECE = tl.constexpr(AHEAD_WORDS)
+
+
+@triton.jit(do_not_specialize=["T", "E", "S"])
+def plan_kernel(
+    ids_ptr, cache, T, E, S, K: tl.constexpr, J_BLOCK: tl.constexpr, MOST: tl.constexpr, CACHE: tl.constexpr
+):  # fmt: skip
+    """One block. ``ids_ptr``: ``(T, K)`` int32 predicted experts, the likeliest of each token first."""
+    state_ptr, scores_ptr = cache[0], cache[1]
+    header_ptr = header_of(state_ptr, E, S)
+    begun, needed = tl.load(header_ptr + BEGUN), tl.load(header_ptr + NEEDED)
+    if (begun >= ENOUGH) & (4 * needed < begun):
+        tl.store(header_ptr + BEGUN, begun - 1)
+        return
+    if tl.load(header_ptr + PLANNED) > 0:
+        return  # no step has come since the last plan
+    js, places = tl.arange(0, J_BLOCK), tl.arange(0, CACHE.slots)
+    ids = tl.load(ids_ptr + js % T * K + js // T, mask=js < T * K, other=-1).to(tl.int32)
+    held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
+    missing = held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)
+    owners_ptr, ahead_ptr = state_ptr + 3 * E, state_ptr + 3 * E + 5 * S
+    owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
+    is_kept = tl.max((held[None, :] & (owners[:, None] == ids[None, :])).to(tl.int32), axis=1) > 0
+    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
+    worth = tl.where(is_kept | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
+    tl.debug_barrier()
+    count = 0
+    for _ in range(MOST):
+        first = tl.min(tl.where(missing, js, NEVER), axis=0)
+        place = tl.argmin(worth, axis=0)
+        if (first < NEVER) & (tl.min(worth, axis=0) < NEVER):
+            expert = tl.sum(tl.where(js == first, ids, 0), axis=0)
+            owner = tl.sum(tl.where(places == place, owners, 0), axis=0)
+            if owner >= 0:
+                tl.store(state_ptr + owner, -1)
+                tl.store(state_ptr + E + owner, -1)
+            tl.store(owners_ptr + place, -1)
+            tl.store(ahead_ptr + count, expert)
+            tl.store(ahead_ptr + S + count, place)
+            tl.store(ahead_ptr + 2 * S + count, owner)
+            missing = missing & (ids != expert)
+            worth = tl.where(places == place, NEVER, worth)
+            count += 1
+    tl.store(header_ptr + NEXT, 0)
+    tl.store(header_ptr + PLANNED, count)
+
+
+@triton.jit
+def copy_piece(piece, expert, place, cache, CACHE: tl.constexpr):
+    """Piece ``piece`` of an expert: those of w1 come first, then w2 and the scales."""
+    PARTS: tl.constexpr = 4 if CACHE.scales1 > 0 else 2
+    first = 0
+    for part in tl.static_range(PARTS):
+        WORDS: tl.constexpr = CACHE[3 + part]
+        last = first + tl.cdiv(WORDS, PIECE)
+        if (piece >= first) & (piece < last):
+            SOURCE: tl.constexpr = part + 3 + part // 2 * 2
+            at = (piece - first) * PIECE + tl.arange(0, PIECE)
+            words = tl.load(
+                cache[SOURCE] + expert.to(tl.int64) * WORDS + at, mask=at < WORDS, other=0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            tl.store(cache[SOURCE + 2] + place.to(tl.int64) * WORDS + at, words, mask=at < WORDS)
+        first = last
+
+
+@triton.jit(do_not_specialize=["E", "S"])
+def travel_kernel(cache, E, S, CACHE: tl.constexpr):
+    """Any number of blocks, which claim pieces of the planned experts until all are claimed or the step begins."""
+    state_ptr = cache[0]
+    header_ptr, ahead_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + 5 * S
+    is_open = tl.atomic_add(header_ptr + GATE, 1, sem="acq_rel", scope="gpu") < STOP
+    total = load_acquired(header_ptr + PLANNED, CACHE.interpret) * CACHE.ahead
+    first_held = tl.load(header_ptr + FIRST)
+    while is_open & (total > 0):
+        piece = tl.atomic_add(header_ptr + NEXT, 1, sem="relaxed", scope="gpu")
+        is_open = piece < total
+        if is_open:
+            copy = piece // CACHE.ahead
+            expert, place = tl.load(ahead_ptr + copy), tl.load(ahead_ptr + S + copy)
+            copy_piece(piece % CACHE.ahead, expert - first_held, place, cache, CACHE)
+            is_open = load_acquired(header_ptr + GATE, CACHE.interpret) < STOP
+    tl.debug_barrier()
+    tl.atomic_add(header_ptr + GATE, -1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def give(place, expert, state_ptr, E):
+    """A slot that holds all of an expert becomes its slot; -1: becomes empty."""
+    tl.store(state_ptr + 3 * E + place, expert)
+    if expert >= 0:
+        tl.store(state_ptr + expert, place)
+        tl.atomic_xchg(state_ptr + E + expert, place, sem="release", scope="gpu")
+
+
+@triton.jit
+def take_over(now, state_ptr, totals_ptr, E, S, CACHE: tl.constexpr):
+    """What the planner of step ``now`` does first; afterwards nothing travels, and no slot is planned.
+
+    Returns the expert that is half there and needed, or -1, and how many such there are, 0 or 1: it owns its slot, is
+    the first copy, and the header has its pieces; and how many slots changed.
+    """
+    header_ptr, ahead_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + 5 * S
+    travelling = tl.atomic_add(header_ptr + GATE, STOP, sem="acq_rel", scope="gpu")
+    while travelling % STOP > 0:
+        travelling = load_acquired(header_ptr + GATE, CACHE.interpret)
+    count = load_acquired(header_ptr + PLANNED, CACHE.interpret)
+    taken, num_taken, there1, there2 = -1, 0, 0, 0
+    if count > 0:
+        pieces = tl.minimum(load_acquired(header_ptr + NEXT, CACHE.interpret), count * CACHE.ahead)
+        begun, useful = tl.cdiv(pieces, CACHE.ahead), 0 * count
+        for copy in range(count):
+            expert, place = tl.load(ahead_ptr + copy), tl.load(ahead_ptr + S + copy)
+            own = tl.minimum(pieces - copy * CACHE.ahead, CACHE.ahead)
+            is_needed = tl.load(state_ptr + 2 * E + expert) == now
+            if own <= 0:
+                give(place, tl.load(ahead_ptr + 2 * S + copy), state_ptr, E)
+            else:
+                useful += is_needed.to(tl.int32)
+                if own == CACHE.ahead:
+                    give(place, expert, state_ptr, E)
+                elif is_needed:
+                    tl.store(state_ptr + 3 * E + place, expert)
+                    tl.store(state_ptr + 3 * E + S, expert)
+                    tl.store(state_ptr + 3 * E + 2 * S, place)
+                    taken, num_taken = expert, 1
+                    PIECES1: tl.constexpr = triton.cdiv(CACHE.words1, PIECE)
+                    there1 = tl.minimum(own, PIECES1) * PIECE // CACHE.piece
+                    there2 = tl.maximum(own - PIECES1, 0) * PIECE // CACHE.piece
+        tl.atomic_add(totals_ptr + 4, begun.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals_ptr + 5, useful.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals_ptr + 6, pieces.to(tl.int64) * PIECE, sem="relaxed")
+        begun += tl.load(header_ptr + BEGUN)
+        useful += tl.load(header_ptr + NEEDED)
+        HALVED: tl.constexpr = 2 * ENOUGH
+        tl.store(header_ptr + BEGUN, tl.where(begun > HALVED, begun // 2, begun))
+        tl.store(header_ptr + NEEDED, tl.where(begun > HALVED, useful // 2, useful))
+        tl.store(header_ptr + PLANNED, 0)
+    tl.store(header_ptr + THERE1, there1)
+    tl.store(header_ptr + THERE2, there2)
+    return taken, num_taken, count
+
+
+def plan(ids: Tensor, slots: Sequence[Tensor], host: HostExperts) -> None:
+    """Launch ``plan_kernel``; arguments as those of the twins."""
+    (num_tokens, top_k), tables = ids.shape, host.tables
+    plan_kernel[(1,)](
+        ids, host.pointers(*slots), num_tokens, tables.num_experts, tables.num_slots, K=top_k,
+        J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD, CACHE=host.constants(1, TRAVEL_WARPS),
+    )  # fmt: skip
+
+
+def travel(slots: Sequence[Tensor], host: HostExperts) -> None:
+    """Launch ``travel_kernel``; arguments as those of the twin."""
+    sizes, constants = (host.tables.num_experts, host.tables.num_slots), host.constants(1, TRAVEL_WARPS)
+    travel_kernel[(TRAVEL_BLOCKS,)](host.pointers(*slots), *sizes, CACHE=constants, num_warps=TRAVEL_WARPS)
+
+
+def plan_torch(ids: Tensor, host: HostExperts) -> None:
+    """The twin of ``plan_kernel``.
+
+    Example (E = 6, S = 3; slots hold experts 3, 0 and 5, used in steps 1, 3 and 2): ids ``[[5, 2, 4]]`` keep slot 2,
+    and expert 2 is to come to slot 0, expert 4 to slot 1: owners ``[-1, -1, 5]``, ahead ``[2, 4], [0, 1], [3, 0]``.
+
+    Args:
+        ids: ``(T, K)`` predicted experts, the likeliest of each token first.
+        host: Of the layer; its tables are changed.
+    """
+    tables, header = host.tables, host.tables.header
+    begun, needed = int(header[BEGUN.value]), int(header[NEEDED.value])
+    if begun >= ENOUGH.value and 4 * needed < begun:
+        header[BEGUN.value] = begun - 1
+        return
+    if header[PLANNED.value] > 0:
+        return
+    first, end = header[FIRST.value : LAST.value + 1].tolist()
+    predicted = [expert for expert in dict.fromkeys(ids.t().flatten().tolist()) if first <= expert < end]
+    missing = [expert for expert in predicted if tables.slots[expert] < 0]
+    num_free = sum(owner not in predicted for owner in tables.owners.tolist())
+    planned = missing[: min(MOST_AHEAD, num_free)]
+    for copy, expert in enumerate(planned):
+        place = cheapest_place(host, NEVER.value, predicted)
+        owner = int(tables.owners[place])
+        if owner >= 0:
+            tables.slots[owner] = tables.arriving[owner] = -1
+        tables.ahead[:, copy] = torch.tensor([expert, place, owner])
+        tables.owners[place] = expert  # so that the next one finds another place
+    tables.owners[tables.ahead[1, : len(planned)].long()] = -1
+    header[NEXT.value], header[PLANNED.value] = 0, len(planned)
+
+
+def travel_torch(slots: Sequence[Tensor], host: HostExperts) -> None:
+    """The twin of ``travel_kernel`` where the step begins when all are there.
+
+    Args:
+        slots: ``(S, ...)`` of w1 and w2, and of their scales where they have some.
+        host: Of the layer.
+    """
+    tables = host.tables
+    first, planned = int(tables.header[FIRST.value]), int(tables.header[PLANNED.value])
+    for expert, place in tables.ahead[:2, :planned].t().tolist():
+        for part, stored in zip(slots, host.parts, strict=True):
+            part[place] = stored[expert - first]
+    tables.header[NEXT.value] = planned * host.pieces
+
+
+def take_over_torch(host: HostExperts, now: int) -> tuple[int, int]:
+    """The twin of ``take_over``.
+
+    Example (after ``plan_torch``'s, experts of 10 pieces, step 4 needs 5, 2 and 1): 12 pieces have come. Expert 2 is
+    there, in slot 0. Of expert 4 two pieces are, and it is dropped: slot 1 is empty.
+    """
+    tables, header = host.tables, host.tables.header
+    count = int(header[PLANNED.value])
+    pieces, taken, useful = min(int(header[NEXT.value]), count * host.pieces), -1, 0
+    for copy, (expert, place, former) in enumerate(tables.ahead[:, :count].t().tolist()):
+        own, is_needed = pieces - copy * host.pieces, bool(tables.last_used[expert] == now)
+        useful += own > 0 and is_needed
+        owner = former if own <= 0 else expert if own >= host.pieces else -1
+        if owner >= 0:
+            tables.owners[place], tables.slots[owner], tables.arriving[owner] = owner, place, place
+        elif own > 0 and is_needed:
+            tables.owners[place] = taken = expert
+    begun = -(-pieces // host.pieces)
+    tables.totals[4:7] += torch.tensor([begun, useful, pieces * AHEAD_WORDS])
+    header[BEGUN.value] += begun
+    header[NEEDED.value] += useful
+    if header[BEGUN.value] > 2 * ENOUGH.value:
+        header[BEGUN.value : NEEDED.value + 1] //= 2
+    header[PLANNED.value] = 0
+    return taken, count

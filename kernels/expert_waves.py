@@ -1,0 +1,113 @@
+"""Which experts of a decode step are computed in which wave, where its cache has fewer slots than the step may need.
+
+A wave computes at most S distinct experts, as many as there are slots, for all tokens of the step. Those that are
+cached, or on their way since before the step, come first, so that none gives its slot away before it was computed, and
+each missing one is fetched once. How many waves a step has follows from its shape, so that it stays one CUDA graph;
+those behind the last expert find nothing to do.
+
+Every wave leaves the partial sums of its routed rows where a step without waves does, and the last one adds up all of
+them in the same order: results are equal bit for bit. What bounds it: its launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .aot_case import KernelCase
+from .arguments import power_of_2
+from .expert_tables import FIRST, LAST, PLANNED, CacheTables, header_of
+
+ALIGNMENT = 4  # int32 of 16 bytes: kernels are compiled for ids that start at a multiple of them
+
+
+def count_waves(num_rows: int, num_held: int, num_slots: int) -> int:
+    """Waves of a step of so many routed rows on a rank of so many experts.
+
+    Example: 5 tokens with K = 8 need at most 40 of 128 experts, so 12 slots serve them in 4 waves, and 40 in one.
+    """
+    return max(1, triton.cdiv(min(num_rows, num_held), num_slots))
+
+
+@triton.jit
+def is_served(experts, state_ptr, E, S):
+    """Whether this rank serves each of ``experts``, any shape, cached or not."""
+    header_ptr = header_of(state_ptr, E, S)
+    return (experts >= tl.load(header_ptr + FIRST)) & (experts < tl.load(header_ptr + LAST))
+
+
+@triton.jit(do_not_specialize=["J", "E", "S", "R"])
+def waves_kernel(
+    ids_ptr, state_ptr, waves_ptr, J, E, S, R,
+    WAVES: tl.constexpr, J_BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """One block; see ``split_waves``. Behind the waves there is room for the wave of each expert."""
+    experts, js = tl.arange(0, EXPERTS), tl.arange(0, J_BLOCK)
+    needed = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for j in range(J):
+        needed = tl.where(experts == tl.load(ids_ptr + j).to(tl.int32), 1, needed)
+    needed = tl.where(is_served(experts, state_ptr, E, S), needed, 0)
+    there = tl.where(tl.load(state_ptr + experts, mask=experts < E, other=-1) >= 0, needed, 0)
+    for copy in range(tl.load(header_of(state_ptr, E, S) + PLANNED)):
+        there = tl.where(experts == tl.load(state_ptr + 3 * E + 5 * S + copy), needed, there)
+    behind = tl.sum(there, axis=0) + tl.cumsum(needed - there, axis=0)
+    place = tl.where(there > 0, tl.cumsum(there, axis=0), behind) - 1
+    wave_ptr = waves_ptr + WAVES * R
+    tl.store(wave_ptr + experts, tl.where(needed > 0, place // S, -1), mask=experts < E)
+    tl.debug_barrier()
+    ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
+    wave = tl.load(wave_ptr + ids, mask=(ids >= 0) & (ids < E), other=-1)
+    for number in tl.static_range(WAVES):
+        tl.store(waves_ptr + number * R + js, tl.where(wave == number, ids, -1), mask=js < J)
+
+
+def split_waves(ids: Tensor, tables: CacheTables, num_waves: int) -> Tensor:
+    """The ids of each wave of a step; the others are masked there.
+
+    Args:
+        ids: ``(T, K)`` int32 or int64, contiguous; ids of experts that this rank does not serve are in no wave.
+        tables: Of the layer's cache.
+        num_waves: ``count_waves``.
+
+    Returns:
+        ``(num_waves, R)`` int32, of which the first T * K of a row are routed rows; R is a multiple of 4.
+    """
+    num_rows = ids.numel()
+    stride = triton.cdiv(num_rows, ALIGNMENT) * ALIGNMENT
+    waves = torch.empty(num_waves * stride + tables.num_experts, dtype=torch.int32, device=ids.device)
+    waves_kernel[(1,)](
+        ids, tables.state, waves, num_rows, tables.num_experts, tables.num_slots, stride,
+        WAVES=num_waves, J_BLOCK=power_of_2(num_rows), EXPERTS=power_of_2(tables.num_experts),
+    )  # fmt: skip
+    return waves[: num_waves * stride].view(num_waves, stride)
+
+
+def split_waves_torch(ids: Tensor, tables: CacheTables, num_waves: int) -> Tensor:
+    """Twin of ``split_waves`` without room behind the routed rows: ``(num_waves, T, K)``.
+
+    Example (S = 2, two waves; expert 4 is cached): ids ``[[3, 1], [4, 3]]`` give ``[[-1, 1], [4, -1]]`` and
+    ``[[3, -1], [-1, 3]]``: experts 4, 1 and 3 are numbers 0, 1 and 2.
+    """
+    first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
+    served = ids.masked_fill((ids < first) | (ids >= end), -1)
+    planned = tables.ahead[0, : int(tables.header[PLANNED.value])]
+    there = (tables.slots >= 0).index_fill(0, planned.long(), True)
+    needed = sorted(set(served.flatten().tolist()) - {-1}, key=lambda expert: (not there[expert], expert))
+    wave = torch.full((tables.num_experts + 1,), -1)
+    wave[needed] = torch.arange(len(needed)) // tables.num_slots
+    number = torch.arange(num_waves)[:, None, None]
+    return ids.where(wave[served.long()] == number, -1)
+
+
+def aot_cases() -> list[KernelCase]:
+    """Verifying passes of Qwen3."""
+    return [
+        KernelCase(
+            name=f"{num_tokens} tokens, K=8, {num_waves} waves",
+            fn=waves_kernel,
+            signature=dict.fromkeys(("ids_ptr", "state_ptr", "waves_ptr"), "*i32")
+            | dict.fromkeys(("J", "E", "S", "R"), "i32"),
+            constexprs=dict(WAVES=num_waves, J_BLOCK=power_of_2(8 * num_tokens), EXPERTS=128),
+        )
+        for num_tokens, num_waves in ((5, 4), (16, 11))
+    ]
