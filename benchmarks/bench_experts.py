@@ -10,7 +10,8 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 shares of all experts (``routing_traces.resized_trace``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
-``--variants`` the ways to keep them, by the policy behind *cache*.
+``--variants`` the ways to keep them: by the policy behind *cache*, or with the next layer's experts on their way, of
+which as large a share is guessed right as the recording says of the next layer's router.
 
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,29 +32,33 @@ from typing import Any, cast
 import torch
 from points import Ranks
 from report import Row, cell, table_of
-from routing_traces import Trace, made_trace, resized_trace
+from routing_traces import Trace, made_trace, resized_guesses, resized_trace
 from shapes import model
-from start import run_and_leave, start_ranks
+from start import memory_limit, run_and_leave, start_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
-from comet.experts import CachedExperts, ExpertCache, slots_of_budget
+from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
+from comet.experts.cache import bytes_of_expert, report_of
+from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
 from comet.launch.cli import Parser
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
-COLUMNS = ("stored", "variant", "budget", "slots", "hits", "us", "bound_us", "of_bound", "link_gbs", "x_on_demand")
+COLUMNS = (
+    "stored", "variant", "budget", "slots", "hits", "precision", "us", "bound_us", "of_bound", "link_gbs",
+    "x_on_demand",
+)  # fmt: skip
 LINK_BYTES = 2**28
 STORED = ("bf16", "mxfp8", "mxfp4")
-# A way to keep experts is a line: its name, and arguments of its ``ExpertCache``.
-KINDS: dict[str, dict[str, Any]] = {
-    "cache": {},
-    "cache lfu": dict(policy="lfu"),
-    "cache score": dict(policy="score"),
-}
+PREFETCH = "cache + prefetch"
+# A way to keep experts is a line: its name, and arguments of its ``ExpertCache``. Routing weights are equal here, by
+# which the policy ``score`` is ``lfu``.
+KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
+TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
 
@@ -62,7 +68,7 @@ class Layers:
     Args:
         config: Of a layer.
         num_layers: How many.
-        trace: ``(N, num_layers, K)`` expert ids of N steps.
+        trace: ``(N, num_layers, K)`` expert ids of N steps, and what was guessed of them, if anything.
         device: Where steps run.
         dtype: Of tokens and, unless they are quantised, of weights.
         stored: What experts are quantised to; ``None``: not.
@@ -72,33 +78,49 @@ class Layers:
         self,
         config: MoEConfig,
         num_layers: int,
-        trace: Tensor,
+        trace: tuple[Tensor, Tensor | None],
         device: torch.device,
         dtype: torch.dtype,
         stored: MXType | None,
     ) -> None:
-        self.config, self.trace, self.device = config, trace[:, :, None].int().to(device), device
+        self.config, self.device = config, device
+        ids, guessed = trace
+        self.trace = ids[:, :, None].int().to(device)
+        self.guessed = None if guessed is None else guessed[:, :, None].int().to(device)
         self.host = [host_experts(config, device, dtype, stored) for _ in range(num_layers)]
         self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
 
-    def ids(self) -> Callable[[], Tensor]:
-        """What gives the next step's ids, ``(num_layers, 1, K)``; it counts on the device, so that a graph goes on."""
-        at = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return lambda: self.trace.index_select(0, at.add_(1).remainder_(len(self.trace)))[0]
+    def ids(self, at: Tensor | None = None) -> Callable[[], Tensor]:
+        """What gives the next step's ids, ``(num_layers, 1, K)``; it counts on the device, so that a graph goes on.
 
-    def cached(self, num_slots: int, settings: dict[str, Any]) -> tuple[Callable[[], Any], list[ExpertCache]]:
-        """A step that reads from caches, and these."""
-        caches = [ExpertCache(**parts, num_slots=num_slots, device=self.device, **settings) for parts in self.host]
+        Args:
+            at: ``(1,)`` int64, number of the step; ``None``: its own.
+        """
+        counted = torch.zeros(1, dtype=torch.int64, device=self.device) if at is None else at
+        return lambda: self.trace.index_select(0, counted.add_(1).remainder_(len(self.trace)))[0]
+
+    def cached(self, num_slots: int, kind: str) -> tuple[Callable[[], Any], list[ExpertCache]]:
+        """A step that reads from caches kept in one of ``KINDS``, and these."""
+        place: dict[str, Any] = dict(num_slots=num_slots, device=self.device, **KINDS[kind])
+        caches = [ExpertCache(**parts, **place) for parts in self.host]
         layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
-        next_ids = self.ids()
+        at = torch.zeros(1, dtype=torch.int64, device=self.device)
+        next_ids = self.ids(at)
+        if kind == PREFETCH:
+            prefetch_between(layers, [partial(self.guess, at, layer) for layer in range(len(layers))])
 
         def step() -> None:
             for parts, layer, ids in zip(self.host, layers, next_ids(), strict=True):
                 layer(self.token, ids, self.weights, parts["w1"], parts["w2"])
 
         return step, caches
+
+    def guess(self, at: Tensor, layer: int, _: Tensor) -> Tensor:
+        """``(1, K)``: what the step number ``at (1,)`` is expected to need of a layer."""
+        assert self.guessed is not None, "parse asks for a trace"
+        return self.guessed[:, layer].index_select(0, at)[0]
 
     def resident(self) -> Callable[[], Any]:
         """A step whose experts are all on the device."""
@@ -188,47 +210,54 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored)
     slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
-    made = {
-        (kind, budget): layers.cached(count, KINDS[kind])
-        for (budget, count), kind in product(slots.items(), arguments.variants)
-    }
+    expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
+    for (budget, count), kind in product(slots.items(), arguments.variants):
+        with memory_limit(device, arguments.layers * count * expert + TABLES_BYTES):
+            made[kind, budget] = layers.cached(count, kind)
     steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}
     steps |= {key: step for key, (step, _) in made.items()}
     variants = {name: as_variant(step, device, graph=name != "on_demand") for name, step in steps.items()}
     for _ in range(-(-len(layers.trace) // STEPS_PER_CALL)):  # the caches are as full as they get
         for variant in variants.values():
             variant(0)
-    before = {key: counts_of(caches) for key, (_, caches) in made.items()}
+    before = {key: report_of(caches) for key, (_, caches) in made.items()}
     timings = time_interleaved(variants, rounds=arguments.rounds, barrier=lambda: None, rotate=1, device=device)
     microseconds = {name: timing.median_ms * 1e3 / STEPS_PER_CALL for name, timing in timings.items()}
-    expert_bytes = next(iter(made.values()))[1][0].expert_bytes
     rows: list[Row] = [
         {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
     ]
     for (kind, budget), (_, caches) in made.items():
-        needed, fetched = (now - then for now, then in zip(counts_of(caches), before[kind, budget], strict=True))
-        us, missing = microseconds[kind, budget], fetched / needed * config.top_k * arguments.layers * expert_bytes
-        bound = max(microseconds["resident"], missing / (link * 1e3))
+        us, report = microseconds[kind, budget], report_since(before[kind, budget], report_of(caches))
+        bytes_of_step = link_bytes(report) / report.needed * config.top_k * arguments.layers
+        bound = max(microseconds["resident"], bytes_of_step / (link * 1e3))
         rows.append(
             {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
-             "hits": 1 - fetched / needed, "us": us, "bound_us": bound, "of_bound": bound / us,
-             "link_gbs": missing / (us * 1e3), "x_on_demand": microseconds["on_demand"] / us}
+             "hits": report.hits, "precision": report.prefetch_precision, "us": us, "bound_us": bound,
+             "of_bound": bound / us, "link_gbs": bytes_of_step / (us * 1e3),
+             "x_on_demand": microseconds["on_demand"] / us}
         )  # fmt: skip
     return rows
 
 
-def trace_of(arguments: argparse.Namespace) -> Tensor:
-    """``(N, L, K)`` ids of the command line's shape: replayed, or made."""
+def link_bytes(report: CacheReport) -> int:
+    """What came over the link; of experts that were half there when their step began, the first half counts twice."""
+    return report.fetched_bytes + report.prefetched_bytes
+
+
+def trace_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
+    """``(N, L, K)`` ids of the command line's shape, replayed with what was guessed of them, or made."""
     config, layers, steps = model(arguments.model), arguments.layers, arguments.steps
     if arguments.trace is None:
-        return made_trace(config, layers, steps, arguments.sticky)
-    return resized_trace(Trace.load(arguments.trace), config, layers, steps)
+        return made_trace(config, layers, steps, arguments.sticky), None
+    recorded = Trace.load(arguments.trace)
+    ids = resized_trace(recorded, config, layers, steps)
+    return ids, resized_guesses(recorded, ids, config.num_experts)
 
 
-def counts_of(caches: Sequence[ExpertCache]) -> tuple[int, int]:
-    """Distinct experts needed so far, and those fetched, of all layers."""
-    needed, fetched = torch.stack([cache.tables.totals[:2] for cache in caches]).sum(0).tolist()
-    return needed, fetched
+def report_since(before: CacheReport, after: CacheReport) -> CacheReport:
+    """What caches did between two reports."""
+    first, last = asdict(before), asdict(after)
+    return CacheReport(slots=after.slots, **{name: last[name] - first[name] for name in last if name != "slots"})
 
 
 def as_variant(step: Callable[[], Any], device: torch.device, *, graph: bool) -> Callable[[int], Any]:
@@ -273,6 +302,8 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
     for name in arguments.variants:
         require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
+    needs_trace = PREFETCH in arguments.variants and arguments.trace is None
+    require(not needs_trace, f"variants={PREFETCH!r} must come with --trace: made routing says nothing of guesses")
     for name in ("layers", "steps", "rounds"):
         require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")

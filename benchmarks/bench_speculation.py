@@ -22,7 +22,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -38,11 +37,11 @@ from points import FAILURES, Ranks
 from report import Row, cell, table_of
 from speculation_pictures import draw_all, routing_facts
 from speculation_variants import Accelerated, OnDemand, Timed, Variant, score
-from start import run_and_leave, start_ranks, tell
+from start import memory_limit, release, run_and_leave, start_ranks, tell
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.experts import CachedExperts, ExpertCache, slots_of_budget
+from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
@@ -52,6 +51,7 @@ from comet.group import make_expert_group
 from comet.launch.cli import Parser
 from comet.launch.failures import one_line
 from comet.models.gpt import GPT
+from comet.paths import ExpertPath
 from comet.sharding import local
 from comet.training.checkpoint import load_weights
 from comet.training.config import DataConfig
@@ -59,7 +59,7 @@ from comet.training.data import read_corpus
 
 COLUMNS = (
     "variant", "budget", "slots", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms",
-    "mb_per_token", "link_share", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
+    "mb_per_token", "link_share", "prefetch_precision", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
 )  # fmt: skip
 ON_DEMAND, RESIDENT, ACCELERATE = "on_demand", "resident", "accelerate"
 # A variant is a line: its name, and how its settings of ``comet generate`` differ from those of a plain cache.
@@ -68,35 +68,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "cache": {},
     "cache lfu": dict(expert_policy="lfu"),
     "cache score": dict(expert_policy="score"),
+    "cache + prefetch": dict(expert_prefetch=True),
     "cache mxfp8": dict(expert_dtype="mxfp8"),
     "cache mxfp4": dict(expert_dtype="mxfp4"),
     "conservative": dict(speculate="conservative"),
     "conservative cached": dict(speculate="conservative", draft_cached_only=True),
+    "conservative + prefetch": dict(speculate="conservative", expert_prefetch=True),
     "adaptive": dict(speculate="adaptive"),
+    "adaptive + prefetch": dict(speculate="adaptive", expert_prefetch=True),
     "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
     ACCELERATE: {},
 }
+TO_THE_ENGINE = ("expert_dtype", "expert_policy", "expert_prefetch")  # of these settings, by the same names
 PROMPT_BYTES = 64
 FIRST_TOKEN_BYTES = 1000
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
 LEAST_PROMPTS = 64
-
-
-@contextmanager
-def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
-    """Let this process take so many more bytes of a GPU's memory, and no more; on a CPU without a limit.
-
-    What it holds but does not use is given back first. An allocation beyond raises ``torch.OutOfMemoryError``.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(
-            min((torch.cuda.memory_reserved(device) + num_bytes) / total, 1.0), device
-        )
-    yield
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+MAKING = 0.6  # of the seconds, after which no further variant is made
 
 
 class Run:
@@ -124,35 +112,42 @@ class Run:
         self.resident = self.make(RESIDENT, 1.0, {})
 
     def make(self, name: str, budget: float, changes: dict[str, Any]) -> Timed:
-        """One variant, warm, made within its budget; the model keeps its experts."""
+        """One variant, warm, made within its budget."""
         model, settings = self.model, replace(self.plain, **changes)
-        layers, moe = model.moe_layers(), model.config.moe
-        stored = settings.expert_dtype
-        slots = slots_of_budget(budget, moe, len(layers), model.dtype, stored)
+        layers, moe, stored = len(model.moe_layers()), model.config.moe, settings.expert_dtype
+        slots = slots_of_budget(budget, moe, layers, model.dtype, stored)
         expert = bytes_of_expert(moe.hidden_size, moe.ffn_size, model.dtype, stored)
-        allowed = len(layers) * slots * expert + self.arguments.workspace_mb * 2**20
-        whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
-        with memory_limit(self.device, allowed):
+        with memory_limit(self.device, layers * slots * expert + self.arguments.workspace_mb * 2**20):
             before = self.memory()
             if name == ACCELERATE:
                 made: Timed = Accelerated(name, budget, make_offloaded(model, budget))
             else:
-                engine = GPTEngine(
-                    model, layers[0].group, expert_slots=slots, expert_dtype=stored,
-                    expert_policy=settings.expert_policy,
-                    speculation=None if settings.speculate == "off" else settings,
-                )  # fmt: skip
-                for layer, w1, w2 in whole if stored else ():  # quantising took them
-                    local(layer.w1).data, local(layer.w2).data = w1, w2
-                kind = OnDemand if name == ON_DEMAND else CachedExperts
-                caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
-                paths = [kind(cache, engine.runner, moe.top_k) for cache in caches]
-                made = Variant(name, budget, slots, settings, engine, list(paths))
+                engine = self.engine(slots, settings)
+                paths: list[ExpertPath] = [*engine.stored]
+                if name == ON_DEMAND:
+                    caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
+                    paths = [OnDemand(cache, engine.runner, moe.top_k) for cache in caches]
+                made = Variant(name, budget, slots, settings, engine, paths)
             made.warm(self.prompt(0), self.context)
             made.read(self.long_prompt())
             made.device_mb = (self.memory() - before) / 2**20
         made.first_tokens_s = []
         return made
+
+    def engine(self, slots: int, settings: GenerateConfig) -> GPTEngine:
+        """An engine with caches of its own; the model keeps its experts, also where they were quantised."""
+        layers = self.model.moe_layers()
+        whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
+        is_first = self.model.rotary.is_cuda and not whole[0][1].is_pinned()  # which pins them for all
+        try:
+            return GPTEngine(
+                self.model, layers[0].group, expert_slots=slots,
+                speculation=None if settings.speculate == "off" else settings,
+                **{name: getattr(settings, name) for name in TO_THE_ENGINE},
+            )  # fmt: skip
+        finally:
+            for layer, w1, w2 in () if is_first else whole:
+                local(layer.w1).data, local(layer.w2).data = w1, w2
 
     def make_all(self, deadline: float) -> None:
         """All that is asked for, until the time is over; what fails or is left out has a row that says why."""
@@ -160,11 +155,13 @@ class Run:
             if time.perf_counter() > deadline:
                 self.failures.append({"variant": name, "budget": budget, "failure": "left out: the time was over"})
                 continue
+            started, told = time.perf_counter(), "ready"
             try:
                 self.variants.append(self.make(name, budget, KINDS[name]))
             except FAILURES as error:
-                self.failures.append({"variant": name, "budget": budget, "failure": one_line(error)})
-            tell(self.ranks, f"{name} at {budget}: {self.failures[-1] if self.failures else 'ready'}")
+                told = self.fail(name, budget, error)
+            release(self.ranks)
+            tell(self.ranks, f"{name} at {budget}: {told}, {time.perf_counter() - started:.1f} s")
         self.variants.append(self.resident)
 
     def wanted(self) -> Iterator[tuple[float, str]]:
@@ -180,11 +177,20 @@ class Run:
             for number in range(1, self.arguments.rounds + 1):
                 if number > 1 and time.perf_counter() > deadline:
                     break
-                for variant in self.variants:
-                    variant.run(self.prompt(number), self.context, seed=number)
-                    variant.read(self.long_prompt())
+                for variant in [*self.variants]:
+                    try:
+                        variant.run(self.prompt(number), self.context, seed=number)
+                        variant.read(self.long_prompt())
+                    except FAILURES as error:
+                        self.variants.remove(variant)
+                        tell(self.ranks, self.fail(variant.name, variant.budget, error))
                 tell(self.ranks, f"round {number}\n{table_of(self.rows(), COLUMNS, cell)}")
                 self.write({"rows": self.rows()})
+
+    def fail(self, name: str, budget: float, error: Exception) -> str:
+        """Note in one line why a variant has no result."""
+        self.failures.append({"variant": name, "budget": budget, "failure": one_line(error)})
+        return one_line(error)
 
     def rows(self) -> list[Row]:
         """What the table says so far."""
@@ -203,10 +209,12 @@ class Run:
         if isinstance(variant, Accelerated):
             return row
         made = sum(run.new_tokens for run in variant.runs)
-        per_token = variant.fetched * variant.engine.caches[0].expert_bytes / made
+        spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
+        per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
         row |= {
-            "slots": variant.slots, "hits": 1 - variant.fetched / variant.needed, "mb_per_token": per_token / 1e6,
+            "slots": variant.slots, "hits": 1 - spent["fetched"] / spent["needed"], "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),
+            "prefetch_precision": spent["prefetched_needed"] / spent["prefetched"] if spent["prefetched"] else None,
         }  # fmt: skip
         facts = [run.speculation for run in variant.runs if run.speculation is not None]
         if facts:
@@ -225,7 +233,7 @@ class Run:
         rows = []
         for variant, row in zip(chain(self.variants, self.failures), self.rows(), strict=True):
             if isinstance(variant, Variant):
-                scores = [score(self.resident.engine, prompt, run.texts[0])
+                scores = [score(self.model, prompt, run.texts[0])
                           for prompt, run in zip(variant.prompts, variant.runs, strict=True)]  # fmt: skip
                 row["nll"] = sum(scores) / len(scores)
             rows.append(row)
@@ -294,14 +302,16 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     quality = timed.quality(out)
     timed.write(quality)
     tell(ranks, json.dumps(quality["drafts"]["adaptive"] + quality["top_r"]))
-    timed.make_all(started + arguments.seconds / 2)
+    timed.make_all(started + MAKING * arguments.seconds)
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
-    print(table_of(rows, COLUMNS, cell))
+    tables = [table_of(rows, COLUMNS, cell)]
     for name, found in (("adaptive", quality["drafts"]["adaptive"]), ("top_r", quality["top_r"])):
-        print(f"{name}\n{table_of(found, list(found[0]), cell)}")
+        tables.append(f"{name}\n{table_of(found, list(found[0]), cell)}")
+    print("\n".join(tables))
     line = timed.write({"rows": rows} | quality)
     if out is not None:
+        (out / "bench_speculation.txt").write_text("\n".join(tables) + "\n")
         for path in draw_all(out, quality["drafts"], quality["top_r"], quality["routing"], rows):
             print(path)
     print(line)

@@ -38,21 +38,24 @@ BINS = 10  # of a draft's confidence
 
 
 class RecordingRouter:
-    """A layer's router, which keeps its last decision.
+    """A layer's router, which keeps its last decision, and what the next layer's says of the same tokens.
 
     Args:
         router: Of the layer.
+        following: Of the next; ``None``: there is none.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, following: Router | None) -> None:
         self.router = router
+        self.following = following
         self.measure = router.measure
-        self.ids = self.weights = torch.empty(0)
+        self.ids = self.weights = self.guessed = torch.empty(0)
 
     def __call__(self, tokens: Tensor) -> Routing:
         """See ``Router``."""
         routing = self.router(tokens)
         self.ids, self.weights = routing.top_k_ids, routing.top_k_weights
+        self.guessed = torch.full_like(self.ids, -1) if self.following is None else self.following(tokens).top_k_ids
         return routing
 
 
@@ -136,13 +139,20 @@ def _logits(
 def record_routing(model: GPT, batches: Sequence[Tensor]) -> Trace:
     """The routing of texts ``(B, P)`` by all K experts, one text behind the other."""
     layers = model.moe_layers()
-    routers = [RecordingRouter(layer.router) for layer in layers]
-    ids, weights = [], []
+    following = [*(layer.router for layer in layers[1:]), None]
+    routers = [RecordingRouter(layer.router, after) for layer, after in zip(layers, following, strict=True)]
+    ids, weights, guessed = [], [], []
     for batch in batches:
         whole_pass(model, batch, routers)
         ids.append(torch.stack([router.ids for router in routers], dim=1).cpu())
         weights.append(torch.stack([router.weights for router in routers], dim=1).float().cpu())
-    return Trace(ids=torch.cat(ids).long(), weights=torch.cat(weights), num_experts=layers[0].config.num_experts)
+        guessed.append(torch.stack([router.guessed for router in routers], dim=1).roll(1, dims=1).cpu())
+    return Trace(
+        ids=torch.cat(ids).long(),
+        weights=torch.cat(weights),
+        num_experts=layers[0].config.num_experts,
+        guessed=torch.cat(guessed).long(),
+    )
 
 
 def measure_drafts(

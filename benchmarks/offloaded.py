@@ -5,6 +5,7 @@ transformers 5 keeps all experts of a layer in one module, so ``accelerate`` mov
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import time
 from typing import Any
@@ -76,7 +77,7 @@ def make_offloaded(gpt: GPT, budget: float) -> Any:
             places[f"{name}.{part}"] = device
         routed = f"{name}.mlp"
         if moe.shared is not None:
-            layer.mlp = WithShared(layer.mlp, moe.shared)
+            layer.mlp = WithShared(layer.mlp, copy.deepcopy(moe.shared))  # accelerate changes the module
             places |= {f"{name}.mlp.shared": device, f"{name}.mlp.routed": device}
             routed = f"{name}.mlp.routed"
         del places[f"{name}.mlp"]

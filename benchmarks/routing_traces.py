@@ -21,6 +21,7 @@ from comet.kernels.expert_tables import POLICIES
 
 BEST = "next use"  # gives away what is used again last: no policy, but what none can exceed
 NEVER = 2**30
+FIELDS = ("ids", "weights", "num_experts", "guessed")  # of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +32,18 @@ class Trace:
         ids: ``(N, L, K)`` int64, best first.
         weights: ``(N, L, K)`` float32, of the router.
         num_experts: E.
+        guessed: ``(N, L, K)`` int64: where each layer's router sends the tokens of the layer before; of the first layer
+            -1. ``None``: not recorded.
     """
 
     ids: Tensor
     weights: Tensor
     num_experts: int
+    guessed: Tensor | None = None
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
-        torch.save({"ids": self.ids.short(), "weights": self.weights, "num_experts": self.num_experts}, path)
+        torch.save({name: getattr(self, name) for name in FIELDS}, path)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -50,9 +54,9 @@ class Trace:
         """
         require(path.is_file(), f"trace={str(path)!r} must be a file that bench_speculation.py wrote (routing.pt)")
         found = torch.load(path, weights_only=True)
-        known = isinstance(found, dict) and set(found) == {"ids", "weights", "num_experts"}
-        require(known, f"trace={str(path)!r} must hold ids, weights and num_experts, as bench_speculation.py writes it")
-        return cls(ids=found["ids"].long(), weights=found["weights"], num_experts=found["num_experts"])
+        known = isinstance(found, dict) and set(found) == set(FIELDS)
+        require(known, f"trace={str(path)!r} must hold {', '.join(FIELDS)}, as bench_speculation.py writes it")
+        return cls(**found)
 
 
 def made_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float) -> Tensor:
@@ -122,6 +126,30 @@ def resized_trace(trace: Trace, config: MoEConfig, num_layers: int, num_steps: i
             steps.append(step)
         layers.append(steps)
     return torch.tensor(layers).transpose(0, 1)
+
+
+def resized_guesses(trace: Trace, ids: Tensor, num_experts: int) -> Tensor:
+    """What is guessed of a trace for another shape: ``(N, L, K)`` ids, of ``resized_trace``.
+
+    Of each step and layer as large a share is right as was in the recording, rounded up or down by chance; the others
+    are experts that the step does not need.
+
+    Args:
+        trace: Recorded.
+        ids: ``(N, L, K)`` that are needed.
+        num_experts: E of the shape.
+    """
+    require(trace.guessed is not None, "guessed=None must be recorded")
+    assert trace.guessed is not None
+    drawn = torch.Generator().manual_seed(1)
+    right = (trace.guessed[..., None] == trace.ids[..., None, :]).any(-1).float().mean(-1)
+    num_steps, num_layers, top_k = ids.shape
+    shares = right[torch.arange(num_steps) % len(right)][:, torch.arange(num_layers) % right.shape[1]]
+    if num_layers > right.shape[1]:  # of a layer that follows the last one, which nothing guessed
+        shares[:, right.shape[1] :: right.shape[1]] = right[:, 1:].mean()
+    counts = (shares * top_k + torch.rand(shares.shape, generator=drawn)).long().clamp(max=top_k)
+    others = torch.rand(num_steps, num_layers, num_experts, generator=drawn).scatter(2, ids, -1.0).topk(top_k).indices
+    return torch.where(torch.arange(top_k) < counts[..., None], ids, others)
 
 
 def _experts_at(places: Sequence[int], stack: Sequence[int]) -> list[int]:

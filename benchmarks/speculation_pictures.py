@@ -29,10 +29,18 @@ def routing_facts(trace: Trace) -> Row:
         "hits": {policy: replayed_hits(trace, slots, policy) for policy in (*POLICIES, BEST)},
         "reused_by_distance": exactly,
         "reused_within": within,
+        "guessed_by_layer": guessed_by_layer(trace),
         "weight_by_rank": trace.weights.sort(dim=2, descending=True).values.mean(0).tolist(),
         "experts_of_80_percent": torch.bincount(trace.ids.flatten(), minlength=experts).sort(descending=True)
         .values.cumsum(0).lt(0.8 * trace.ids.numel()).sum().item() + 1,
     }  # fmt: skip
+
+
+def guessed_by_layer(trace: Trace) -> list[float] | None:
+    """Share of each layer's experts, from the second on, that its router names by the tokens of the layer before."""
+    if trace.guessed is None:
+        return None
+    return (trace.guessed[..., None] == trace.ids[..., None, :]).any(-1).float().mean((0, 2))[1:].tolist()
 
 
 def draw_all(folder: Path, quality: Row, top_r: Sequence[Row], facts: Row, rows: Sequence[Row]) -> list[Path]:

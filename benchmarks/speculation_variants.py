@@ -8,19 +8,21 @@ from statistics import median
 from typing import Any
 
 import torch
+from draft_quality import whole_pass
 from offloaded import first_token_s, tokens_per_s
 from torch import Tensor
 
 from comet.experts import CachedExperts, CacheReport
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
+from comet.generation.experts import cache_facts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.text import ByteCodec
 from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT
 from comet.paths import ExpertPath
 
 ACCELERATE_TOKENS = 16
-SCORED_AT_ONCE = 32
 
 
 class OnDemand(CachedExperts):
@@ -58,8 +60,7 @@ class Variant:
     prompts: list[str] = field(default_factory=list)
     runs: list[Generated] = field(default_factory=list)
     first_tokens_s: list[float] = field(default_factory=list)
-    needed: int = 0
-    fetched: int = 0
+    spent: list[dict[str, Any]] = field(default_factory=list)
 
     def take_over(self) -> None:
         """Let the model's layers be those of this variant."""
@@ -72,7 +73,7 @@ class Variant:
         self.settings = replace(self.settings, prompt=prompt)
         warm_up(self.engine, encode_prompts(self.settings, ByteCodec(), context), self.settings, context=context)
         self.run(prompt, context, seed=0)
-        self.prompts, self.runs, self.needed, self.fetched = [], [], 0, 0
+        self.prompts, self.runs, self.spent = [], [], []
 
     def run(self, prompt: str, context: int, seed: int) -> None:
         """Continue a prompt once, and count."""
@@ -91,8 +92,7 @@ class Variant:
         assert after is not None
         self.prompts.append(prompt)
         self.runs.append(made)
-        self.needed += after.needed - before.needed
-        self.fetched += after.fetched - before.fetched
+        self.spent.append(cache_facts(before, after, self.engine.model.moe_layers()[0].group))
 
     def read(self, ids: Tensor) -> None:
         """Time the first token behind a prompt ``(1, P)``."""
@@ -145,12 +145,10 @@ class Accelerated:
 Timed = Variant | Accelerated
 
 
-def score(engine: GPTEngine, prompt: str, text: str) -> float:
+def score(model: GPT, prompt: str, text: str) -> float:
     """Mean negative log-likelihood of a text's bytes behind a prompt, in nats, with all experts."""
     codec = ByteCodec()
     given, made = codec.encode(prompt), codec.encode(text)
-    ids = torch.tensor([made], device=engine.device)
-    read, length = torch.tensor([given], device=ids.device), torch.tensor([len(given)], device=ids.device)
-    logits = [engine.prefill(read, length, len(given) + len(made))[:, None]]
-    logits += [engine.verify(part) for part in ids[:, :-1].split(SCORED_AT_ONCE, dim=1)]
-    return float(torch.nn.functional.cross_entropy(torch.cat(logits, dim=1)[0, :, : codec.num_tokens], ids[0]))
+    ids = torch.tensor([[*given, *made]], device=model.rotary.device)
+    logits = whole_pass(model, ids[:, :-1])[0][0, len(given) - 1 :, : codec.num_tokens]
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, len(given) :]))

@@ -9,7 +9,8 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -184,3 +185,23 @@ def release(ranks: Ranks) -> None:
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def memory_limit(device: torch.device, num_bytes: float) -> Iterator[None]:
+    """Let this process take so many more bytes of a GPU's memory, and no more; on a CPU without a limit.
+
+    What it holds but does not use is given back first. An allocation beyond raises ``torch.OutOfMemoryError``.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(index).total_memory
+    share = (torch.cuda.memory_reserved(index) + num_bytes) / total
+    torch.cuda.set_per_process_memory_fraction(min(share, 1.0), index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, index)

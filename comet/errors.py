@@ -17,6 +17,10 @@ class StepFailedError(RuntimeError):
     """A rank of the group failed in an earlier step; the message names both, and what brings the ranks back."""
 
 
+class HostComputeError(RuntimeError):
+    """The host's cores did not compute the experts of a step in time; what came of that step means nothing."""
+
+
 class NothingMeasuredError(RuntimeError):
     """No candidate or point of a measurement ran; the message says why the first one did not."""
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .expert_host import leave_to_host, worth_least
 from .expert_prefetch import STOP, take_over, take_over_torch
 from .expert_tables import (
     CHANGED,
@@ -32,6 +33,7 @@ from .expert_tables import (
     DONE,
     FIRST,
     GATE,
+    HOSTED,
     LAST,
     LFU,
     LRU,
@@ -76,21 +78,26 @@ def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.const
 
 
 @triton.jit
-def give_slots(now, taken, num_taken, state_ptr, scores_ptr, E, S, CACHE: tl.constexpr):
-    """Give each missing expert a slot, empty ones first; of equals the lower number. Lists the copies, and counts.
+def give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE: tl.constexpr):
+    """Give each missing expert that the host does not compute a slot, empty ones first; of equals the lower number.
 
-    An expert that was ``taken`` over half there has its slot, and is the first copy, if there is one.
+    Lists the copies. An expert that was ``taken`` over half there has its slot, and is the first copy, if there is one.
+    Returns how many are missing, and how many of these are fetched.
     """
+    state_ptr, scores_ptr = cache[0], cache[1]
     experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
     missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
     missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
     missing = missing & (experts != taken)
+    num_fetched = num_missing
+    if CACHE.mail > 0:
+        missing, num_fetched = leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
     last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
     worth = tl.where((last_used == now) | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
-    for copy in range(num_taken, num_missing):
+    for copy in range(num_taken, num_fetched):
         expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
         missing = missing & (experts != expert)
         place = tl.argmin(worth, axis=0)
@@ -102,11 +109,11 @@ def give_slots(now, taken, num_taken, state_ptr, scores_ptr, E, S, CACHE: tl.con
         tl.store(owners_ptr + place, expert)
         tl.store(copies_ptr + copy, expert)
         tl.store(copies_ptr + S + copy, place)
-    return num_missing
+    return num_missing, num_fetched
 
 
 @triton.jit
-def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
+def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """Find the experts of the step that have no slot, give them slots, and let the blocks that fetch begin."""
     state_ptr, scores_ptr, totals_ptr = cache[0], cache[1], cache[2]
     header_ptr = header_of(state_ptr, E, S)
@@ -116,6 +123,11 @@ def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CAC
     held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
     if CACHE.policy != LRU:
         raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
+    before = now
+    if CACHE.mail > 0:
+        experts = tl.arange(0, CACHE.experts)
+        before = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
+        tl.debug_barrier()
     # Of equal ids one swap alone finds another number.
     earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
     num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
@@ -125,17 +137,20 @@ def plan_misses(ids_ptr, weights_ptr, J, cache, E, S, J_BLOCK: tl.constexpr, CAC
         taken, num_taken, num_ahead = take_over(now, state_ptr, totals_ptr, E, S, CACHE)
         tl.debug_barrier()
     num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
+    num_fetched = num_missing
     if num_missing > 0:
         tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
         tl.debug_barrier()
-        num_missing = give_slots(now, taken, num_taken, state_ptr, scores_ptr, E, S, CACHE)
-        tl.atomic_add(totals_ptr + 1, num_missing.to(tl.int64), sem="relaxed")
+        num_missing, num_fetched = give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE)
+        tl.atomic_add(totals_ptr + 1, num_fetched.to(tl.int64), sem="relaxed")
     tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
     tl.store(header_ptr + CLOCK, now)
     tl.store(header_ptr + COUNT, num_missing)
     tl.store(header_ptr + CHANGED, num_missing + num_ahead)
+    if CACHE.mail > 0:
+        tl.store(header_ptr + HOSTED, num_missing - num_fetched)
     tl.debug_barrier()
-    tl.atomic_xchg(header_ptr + READY, num_missing + 1, sem="release", scope="gpu")
+    tl.atomic_xchg(header_ptr + READY, num_fetched + 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -208,7 +223,7 @@ def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
 
 @triton.jit
 def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
-    """Slot of an expert once its w1 is there; -1 for one that this rank does not serve."""
+    """Slot of an expert once its w1 is there; below 0 for one that the host computes, or another rank serves."""
     known = (expert >= 0) & (expert < E)
     # To acquire empties L1, which the tokens are in. An expert that was there before this launch needs none, nor does
     # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it, unless its scales
@@ -220,8 +235,12 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
     if slot < 0:
         header_ptr = header_of(state_ptr, E, S)
         if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
-            while slot < 0:
-                slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+            if CACHE.mail > 0:
+                while slot == -1:
+                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+            else:
+                while slot < 0:
+                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
     return tl.where(known, readable_by_tma(slot, CACHE.interpret), -1)
 
 
@@ -277,10 +296,19 @@ def bring_torch(
         held = (ids >= first) & (ids < end)
         gain = weights if host.policy == "score" else torch.ones_like(weights)
         tables.scores.index_add_(0, ids[held].long(), gain[held].float())
+    worth = tables.last_used.clone() if host.policy == "lru" else tables.scores
     tables.last_used[needed] = now
     taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)
     missing = [expert for expert in needed if tables.slots[expert] < 0]
     missing.sort(key=lambda expert: expert != taken)
+    hosted = (
+        []
+        if host.mail is None
+        else worth_least(
+            [expert for expert in missing if expert != taken], worth, host.mail.share_of(len(ids), len(missing))
+        )
+    )
+    missing = [expert for expert in missing if expert not in hosted]
     for copy, expert in enumerate(missing):
         place = cheapest_place(host, now) if expert != taken else int((tables.owners == taken).nonzero())
         owner = int(tables.owners[place])
@@ -291,6 +319,9 @@ def bring_torch(
         tables.copies[0, copy], tables.copies[1, copy] = expert, place
         for slots, stored in zip((w1, w2, *scales), host.parts, strict=True):
             slots[place] = stored[expert - first]
-    tables.header[CLOCK.value], tables.header[COUNT.value] = now, len(missing)
-    tables.header[CHANGED.value] = len(missing) + num_ahead
+    for copy, expert in enumerate(hosted, start=len(missing)):
+        tables.copies[0, copy], tables.copies[1, copy] = expert, -1
+    num_missing = len(missing) + len(hosted)
+    tables.header[CLOCK.value], tables.header[COUNT.value] = now, num_missing
+    tables.header[CHANGED.value], tables.header[HOSTED.value] = num_missing + num_ahead, len(hosted)
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])

@@ -21,10 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .aot_case import KernelCase
 from .arguments import power_of_2
 from .expert_tables import (
     AHEAD_WORDS,
     BEGUN,
+    CACHE_POINTERS,
     FIRST,
     GATE,
     LAST,
@@ -32,9 +34,11 @@ from .expert_tables import (
     NEVER,
     NEXT,
     PLANNED,
+    SCALE_POINTERS,
     THERE1,
     THERE2,
     HostExperts,
+    cache_constants,
     cheapest_place,
     header_of,
     load_acquired,
@@ -93,22 +97,26 @@ def plan_kernel(
 
 
 @triton.jit
+def copy_words(piece, source_ptr, target_ptr, expert, place, WORDS: tl.constexpr):
+    """Piece ``piece`` of an expert's words, if they have so many."""
+    if (piece >= 0) & (piece < tl.cdiv(WORDS, PIECE)):
+        at = piece * PIECE + tl.arange(0, PIECE)
+        source_ptr += expert.to(tl.int64) * WORDS
+        words = tl.load(source_ptr + at, mask=at < WORDS, other=0, eviction_policy="evict_first")
+        tl.store(target_ptr + place.to(tl.int64) * WORDS + at, words, mask=at < WORDS)
+
+
+@triton.jit
 def copy_piece(piece, expert, place, cache, CACHE: tl.constexpr):
     """Piece ``piece`` of an expert: those of w1 come first, then w2 and the scales."""
-    PARTS: tl.constexpr = 4 if CACHE.scales1 > 0 else 2
-    first = 0
-    for part in tl.static_range(PARTS):
-        WORDS: tl.constexpr = CACHE[3 + part]
-        last = first + tl.cdiv(WORDS, PIECE)
-        if (piece >= first) & (piece < last):
-            SOURCE: tl.constexpr = part + 3 + part // 2 * 2
-            at = (piece - first) * PIECE + tl.arange(0, PIECE)
-            words = tl.load(
-                cache[SOURCE] + expert.to(tl.int64) * WORDS + at, mask=at < WORDS, other=0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
-            tl.store(cache[SOURCE + 2] + place.to(tl.int64) * WORDS + at, words, mask=at < WORDS)
-        first = last
+    copy_words(piece, cache[3], cache[5], expert, place, CACHE.words1)
+    piece -= tl.cdiv(CACHE.words1, PIECE)
+    copy_words(piece, cache[4], cache[6], expert, place, CACHE.words2)
+    if CACHE.scales1 > 0:
+        piece -= tl.cdiv(CACHE.words2, PIECE)
+        copy_words(piece, cache[7], cache[9], expert, place, CACHE.scales1)
+        piece -= tl.cdiv(CACHE.scales1, PIECE)
+        copy_words(piece, cache[8], cache[10], expert, place, CACHE.scales2)
 
 
 @triton.jit(do_not_specialize=["E", "S"])
@@ -276,3 +284,36 @@ def take_over_torch(host: HostExperts, now: int) -> tuple[int, int]:
         header[BEGUN.value : NEEDED.value + 1] //= 2
     header[PLANNED.value] = 0
     return taken, count
+
+
+def aot_cases() -> list[KernelCase]:
+    """Experts of Qwen3 in bfloat16, and in MXFP4 with their scales."""
+    num_experts, top_k, element = 128, 8, 2048 * 768 * 2
+    cases = []
+    for stored, num_bytes in (
+        ("bf16", [2 * element, element]),
+        ("mxfp4", [element // 2, element // 4, element // 32, element // 64]),
+    ):
+        pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
+        constants = cache_constants(num_experts, num_experts // 4, num_bytes, 1, TRAVEL_WARPS, "lru", pieces)
+        cache = {"cache": CACHE_POINTERS + (SCALE_POINTERS if len(num_bytes) > 2 else ())}
+        cases.append(
+            KernelCase(
+                name=f"{stored}, travel",
+                fn=travel_kernel,
+                signature=cache | dict.fromkeys(("E", "S"), "i32"),
+                constexprs=dict(CACHE=constants),
+                num_warps=TRAVEL_WARPS,
+                expects=frozenset({"wide_loads", "wide_stores"}),
+            )
+        )
+        cases += [
+            KernelCase(
+                name=f"{stored}, plan for {num_tokens} tokens",
+                fn=plan_kernel,
+                signature=cache | {"ids_ptr": "*i32"} | dict.fromkeys(("T", "E", "S"), "i32"),
+                constexprs=dict(K=top_k, J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD, CACHE=constants),
+            )
+            for num_tokens in (1, 16)
+        ]
+    return cases

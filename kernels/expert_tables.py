@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .arguments import power_of_2
+from .expert_mailbox import Mailbox
 from .expert_parts import ExpertParts
 
 Policy = Literal["lru", "lfu", "score"]
@@ -23,8 +24,10 @@ LINE_BYTES = 128  # of L1
 HEADER_WORDS = 16
 # The words of ``CacheTables.header`` of a step,
 COUNT, CLOCK, READY, DONE, FIRST, LAST, CHANGED = (tl.constexpr(word) for word in range(7))
-# and of what travels before it (see ``expert_prefetch``).
+# of what travels before it (see ``expert_prefetch``),
 GATE, PLANNED, NEXT, THERE1, THERE2, BEGUN, NEEDED = (tl.constexpr(word) for word in range(7, 14))
+# and of what the host computes (see ``expert_host``).
+HOSTED, LAYER = tl.constexpr(14), tl.constexpr(15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,10 @@ class CacheTables:
 
     @property
     def copies(self) -> Tensor:
-        """``(2, S)``: the experts that the last step fetched, and their slots; the first ``header[COUNT]`` count."""
+        """``(2, S)``: the experts that the last step missed, and their slots; the first ``header[COUNT]`` count.
+
+        Behind those that were fetched come ``header[HOSTED]`` that the host computed, with -1.
+        """
         return self._after_experts(1, 2).view(2, self.num_slots)
 
     @property
@@ -98,7 +104,7 @@ class CacheTables:
 
     @property
     def header(self) -> Tensor:
-        """``(16,)``: copies of the last step, number of that step, and between the blocks of a step."""
+        """``(16,)``: missing in the last step, number of that step, and between its blocks; number of the layer."""
         return self.state[-HEADER_WORDS:]
 
     def _after_experts(self, start: int, count: int) -> Tensor:
@@ -120,6 +126,7 @@ class HostExperts(ExpertParts):
         w2_scales: Likewise.
         prefetched: Whether experts may travel to these slots before their step (``expert_prefetch``).
         fetched: Recorded where all experts of a step are there, if anybody asks.
+        mail: Asks the host's cores for some of them; ``None``: all that are missing come to the device.
     """
 
     w1: Tensor
@@ -130,6 +137,7 @@ class HostExperts(ExpertParts):
     w2_scales: Tensor | None = None
     prefetched: bool = False
     fetched: torch.cuda.Event | None = None
+    mail: Mailbox | None = None
 
     @property
     def pieces(self) -> int:
@@ -143,14 +151,21 @@ class HostExperts(ExpertParts):
         words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
         given = self.w1_scales, self.w2_scales, w1_scales, w2_scales
         scales = (_words(each) for each in given if each is not None)
-        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales)
+        mail = () if self.mail is None else self.mail.pointers
+        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales, *mail)
 
-    def constants(self, groups: int, num_warps: int) -> "CacheConstants":
-        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
+    def constants(self, groups: int, num_warps: int, *, in_waves: bool = False) -> "CacheConstants":
+        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps.
+
+        Of a step in waves the host computes nothing: each wave would wait for it.
+        """
         sizes = self.tables.num_experts, self.tables.num_slots
         num_bytes = [part[0].nbytes for part in self.parts]
         ahead = self.pieces if self.prefetched else 0
-        return cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)
+        return (
+            found if self.mail is None or in_waves else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
+        )
 
 
 class CacheConstants(NamedTuple):
@@ -170,6 +185,9 @@ class CacheConstants(NamedTuple):
         ahead: Pieces of an expert that travels before its step; 0: none does.
         interpret: Under Triton's interpreter.
         fades: Whether what experts are worth fades, as it does once a step.
+        mail: Place of ``Mailbox.pointers`` among those of the cache; 0: the host computes nothing.
+        mail_tokens: Most tokens that it takes.
+        timeout_ns: Deadline of its answer.
     """
 
     rows: int
@@ -185,6 +203,9 @@ class CacheConstants(NamedTuple):
     ahead: int
     interpret: bool
     fades: bool = True
+    mail: int = 0
+    mail_tokens: int = 0
+    timeout_ns: int = 0
 
     @property
     def of_later_wave(self) -> "CacheConstants":

@@ -41,22 +41,24 @@ def waves_kernel(
     ids_ptr, state_ptr, waves_ptr, J, E, S, R,
     WAVES: tl.constexpr, J_BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One block; see ``split_waves``. Behind the waves there is room for the wave of each expert."""
-    experts, js = tl.arange(0, EXPERTS), tl.arange(0, J_BLOCK)
-    needed = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for j in range(J):
-        needed = tl.where(experts == tl.load(ids_ptr + j).to(tl.int32), 1, needed)
-    needed = tl.where(is_served(experts, state_ptr, E, S), needed, 0)
+    """One block; see ``split_waves``. Behind the waves each expert has a word: whether it is needed, then its wave."""
+    experts, js, word_ptr = tl.arange(0, EXPERTS), tl.arange(0, J_BLOCK), waves_ptr + WAVES * R
+    ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
+    served = is_served(ids, state_ptr, E, S)
+    tl.store(word_ptr + experts, 0, mask=experts < E)
+    tl.debug_barrier()
+    tl.store(word_ptr + ids, 1, mask=served)
+    tl.debug_barrier()
+    needed = tl.load(word_ptr + experts, mask=experts < E, other=0)
+    tl.debug_barrier()
     there = tl.where(tl.load(state_ptr + experts, mask=experts < E, other=-1) >= 0, needed, 0)
     for copy in range(tl.load(header_of(state_ptr, E, S) + PLANNED)):
         there = tl.where(experts == tl.load(state_ptr + 3 * E + 5 * S + copy), needed, there)
     behind = tl.sum(there, axis=0) + tl.cumsum(needed - there, axis=0)
     place = tl.where(there > 0, tl.cumsum(there, axis=0), behind) - 1
-    wave_ptr = waves_ptr + WAVES * R
-    tl.store(wave_ptr + experts, tl.where(needed > 0, place // S, -1), mask=experts < E)
+    tl.store(word_ptr + experts, place // S, mask=experts < E)
     tl.debug_barrier()
-    ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
-    wave = tl.load(wave_ptr + ids, mask=(ids >= 0) & (ids < E), other=-1)
+    wave = tl.load(word_ptr + ids, mask=served, other=-1)
     for number in tl.static_range(WAVES):
         tl.store(waves_ptr + number * R + js, tl.where(wave == number, ids, -1), mask=js < J)
 

@@ -92,7 +92,7 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     least = count_waves(step.ids.numel(), host.w1.shape[0], host.tables.num_slots)
     assert num_waves >= least, "each expert of a wave has a slot"
     slots = step.w1, step.w2, step.w1_scales, step.w2_scales
-    return host.pointers(*slots), host.constants(groups, num_warps)
+    return host.pointers(*slots), host.constants(groups, num_warps, in_waves=num_waves > 1)
 
 
 def _check_depth(config: DecodeConfig, step: Step) -> None:

@@ -8,7 +8,8 @@ import triton
 
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
-from .expert_tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
+from .expert_mailbox import mail_pointers
+from .expert_tables import AHEAD_WORDS, CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
@@ -42,7 +43,9 @@ class Setting:
         gathered: Whether the tokens are those of all ranks, ``num_tokens / ranks`` of each.
         dependent: See ``DecodeConfig``.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
+        prefetched: Whether experts may have travelled to the cache before.
         wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
+        hosted: Whether the host's cores compute some of those that are missing.
     """
 
     shape: str
@@ -53,7 +56,9 @@ class Setting:
     gathered: bool = False
     dependent: bool = True
     cache: Policy | None = None
+    prefetched: bool = False
     wave: str = ""
+    hosted: bool = False
 
     @property
     def label(self) -> str:
@@ -63,7 +68,9 @@ class Setting:
         words += ["gathered"] if self.gathered else []
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
+        words += ["prefetched"] if self.prefetched else []
         words += [f"{self.wave} wave"] if self.wave else []
+        words += ["host cores"] if self.hosted else []
         return ", ".join(filter(None, words))
 
     @property
@@ -106,7 +113,11 @@ class Setting:
             per_scale, scale = (shared, 1) if shared == MX.value else (shared**2, 4)
             num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
         groups = min(num_experts, self.num_tokens * top_k)
-        return cache_constants(num_experts, num_experts // 4, num_bytes, groups, num_warps, self.cache or "lru")
+        pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
+        sizes, ahead = (num_experts, num_experts // 4), pieces if self.prefetched else 0
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
+        mail = dict(mail=len(CACHE_POINTERS), mail_tokens=16, timeout_ns=30 * 10**9)
+        return found._replace(**mail) if self.hosted else found
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
@@ -148,6 +159,17 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="deepseek", num_tokens=1, cache="lru"),
     ]
     settings += [Setting(shape="qwen3", num_tokens=1, cache=policy) for policy in ("lfu", "score")]
+    settings += [Setting(shape="qwen3", num_tokens=count, cache="lru", hosted=True) for count in (1, 2, 4)]
+    settings += [
+        Setting(shape="qwen3", num_tokens=1, cache="score", hosted=True),
+        Setting(shape="qwen3", num_tokens=4, cache="lru", hosted=True, ranks=RANKS),
+        Setting(shape="deepseek", num_tokens=1, cache="lru", hosted=True),
+        Setting(shape="qwen3", num_tokens=1, dtype=torch.float32, cache="lru", hosted=True),
+    ]
+    settings += [
+        Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, quantised=quantised)
+        for count, quantised in ((1, ""), (8, ""), (1, "mxfp4"))
+    ]
     settings += [
         Setting(shape="qwen3", num_tokens=count, quantised=quantised, cache="lru")
         for quantised in ("mxfp8", "fp8", "mxfp4")
@@ -156,9 +178,10 @@ def aot_cases() -> list[KernelCase]:
     cases = [case for setting in settings for case in (_gate_up(setting), _down(setting))]
     waves = [
         Setting(shape="qwen3", num_tokens=count, cache="lru", wave=wave, **kind)
-        for count, kind in ((2, {}), (8, {}), (8, {"ranks": RANKS}), (16, {}), (8, {"quantised": "mxfp4"}))
+        for count, kind in ((2, {}), (8, {}), (16, {}), (8, {"quantised": "mxfp4"}))
         for wave in ("first", "last")
     ]
+    waves += [Setting(shape="qwen3", num_tokens=8, cache="lru", wave="last", ranks=RANKS)]  # others add up nothing
     return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 
@@ -224,7 +247,8 @@ def _case(
     constants |= {"CACHE": setting.cache_constants(config.gate_up.num_warps)} if setting.cache else {}
     kinds = pointers | {"timeout_ns": "i64", "scales_ptr": "*u8" if setting.quantised.startswith("mx") else "*fp32"}
     kinds |= dict.fromkeys(("ids_ptr", "all_ids_ptr", "slots_ptr", "tickets_ptr", "epoch_ptr"), "*i32")
-    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ())}
+    mail = mail_pointers(as_triton_dtype(setting.dtype)) if setting.hosted else ()
+    kinds |= {"cache": CACHE_POINTERS + (SCALE_POINTERS if setting.quantised else ()) + mail}
     expects = {"wide_loads"}
     if config.form == "matrix":
         item_bytes = 4 if kernel is down_kernel else setting.dtype.itemsize

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .expert_cache import count_missing, wait_for_missing
+from .expert_host import add_hosted, forget_hosted
 from .expert_waves import is_served
 from .warp_decode_gather import ABSENT
 from .warp_decode_routing import NO_ROW, pass_of, row_of, rows_in_passes, serves, slot_of, wait_for_previous
@@ -277,8 +278,9 @@ def down_kernel(
                 K, K_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT,
             )  # fmt: skip
             token = group + tl.arange(0, 1)
+            total = add_hosted(total[None, :], token, cols, T, D, cache, E, S, CACHE)
             publish(
-                total[None, :], token, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
+                total, token, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
                 max_tokens, T, D, K, W, GATHERED,
             )  # fmt: skip
         else:
@@ -319,7 +321,9 @@ def down_kernel(
                                 partials_ptr, all_ids_ptr if IN_WAVES else ids_ptr, slots_ptr, weights_ptr, cache,
                                 tokens, cols, T, D, E, S, K, K_BLOCK, IN_WAVES,
                             )  # fmt: skip
+                        total = add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE)
                         publish(
                             total, tokens, cols, ids_ptr, out_ptr, landing_addresses, epoch_ptr, fault_ptr, rank,
                             max_tokens, T, D, K, W, GATHERED,
                         )  # fmt: skip
+        forget_hosted(cache, E, S, CACHE)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .activation import swiglu
 from .expert_cache import arrived_slot, fetch_misses, plan_misses
+from .expert_host import ask_host, take_answer
 from .warp_decode_routing import (
     NO_ROW,
     allow_next,
@@ -136,9 +137,14 @@ def gate_up_kernel(
             if group < width:
                 fetcher = tl.program_id(1) * width + group
                 if fetcher == 0:
-                    plan_misses(ids_ptr, weights_ptr, T * K, cache, E, S, T_BLOCK * K_BLOCK, CACHE)
+                    plan_misses(ids_ptr, weights_ptr, T, T * K, cache, E, S, T_BLOCK * K_BLOCK, CACHE)
+                    if CACHE.mail:
+                        ask_host(x_ptr, ids_ptr, weights_ptr, T, D, cache, E, S, K, T_BLOCK * K_BLOCK, CACHE)
                 allow_next(DEPENDENT)
                 fetch_misses(fetcher, CACHE.rows * width, cache, E, S, CACHE)
+                if CACHE.mail:
+                    if fetcher == 0:
+                        take_answer(T, D, cache, E, S, CACHE)
             return
     allow_next(DEPENDENT)
     if ADVANCE:

@@ -30,6 +30,7 @@ from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from gemm_cases import make_rows, poison_padding, values
 from grad_hidden_launches import check, run_grad_hidden
 from gradient_launches import exact_gradients, run_gradients
+from host_cases import hosted_cache
 from layer0_launches import exact_layer0, run_layer0
 from layer1_launches import exact_layer1, run_layer1
 from played_layer import DEADLINE_S, PlayedRanks
@@ -38,9 +39,10 @@ from router_kernel_cases import check_logits, check_measure, check_select, check
 from stress_cases import StressCase
 
 from comet import fused
-from comet.decode import DecodeWeights, RankDecode, rank_slots
+from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
+from comet.kernels.expert_prefetch import plan, travel
 from comet.kernels.group_gemm import GemmConfig
 from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
 from comet.kernels.group_gemm_wgrad_cuda import group_gemm_wgrad_cuda
@@ -162,6 +164,22 @@ def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
                 assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
 
 
+def run_expert_prefetch(device: torch.device, dtype: torch.dtype) -> None:
+    """A plan travels, and a step takes over what came."""
+    host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
+    cache = ExpertCache(*host, 3, device)
+    cache.expect_prefetch()
+    for guessed, needed in (([0, 5], [0, 5]), ([1, 2], [5, 2]), ([4, 3], [1, 0])):
+        plan(torch.tensor([guessed], dtype=torch.int32, device=device), cache.weights.parts, cache.host)
+        travel(cache.weights.parts, cache.host)
+        ids, tokens = torch.tensor([needed], dtype=torch.int32, device=device), torch.randn(1, 32, device=device)
+        run_kernels(tokens.to(dtype), ids, torch.rand(ids.shape, device=device), cache.weights)
+        for expert in needed:
+            slot = int(cache.tables.slots[expert])
+            assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
+            assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
+
+
 def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
     """Scales come with their experts; in block FP8 12 bytes of w1 and 8 of w2."""
     for kind, (hidden_size, ffn_size) in {"mxfp8": (64, 32), "mxfp4": (64, 32), "fp8": (48, 144)}.items():
@@ -178,6 +196,23 @@ def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
                 for name, expert in product(parts, needed):
                     there = getattr(cache.weights, name)[int(cache.tables.slots[expert])].cpu()
                     assert torch.equal(there.view(torch.uint8), parts[name][expert].view(torch.uint8))
+
+
+def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
+    """Some of the missing experts are computed by a process of the host."""
+    w1, w2 = (torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16)))
+    cache, cores = hosted_cache(w1, w2, 6, device, top_k=2, max_tokens=3)
+    resident = DecodeWeights(w1=w1, w2=w2, slots=torch.arange(6, dtype=torch.int32))
+    for num_tokens in (1, 3):
+        for needed in ([0, 5], [2, 3], [4, 5], [1, -1]):
+            ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
+            tokens, weights = torch.randn(num_tokens, 32, device=device).to(dtype), torch.rand(ids.shape, device=device)
+            output = run_kernels(tokens, ids, weights, cache.weights)
+            expected = warp_decode_torch(tokens.cpu(), ids.cpu(), weights.cpu(), resident)
+            torch.testing.assert_close(output.cpu(), expected, rtol=2e-2, atol=2e-1)
+    cores.check()
+    assert cores.counts[0] > 0
+    cores.close()
 
 
 def run_router(device: torch.device) -> None:
@@ -250,7 +285,9 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "backward_cuda": (run_cuda_backward, True),
     "decode": (run_decode, False),
     "expert_cache": (run_expert_cache, False),
+    "expert_prefetch": (run_expert_prefetch, False),
     "quantised_cache": (run_quantised_cache, False),
+    "host_cores": (run_host_cores, False),
     "router": (lambda device, dtype: run_router(device), False),
     "rank_decode": (run_rank_decodes, False),
 }

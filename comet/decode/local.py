@@ -80,7 +80,8 @@ def run_kernels(
     if scratch is None:
         scratch = DecodeScratch.create(weights, top_k, tokens.dtype, max_tokens=num_tokens)
     scratch.check(tokens, top_k, weights)
-    held = () if weights.host is None else (*weights.host.parts, weights.host.tables.scores)
+    host = weights.host
+    held = () if host is None else (*host.parts, host.tables.scores, *(host.mail.pointers if host.mail else ()))
     hold_if_captured(weights.w1, *held, weights.slots, scratch.hidden, scratch.partials, scratch.tickets)
     w1, w2 = weights.w1, weights.w2
     if weights.per_number > 1:
@@ -100,8 +101,8 @@ def run_kernels(
         w1_scales=weights.w1_scales,
         w2_scales=weights.w2_scales,
         shared_scale=weights.shared_scale,
-        host=weights.host,
-        waves=_waves(ids, weights.host),
+        host=host,
+        waves=_waves(ids, host),
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)

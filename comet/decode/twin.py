@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from comet.config import require
 from comet.decode.scales import CODES
 from comet.decode.weights import DecodeWeights, check_inputs
 from comet.kernels.expert_cache import bring_torch
+from comet.kernels.expert_host import add_hosted_torch
 from comet.kernels.expert_waves import count_waves, split_waves_torch
 from comet.quantize import FP8, MXFP4, MXFP8
 
@@ -61,6 +63,8 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
         # A NaN weight of a skipped routed row must not reach the sum.
         weight = top_k_weights[:, k, None].to(wide).where(held[:, k, None], 0.0)
         partial = partial + weight * outputs[:, k]
+    if weights.host is not None and weights.host.mail is not None:
+        partial = add_hosted_torch(partial, weights.host, tokens, top_k_ids, top_k_weights)
     return partial
 
 
@@ -70,7 +74,7 @@ def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWei
     if host is not None:
         num_waves = count_waves(top_k_ids.numel(), host.w1.shape[0], host.tables.num_slots)
         if num_waves > 1:
-            ids = split_waves_torch(top_k_ids, host.tables, num_waves)
+            ids, host = split_waves_torch(top_k_ids, host.tables, num_waves), replace(host, mail=None)
     for number, wave in enumerate(ids):
         if host is not None:
             bring_torch(wave, top_k_weights, weights.w1, weights.w2, host, weights.parts[2:], fades=number == 0)

@@ -19,6 +19,7 @@ from comet.config import MoEConfig, require
 from comet.decode.runners import Runner
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
+from comet.experts.host_cores import HostCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import StreamedExperts
 from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts, Policy
@@ -45,6 +46,8 @@ class CacheReport:
         prefetched: Experts that began to travel before their step.
         prefetched_needed: How many of them it needed.
         prefetched_bytes: Of these experts, that came before their step.
+        hosted: Of the needed ones, how many were not there, either, and were computed on the host's cores.
+        hosting_s: Seconds of these cores.
     """
 
     slots: int
@@ -55,11 +58,13 @@ class CacheReport:
     prefetched: int = 0
     prefetched_needed: int = 0
     prefetched_bytes: int = 0
+    hosted: int = 0
+    hosting_s: float = 0.0
 
     @property
     def hits(self) -> float:
         """Share of the needed experts that were there; 1 before the first step."""
-        return 1 - self.fetched / self.needed if self.needed else 1.0
+        return 1 - (self.fetched + self.hosted) / self.needed if self.needed else 1.0
 
     @property
     def prefetch_precision(self) -> float | None:
@@ -122,6 +127,13 @@ class ExpertCache:
             for name, weight in host.items()
         }
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host)
+        self.cores: HostCores | None = None
+
+    def share_with(self, cores: HostCores) -> None:
+        """Leave some of the missing experts to the host's cores, which were started with this store among others."""
+        self.cores = cores
+        self.host = replace(self.host, mail=cores.mail)
+        self.weights = replace(self.weights, host=self.host)
 
     @property
     def expert_bytes(self) -> int:
@@ -139,6 +151,7 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
     """What the caches of all layers did so far; waits for their device."""
     totals = torch.stack([cache.tables.totals for cache in caches]).sum(0).tolist()
     needed, fetched, nanoseconds, _, begun, useful, words = totals
+    hosted, hosting_s = (0, 0.0) if caches[0].cores is None else caches[0].cores.counts
     return CacheReport(
         slots=caches[0].num_slots,
         needed=needed,
@@ -148,6 +161,8 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
         prefetched=begun,
         prefetched_needed=useful,
         prefetched_bytes=8 * words,
+        hosted=hosted,
+        hosting_s=hosting_s,
     )
 
 
@@ -181,6 +196,8 @@ class CachedExperts:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        if self.cache.cores is not None:
+            self.cache.cores.raise_if_failed()
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
         if self.expected is not None:

@@ -12,8 +12,10 @@ import torch
 
 from comet.decode.runners import Runner
 from comet.decode.scales import mx_name
+from comet.errors import UnavailableError
 from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
 from comet.experts.fitting import fit_slots, least_of_ranks
+from comet.experts.host_cores import HostCores, started
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
 from comet.group import ExpertGroup
@@ -35,6 +37,7 @@ class Slots:
         device: Of the slots.
         group: The ranks, which all open the same layers; ``None``: this rank alone.
         policy: Whose slot is given away.
+        cores: That compute some of the missing experts; the host's store is in their file.
     """
 
     num_slots: int
@@ -44,6 +47,7 @@ class Slots:
     device: torch.device
     group: ExpertGroup | None = None
     policy: Policy = "lru"
+    cores: HostCores | None = None
 
     def over_host(self, layers: Sequence[HeldExperts]) -> Sequence[CachedPath]:
         """The paths of layers whose experts are in host memory (collective).
@@ -52,10 +56,15 @@ class Slots:
 
         Raises:
             NotImplementedError: If memory cannot be pinned, and experts are quantised or the policy is not ``lru``.
+            UnavailableError: If memory cannot be pinned, and there are cores that are to compute.
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
             caches = self._fitting([partial(self._cache, layer) for layer in layers])
+            cores = started(self.cores, [cache.host for cache in caches])
+            if cores is not None:
+                for cache in caches:
+                    cache.share_with(cores)
             return [CachedExperts(cache, self.runner, self.layout.top_k) for cache in caches]
         pageable = sum(layer.num_bytes for layer in layers if not layer.readable)
         self._check_pageable(layers[0], pageable)
@@ -100,6 +109,12 @@ class Slots:
 
     def _check_pageable(self, layer: HeldExperts, num_bytes: int) -> None:
         refused = f"{num_bytes:,} bytes of memory for them cannot be pinned (ulimit -l, or a container's limit)"
+        if self.cores is not None:
+            self.cores.close()
+            if self.cores.insists:
+                raise UnavailableError(
+                    f"host_cores computes from pinned memory, and {refused}: allow that, or set host_cores=off"
+                )
         scales = layer.w1_scales
         if scales is not None:
             kind = mx_name(layer.w1).lower() if scales.dtype == torch.uint8 else "fp8"
@@ -120,3 +135,9 @@ def report_of_paths(paths: Sequence[CachedPath]) -> CacheReport | None:
         return staged_report_of(staged)
     cached = [path.cache for path in paths if isinstance(path, CachedExperts)]
     return report_of(cached) if cached else None
+
+
+def cores_of_paths(paths: Sequence[CachedPath]) -> HostCores | None:
+    """The host's cores that compute some of the experts of all layers, if there are any."""
+    cores = (path.cache.cores for path in paths if isinstance(path, CachedExperts))
+    return next(cores, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -79,29 +80,38 @@ class HeldExperts(ExpertParts):
     w2_scales: Tensor | None = None
 
     @classmethod
-    def hold(cls, parts: Mapping[str, Tensor], device: torch.device) -> HeldExperts:
-        """Whole tensors by their names: themselves where ``device`` reads them, else a copy in memory made for it."""
+    def hold(cls, parts: Mapping[str, Tensor], device: torch.device, file: MemoryFile | None = None) -> HeldExperts:
+        """Whole tensors by their names: themselves where ``device`` reads them, else a copy in memory made for it.
+
+        Args:
+            parts: The tensors.
+            device: That is to read them.
+            file: That another process maps, too; they are copied there in any case.
+        """
         held: dict[str, Any] = {name: part.contiguous() for name, part in parts.items()}
-        if device.type == "cpu" or all(part.is_pinned() for part in held.values()):
+        if file is None and (device.type == "cpu" or all(part.is_pinned() for part in held.values())):
             return cls(**held, readable=True)
-        made, readable = _memory([(part.shape, part.dtype) for part in held.values()], device)
+        made, readable = _memory([(part.shape, part.dtype) for part in held.values()], device, file)
         for name, memory in zip(parts, made, strict=True):
             held[name] = memory.copy_(held[name])
         return cls(**held, readable=readable)
 
     @classmethod
-    def fill(cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device) -> HeldExperts:
+    def fill(
+        cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device, file: MemoryFile | None = None
+    ) -> HeldExperts:
         """Read all experts of a layer, one after the other, into memory made for them.
 
         Args:
             reader: Of the layer.
             dtype: Of the memory.
             device: That is to read it.
+            file: That another process maps, too.
 
         Returns:
             Pinned memory; pageable where the machine pins no more, which is said once.
         """
-        (w1, w2), readable = _memory([(shape, dtype) for shape in reader.shapes], device)
+        (w1, w2), readable = _memory([(shape, dtype) for shape in reader.shapes], device, file)
         for expert in range(w1.shape[0]):
             reader.read(expert, w1[expert], w2[expert])
         return cls(w1, w2, readable)
@@ -155,7 +165,7 @@ class HeldExperts(ExpertParts):
 
 
 class PinnedMapping(mmap.mmap):
-    """Anonymous memory that a GPU reads, until nobody refers to it any more."""
+    """Memory that a GPU reads, until nobody refers to it any more."""
 
     registered: tuple[Any, int] | None = None
 
@@ -174,19 +184,57 @@ class PinnedMapping(mmap.mmap):
             runtime.cudaHostUnregister(address)
 
 
-def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
+class MemoryFile:
+    """A file in memory, without a name, that another process maps as well; it goes with the last one that does.
+
+    Attributes:
+        descriptor: Of the open file.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("comet-experts")
+        self._num_bytes = 0
+        self._offsets: dict[int, int] = {}
+
+    def map(self, num_bytes: int) -> PinnedMapping:
+        """Make the file so much longer, from a whole page on, and map that."""
+        offset = -(-self._num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._num_bytes = offset + num_bytes
+        os.ftruncate(self.descriptor, self._num_bytes)
+        mapping = PinnedMapping(self.descriptor, num_bytes, flags=mmap.MAP_SHARED, offset=offset)
+        self._offsets[torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()] = offset
+        return mapping
+
+    def offset_of(self, memory: Tensor) -> int:
+        """Where a tensor of ``host_memory`` begins in the file."""
+        return self._offsets[memory.data_ptr()]
+
+    def close(self) -> None:
+        """Map no more; what is mapped stays."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def host_memory(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, file: MemoryFile | None = None
+) -> tuple[Tensor, bool]:
     """Memory of the host, zeros until it is written to.
 
     Args:
         shape: Of the tensor; not empty.
         dtype: Of its elements.
         device: That is to read it.
+        file: That it is to be in, where another process maps it, too.
 
     Returns:
         The tensor, and whether ``device`` reads it: always where it is the CPU, on a GPU where it could be pinned.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    mapping = PinnedMapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if file is None:
+        mapping = PinnedMapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        mapping = file.map(num_bytes)
     memory = torch.frombuffer(mapping, dtype=dtype).view(*shape)
     if device.type == "cpu" or mapping.register(memory.data_ptr(), num_bytes) == 0:
         return memory, True
@@ -195,9 +243,11 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return memory, False
 
 
-def _memory(parts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> tuple[list[Tensor], bool]:
+def _memory(
+    parts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device, file: MemoryFile | None = None
+) -> tuple[list[Tensor], bool]:
     """``host_memory`` of each shape and dtype, and whether ``device`` reads all of it."""
-    made = [host_memory(shape, dtype, device) for shape, dtype in parts]
+    made = [host_memory(shape, dtype, device, file) for shape, dtype in parts]
     return [memory for memory, _ in made], all(readable for _, readable in made)
 
 

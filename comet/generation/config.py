@@ -46,6 +46,10 @@ class GenerateConfig(SpeculationConfig):
             its router says of the tokens of the layer before, travel beside that layer.
         expert_dtype: With a budget and the host store, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
+        host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some
+            of the experts that a step misses while the others travel, so that both end together: ``off``; ``auto``, all
+            but one a rank where a measurement at load says that it pays; or their number. The text then is not bit for
+            bit that without.
         link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
         memory_gb_per_s: Likewise, rate of the memory that holds the slots.
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
@@ -75,6 +79,7 @@ class GenerateConfig(SpeculationConfig):
     expert_policy: Policy = "lru"
     expert_prefetch: bool = False
     expert_dtype: MXType | None = None
+    host_cores: str = "off"
     link_gb_per_s: float | None = None
     memory_gb_per_s: float | None = None
     keep_fp8: bool = False
@@ -98,6 +103,10 @@ class GenerateConfig(SpeculationConfig):
         file_only = self.expert_store == "file" or self.host_budget is None
         require(
             file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
+        )
+        require(
+            self.host_cores in ("auto", "off") or (self.host_cores.isdecimal() and int(self.host_cores) >= 1),
+            f"host_cores={self.host_cores!r} must be auto, off, or a number of cores",
         )
         dtypes = get_args(MXType)
         require(

@@ -24,11 +24,12 @@ from comet.experts import (
     DraftRouters,
     ExpertCache,
 )
-from comet.experts.paths import CachedPath, Slots, report_of_paths
+from comet.experts.host_cores import HostSizes, open_cores
+from comet.experts.paths import CachedPath, Slots, cores_of_paths, report_of_paths
 from comet.experts.prefetch import prefetch_between
 from comet.experts.speculation import DraftingModel
 from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
-from comet.experts.store import HeldExperts
+from comet.experts.store import HeldExperts, MemoryFile
 from comet.generation.step import Passes, batch_obstacle
 from comet.graphs import GraphMode
 from comet.group import ExpertGroup
@@ -120,15 +121,15 @@ def shared_matrices(module: nn.Module) -> SharedMatrices:
     return SharedMatrices(gate, up, module.w2)
 
 
-def take_experts(layer: MoE, expert_dtype: MXType | None = None) -> HeldExperts:
-    """The experts of a layer, that are in host memory, as they are or quantised one by one.
+def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFile | None = None) -> HeldExperts:
+    """The experts of a layer, that are in host memory, as they are or quantised one by one, or copied to a file of it.
 
     The layer has none of its own from here on.
     """
     w1, w2 = layer.expert_weights()
     matrices, device = w1.flatten(1, 2), layer.group.device
     if expert_dtype is None:
-        held = HeldExperts.hold({"w1": matrices, "w2": w2}, device)
+        held = HeldExperts.hold({"w1": matrices, "w2": w2}, device, file)
         w1, w2 = held.w1.view_as(w1), held.w2
     else:
         held = HeldExperts.quantise(HeldExperts(matrices, w2, readable=True), w1.dtype, device, expert_dtype)
@@ -162,6 +163,7 @@ class GPTEngine:
         expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
         expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
             layer before it.
+        host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
 
@@ -180,6 +182,7 @@ class GPTEngine:
         expert_dtype: MXType | None = None,
         expert_policy: Policy = "lru",
         expert_prefetch: bool = False,
+        host_cores: str = "off",
         speculation: SpeculationConfig | None = None,
     ) -> None:
         if expert_slots is not None and group.comm.memory_obstacle:
@@ -198,14 +201,18 @@ class GPTEngine:
         if expert_slots is None:
             self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
         else:
-            held = [take_experts(layer, expert_dtype) for layer in model.moe_layers()]
-            where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy)
+            sizes = HostSizes.of(moe, layout, decode_tokens, model.dtype)
+            cores = open_cores(host_cores, sizes, group.device, runner=self.runner, quantised=expert_dtype is not None)
+            file = None if cores is None else cores.file
+            held = [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()]
+            where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy, cores=cores)
             slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
             self.stored = slots.over_host(held)
             if expert_prefetch:
                 prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
+        self.cores = cores_of_paths(self.stored)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._drafts: DraftRouters | None = None
@@ -297,6 +304,8 @@ class GPTEngine:
 
     def _take(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
         """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
+        if self.cores is not None:
+            self.cores.raise_if_failed()
         self._steps += 1
         self._drafted = drafts
         return self._passes(ids, drafts=drafts)
@@ -322,6 +331,8 @@ class GPTEngine:
 
     def check(self) -> None:
         """See ``Engine``."""
+        if self.cores is not None:
+            self.cores.check()
         self.runner.check()
 
     def cache_report(self) -> CacheReport | None:

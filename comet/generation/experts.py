@@ -36,6 +36,11 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
             f"generate.expert_budget must be given with generate.expert_dtype={settings.expert_dtype}: 1.0 keeps all "
             "experts in GPU memory",
         )
+        require(
+            settings.host_cores == "off",
+            f"generate.expert_budget must be given with generate.host_cores={settings.host_cores}: without one all "
+            "experts are in GPU memory",
+        )
         return None
     named = f"generate.expert_budget={settings.expert_budget}"
     is_folder = is_hf_folder(settings.source)
@@ -50,6 +55,11 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
         settings.expert_store == "host" or is_folder,
         f"generate.expert_store={settings.expert_store!r} must be 'host' for a checkpoint of comet train: only Hugging "
         "Face folders are read expert by expert yet",
+    )
+    require(
+        settings.host_cores == "off" or settings.expert_store == "host",
+        f"generate.host_cores={settings.host_cores} must be off with generate.expert_store=file: experts in files are "
+        "not computed on the host",
     )
     try:
         return ExpertBudget.create(
@@ -98,6 +108,7 @@ def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> 
         summed = torch.tensor(list(spent.values()), dtype=torch.float64, device=group.device)
         dist.all_reduce(summed)
         spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
-        spent["fetching_s"] /= group.world_size
+        for name in ("fetching_s", "hosting_s"):
+            spent[name] /= group.world_size
     report = type(after)(slots=after.slots, **spent)
     return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}

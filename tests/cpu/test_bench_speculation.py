@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_experts
 import bench_speculation
@@ -14,12 +15,22 @@ import torch
 from bench_speculation import ACCELERATE, KINDS, main
 from draft_quality import draft_passes, measure_drafts, of_positions, whole_pass
 from offloaded import first_token_s, has_accelerate, make_offloaded, tokens_per_s
-from routing_traces import BEST, Trace, made_trace, replayed_hits, resized_trace, reuse_by_distance, reuse_distances
+from routing_traces import (
+    BEST,
+    Trace,
+    made_trace,
+    replayed_hits,
+    resized_guesses,
+    resized_trace,
+    reuse_by_distance,
+    reuse_distances,
+)  # fmt: skip
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig, SpeculationConfig
 from comet.errors import UnavailableError
 from comet.experts import DraftRouter, ExpertCache
+from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.kernels.expert_cache import bring_torch
 from comet.kernels.expert_tables import POLICIES
@@ -91,8 +102,10 @@ def check_quality(found: dict) -> None:
 def replay_elsewhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recorded routing in the benchmark of experts, at its own shape."""
     words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6"]
-    words += ["--variants", ",".join(bench_experts.KINDS), "--trace", str(path), "--rounds", "1"]
-    bench_experts.main(words)
+    words += ["--variants", ",".join(bench_experts.KINDS), "--rounds", "1"]
+    with pytest.raises(ValueError, match=r"variants='cache \+ prefetch' must come with --trace"):
+        bench_experts.main(words)
+    bench_experts.main([*words, "--trace", str(path)])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["trace"] == str(path)
     kept = [row for row in found["rows"] if row["variant"] in bench_experts.KINDS]
@@ -101,6 +114,34 @@ def replay_elsewhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert all(row["hits"] == 1 for row in kept if row["budget"] == 1)
     assert all(0 < row["hits"] < 1 for row in kept if row["budget"] < 1)
+
+
+def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--budgets", "0.5", "--steps", "4", "--rounds", "1"]
+    bench_experts.main([*words, "--stored", "bf16,mxfp8,mxfp4", "--out", str(tmp_path)])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert (tmp_path / "bench_experts.json").read_text() == line + "\n"
+    rows = json.loads(line)["rows"]
+    assert [row["stored"] for row in rows if row["variant"] == "cache"] == ["bf16", "mxfp8", "mxfp4"]
+    assert json.loads(line)["trace"] == "made, sticky=0.5"
+
+
+def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
+    trained: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_speculation, "HELDOUT_SHAPE", (1, 2, 24))
+    monkeypatch.setattr("comet.generation.engine.HeldExperts.quantise", fails)
+    words = ["--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0"]
+    main([*trained, *words, "--variants", "cache mxfp8,cache"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["variant"] for row in rows] == ["cache", "resident", "cache mxfp8"]
+    assert rows[0]["nll"] == pytest.approx(rows[1]["nll"]), "the experts were given back"
+    assert rows[2]["failure"] == "out of memory"
+
+
+def fails(*_: object) -> None:
+    """In place of what a GPU refuses."""
+    raise torch.OutOfMemoryError("out of memory")
 
 
 def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +156,12 @@ def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.Captur
 def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
         main([*trained, "--variants", "cache,lru"])
-    with pytest.raises(ValueError, match="variants='lru' must be one of cache, cache lfu, cache score"):
+    with pytest.raises(ValueError, match=r"variants='lru' must be one of cache, cache lfu, cache \+ prefetch"):
         bench_experts.main(["--variants", "lru"])
     with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench_speculation.py wrote"):
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
     torch.save({"ids": torch.zeros(1)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"trace='.*other.pt' must hold ids, weights and num_experts"):
+    with pytest.raises(ValueError, match=r"trace='.*other.pt' must hold ids, weights, num_experts, guessed"):
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
     monkeypatch.setattr("offloaded.has_accelerate", lambda: False)
     with pytest.raises(UnavailableError, match="the variant accelerate needs accelerate and transformers"):
@@ -230,6 +271,21 @@ def test_a_resized_trace_hits_as_the_recorded_one() -> None:
     assert recorded[0] > 0.5, "routing that repeats, or nothing is tested"
 
 
+def test_as_much_is_guessed_of_a_resized_trace() -> None:
+    trace, config = small_trace(400), MoEConfig(num_experts=64, top_k=8, hidden_size=32, ffn_size=32)
+    guessed = trace.ids.clone()
+    guessed[:, 1, 2] = (trace.ids[:, 1, :2].sum(1) + 5) % 16
+    trace = replace(trace, guessed=guessed)
+    right = (guessed[..., None] == trace.ids[..., None, :]).any(-1).float().mean((0, 2))
+    ids = resized_trace(trace, config, num_layers=3, num_steps=400)
+    found = resized_guesses(trace, ids, 64)
+    assert all(len(set(step)) == 8 for step in found[:, 1].tolist())
+    shares = (found[..., None] == ids[..., None, :]).any(-1).float().mean((0, 2))
+    assert shares[0] == 1
+    assert shares.tolist()[1:] == pytest.approx([float(right[1])] * 2, abs=0.02)
+    assert right[1] < 0.9, "a guess that fails, or nothing is tested"
+
+
 def test_reuse_by_distance() -> None:
     ids = torch.tensor([[0, 1], [1, 2], [0, 3], [1, 2]])[:, None]
     exactly, within = reuse_by_distance(Trace(ids=ids, weights=torch.ones(4, 1, 2), num_experts=4), 2)
@@ -250,4 +306,15 @@ def test_accelerate_runs_the_same_model() -> None:
         torch.testing.assert_close(offloaded(text).logits, model(text).logits, rtol=1e-3, atol=1e-3)
     assert first_token_s(offloaded, text) > 0
     assert tokens_per_s(offloaded, text, 3) > 0
+    group.close()
+
+
+def test_a_quantised_variant_leaves_the_experts_to_the_others() -> None:
+    model, group = make_model(SMALL, max_tokens=64)
+    whole = [weight.clone() for layer in model.moe_layers() for weight in layer.expert_weights()]
+    settings = GenerateConfig(expert_budget=1.0, expert_dtype="mxfp8")
+    engine = bench_speculation.Run.engine(SimpleNamespace(model=model), 8, settings)  # type: ignore[arg-type]
+    assert engine.caches[0].weights.w1_scales is not None
+    left = [weight for layer in model.moe_layers() for weight in layer.expert_weights()]
+    assert all(torch.equal(*pair) for pair in zip(whole, left, strict=True))
     group.close()

@@ -15,10 +15,10 @@ from training_cases import MODEL, MOE
 
 from comet.config import ParallelConfig
 from comet.decode.local import run_kernels
+from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache
 from comet.generation.engine import GPTEngine
 from comet.group import make_expert_group
-from comet.kernels.expert_cache import bring_torch
 from comet.kernels.expert_prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
 from comet.kernels.expert_tables import AHEAD_WORDS, BEGUN, GATE, NEEDED, NEXT, PLANNED, CacheTables, HostExperts
 from comet.models.gpt import GPT
@@ -71,7 +71,7 @@ def compare(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy
         stop_after(pieces, twin)
         output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
         assert torch.equal(output, run_kernels(tokens, ids, weights, everything, config=case.config))
-        bring_torch(ids, weights, twin.weights.w1, twin.weights.w2, twin.host)
+        warp_decode_torch(tokens, ids, weights, twin.weights)
         for name in TABLES:
             assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
         assert torch.equal(mine.tables.totals[[0, 1, 4, 5, 6]], twin.tables.totals[[0, 1, 4, 5, 6]])
@@ -93,6 +93,10 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels_equal_their_twins_whenever_the_step_begins(case: DecodeCase, policy: str) -> None:
     run_ranks(compare, 1, case, case.T * case.K + 1, policy, interpret=True)
+
+
+def test_steps_in_waves_take_over_what_travelled() -> None:
+    run_ranks(compare, 1, CASES[2], 4, "lru", interpret=True)
 
 
 def tables_of_the_example() -> HostExperts:

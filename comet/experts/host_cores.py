@@ -1,0 +1,301 @@
+"""Missing experts computed on the host's cores: the process that does it, and what went wrong with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from comet.config import require
+from comet.decode.runners import ReplicatedRunner, Runner
+from comet.errors import HostComputeError, UnavailableError
+from comet.experts.host_profile import HostProfile, HostSizes, measure
+from comet.experts.host_worker import Place, WorkerPlan
+from comet.experts.store import MemoryFile, host_memory
+from comet.kernels.expert_host import PLACE_HOST
+from comet.kernels.expert_mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
+from comet.kernels.expert_tables import LAYER, HostExperts
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "from comet.experts.host_worker import main; main()"
+START_S = 120.0  # until torch is imported, on a busy machine
+POLL_S = 0.01
+END_S = 5.0
+TIMEOUT_S = 30.0
+FAULT_WORDS = 8
+
+
+class HostCores:
+    """A process that computes missing experts of all layers of a rank, from the memory they are stored in.
+
+    It starts with ``start`` and ends with ``close``, or when nobody refers to this any more, or with this process.
+
+    Args:
+        num_cores: Threads that compute.
+        sizes: Of requests.
+        device: That asks.
+        timeout_s: Deadline of an answer.
+        fault: ``(8,)`` int64 on the device, where spins of the rank record a deadline; ``None``: its own.
+        insists: Whether they are to compute whatever it costs.
+
+    Attributes:
+        file: Where the experts have to be (``HeldExperts.fill``).
+        mail: Of the caches that are served.
+        profile: What experts cost, once it is measured.
+        process: That computes, once it is started.
+    """
+
+    def __init__(
+        self,
+        num_cores: int,
+        sizes: HostSizes,
+        device: torch.device,
+        timeout_s: float,
+        fault: Tensor | None = None,
+        *,
+        insists: bool = True,
+    ) -> None:
+        self.num_cores, self.sizes, self.device, self.insists = num_cores, sizes, device, insists
+        self.file = MemoryFile()
+        self.profile: HostProfile | None = None
+        tokens, routed = sizes.max_tokens, sizes.max_tokens * sizes.top_k
+        words = host_memory((EXPERTS.value + sizes.num_experts + routed,), torch.int32, device, self.file)
+        parts = [
+            words,
+            host_memory((tokens, sizes.hidden_size), sizes.dtype, device, self.file),
+            host_memory((routed,), torch.float32, device, self.file),
+            host_memory((tokens, sizes.hidden_size), torch.float32, device, self.file),
+        ]
+        if not all(readable for _, readable in parts):
+            raise UnavailableError("memory for requests to the host's cores cannot be pinned: set host_cores=off")
+        (self._words, mail_tokens, weights, answer), _ = zip(*parts, strict=True)
+        self._counts = host_memory((2,), torch.int64, torch.device("cpu"), self.file)[0]
+        self.mail = Mailbox(
+            share=torch.zeros(tokens + 1, sizes.num_experts + 1, dtype=torch.int32, device=device),
+            sequence=torch.zeros(1, dtype=torch.int32, device=device),
+            words=self._words,
+            tokens=mail_tokens,
+            weights=weights,
+            answer=answer,
+            sums=torch.zeros(tokens, sizes.hidden_size, device=device),
+            fault=torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device) if fault is None else fault,
+            timeout_ns=int(timeout_s * 1e9),
+        )
+        self.process: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+
+    def start(self, stores: Sequence[HostExperts], profile: HostProfile | None = None) -> None:
+        """Start the process on the experts of all layers, which are in ``file``, and decide what it is given to do.
+
+        Args:
+            stores: Of each layer; layer numbers are their places.
+            profile: What experts cost; ``None``: it is measured.
+
+        Raises:
+            HostComputeError: If the process does not start.
+        """
+        for number, store in enumerate(stores):
+            if len(store.parts) > 2:
+                raise NotImplementedError("host_cores computes no quantised experts: set host_cores=off")
+            store.tables.header[LAYER.value] = number
+        mail = self.mail
+        plan = WorkerPlan(
+            file=self.file.descriptor,
+            parent=os.getpid(),
+            num_cores=self.num_cores,
+            num_experts=self.sizes.num_experts,
+            first_expert=self.sizes.first_expert,
+            layers=[(self._place(store.w1), self._place(store.w2)) for store in stores],
+            mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
+        )
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", PROGRAM],
+            stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[self.file.descriptor], text=True,
+        )  # fmt: skip
+        self._end = weakref.finalize(self, end_process, self.process, self._words, self._log, os.getpid())
+        assert self.process.stdin is not None
+        self.process.stdin.write(plan.to_json())
+        self.process.stdin.close()
+        self.file.close()
+        self._wait_until_ready()
+        self.profile = profile or measure(mail, stores, self.sizes, self.device)
+        self._counts.zero_()
+        mail.share.copy_(self.profile.share_table(self.sizes.max_tokens, self.sizes.num_experts))
+        logger.info("%d cores of the host compute missing experts: %s", self.num_cores, self.facts())
+
+    @property
+    def pays(self) -> bool:
+        """Whether any step leaves experts to the host."""
+        return bool(self.mail.share.any())
+
+    @property
+    def counts(self) -> tuple[int, float]:
+        """Experts computed so far, and seconds of the process for them."""
+        experts, nanoseconds = self._counts.tolist()
+        return experts, nanoseconds / 1e9
+
+    def facts(self) -> dict[str, Any]:
+        """Cores, what experts cost in microseconds, and how many of 0 to K missing experts of a token they get."""
+        assert self.profile is not None, "start measures it"
+        costs = {name.replace("_ns", "_us"): round(value / 1e3, 1) for name, value in asdict(self.profile).items()}
+        share = self.mail.share[1, : min(self.sizes.top_k, self.sizes.num_experts) + 1].tolist()
+        return {"cores": self.num_cores, **costs, "share": share}
+
+    def raise_if_failed(self) -> None:
+        """Raise ``HostComputeError`` if the process is gone or a deadline passed; does not wait for the device."""
+        if int(self._words[FAILED.value]) or self.process is None or self.process.poll() is not None:
+            raise self._error()
+
+    def check(self) -> None:
+        """``raise_if_failed`` of all that was launched; waits for the device."""
+        if int(self.mail.fault[1]) == PLACE_HOST.value and int(self.mail.fault[0]):
+            raise self._error()
+        self.raise_if_failed()
+
+    def close(self) -> None:
+        """End the process."""
+        self.file.close()
+        if self.process is not None:
+            self._end()
+
+    def _place(self, part: Tensor) -> Place:
+        return Place(self.file.offset_of(part), list(part.shape), str(part.dtype).removeprefix("torch."))
+
+    def _wait_until_ready(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_S
+        while not int(self._words[READY.value]):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                error = HostComputeError(f"the process for host_cores={self.num_cores} did not start{self._said()}")
+                self.close()
+                raise error
+            time.sleep(POLL_S)
+
+    def _error(self) -> HostComputeError:
+        words = self._words.tolist()
+        count = words[NUM_EXPERTS.value]
+        experts = words[EXPERTS.value : EXPERTS.value + count]
+        status = None if self.process is None else self.process.poll()
+        state = "is still at it" if status is None else f"ended with status {status}"
+        late = f" within {self.mail.timeout_ns / 1e9:.1f} s" if words[FAILED.value] else ""
+        return HostComputeError(
+            f"the host's cores do not compute experts{late}, the last ones asked for were {experts} of layer "
+            f"{words[OF_LAYER.value]}: the process {state}{self._said()}; load the model again, or set host_cores=off"
+        )
+
+    def _said(self) -> str:
+        """The last line of what the process wrote."""
+        if self._log is None or self._log.closed:
+            return ""
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()
+        return f" ({lines[-1]})" if lines else ""
+
+
+def end_process(process: subprocess.Popen[str], words: Tensor, log: IO[str], owner: int) -> None:
+    """Tell the process to end, and see to it; nothing in a process that was forked from its owner."""
+    if os.getpid() != owner:
+        return
+    words[STOP.value] = 1
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    log.close()
+
+
+def cores_of(setting: str, ranks: int) -> int:
+    """How many cores a rank's process gets; 0: it has none.
+
+    Example: of 16 cores 2 ranks get 7 each with ``auto``, which leaves them one each, and 4 each with ``8``.
+
+    Args:
+        setting: ``auto``, ``off``, or a number of cores of this machine.
+        ranks: That share them.
+
+    Raises:
+        ValueError: If it is none of these, or there are fewer cores than ranks or than it says.
+    """
+    if setting == "off":
+        return 0
+    usable = usable_cores()
+    if setting == "auto":
+        return max(usable // ranks - 1, 1)
+    require(
+        setting.isdecimal() and ranks <= int(setting) <= usable,
+        f"host_cores={setting!r} must be auto, off, or a number from {ranks}, one for each rank, to {usable}, the "
+        "cores that this process may use",
+    )
+    return int(setting) // ranks
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: those it may run on, and no more than a container's quota."""
+    cores, quota = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        cores = cores if limit == "max" else min(cores, max(int(limit) // int(period), 1))
+    return cores
+
+
+def open_cores(
+    setting: str,
+    sizes: HostSizes,
+    device: torch.device,
+    *,
+    runner: Runner | None = None,
+    quantised: bool = False,
+) -> HostCores | None:
+    """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay.
+
+    Args:
+        setting: See ``cores_of``.
+        sizes: Of requests.
+        device: That asks.
+        runner: Of the model; its ranks share the machine's cores.
+        quantised: Whether experts are stored so.
+
+    Raises:
+        ValueError: If the setting is wrong.
+        NotImplementedError: If it insists where experts are quantised.
+    """
+    ranks, timeout_s, fault = 1, TIMEOUT_S, None
+    if isinstance(runner, ReplicatedRunner):
+        ranks, timeout_s = runner.group.parallel.world_size, runner.group.comm.timeout_s
+        fault = None if runner.decode_on_ranks is None else runner.decode_on_ranks.fault
+    num_cores = cores_of(setting, ranks)
+    if not num_cores:
+        return None
+    if quantised and setting != "auto":
+        raise NotImplementedError(f"host_cores={setting} computes no quantised experts: set it to off, or to auto")
+    if setting == "auto" and (quantised or device.type == "cpu"):
+        reason = "experts are quantised" if quantised else "the device is the host itself"
+        logger.info("host_cores=auto leaves the host's cores out: %s", reason)
+        return None
+    return HostCores(num_cores, sizes, device, timeout_s, fault, insists=setting != "auto")
+
+
+def started(cores: HostCores | None, stores: Sequence[HostExperts]) -> HostCores | None:
+    """The cores, started on the experts of all layers; ``None``, and closed, where they do not pay and need not be."""
+    if cores is None:
+        return None
+    cores.start(stores)
+    if cores.insists or cores.pays:
+        return cores
+    logger.info("host_cores=auto leaves the host's cores out: the link alone is faster")
+    cores.close()
+    return None

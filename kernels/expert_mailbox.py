@@ -1,0 +1,66 @@
+"""Where decode steps ask the host's cores for experts, in memory that two processes and the device share."""
+
+from dataclasses import dataclass
+
+import triton.language as tl
+from torch import Tensor
+
+LAST_SEQUENCE = tl.constexpr(2**30)
+# Words of ``Mailbox.words``; each that somebody polls is alone in a line.
+REQUEST, OF_LAYER, NUM_EXPERTS, NUM_TOKENS, TOP_K = (tl.constexpr(word) for word in range(5))
+ANSWERED, FAILED, READY, STOP = (tl.constexpr(32 * line) for line in range(1, 5))
+EXPERTS = tl.constexpr(160)
+# What ``Mailbox.pointers`` point to, from ``CacheConstants.mail`` on.
+SHARE, SEQUENCE, WORDS, TOKENS, WEIGHTS, ANSWER, SUMS, FAULT = (tl.constexpr(place) for place in range(8))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mailbox:
+    """Where decode steps of all layers of a rank, one after the other, ask the host's cores.
+
+    Args:
+        share: ``(max_tokens + 1, E + 1)`` int32 on the device: of a step of T tokens that misses m experts, how many
+            the host computes; from 0 to m.
+        sequence: ``(1,)`` int32 on the device: number of the last request, from 1 to ``LAST_SEQUENCE``, or 0.
+        words: ``(160 + E + max_tokens * K,)`` int32, like all memory in which request and answer are, of the host and
+            mapped: number of the request, its layer, how many experts, tokens and experts per token; number of the
+            last answer; whether a deadline passed; whether the host is ready; whether it is to end; at 160 the numbers
+            of the experts, behind E of these the ids.
+        tokens: ``(max_tokens, D)``, of the request.
+        weights: ``(max_tokens * K,)`` float32 routing weights.
+        answer: ``(max_tokens, D)`` float32.
+        sums: ``(max_tokens, D)`` float32 on the device, where ``down_kernel`` finds the answer.
+        fault: ``(8,)`` int64 on the device, record of a spin that met its deadline (see ``primitives``).
+        timeout_ns: Deadline of an answer.
+    """
+
+    share: Tensor
+    sequence: Tensor
+    words: Tensor
+    tokens: Tensor
+    weights: Tensor
+    answer: Tensor
+    sums: Tensor
+    fault: Tensor
+    timeout_ns: int
+
+    @property
+    def pointers(self) -> tuple[Tensor, ...]:
+        """What the kernels get behind the pointers of a cache."""
+        return (
+            self.share, self.sequence, self.words, self.tokens, self.weights, self.answer, self.sums, self.fault,
+        )  # fmt: skip
+
+    def share_of(self, num_tokens: int, num_missing: int) -> int:
+        """Of so many missing experts of a step, how many the host computes; 0 once a deadline passed."""
+        takes = num_tokens <= self.tokens.shape[0] and not int(self.fault[0])
+        return int(self.share[num_tokens, num_missing]) if takes else 0
+
+    def constants(self, first: int) -> dict[str, int]:
+        """Fields of ``CacheConstants``; ``first``: place of the pointers."""
+        return dict(mail=first, mail_tokens=self.tokens.shape[0], timeout_ns=self.timeout_ns)
+
+
+def mail_pointers(token_dtype: str) -> tuple[str, ...]:
+    """Types of ``Mailbox.pointers``, for tokens of a type that Triton calls so."""
+    return ("*i32", "*i32", "*i32", f"*{token_dtype}", "*fp32", "*fp32", "*fp32", "*i64")

@@ -1,0 +1,302 @@
+"""Missing experts computed on the host's cores, by the real process: kernels against twins, engines, faults."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import MATRIX, VECTOR, DecodeCase
+from host_cases import DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache
+from ranks import run_ranks
+from tiers import slow, slow_but
+from training_cases import MODEL, MOE, Rank, make_job
+
+from comet.config import ParallelConfig
+from comet.decode.local import run_kernels
+from comet.decode.twin import warp_decode_torch
+from comet.errors import HostComputeError
+from comet.experts import ExpertCache, host_cores
+from comet.experts.host_cores import HostCores, cores_of, open_cores
+from comet.experts.host_profile import HostProfile, HostSizes
+from comet.experts.host_worker import add_expert
+from comet.experts.store import HeldExperts
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.generation.experts import plan_experts
+from comet.generation.job import generate_job
+from comet.group import ExpertGroup, make_expert_group
+from comet.kernels.expert_host import PLACE_HOST, worth_least
+from comet.kernels.expert_tables import COUNT, HOSTED
+from comet.models.gpt import GPT
+from comet.training.run import train
+
+CPU = torch.device("cpu")
+TABLES = ("slots", "arriving", "last_used", "owners")
+CASES = [
+    DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
+    DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=replace(VECTOR, fold=True), seed=1),
+    DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=2),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
+    DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
+]
+
+
+def cache_of(
+    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
+) -> tuple[ExpertCache, HostCores]:
+    """An empty cache of the case's experts from ``first`` on, and the cores that share them."""
+    made = torch.Generator().manual_seed(case.seed)
+    shapes = (2 * case.F, case.D), (case.D, case.F)
+    w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:] / 8 for shape in shapes)
+    sizes = {"top_k": case.K, "max_tokens": case.T, "num_experts": case.E, "first_expert": first}
+    return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy)
+
+
+def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
+    """Random steps by kernels and by twins: equal tables, equal splits, and the outputs of resident experts."""
+    print("seed", case.seed)
+    made = torch.Generator().manual_seed(case.seed)
+    slots = min(case.T * case.K, case.E)
+    first = int(slots < case.E)
+    (mine, cores), (twin, other) = (cache_of(case, slots, PROFILE, policy, first) for _ in range(2))
+    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU, num_experts=case.E, first_expert=first)
+    hosted = 0
+    for _ in range(8):
+        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
+        ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
+        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
+        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            warp_decode_torch(tokens, ids, weights, twin.weights), expected, rtol=1e-4, atol=1e-4
+        )
+        for name in TABLES:
+            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        assert torch.equal(mine.tables.totals[:2], twin.tables.totals[:2])
+        assert torch.equal(mine.tables.header, twin.tables.header)
+        count, num_hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
+        assert num_hosted == cores.mail.share[case.T, count]
+        assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
+        assert (mine.tables.copies[1, count - num_hosted : count] == -1).all()
+        hosted += num_hosted
+    for each in (cores, other):
+        assert each.counts[0] == hosted > 0
+        each.check()
+        each.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", slow("lfu"), "score"])
+@pytest.mark.parametrize("case", slow_but(["vector", "fold", "matrix"], CASES))
+def test_kernels_split_misses_as_their_twins_do(case: DecodeCase, policy: str) -> None:
+    run_ranks(compare_steps, 1, case, policy, interpret=True)
+
+
+def engine_of(host_cores: str, profile: HostProfile | None, group: ExpertGroup | None = None) -> GPTEngine:
+    """A model that answers from few slots, and asks the host's cores for what a profile says."""
+    if group is None:
+        group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
+    model = GPT(MODEL, group, seed=1, expert_device=CPU)
+    drawn = torch.Generator().manual_seed(1)
+    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
+    engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores)
+    if engine.cores is not None and profile is not None:
+        engine.cores.mail.share.copy_(profile.share_table(engine.cores.sizes.max_tokens, MOE.num_experts))
+    return engine
+
+
+def compare_engines(group: ExpertGroup | None = None) -> None:
+    """Texts with and without the host's cores: the same numbers, up to rounding, and other experts on the link."""
+    mine, plain = engine_of("2" if group else "1", SLOW_LINK, group), engine_of("off", None, group)
+    drawn = torch.Generator().manual_seed(7)
+    ids = torch.randint(256, (1, 3), generator=drawn)  # in waves, which leave the host out
+    found = [engine.prefill(ids, torch.tensor([3]), 30) for engine in (mine, plain)]
+    for _ in range(6):
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        token = torch.randint(256, (1,), generator=drawn)
+        found = [engine.decode(token) for engine in (mine, plain)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    mine.check()
+    with_host, without = mine.cache_report(), plain.cache_report()
+    assert mine.cores is not None
+    assert with_host is not None
+    assert without is not None
+    assert with_host.needed == without.needed
+    assert with_host.hosted > 0 == without.hosted
+    assert with_host.hosting_s > 0
+    assert with_host.fetched < without.fetched
+    assert with_host.hits == 1 - (with_host.fetched + with_host.hosted) / with_host.needed
+    mine.cores.close()
+
+
+def test_a_model_answers_from_slots_and_cores() -> None:
+    compare_engines()
+
+
+@pytest.mark.parametrize("layout", [{"ep": 2}, slow({"tp": 2})], ids=["EP2", "TP2"])
+def test_each_rank_has_cores_of_its_own(layout: dict[str, int]) -> None:
+    run_ranks(engines_over_ranks, 2, layout)
+
+
+def engines_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
+    group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
+    compare_engines(group)
+    group.close()
+
+
+def test_the_task_reports_what_the_cores_cost(tmp_path: Path) -> None:
+    train(make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0), Rank())
+    settings = GenerateConfig(
+        source=str(tmp_path / "out"), prompt="1", max_new_tokens=4, temperature=0.0, expert_budget=0.5, host_cores="1"
+    )
+    result = generate_job(replace(make_job(tmp_path, model=MODEL), generate=settings), Rank())
+    facts = result["expert_cache"]["host_cores"]
+    assert facts["cores"] == 1
+    assert facts["link_us"] > 0 < facts["expert_us"]
+    assert len(facts["share"]) == MOE.top_k + 1
+    assert result["expert_cache"]["hosted"] >= 0
+
+
+CASE = CASES[0]
+
+
+def request_of(cache: ExpertCache) -> torch.Tensor:
+    """A step that misses all of its experts."""
+    ids = torch.arange(CASE.K, dtype=torch.int32)[None]
+    return warp_decode_torch(torch.ones(1, CASE.D), ids, torch.ones(1, CASE.K), cache.weights)
+
+
+def test_a_process_that_dies_is_named_before_the_next_step() -> None:
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    process = cores.process
+    assert torch.isfinite(request_of(cache)).all()
+    cores.check()
+    process.kill()
+    process.wait()
+    with pytest.raises(HostComputeError, match=r"the last ones asked for were .* of layer 0: the process ended with"):
+        cores.raise_if_failed()
+    cores.close()
+
+
+def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    mail = replace(cores.mail, timeout_ns=10**8)
+    cache.host = replace(cache.host, mail=mail)
+    cache.weights = replace(cache.weights, host=cache.host)
+    assert torch.isnan(request_of(cache)).all(), "nobody takes this for a result"
+    count = int(cache.tables.header[HOSTED.value])
+    assert cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
+    experts = cache.tables.copies[0, CASE.K - count : CASE.K].tolist()
+    with pytest.raises(HostComputeError, match=rf"asked for were \{experts} of layer 0: the process is still at it"):
+        cores.check()
+    request_of(cache)  # asks nobody any more
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither a process nor memory, whether the cores are closed or forgotten, or their own process dies."""
+    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    process = cores.process
+    cores.close()
+    assert process.returncode == 0
+    del cache, cores
+    gc.collect()
+    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    process = cores.process
+    del cache, cores
+    gc.collect()
+    assert process.returncode == 0
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    assert not any("comet-experts" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    folder = Path(__file__).parent
+    code = (
+        f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
+        "import os, test_host_compute as cases\n"
+        "_, cores = cases.cache_of(cases.CASE, 3, cases.PROFILE)\n"
+        "print(cores.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    pid, deadline = int(child.stdout), time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline, f"process {pid} outlives its parent"
+        time.sleep(0.02)
+
+
+def test_a_process_that_does_not_start_says_why() -> None:
+    sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
+    cores = HostCores(-1, sizes, CPU, DEADLINE_S)
+    held = HeldExperts.fill(
+        HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True), torch.float32, CPU, cores.file
+    )
+    cache = ExpertCache(**held.named_parts, num_slots=1, device=CPU)
+    with pytest.raises(HostComputeError, match=r"did not start \(RuntimeError: set_num_threads expects a positive"):
+        cores.start([cache.host], PROFILE)
+
+
+def test_the_example_of_a_table() -> None:
+    assert PROFILE.share_table(2, 8)[1].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3]
+    full = replace(PROFILE, full_request_ns=20, full_expert_ns=2000)
+    assert full.share_table(2, 8)[2].tolist() == [0] * 9, "of two tokens the host takes too long"
+
+
+def test_a_slow_host_is_left_out() -> None:
+    table = replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_table(4, 8)
+    assert not table.any()
+
+
+def test_the_example_of_what_an_expert_adds() -> None:
+    answer = torch.zeros(1, 1)
+    add_expert(answer, torch.ones(1, 1), torch.tensor([[0.5]]), torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]]))
+    assert answer.tolist() == [[16.0]]
+
+
+def test_those_worth_least_go_to_the_host() -> None:
+    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 2) == [4, 6]
+    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 1) == [4]
+
+
+def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cores, "usable_cores", lambda: 16)
+    assert [cores_of(setting, ranks) for setting, ranks in (("off", 1), ("auto", 2), ("8", 2), ("16", 1))] == [
+        0,
+        7,
+        4,
+        16,
+    ]
+    for setting in ("17", "0", "1", "many", "-3"):
+        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be auto, off, or a number from 2"):
+            cores_of(setting, 2)
+    sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
+    assert open_cores("auto", sizes, CPU) is None, "the device is the host"
+    assert open_cores("auto", sizes, CPU, quantised=True) is None
+    with pytest.raises(NotImplementedError, match="host_cores=4 computes no quantised experts"):
+        open_cores("4", sizes, CPU, quantised=True)
+    with pytest.raises(ValueError, match="host_cores='x' must be auto, off, or a number"):
+        GenerateConfig(host_cores="x")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"expert_budget": None}, "generate.expert_budget must be given with generate.host_cores=1"),
+    ],
+)
+def test_settings_that_do_not_go_together(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    settings = GenerateConfig(source=str(tmp_path), **{"expert_budget": 0.5, "host_cores": "1", **changed})
+    with pytest.raises(ValueError, match=message):
+        plan_experts(replace(make_job(tmp_path, model=MODEL), generate=settings), torch.float32)

@@ -1,0 +1,155 @@
+"""Missing experts computed on the host's cores, asked for by a GPU: launched, replayed, and when nobody answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from gemm_cases import assert_as_good
+from host_cases import PROFILE, SLOW_LINK, hosted_cache
+from torch import Tensor
+
+from comet.decode import DecodeWeights, warp_decode_torch
+from comet.decode.runners import LocalRunner
+from comet.errors import HostComputeError
+from comet.experts import CachedExperts, ExpertCache
+from comet.experts.host_cores import HostCores
+from comet.experts.host_profile import HostProfile
+
+pytestmark = pytest.mark.gpu
+E, K, D, F = 48, 4, 512, 208
+CUDA = torch.device("cuda")
+SEED = 5
+
+
+@pytest.fixture
+def made() -> torch.Generator:
+    print("seed", SEED)
+    return torch.Generator().manual_seed(SEED)
+
+
+def weights_of(made: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return (
+        (torch.randn(E, 2 * F, D, generator=made) / D**0.5).to(dtype),
+        (torch.randn(E, D, F, generator=made) / F**0.5).to(dtype),
+    )
+
+
+def opened(
+    made: torch.Generator, num_slots: int, num_tokens: int, profile: HostProfile = PROFILE, policy: str = "lru"
+) -> tuple[ExpertCache, HostCores, DecodeWeights]:
+    """A cache, its cores, and the same experts as float64 on the CPU."""
+    w1, w2 = weights_of(made)
+    cache, cores = hosted_cache(
+        w1, w2, num_slots, CUDA, top_k=K, max_tokens=num_tokens, profile=profile, policy=policy, num_cores=2
+    )
+    exact = DecodeWeights(w1=w1.double(), w2=w2.double(), slots=torch.arange(E, dtype=torch.int32))
+    return cache, cores, exact
+
+
+def assert_close(output: Tensor, tokens: Tensor, ids: Tensor, weights: Tensor, exact: DecodeWeights) -> None:
+    """Twice the error of plain torch in bfloat16 against float64."""
+    inputs = tokens.cpu(), ids.cpu(), weights.cpu()
+    expected = warp_decode_torch(inputs[0].double(), inputs[1], inputs[2].double(), exact)
+    narrow = DecodeWeights(w1=exact.w1.bfloat16(), w2=exact.w2.bfloat16(), slots=exact.slots)
+    assert_as_good("step", output.cpu(), warp_decode_torch(*inputs, narrow), expected)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "score"])
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E)])
+def test_steps_give_the_numbers_of_resident_experts(
+    num_tokens: int, num_slots: int, policy: str, made: torch.Generator
+) -> None:
+    cache, cores, exact = opened(made, num_slots, num_tokens, policy=policy)
+    decode = LocalRunner(K, num_tokens).decode
+    for _ in range(60):
+        ids = torch.stack([torch.randperm(E + 1, generator=made)[:K] - 1 for _ in range(num_tokens)]).int().cuda()
+        weights = torch.rand(ids.shape, generator=made).cuda()
+        tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
+        assert_close(decode(tokens, ids, weights, cache.weights), tokens, ids, weights, exact)
+    cores.check()
+    hosted, seconds = cores.counts
+    needed, fetched = cache.tables.totals[:2].tolist()
+    assert 0 < hosted < needed - fetched + 1
+    assert fetched > 0
+    assert seconds > 0
+    assert not (cache.tables.arriving == -2).any()
+    cores.close()
+
+
+def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generator) -> None:
+    cache, cores, exact = opened(made, K + 2, 1, SLOW_LINK)
+    cached = CachedExperts(cache, LocalRunner(K, 1), K)
+    tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
+    ids, weights = torch.zeros(1, K, dtype=torch.int32, device=CUDA), torch.rand(1, K, generator=made).cuda()
+    for _ in range(2):
+        cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
+    for _ in range(200):
+        ids.copy_(torch.randperm(E, generator=made)[:K].int()[None])
+        tokens.copy_(torch.randn(1, D, generator=made).bfloat16())
+        graph.replay()
+        assert_close(out, tokens, ids, weights, exact)
+    cores.check()
+    assert cores.counts[0] > 200
+    cores.close()
+
+
+def test_steps_without_waiting_for_the_host_in_between(made: torch.Generator) -> None:
+    """The host launches ahead: requests follow each other as fast as the process answers."""
+    cache, cores, exact = opened(made, K, 1, SLOW_LINK)
+    decode = LocalRunner(K, 1).decode
+    steps = []
+    for _ in range(300):
+        ids = torch.randperm(E, generator=made)[:K].int()[None].cuda()
+        weights = torch.rand(1, K, generator=made).cuda()
+        tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
+        steps.append((decode(tokens, ids, weights, cache.weights), tokens, ids, weights))
+    for step in steps:
+        assert_close(*step, exact)
+    cores.check()
+    cores.close()
+
+
+@pytest.fixture
+def stopped(made: torch.Generator) -> Iterator[tuple[ExpertCache, HostCores]]:
+    cache, cores, _ = opened(made, K, 1, SLOW_LINK)
+    assert cores.process is not None
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    yield cache, cores
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
+
+
+def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tuple[ExpertCache, HostCores]) -> None:
+    cache, cores = stopped
+    cache.host = replace(cache.host, mail=replace(cores.mail, timeout_ns=10**8))
+    cache.weights = replace(cache.weights, host=cache.host)
+    decode = LocalRunner(K, 1).decode
+    ids = torch.arange(K, dtype=torch.int32, device=CUDA)[None]
+    tokens, weights = torch.ones(1, D, device=CUDA).bfloat16(), torch.ones(1, K, device=CUDA)
+    assert decode(tokens, ids, weights, cache.weights).isnan().all(), "nobody takes this for a result"
+    with pytest.raises(HostComputeError, match="of layer 0: the process is still at it"):
+        cores.check()
+    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
+        cores.raise_if_failed()
+    decode(tokens, ids, weights, cache.weights)
+    torch.cuda.synchronize()
+
+
+def test_what_this_machine_costs(made: torch.Generator) -> None:
+    """The measured profile is of numbers above 0, and says for what it takes the cores."""
+    w1, w2 = weights_of(made)
+    _, cores = hosted_cache(w1, w2, K, CUDA, top_k=K, max_tokens=4, profile=None, num_cores=4)
+    print(cores.facts())
+    assert cores.profile is not None
+    assert cores.profile.link_ns > 0
+    assert cores.profile.expert_ns > 0
+    cores.close()

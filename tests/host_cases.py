@@ -1,0 +1,44 @@
+"""Caches that leave some of their missing experts to the host's cores, by the real process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from comet.experts import ExpertCache
+from comet.experts.host_cores import HostCores
+from comet.experts.host_profile import HostProfile, HostSizes
+from comet.experts.store import HeldExperts
+
+# Of 1 to 8 missing experts the host computes 0, 1, 1, 1, 2, 2, 3 and 3; where the link is slow, 1, 2, 3, 4, 4, ...
+PROFILE = HostProfile(link_ns=200, request_ns=20, expert_ns=290, full_request_ns=20, full_expert_ns=290)
+SLOW_LINK = replace(PROFILE, link_ns=1000)
+DEADLINE_S = 60.0  # for answers that come
+
+
+def hosted_cache(
+    w1: Tensor,
+    w2: Tensor,
+    num_slots: int,
+    device: torch.device,
+    *,
+    top_k: int,
+    max_tokens: int,
+    profile: HostProfile | None = PROFILE,
+    policy: str = "lru",
+    num_experts: int | None = None,
+    first_expert: int = 0,
+    num_cores: int = 1,
+) -> tuple[ExpertCache, HostCores]:
+    """An empty cache of experts on the CPU, which are copied to memory that a process of its own maps as well."""
+    held, _, hidden_size = w1.shape
+    places = {"num_experts": num_experts or held, "first_expert": first_expert}
+    sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
+    cores = HostCores(num_cores, sizes, device, DEADLINE_S)
+    parts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file).named_parts
+    cache = ExpertCache(**parts, num_slots=num_slots, device=device, policy=policy, **places)
+    cores.start([cache.host], profile)
+    cache.share_with(cores)
+    return cache, cores
