@@ -69,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cache lfu": dict(expert_policy="lfu"),
     "cache score": dict(expert_policy="score"),
     "cache + prefetch": dict(expert_prefetch=True),
+    "cache + host cores": dict(host_cores="auto"),
     "cache mxfp8": dict(expert_dtype="mxfp8"),
     "cache mxfp4": dict(expert_dtype="mxfp4"),
     "conservative": dict(speculate="conservative"),
@@ -79,7 +80,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
     ACCELERATE: {},
 }
-TO_THE_ENGINE = ("expert_dtype", "expert_policy", "expert_prefetch")  # of these settings, by the same names
+TO_THE_ENGINE = (
+    "expert_dtype",
+    "expert_policy",
+    "expert_prefetch",
+    "host_cores",
+)  # of these settings, by the same names
 PROMPT_BYTES = 64
 FIRST_TOKEN_BYTES = 1000
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
@@ -212,7 +218,7 @@ class Run:
         spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
         per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
         row |= {
-            "slots": variant.slots, "hits": 1 - spent["fetched"] / spent["needed"], "mb_per_token": per_token / 1e6,
+            "slots": variant.slots, "hits": 1 - (spent["fetched"] + spent["hosted"]) / spent["needed"], "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),
             "prefetch_precision": spent["prefetched_needed"] / spent["prefetched"] if spent["prefetched"] else None,
         }  # fmt: skip
@@ -301,12 +307,12 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     timed = Run(arguments, model, ranks, heldout)
     quality = timed.quality(out)
     timed.write(quality)
-    tell(ranks, json.dumps(quality["drafts"]["adaptive"] + quality["top_r"]))
+    tell(ranks, json.dumps(quality["drafts"]["modes"] + quality["top_r"]))
     timed.make_all(started + MAKING * arguments.seconds)
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
     tables = [table_of(rows, COLUMNS, cell)]
-    for name, found in (("adaptive", quality["drafts"]["adaptive"]), ("top_r", quality["top_r"])):
+    for name, found in (("held-out, by T", quality["drafts"]["modes"]), ("held-out, by r", quality["top_r"])):
         tables.append(f"{name}\n{table_of(found, list(found[0]), cell)}")
     print("\n".join(tables))
     line = timed.write({"rows": rows} | quality)

@@ -5,14 +5,9 @@ those of drafts: q_d is what the d-th drafted token of a round is drawn from. As
 values of the r-expert passes at the d - 1 positions before it and its own, and those of all K experts at all earlier
 ones. That the drafts before it are those of the text is the condition that they were right.
 
-From p and q at a position follow, with no draw:
+What follows from p and q is in ``draft_statistics``. All at temperature 1.
 
-- ``conservative`` accepts a draft with probability ``sum min(p, q)``, and its text has the distribution p;
-- ``adaptive`` draws x from q, keeps it where ``q(x) > tau`` and ``p(x) > (1 - T) q(x)``, and else draws from p, so that
-  its token has the distribution ``q * keeps + (1 - sum(q * keeps)) * p``, whose negative log-likelihood of the text
-  minus that of p is the loss it costs, and whose total variation from p is where it disagrees.
-
-All at temperature 1. Letters: B sequences, P positions, V vocabulary, K experts of a token, r of a draft, d depth.
+Letters: B sequences, P positions, V vocabulary, K experts of a token, r of a draft, d depth.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from draft_statistics import BINS, Rounds, by_confidence, confidence_rows
 from routing_traces import Trace
 from torch import Tensor
 
@@ -34,7 +30,6 @@ from comet.router import Router, Routes, Routing
 
 Row = dict[str, Any]
 KeysValues = tuple[Tensor, Tensor]
-BINS = 10  # of a draft's confidence
 
 
 class RecordingRouter:
@@ -116,7 +111,7 @@ def attend_to_drafts(
     scores = [(query @ spread(whole_keys).mT).float().masked_fill(unseen, -torch.inf)]
     values = []
     for back, (keys, own_values) in zip(range(depth - 1, -1, -1), drafts, strict=True):
-        there = (query * spread(keys).roll(back, dims=2)).float().sum(-1, keepdim=True)
+        there = (query.float() * spread(keys).float().roll(back, dims=2)).sum(-1, keepdim=True)
         scores.append(there.masked_fill((positions < back)[:, None], -torch.inf))
         values.append(spread(own_values).roll(back, dims=2))
     shares = (torch.cat(scores, dim=-1) * query.shape[3] ** -0.5).softmax(-1).to(value.dtype)
@@ -168,98 +163,34 @@ def measure_drafts(
         num_tokens: Logits of higher ids are no tokens.
 
     Returns:
-        ``nll`` of p in nats a token, and rows ``by_position``, ``by_confidence`` and ``adaptive``.
+        ``nll`` of p in nats a token, and rows ``modes``, ``by_position`` and ``by_confidence``
+        (``draft_statistics``); conservative mode has ``tolerance`` ``None``.
     """
     layers, depth = model.moe_layers(), config.draft_tokens
     chosen = config.experts_per_layer(model.config.moe.top_k, len(layers))
     routers = [DraftRouter(layer.router, r) for layer, r in zip(layers, chosen, strict=True)]
-    places: list[dict[str, list[Tensor]]] = [{} for _ in range(depth)]
-    bins = torch.zeros(2, BINS, dtype=torch.float64)
+    modes = [Rounds(config.tau, tolerance, depth) for tolerance in (None, *tolerances)]
+    bins, losses = torch.zeros(2, BINS, dtype=torch.float64), []
     for batch in batches:
         ids, targets = batch[:, :-1], batch[:, 1:]
         logits, whole = whole_pass(model, ids)
         p = _probabilities(logits, num_tokens)
+        losses.append(-p.gather(2, targets[..., None]).log()[:, depth:].flatten())
         for place, drafted in enumerate(draft_passes(model, ids, whole, routers, depth)):
             q = _probabilities(drafted, num_tokens)
-            there, drawn, text = (each[:, depth:].flatten(0, 1) for each in (p, q, targets))
-            for name, value in of_positions(there, drawn, text, config.tau, tolerances).items():
-                places[place].setdefault(name, []).append(value)
+            for mode in modes:
+                mode.add(place, p, q, targets)
             if place == 0:
-                bins += by_confidence(there, drawn).cpu()
-    means = [{name: torch.cat(parts) for name, parts in found.items()} for found in places]
+                bins += by_confidence(p[:, depth:], q[:, depth:]).cpu()
     return {
         "draft_experts": list(chosen),
         "tau": config.tau,
-        "tokens": len(means[0]["nll"]),
-        "nll": float(means[0]["nll"].mean()),
-        "by_position": [
-            {
-                "position": place + 1,
-                "acceptance": float(found["accepted"].mean()),
-                "draft_nll": float(found["draft_nll"].mean()),
-            }
-            for place, found in enumerate(means)
-        ],
-        "by_confidence": [
-            {"from": number / BINS, "drafts": float(drafts), "acceptance": float(accepted / drafts) if drafts else None}
-            for number, (drafts, accepted) in enumerate(zip(*bins, strict=True))
-        ],
-        "adaptive": [
-            {"tolerance": tolerance, "position": place + 1} | adaptive_row(found, tolerance)
-            for tolerance in tolerances
-            for place, found in enumerate(means)
-        ],
+        "tokens": sum(map(len, losses)),
+        "nll": float(torch.cat(losses).mean()),
+        "modes": [mode.summary() for mode in modes],
+        "by_position": [row for mode in modes for row in mode.by_position()],
+        "by_confidence": confidence_rows(bins),
     }
-
-
-def adaptive_row(found: dict[str, Tensor], tolerance: float) -> Row:
-    """Means over positions of what ``of_positions`` gives at one T, and the standard error of the loss added."""
-    added = found[f"nll {tolerance}"] - found["nll"]
-    return {
-        "acceptance": float(found[f"accepted {tolerance}"].mean()),
-        "nll": float(found[f"nll {tolerance}"].mean()),
-        "nll_added": float(added.mean()),
-        "standard_error": float(added.std() / len(added) ** 0.5),
-        "agreement": float(found[f"agreement {tolerance}"].mean()),
-    }
-
-
-def of_positions(p: Tensor, q: Tensor, targets: Tensor, tau: float, tolerances: Sequence[float]) -> dict[str, Tensor]:
-    """At every position the share of accepted drafts, and loss and agreement of both modes.
-
-    Example (V = 2, tau = 0.5): p = ``[0.4, 0.6]``, q = ``[0.8, 0.2]``. ``conservative`` accepts 0.4 + 0.2. ``adaptive``
-    with T = 0.6 keeps token 0 (0.4 > 0.4 * 0.8) and not token 1 (q is not above tau): its token is 0 with 0.8 + 0.2 *
-    0.4 = 0.88, and 1 - |0.88 - 0.4| = 0.52 of its tokens are what p gives.
-
-    Args:
-        p: ``(N, V)`` float64.
-        q: ``(N, V)`` float64.
-        targets: ``(N,)`` int64, tokens of the text.
-        tau: See above.
-        tolerances: T.
-
-    Returns:
-        ``(N,)`` each, on the CPU: ``nll`` of p, ``draft_nll`` of q, ``accepted``; ``accepted T``, ``nll T`` and
-        ``agreement T`` of ``adaptive``.
-    """
-    of_text = targets[:, None]
-    found = {"nll": -p.gather(1, of_text).log()[:, 0], "draft_nll": -q.gather(1, of_text).log()[:, 0]}
-    found["accepted"] = torch.minimum(p, q).sum(1)
-    for tolerance in tolerances:
-        kept = q * ((q > tau) & (p > (1 - tolerance) * q))
-        accepted = kept.sum(1, keepdim=True)
-        mixed = kept + (1 - accepted) * p
-        found[f"accepted {tolerance}"] = accepted[:, 0]
-        found[f"nll {tolerance}"] = -mixed.gather(1, of_text).log()[:, 0]
-        found[f"agreement {tolerance}"] = torch.minimum(p, mixed).sum(1)
-    return {name: value.cpu() for name, value in found.items()}
-
-
-def by_confidence(p: Tensor, q: Tensor) -> Tensor:
-    """``(2, BINS)`` float64: expected drafts whose q is in each tenth, and those of them that are accepted."""
-    places = (q * BINS).long().clamp(max=BINS - 1).flatten()
-    found = torch.zeros(2, BINS, dtype=q.dtype, device=q.device)
-    return found.scatter_add(1, places.expand(2, -1), torch.stack([q.flatten(), torch.minimum(p, q).flatten()]))
 
 
 def measure_top_r(model: GPT, batches: Sequence[Tensor], num_tokens: int) -> list[Row]:

@@ -54,8 +54,8 @@ def draw_all(folder: Path, quality: Row, top_r: Sequence[Row], facts: Row, rows:
         rows: Of the table: hits that were measured.
     """
     pictures: dict[str, Callable[[Any], None]] = {
-        "acceptance": partial(_acceptance, quality["by_position"], quality["by_confidence"]),
-        "adaptive": partial(_adaptive, quality["adaptive"]),
+        "acceptance": partial(_acceptance, quality),
+        "adaptive": partial(_adaptive, quality["modes"]),
         "top_r": partial(_top_r, top_r),
         "hits": partial(_hits, facts, rows),
         "weights": partial(_weights, facts["weight_by_rank"]),
@@ -77,30 +77,34 @@ def _draw(path: Path, plot: Callable[[Any], None]) -> Path:
     return path
 
 
-def _acceptance(by_position: Sequence[Row], by_confidence: Sequence[Row], figure: Any) -> None:
+def _acceptance(quality: Row, figure: Any) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
-    left.bar([row["position"] for row in by_position], [row["acceptance"] for row in by_position])
-    left.set(xlabel="place of the draft in its round", ylabel="accepted by min(1, p / q)", ylim=(0, 1))
-    known = [row for row in by_confidence if row["acceptance"] is not None]
-    width = 1 / len(by_confidence)
+    for tolerance in dict.fromkeys(row["tolerance"] for row in quality["by_position"]):
+        mine = [row for row in quality["by_position"] if row["tolerance"] == tolerance and "acceptance" in row]
+        name = "conservative" if tolerance is None else f"adaptive, T = {tolerance}"
+        left.plot([row["position"] for row in mine], [row["acceptance"] for row in mine], "o-", label=name)
+    left.set(xlabel="place of the draft in its round", ylabel="accepted, of drafts that are made", ylim=(0, 1))
+    known = [row for row in quality["by_confidence"] if row["acceptance"] is not None]
+    width = 1 / len(quality["by_confidence"])
     right.bar([row["from"] for row in known], [row["acceptance"] for row in known], 0.9 * width, align="edge")
     drafts = sum(row["drafts"] for row in known)
     shares = [row["drafts"] / drafts for row in known]
     right.step([row["from"] for row in known], shares, where="post", color="black", label="share of drafts")
-    right.set(xlabel="confidence q of the first draft")
+    right.set(xlabel="confidence q of the first draft; conservative")
 
 
-def _adaptive(rows: Sequence[Row], figure: Any) -> None:
+def _adaptive(modes: Sequence[Row], figure: Any) -> None:
     left, right = figure.subplots(1, 2)
-    for place in sorted({row["position"] for row in rows}):
-        mine = [row for row in rows if row["position"] == place]
-        tolerances = [row["tolerance"] for row in mine]
-        errors = [row["standard_error"] for row in mine]
-        left.errorbar(tolerances, [row["nll_added"] for row in mine], errors, fmt="o-", label=f"draft {place}")
-        right.plot(tolerances, [row["agreement"] for row in mine], "o-", label=f"draft {place}: agreement")
-        right.plot(tolerances, [row["acceptance"] for row in mine], "x--", label=f"draft {place}: acceptance")
+    rows = [row for row in modes if row["tolerance"] is not None]
+    tolerances = [row["tolerance"] for row in rows]
+    errors = [row["standard_error"] for row in rows]
+    left.errorbar(tolerances, [row["nll_added"] for row in rows], errors, fmt="o-")
     left.set(xlabel="T", ylabel="held-out loss added, nats a token")
-    right.set(xlabel="T", ylabel="share of tokens")
+    for name in ("agreement", "acceptance"):
+        right.plot(tolerances, [row[name] for row in rows], "o-", label=name)
+    right.axhline(next(row["acceptance"] for row in modes if row["tolerance"] is None), linestyle=":", color="gray",
+                  label="acceptance, conservative")  # fmt: skip
+    right.set(xlabel="T", ylabel="share", ylim=(0, 1))
 
 
 def _top_r(rows: Sequence[Row], figure: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import bench_speculation
 import pytest
 import torch
 from bench_speculation import ACCELERATE, KINDS, main
-from draft_quality import draft_passes, measure_drafts, of_positions, whole_pass
+from draft_quality import draft_passes, measure_drafts, whole_pass
+from draft_statistics import Rounds, kept_drafts, of_positions
 from offloaded import first_token_s, has_accelerate, make_offloaded, tokens_per_s
 from routing_traces import (
     BEST,
@@ -29,7 +31,7 @@ from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig, SpeculationConfig
 from comet.errors import UnavailableError
-from comet.experts import DraftRouter, ExpertCache
+from comet.experts import DraftRouter, ExpertCache, Speculation
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.kernels.expert_cache import bring_torch
@@ -85,10 +87,14 @@ def check_quality(found: dict) -> None:
     """What has to hold of any model."""
     drafts, top_r, routing = found["drafts"], found["top_r"], found["routing"]
     assert drafts["tokens"] == 2 * 2 * (24 - 4)
-    assert [row["tolerance"] for row in drafts["adaptive"]] == sorted([0.1, 0.3, 0.5, 0.9] * 4)
-    assert all(0 <= row["acceptance"] <= 1 for row in drafts["adaptive"])
-    first = [row for row in drafts["adaptive"] if row["position"] == 1]
-    assert [row["acceptance"] for row in first] == sorted(row["acceptance"] for row in first)
+    modes, places = drafts["modes"], drafts["by_position"]
+    assert [row["tolerance"] for row in modes] == [None, 0.1, 0.3, 0.5, 0.9]
+    assert [row["position"] for row in places] == [1, 2, 3, 4] * 5
+    assert (modes[0]["nll_added"], modes[0]["agreement"]) == (0, pytest.approx(1)), "conservative"
+    assert all(1 <= row["tokens_per_round"] <= 5 for row in modes)
+    first = [row["acceptance"] for row in places if row["position"] == 1 and row["tolerance"] is not None]
+    assert first == sorted(first)
+    assert all(row["reached"] == 1 for row in places if row["position"] == 1)
     assert [row["r"] for row in top_r] == [1, 2, 3]
     assert top_r[-1]["nll_draft"] == pytest.approx(top_r[-1]["nll_all"], rel=1e-5), "all K experts"
     assert top_r[-1]["acceptance"] == pytest.approx(1, abs=1e-5)
@@ -168,14 +174,44 @@ def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyP
         main([*trained, "--variants", "accelerate"])
 
 
-def test_the_example_of_adaptive_mode() -> None:
-    p, q = torch.tensor([[0.4, 0.6]]).double(), torch.tensor([[0.8, 0.2]]).double()
-    found = of_positions(p, q, torch.tensor([0]), 0.5, [0.6, 0.4])
-    assert {name: round(float(value), 6) for name, value in found.items() if "nll" not in name} == {
-        "accepted": 0.6, "accepted 0.6": 0.8, "agreement 0.6": 0.52, "accepted 0.4": 0.0, "agreement 0.4": 1.0,
-    }  # fmt: skip
-    assert float(found["nll 0.6"]) == pytest.approx(-torch.tensor(0.88).log().item())
-    assert float(found["nll 0.4"]) == float(found["nll"]) == pytest.approx(-torch.tensor(0.4).log().item())
+def test_the_examples_of_modes() -> None:
+    p, q = torch.tensor([[[0.4, 0.6]]]).double(), torch.tensor([[[0.8, 0.2]]]).double()
+    for tolerance, kept in ((None, [0.4, 0.2]), (0.6, [0.8, 0.0]), (0.4, [0.0, 0.0])):
+        torch.testing.assert_close(kept_drafts(p, q, 0.5, tolerance)[0, 0], torch.tensor(kept).double())
+    found = of_positions(p, q, torch.tensor([[0]]), 0.5, 0.6)
+    expected = {"accepted": 0.8, "nll_added": math.log(0.4 / 0.88), "agreement": 0.52, "goes_on": 2.0}
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
+    assert float(of_positions(p, q, torch.tensor([[1]]), 0.1, None)["goes_on"]) == pytest.approx(0.2 / 0.6)
+    assert float(of_positions(p, q, torch.tensor([[1]]), 0.5, None)["goes_on"]) == 0, (
+        "a draft that is not sure is the last"
+    )
+
+
+@pytest.mark.parametrize("mode", ["conservative", "adaptive"])
+def test_rounds_are_those_of_speculation(mode: str) -> None:
+    """A memoryless model: p and q do not depend on what came before, so the text is as many draws from p."""
+    drawn = torch.Generator().manual_seed(SEED)
+    p, q = torch.tensor([0.45, 0.35, 0.15, 0.05]).double(), torch.tensor([0.6, 0.22, 0.1, 0.08]).double()
+    config = SpeculationConfig(speculate=mode, tau=0.2, adaptive_tolerance=0.5, draft_tokens=3)  # type: ignore[arg-type]
+    model = SimpleNamespace(lengths=torch.zeros(1).long(), rewind=lambda _: None, decode=lambda _: p[None])
+    model.draft, model.verify = lambda _: q[None], lambda ids: p.expand(1, ids.shape[1], -1)
+    sampling = SimpleNamespace(seen=None, probabilities=lambda each, _: each, certain=lambda each: each)
+    count = 4000
+    rounds = Speculation(model, sampling, config, torch.rand(count, 1, 7, generator=drawn, dtype=torch.float64))
+    made = []
+    for _ in range(count):
+        rounds._next_length = 3  # not what the clock says
+        made += rounds(torch.zeros(1).long(), [True], 100)[1]
+    tolerance = None if mode == "conservative" else 0.5
+    counted = Rounds(0.2, tolerance, 3)
+    text = torch.multinomial(p, 40_000, replacement=True, generator=drawn)[None]
+    for place in range(3):
+        counted.add(place, p.expand(1, 40_000, -1), q.expand(1, 40_000, -1), text)
+    found, said = counted.summary(), rounds.report.facts()
+    assert said["tokens_per_round"] == pytest.approx(found["tokens_per_round"], rel=0.03)
+    made_by_place = [sum(len(tokens) > place for tokens in made) / count for place in range(4)]
+    reached = [row["reached"] * row["acceptance"] for row in counted.by_position()]
+    assert made_by_place == pytest.approx([1.0, *reached], abs=0.03)
 
 
 def test_adaptive_mode_draws_from_the_distribution_that_is_scored() -> None:
@@ -197,9 +233,9 @@ def test_adaptive_mode_draws_from_the_distribution_that_is_scored() -> None:
     made = torch.where(accepted == 1, drafts, pick(weights, draws[:, 2]))
     shares = made.bincount(minlength=6) / count
     for token in range(6):
-        found = of_positions(p[None], q[None], torch.tensor([token]), tau, [tolerance])
-        assert float(shares[token]) == pytest.approx(float(torch.exp(-found[f"nll {tolerance}"])), abs=0.01)
-    assert float((accepted == 1).double().mean()) == pytest.approx(float(found[f"accepted {tolerance}"]), abs=0.01)
+        found = of_positions(p[None, None], q[None, None], torch.tensor([[token]]), tau, tolerance)
+        assert float(shares[token]) == pytest.approx(float(p[token] * torch.exp(-found["nll_added"])), abs=0.01)
+    assert float((accepted == 1).double().mean()) == pytest.approx(float(found["accepted"]), abs=0.01)
 
 
 def test_drafts_on_given_text_are_those_of_decoding() -> None:
@@ -230,7 +266,8 @@ def test_a_conservative_estimate_of_all_experts_is_certain() -> None:
         found = measure_drafts(model, [text], SpeculationConfig(draft_experts=(2,), tau=0.0), [1.0], 256)
     assert found["nll"] == pytest.approx(torch.tensor(256.0).log().item()), "an untrained head"
     assert all(row["acceptance"] == pytest.approx(1) for row in found["by_position"])
-    assert all(row["nll_added"] == pytest.approx(0, abs=1e-9) for row in found["adaptive"])
+    assert all(row["tokens_per_round"] == pytest.approx(5) for row in found["modes"])
+    assert all(row["nll_added"] == pytest.approx(0, abs=1e-9) for row in found["modes"])
     group.close()
 
 
