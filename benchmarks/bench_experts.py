@@ -10,8 +10,9 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 shares of all experts (``routing_traces.resized_trace``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
-``--variants`` the ways to keep them: by the policy behind *cache*, or with the next layer's experts on their way, of
-which as large a share is guessed right as the recording says of the next layer's router.
+``--variants`` the ways to keep them: by the policy behind *cache*; with the next layer's experts on their way
+(*prefetch*), of which as large a share is guessed right as the recording says of the next layer's router; with some of
+the missing ones computed on the host's cores, where a measurement at the start says that it pays (*host*).
 
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
@@ -42,22 +43,31 @@ from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert, report_of
+from comet.experts.host_cores import HostSizes, open_cores
+from comet.experts.paths import open_host_store
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
+from comet.kernels.expert_tables import Policy
 from comet.launch.cli import Parser
+from comet.layout import ExpertLayout
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
 COLUMNS = (
-    "stored", "variant", "budget", "slots", "hits", "precision", "us", "bound_us", "of_bound", "link_gbs",
+    "stored", "variant", "budget", "slots", "hits", "precision", "hosted", "us", "bound_us", "of_bound", "link_gbs",
     "x_on_demand",
 )  # fmt: skip
 LINK_BYTES = 2**28
 STORED = ("bf16", "mxfp8", "mxfp4")
-PREFETCH = "cache + prefetch"
-# A way to keep experts is a line: its name, and arguments of its ``ExpertCache``. Routing weights are equal here, by
-# which the policy ``score`` is ``lfu``.
-KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
+# A way to keep experts is a line: its name, and arguments of ``Layers.cached``. Routing weights are equal here, so the
+# policy ``score`` would be ``lfu``.
+KINDS: dict[str, dict[str, Any]] = {
+    "cache": {},
+    "cache lfu": dict(policy="lfu"),
+    "cache + prefetch": dict(prefetch=True),
+    "cache + host": dict(host_cores="auto"),
+    "cache + prefetch + host": dict(prefetch=True, host_cores="auto"),
+}
 TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
@@ -101,21 +111,27 @@ class Layers:
         counted = torch.zeros(1, dtype=torch.int64, device=self.device) if at is None else at
         return lambda: self.trace.index_select(0, counted.add_(1).remainder_(len(self.trace)))[0]
 
-    def cached(self, num_slots: int, kind: str) -> tuple[Callable[[], Any], list[ExpertCache]]:
-        """A step that reads from caches kept in one of ``KINDS``, and these."""
-        place: dict[str, Any] = dict(num_slots=num_slots, device=self.device, **KINDS[kind])
-        caches = [ExpertCache(**parts, **place) for parts in self.host]
-        layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
+    def cached(
+        self, num_slots: int, *, policy: Policy = "lru", prefetch: bool = False, host_cores: str = "off"
+    ) -> tuple[Callable[[], Any], list[ExpertCache]]:
+        """A step that reads from caches, and these; arguments as of ``GPTEngine``."""
+        layout, device, dtype = ExpertLayout.create(self.config, ParallelConfig(), 0), self.device, self.token.dtype
+        quantised = "w1_scales" in self.host[0]
+        cores = open_cores(host_cores, HostSizes.of(self.config, layout, 1, dtype), device, quantised=quantised)
+        held = [HeldExperts.hold(parts, device, None if cores is None else cores.file) for parts in self.host]
+        paths = open_host_store(held, layout, num_slots, self.runner, device, policy=policy, cores=cores)
+        layers = [path for path in paths if isinstance(path, CachedExperts)]
+        require(len(layers) == len(held), "host memory must be pinned: ulimit -l, or a container's limit")
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
         next_ids = self.ids(at)
-        if kind == PREFETCH:
+        if prefetch:
             prefetch_between(layers, [partial(self.guess, at, layer) for layer in range(len(layers))])
 
         def step() -> None:
             for parts, layer, ids in zip(self.host, layers, next_ids(), strict=True):
                 layer(self.token, ids, self.weights, parts["w1"], parts["w2"])
 
-        return step, caches
+        return step, [layer.cache for layer in layers]
 
     def guess(self, at: Tensor, layer: int, _: Tensor) -> Tensor:
         """``(1, K)``: what the step number ``at (1,)`` is expected to need of a layer."""
@@ -213,7 +229,7 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
     for (budget, count), kind in product(slots.items(), arguments.variants):
         with memory_limit(device, arguments.layers * count * expert + TABLES_BYTES):
-            made[kind, budget] = layers.cached(count, kind)
+            made[kind, budget] = layers.cached(count, **KINDS[kind])
     steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}
     steps |= {key: step for key, (step, _) in made.items()}
     variants = {name: as_variant(step, device, graph=name != "on_demand") for name, step in steps.items()}
@@ -232,7 +248,8 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
         bound = max(microseconds["resident"], bytes_of_step / (link * 1e3))
         rows.append(
             {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
-             "hits": report.hits, "precision": report.prefetch_precision, "us": us, "bound_us": bound,
+             "hits": report.hits, "precision": report.prefetch_precision, "hosted": report.hosted / report.needed,
+             "us": us, "bound_us": bound,
              "of_bound": bound / us, "link_gbs": bytes_of_step / (us * 1e3),
              "x_on_demand": microseconds["on_demand"] / us}
         )  # fmt: skip
@@ -302,8 +319,9 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
     for name in arguments.variants:
         require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
-    needs_trace = PREFETCH in arguments.variants and arguments.trace is None
-    require(not needs_trace, f"variants={PREFETCH!r} must come with --trace: made routing says nothing of guesses")
+    for name in arguments.variants if arguments.trace is None else ():
+        known = "prefetch" not in KINDS[name]
+        require(known, f"variants={name!r} must come with --trace: made routing says nothing of guesses")
     for name in ("layers", "steps", "rounds"):
         require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")
