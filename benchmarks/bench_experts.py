@@ -10,9 +10,9 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 shares of all experts (``routing_traces.resized_trace``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
-``--variants`` the ways to keep them: by the policy behind *cache*; with the next layer's experts on their way
-(*prefetch*), of which as large a share is guessed right as the recording says of the next layer's router; with some of
-the missing ones computed on the host's cores, where a measurement at the start says that it pays (*host*).
+``--variants`` the ways to keep them: by the policy behind *cache*, with the next layer's experts on their way, of which
+as large a share is guessed right as the recording says of the next layer's router, or with the host's cores, which
+compute some of those that are missing (not quantised ones).
 
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
@@ -43,13 +43,12 @@ from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert, report_of
-from comet.experts.host_cores import HostSizes, open_cores
-from comet.experts.paths import open_host_store
+from comet.experts.host_cores import TIMEOUT_S, HostCores, usable_cores
+from comet.experts.host_profile import HostSizes
 from comet.experts.prefetch import prefetch_between
-from comet.experts.store import HeldExperts
-from comet.kernels.expert_tables import Policy
+from comet.experts.store import HeldExperts, MemoryFile
+from comet.kernels.expert_tables import LAYER
 from comet.launch.cli import Parser
-from comet.layout import ExpertLayout
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
@@ -59,15 +58,12 @@ COLUMNS = (
 )  # fmt: skip
 LINK_BYTES = 2**28
 STORED = ("bf16", "mxfp8", "mxfp4")
-# A way to keep experts is a line: its name, and arguments of ``Layers.cached``. Routing weights are equal here, so the
-# policy ``score`` would be ``lfu``.
-KINDS: dict[str, dict[str, Any]] = {
-    "cache": {},
-    "cache lfu": dict(policy="lfu"),
-    "cache + prefetch": dict(prefetch=True),
-    "cache + host": dict(host_cores="auto"),
-    "cache + prefetch + host": dict(prefetch=True, host_cores="auto"),
-}
+PREFETCH = "cache + prefetch"
+HOST_CORES = " + host cores"
+# A way to keep experts is a line: its name, and arguments of its ``ExpertCache``. Routing weights are equal here, by
+# which the policy ``score`` is ``lfu``.
+KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
+KINDS |= {name + HOST_CORES: KINDS[name] for name in ("cache", PREFETCH)}
 TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
@@ -82,6 +78,7 @@ class Layers:
         device: Where steps run.
         dtype: Of tokens and, unless they are quantised, of weights.
         stored: What experts are quantised to; ``None``: not.
+        num_cores: Of the host, that compute missing experts of some variants; 0: no variant wants any.
     """
 
     def __init__(
@@ -92,12 +89,20 @@ class Layers:
         device: torch.device,
         dtype: torch.dtype,
         stored: MXType | None,
+        num_cores: int = 0,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.cores = config, device, None
+        if num_cores:
+            sizes = HostSizes(
+                num_experts=config.num_experts, first_expert=0, hidden_size=config.hidden_size, top_k=config.top_k,
+                max_tokens=1, dtype=dtype,
+            )  # fmt: skip
+            self.cores = HostCores(num_cores, sizes, device, TIMEOUT_S)
         ids, guessed = trace
         self.trace = ids[:, :, None].int().to(device)
         self.guessed = None if guessed is None else guessed[:, :, None].int().to(device)
-        self.host = [host_experts(config, device, dtype, stored) for _ in range(num_layers)]
+        file = None if self.cores is None else self.cores.file
+        self.host = [host_experts(config, device, dtype, stored, file) for _ in range(num_layers)]
         self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
@@ -111,27 +116,33 @@ class Layers:
         counted = torch.zeros(1, dtype=torch.int64, device=self.device) if at is None else at
         return lambda: self.trace.index_select(0, counted.add_(1).remainder_(len(self.trace)))[0]
 
-    def cached(
-        self, num_slots: int, *, policy: Policy = "lru", prefetch: bool = False, host_cores: str = "off"
-    ) -> tuple[Callable[[], Any], list[ExpertCache]]:
-        """A step that reads from caches, and these; arguments as of ``GPTEngine``."""
-        layout, device, dtype = ExpertLayout.create(self.config, ParallelConfig(), 0), self.device, self.token.dtype
-        quantised = "w1_scales" in self.host[0]
-        cores = open_cores(host_cores, HostSizes.of(self.config, layout, 1, dtype), device, quantised=quantised)
-        held = [HeldExperts.hold(parts, device, None if cores is None else cores.file) for parts in self.host]
-        paths = open_host_store(held, layout, num_slots, self.runner, device, policy=policy, cores=cores)
-        layers = [path for path in paths if isinstance(path, CachedExperts)]
-        require(len(layers) == len(held), "host memory must be pinned: ulimit -l, or a container's limit")
+    def cached(self, num_slots: int, kind: str) -> tuple[Callable[[], Any], list[ExpertCache]]:
+        """A step that reads from caches kept in one of ``KINDS``, and these."""
+        place: dict[str, Any] = dict(num_slots=num_slots, device=self.device, **KINDS[kind])
+        caches = [ExpertCache(**parts, **place) for parts in self.host]
+        if kind.endswith(HOST_CORES):
+            self.share(caches)
+        layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
         next_ids = self.ids(at)
-        if prefetch:
+        if kind.startswith(PREFETCH):
             prefetch_between(layers, [partial(self.guess, at, layer) for layer in range(len(layers))])
 
         def step() -> None:
             for parts, layer, ids in zip(self.host, layers, next_ids(), strict=True):
                 layer(self.token, ids, self.weights, parts["w1"], parts["w2"])
 
-        return step, [layer.cache for layer in layers]
+        return step, caches
+
+    def share(self, caches: Sequence[ExpertCache]) -> None:
+        """Leave some missing experts to the host's cores, one process for all variants."""
+        assert self.cores is not None, "they were counted"
+        if self.cores.process is None:
+            self.cores.start([cache.host for cache in caches])
+            print(f"host cores: {self.cores.facts()}", flush=True)
+        for number, cache in enumerate(caches):
+            cache.tables.header[LAYER.value] = number
+            cache.share_with(self.cores)
 
     def guess(self, at: Tensor, layer: int, _: Tensor) -> Tensor:
         """``(1, K)``: what the step number ``at (1,)`` is expected to need of a layer."""
@@ -178,7 +189,9 @@ class Layers:
         return step
 
 
-def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None) -> dict[str, Any]:
+def host_experts(
+    config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None, file: MemoryFile | None
+) -> dict[str, Any]:
     """Random experts of one layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
     sizes = {"w1": (2 * config.ffn_size, config.hidden_size), "w2": (config.hidden_size, config.ffn_size)}
     parts = {}
@@ -189,7 +202,7 @@ def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, st
         else:
             packed = quantize_mx(weight, stored)
             parts |= {name: packed.elements, f"{name}_scales": packed.scales}
-    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device).named_parts
+    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device, file).named_parts
 
 
 def link_gbs(device: torch.device) -> float:
@@ -224,12 +237,14 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
     config, stored = model(arguments.model), None if name == STORED[0] else cast(MXType, name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored)
+    wanted = [kind for kind in arguments.variants if stored is None or not kind.endswith(HOST_CORES)]
+    num_cores = max(usable_cores() - 1, 1) if any(kind.endswith(HOST_CORES) for kind in wanted) else 0
+    layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored, num_cores)
     slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
     expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
-    for (budget, count), kind in product(slots.items(), arguments.variants):
+    for (budget, count), kind in product(slots.items(), wanted):
         with memory_limit(device, arguments.layers * count * expert + TABLES_BYTES):
-            made[kind, budget] = layers.cached(count, **KINDS[kind])
+            made[kind, budget] = layers.cached(count, kind)
     steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}
     steps |= {key: step for key, (step, _) in made.items()}
     variants = {name: as_variant(step, device, graph=name != "on_demand") for name, step in steps.items()}
@@ -320,7 +335,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     for name in arguments.variants:
         require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
     for name in arguments.variants if arguments.trace is None else ():
-        known = "prefetch" not in KINDS[name]
+        known = not name.startswith(PREFETCH)
         require(known, f"variants={name!r} must come with --trace: made routing says nothing of guesses")
     for name in ("layers", "steps", "rounds"):
         require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")

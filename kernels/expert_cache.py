@@ -149,6 +149,7 @@ def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, 
     tl.store(header_ptr + CHANGED, num_missing + num_ahead)
     if CACHE.mail > 0:
         tl.store(header_ptr + HOSTED, num_missing - num_fetched)
+        tl.atomic_add(totals_ptr + 7, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
     tl.debug_barrier()
     tl.atomic_xchg(header_ptr + READY, num_fetched + 1, sem="release", scope="gpu")
 
@@ -325,3 +326,4 @@ def bring_torch(
     tables.header[CLOCK.value], tables.header[COUNT.value] = now, num_missing
     tables.header[CHANGED.value], tables.header[HOSTED.value] = num_missing + num_ahead, len(hosted)
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])
+    tables.totals[7] += len(hosted)

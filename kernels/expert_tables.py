@@ -38,9 +38,9 @@ class CacheTables:
         state: ``(3E + 8S + 16,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
             copies, landed, ahead, header.
         scores: ``(E,)`` float32: what an expert is worth, for the policies ``lfu`` and ``score``.
-        totals: ``(7,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
+        totals: ``(8,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
             travelled; when the last ones began to; experts that began to travel before their step, how many of these
-            it needed, and words of 8 bytes that travelled so.
+            it needed, and words of 8 bytes that travelled so; experts that the host computed.
         num_experts: E.
         num_slots: S.
     """
@@ -59,7 +59,7 @@ class CacheTables:
         tables = cls(
             state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
             scores=torch.zeros(num_experts, device=device),
-            totals=torch.zeros(7, dtype=torch.int64, device=device),
+            totals=torch.zeros(8, dtype=torch.int64, device=device),
             num_experts=num_experts,
             num_slots=num_slots,
         )

@@ -150,8 +150,7 @@ class ExpertCache:
 def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
     """What the caches of all layers did so far; waits for their device."""
     totals = torch.stack([cache.tables.totals for cache in caches]).sum(0).tolist()
-    needed, fetched, nanoseconds, _, begun, useful, words = totals
-    hosted, hosting_s = (0, 0.0) if caches[0].cores is None else caches[0].cores.counts
+    needed, fetched, nanoseconds, _, begun, useful, words, hosted = totals
     return CacheReport(
         slots=caches[0].num_slots,
         needed=needed,
@@ -162,7 +161,7 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
         prefetched_needed=useful,
         prefetched_bytes=8 * words,
         hosted=hosted,
-        hosting_s=hosting_s,
+        hosting_s=0.0 if caches[0].cores is None else caches[0].cores.counts[1],
     )
 
 
