@@ -47,7 +47,6 @@ from comet.experts.host_cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host_profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts, MemoryFile
-from comet.kernels.expert_tables import LAYER
 from comet.launch.cli import Parser
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
@@ -141,8 +140,7 @@ class Layers:
             self.cores.start([cache.host for cache in caches])
             print(f"host cores: {self.cores.facts()}", flush=True)
         for number, cache in enumerate(caches):
-            cache.tables.header[LAYER.value] = number
-            cache.share_with(self.cores)
+            cache.share_with(self.cores, number)
 
     def guess(self, at: Tensor, layer: int, _: Tensor) -> Tensor:
         """``(1, K)``: what the step number ``at (1,)`` is expected to need of a layer."""

@@ -47,10 +47,10 @@ def open_host_store(
     if not pageable:
         place: dict[str, Any] = dict(policy=policy, num_experts=layout.num_experts, first_expert=layout.first_expert)
         caches = [ExpertCache(**layer.named_parts, num_slots=num_slots, device=device, **place) for layer in held]
-        cores = started(cores, [cache.host for cache in caches])
+        cores = started(cores, held)
         if cores is not None:
-            for cache in caches:
-                cache.share_with(cores)
+            for number, cache in enumerate(caches):
+                cache.share_with(cores, number)
         return [CachedExperts(cache, runner, layout.top_k) for cache in caches]
     refused = f"{pageable:,} bytes of memory for them cannot be pinned (ulimit -l, or a container's limit): allow that"
     if cores is not None:

@@ -171,7 +171,7 @@ def test_cached_decode_equals_resident_decode_bit_for_bit(expert_slots: int) -> 
 
 
 def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(monkeypatch, caplog) -> None:
-    def hold(parts, device):
+    def hold(parts, device, file=None):
         return HeldExperts(*(part.contiguous() for part in parts.values()), readable=False)
 
     resident = engine_of(None)
