@@ -10,7 +10,6 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig
 from comet.kernels.expert_host import ask_torch
 from comet.kernels.expert_mailbox import REQUEST, Mailbox
 from comet.kernels.expert_parts import ExpertParts
@@ -40,6 +39,8 @@ class HostProfile:
     def share_table(self, max_tokens: int, num_experts: int) -> Tensor:
         """Of m missing experts, how many the host computes, so that it and the link end soonest.
 
+        At least one comes to the device: a cache that fetches nothing never learns what it should hold.
+
         Example: 200 us for an expert on the link, 290 on the cores and 20 a request: of 1 to 8 missing experts the host
         computes 0, 1, 1, 1, 2, 2, 3 and 3. Of 3 it takes one, 310 us, while two travel for 400.
 
@@ -58,7 +59,7 @@ class HostProfile:
             request = self.request_ns + grown * (self.full_request_ns - self.request_ns)
             expert = self.expert_ns + grown * (self.full_expert_ns - self.expert_ns)
             ends = torch.maximum((request + hosted * expert).where(hosted > 0, 0.0), fetched * self.link_ns)
-            ends = ends.where(fetched >= 0, torch.inf)
+            ends = ends.where((fetched > 0) | (hosted == 0), torch.inf)
             soonest = ends == ends.amin(1, keepdim=True)
             table[num_tokens] = hosted.where(soonest, num_experts).amin(1)
         return table
@@ -85,12 +86,12 @@ class HostSizes:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: MoEConfig, layout: ExpertLayout, max_tokens: int, dtype: torch.dtype) -> HostSizes:
+    def of(cls, hidden_size: int, layout: ExpertLayout, max_tokens: int, dtype: torch.dtype) -> HostSizes:
         """Of a rank's layers."""
         return cls(
             num_experts=layout.num_experts,
             first_expert=layout.first_expert,
-            hidden_size=config.hidden_size,
+            hidden_size=hidden_size,
             top_k=layout.top_k,
             max_tokens=max_tokens,
             dtype=dtype,
@@ -98,14 +99,16 @@ class HostSizes:
 
 
 def measure(mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, device: torch.device) -> HostProfile:
-    """Time the link and the host's cores on experts of all layers, each another one, so that no cache has them."""
+    """Time the link and the host's cores on experts of all layers, each another one, so that no cache has them.
+
+    An expert costs the host its part of a request of three, and what one alone takes beyond that is the request's.
+    """
     aside = replace(mail, sequence=mail.words[REQUEST.value : REQUEST.value + 1].clone(), fault=mail.fault.cpu())
     few = min(sizes.top_k, stores[0].w1.shape[0], 3)
     costs = []
     for num_tokens in (1, sizes.max_tokens):
         one, more = (time_request(aside, stores, sizes, num_tokens, count) for count in (1, few))
-        expert = (more - one) / (few - 1) if few > 1 else one
-        costs += [max(one - expert, 0.0), max(expert, 1.0)]
+        costs += [max(one - more / few, 0.0), more / few]
     mail.sequence.copy_(aside.sequence)
     return HostProfile(
         link_ns=time_link(stores, device),

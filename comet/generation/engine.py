@@ -24,7 +24,7 @@ from comet.experts import (
     DraftRouters,
     ExpertCache,
 )
-from comet.experts.host_cores import HostSizes, open_cores
+from comet.experts.host_cores import HostCores, HostSizes, open_cores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, report_of_paths
 from comet.experts.prefetch import prefetch_between
 from comet.experts.speculation import DraftingModel
@@ -77,6 +77,11 @@ class Engine(DraftingModel, Protocol):
 
     def cache_report(self) -> CacheReport | None:
         """What expert caches did so far; ``None`` where all experts are on the device. Waits for it."""
+        ...
+
+    @property
+    def cores(self) -> HostCores | None:
+        """The host's cores that compute some of the missing experts, if there are any."""
         ...
 
     def check(self) -> None:
@@ -201,7 +206,7 @@ class GPTEngine:
         if expert_slots is None:
             self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
         else:
-            sizes = HostSizes.of(moe, layout, decode_tokens, model.dtype)
+            sizes = HostSizes.of(moe.hidden_size, layout, decode_tokens, model.dtype)
             cores = open_cores(host_cores, sizes, group.device, runner=self.runner, quantised=expert_dtype is not None)
             file = None if cores is None else cores.file
             held = [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()]
@@ -212,7 +217,7 @@ class GPTEngine:
                 prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
-        self.cores = cores_of_paths(self.stored)
+        self._cores = cores_of_paths(self.stored)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
         self._drafts: DraftRouters | None = None
@@ -234,6 +239,11 @@ class GPTEngine:
     def caches(self) -> list[ExpertCache | StagedCache]:
         """Of the layers' experts; none where all of them are on the device."""
         return [path.cache for path in self.stored]
+
+    @property
+    def cores(self) -> HostCores | None:
+        """See ``Engine``."""
+        return self._cores
 
     @property
     def why_eager(self) -> str:

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from comet.config import SpeculationConfig, require
 from comet.experts import CacheReport, DraftRouters
+from comet.experts.host_cores import HostCores
 from comet.generation.text import TokenizerCodec
 from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode
 from comet.group import ExpertGroup
@@ -20,7 +21,7 @@ from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
-from comet.integrations.hf.stored_experts import StoredExperts, cache_report
+from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -78,6 +79,7 @@ class HFEngine:
         self.cuda_graph: GraphMode = cuda_graph
         named = {name: each for name, each in self.model.named_modules() if isinstance(each, CometExperts)}
         self._experts = list(named.values())
+        self._cores = cores_of(model)
         self._longest_draft = 0 if speculation is None else speculation.draft_tokens
         self._drafts: DraftRouters | None = None
         if speculation is not None:
@@ -155,6 +157,8 @@ class HFEngine:
         return self._take(self._room().verify, ids)
 
     def _take(self, run: Callable[[Tensor], Tensor], ids: Tensor, *, drafts: bool = False) -> Tensor:
+        if self.cores is not None:
+            self.cores.raise_if_failed()
         self._routing.clear()
         self._steps += 1
         self._drafted = drafts
@@ -167,6 +171,11 @@ class HFEngine:
     def _drafting(self) -> AbstractContextManager[None]:
         assert self._drafts is not None, "an engine drafts by the settings of its speculation"
         return routed_by(self._gates, self._drafts.layers)
+
+    @property
+    def cores(self) -> HostCores | None:
+        """See ``Engine``."""
+        return self._cores
 
     def check(self) -> None:
         """See ``Engine``."""

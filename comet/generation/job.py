@@ -79,7 +79,7 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         result["speculation"] = generated.speculation
     if budget is not None and warm is not None:
         facts = cache_facts(warm, engine.cache_report() or warm, group)
-        if isinstance(engine, GPTEngine) and engine.cores is not None:
+        if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
         result["expert_cache"] = facts | _prediction(config, budget, group, result["roof_tb_per_s"] * 1e12)
     if printer is not None:
@@ -104,10 +104,8 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         from comet.generation.hf import HFEngine
         from comet.integrations.hf import load_pretrained
 
-        if settings.host_cores != "off":
-            raise NotImplementedError("generate.host_cores of a Hugging Face folder: set it to off")
         names = ("keep_fp8", "expert_budget", "expert_store", "host_budget", "expert_dtype", "expert_policy")
-        options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        options: dict[str, Any] = {name: getattr(settings, name) for name in (*names, "host_cores")}
         if settings.expert_prefetch:
             raise NotImplementedError("expert_prefetch=true is for checkpoints of comet train yet, not for folders")
         hf_model = load_pretrained(source.path, group, **options)

@@ -18,14 +18,16 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 from expert_memory import MB, load_capped
 from hf_cases import CountedReads, greedy, logits_with_cache, make_group, prompt, save_fused, tiny_model
 from hf_fp8_cases import publish, stock
+from host_cases import leave_all_to
 from safetensors.torch import load_file, save_file
 
 import comet.experts.store
+from comet.errors import HostComputeError
 from comet.experts.staged import StagedReport
 from comet.integrations import hf
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.fp8_experts import FP8Experts
-from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report
+from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report, cores_of
 from comet.quantize import MXType, quantize_mx
 
 STORES = {"host": {}, "file": {"expert_store": "file", "host_budget": 0.6}}
@@ -87,6 +89,32 @@ def test_shared_experts_run_by_themselves(family, tmp_path):
     modules = [module for module in loaded.modules() if isinstance(module, StoredExperts)]
     assert len(modules) == num_moe_layers(model.config)
     assert all(module.shared is None for module in modules)
+
+
+def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
+    whole, loaded = (
+        hf.load_pretrained(mixtral, **settings) for settings in ({}, {"expert_budget": 0.5, "host_cores": "1"})
+    )
+    cores = cores_of(loaded)
+    assert cores_of(whole) is None
+    leave_all_to(cores)
+    ids = prompt(1, 12)
+    torch.testing.assert_close(
+        logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1), rtol=1e-4, atol=1e-4
+    )
+    hf.check(loaded)
+    report = cache_report(loaded)
+    assert report.needed == report.hosted > 0 == report.fetched
+    cores.process.kill()
+    cores.process.wait()
+    with pytest.raises(HostComputeError, match="the process ended with status -9"):
+        hf.check(loaded)
+    with pytest.raises(HostComputeError, match="the process ended with status -9"):
+        logits_with_cache(loaded, ids, 1)
+    alone = "host_cores='1' must come with an expert_budget and expert_store='host'"
+    refuse(mixtral, alone, host_cores="1", expert_budget=None)
+    refuse(mixtral, alone, host_cores="1", expert_store="file", host_budget=0.6)
+    refuse(mixtral, "computes no quantised experts", NotImplementedError, host_cores="1", expert_dtype="mxfp8")
 
 
 def test_block_fp8_is_dequantised_as_it_is_read(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import MATRIX, VECTOR, DecodeCase
-from host_cases import DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache
+from host_cases import DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache, leave_all_to
 from ranks import run_ranks
 from tiers import slow, slow_but
 from training_cases import MODEL, MOE, Rank, make_job
@@ -173,22 +173,22 @@ def test_kernels_split_misses_as_their_twins_do(case: DecodeCase, policy: str) -
     run_ranks(compare_steps, 1, case, policy, interpret=True)
 
 
-def engine_of(host_cores: str, profile: HostProfile | None, group: ExpertGroup | None = None) -> GPTEngine:
-    """A model that answers from few slots, and asks the host's cores for what a profile says."""
+def engine_of(host_cores: str, group: ExpertGroup | None = None) -> GPTEngine:
+    """A model that answers from few slots, and asks the host's cores for all that is missing."""
     if group is None:
         group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
     model = GPT(MODEL, group, seed=1, expert_device=CPU)
     drawn = torch.Generator().manual_seed(1)
     model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
     engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores)
-    if engine.cores is not None and profile is not None:
-        engine.cores.mail.share.copy_(profile.share_table(engine.cores.sizes.max_tokens, MOE.num_experts))
+    if engine.cores is not None:
+        leave_all_to(engine.cores)
     return engine
 
 
 def compare_engines(group: ExpertGroup | None = None) -> None:
     """Texts with and without the host's cores: the same numbers, up to rounding, and other experts on the link."""
-    mine, plain = engine_of("2" if group else "1", SLOW_LINK, group), engine_of("off", None, group)
+    mine, plain = engine_of("2" if group else "1", group), engine_of("off", group)
     drawn = torch.Generator().manual_seed(7)
     ids = torch.randint(256, (1, 3), generator=drawn)  # in waves, which leave the host out
     found = [engine.prefill(ids, torch.tensor([3]), 30) for engine in (mine, plain)]
@@ -317,6 +317,7 @@ def test_a_process_that_does_not_start_says_why() -> None:
 
 def test_the_example_of_a_table() -> None:
     assert PROFILE.share_table(2, 8)[1].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert SLOW_LINK.share_table(1, 6)[1].tolist() == [0, 0, 1, 2, 3, 4, 5], "one comes to the device"
     full = replace(PROFILE, full_request_ns=20, full_expert_ns=2000)
     assert full.share_table(2, 8)[2].tolist() == [0] * 9, "of two tokens the host takes too long"
 

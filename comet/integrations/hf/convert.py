@@ -24,7 +24,7 @@ from comet.integrations.hf.families import (
 from comet.integrations.hf.fp8_experts import FP8Experts, check_width
 from comet.integrations.hf.fp8_shared import FP8JoinedExperts
 from comet.integrations.hf.methods import is_silu, is_stock
-from comet.integrations.hf.stored_experts import StoredExperts
+from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layout import ExpertLayout
 from comet.reference import shard_experts
 
@@ -95,10 +95,14 @@ def check(model: nn.Module) -> None:
         CommTimeoutError: If a rank did not come in time; what the model answered since then means nothing.
         EpochError: If so many calls were made that ``restart`` is due.
         CapacityError: If a prefill needed more routed rows than were reserved.
+        HostComputeError: If the host's cores did not compute experts in time (``host_cores``).
     """
     runners = _runners(model)
     if not runners:
         check_named(model)
+    cores = cores_of(model)
+    if cores is not None:
+        cores.check()
     for runner in runners:
         runner.check()
 

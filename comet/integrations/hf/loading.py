@@ -67,8 +67,8 @@ def load_pretrained(
         expert_dtype: ``mxfp8`` or ``mxfp4``: quantise each expert as it is read into host memory, D and F multiples of
             32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. ``None``:
             as the model is, or in block FP8 with ``keep_fp8``.
-        **options: ``expert_policy``, with a budget, as ``generate.expert_policy``. All others are passed on to
-            ``from_pretrained``, such as ``attn_implementation``.
+        **options: ``expert_policy`` and ``host_cores``, with a budget, as ``generate.expert_policy`` and
+            ``generate.host_cores``. All others are passed on to ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
         The model, in evaluation mode.
@@ -83,8 +83,8 @@ def load_pretrained(
         UnavailableError: If transformers is missing.
     """
     require_transformers()
-    policy = options.pop("expert_policy", "lru")
-    store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, policy)
+    policy, cores = options.pop("expert_policy", "lru"), options.pop("host_cores", "off")
+    store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, policy, cores)
     decode_tokens = store.most_tokens(decode_tokens, group)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
@@ -99,7 +99,7 @@ def load_pretrained(
         given = dict(config=config, state_dict=state, dtype=dtype, **options)
         model = _make(stock_class, place, folder, given).to(device)
         if budget is not None:
-            open_stores(model, layers, budget, dtype, device, group, files)
+            open_stores(model, layers, budget, dtype, device, group, files, cores)
     return model
 
 

@@ -30,6 +30,7 @@ class StoreOptions:
     expert_dtype: MXType | None = None
     keep_fp8: bool = False
     expert_policy: Policy = "lru"
+    host_cores: str = "off"
 
     def __post_init__(self) -> None:
         alone = self.expert_store == "host" and self.host_budget is None
@@ -40,6 +41,10 @@ class StoreOptions:
         require(
             self.in_store or self.expert_policy == "lru",
             f"expert_policy={self.expert_policy!r} must come with an expert_budget",
+        )
+        require(
+            self.host_cores == "off" or (self.in_store and self.expert_store == "host"),
+            f"host_cores={self.host_cores!r} must come with an expert_budget and expert_store='host', or be 'off'",
         )
         named = f"expert_dtype={self.expert_dtype} must"
         require(self.in_store or self.expert_dtype is None, f"{named} come with an expert_budget")

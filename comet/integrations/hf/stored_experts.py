@@ -15,9 +15,11 @@ from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
-from comet.experts.paths import CachedPath, Slots, report_of_paths
+from comet.experts.host_cores import HostCores, open_cores
+from comet.experts.host_profile import HostSizes
+from comet.experts.paths import CachedPath, Slots, cores_of_paths, report_of_paths
 from comet.experts.staged import StagedExperts
-from comet.experts.store import HeldExperts
+from comet.experts.store import HeldExperts, MemoryFile
 from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
@@ -129,6 +131,7 @@ def open_stores(
     device: torch.device,
     group: ExpertGroup | None,
     files: ExitStack,
+    host_cores: str = "off",
 ) -> None:
     """Give every ``StoredExperts`` of a model its store and slots; a host store is read here (collective).
 
@@ -140,23 +143,34 @@ def open_stores(
         device: Of the slots.
         group: The model's ranks, or ``None``.
         files: Open ones; the model keeps them where experts stay in files.
+        host_cores: Which cores compute some of the missing experts of a host store (``cores_of``).
     """
     modules = [model.get_submodule(name) for name in layers]
     layout, runner = modules[0].layout, modules[0].runner
     where: dict[str, Any] = dict(dtype=dtype, device=device, group=group, policy=budget.policy)
-    slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, **where)
     if budget.store == "host":
-        paths = slots.over_host([_held(reader, budget.stored, dtype, device) for reader in layers.values()])
+        sizes = HostSizes.of(next(iter(layers.values())).shapes[1][1], layout, runner.decode.max_tokens, dtype)
+        cores = open_cores(host_cores, sizes, device, runner=runner, quantised=budget.stored is not None)
+        file = None if cores is None else cores.file
+        slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, cores=cores, **where)
+        paths = slots.over_host([_held(reader, budget.stored, dtype, device, file) for reader in layers.values()])
     else:
+        slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, **where)
         paths = slots.over_readers(list(layers.values()), budget.places, files)
     for module, path in zip(modules, paths, strict=True):
         module.path = path
 
 
-def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, device: torch.device) -> HeldExperts:
+def _held(
+    reader: LayerFiles,
+    stored: StoredType | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    file: MemoryFile | None,
+) -> HeldExperts:
     """A layer's experts in host memory, as they are to be stored."""
     if stored is None:
-        return HeldExperts.fill(reader, dtype, device)
+        return HeldExperts.fill(reader, dtype, device, file)
     if stored == "fp8":
         return HeldExperts.keep_fp8(reader, device)
     return HeldExperts.quantise(reader, dtype, device, stored)
@@ -164,4 +178,13 @@ def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, dev
 
 def cache_report(model: Any) -> CacheReport | None:
     """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
-    return report_of_paths([each.path for each in model.modules() if isinstance(each, StoredExperts) and each.path])
+    return report_of_paths(_paths(model))
+
+
+def cores_of(model: Any) -> HostCores | None:
+    """The host's cores that compute some of a model's experts, if there are any."""
+    return cores_of_paths(_paths(model))
+
+
+def _paths(model: Any) -> list[CachedPath]:
+    return [each.path for each in model.modules() if isinstance(each, StoredExperts) and each.path]
