@@ -111,10 +111,11 @@ def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
         hf.check(loaded)
     with pytest.raises(HostComputeError, match="the process ended with status -9"):
         logits_with_cache(loaded, ids, 1)
-    alone = "host_cores='1' must come with an expert_budget and expert_store='host'"
-    refuse(mixtral, alone, host_cores="1", expert_budget=None)
-    refuse(mixtral, alone, host_cores="1", expert_store="file", host_budget=0.6)
-    refuse(mixtral, "computes no quantised experts", NotImplementedError, host_cores="1", expert_dtype="mxfp8")
+    for settings in ({"expert_budget": None}, {"expert_budget": 0.5, **STORES["file"]}):
+        with pytest.raises(ValueError, match="host_cores='1' must come with an expert_budget and expert_store='host'"):
+            hf.load_pretrained(mixtral, **settings, host_cores="1")
+    with pytest.raises(NotImplementedError, match="host_cores=1 computes no quantised experts"):
+        hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="mxfp8", host_cores="1")
 
 
 def test_block_fp8_is_dequantised_as_it_is_read(tmp_path):

@@ -18,7 +18,7 @@ import torch
 from decode_cases import MATRIX, VECTOR, DecodeCase
 from host_cases import DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache, leave_all_to
 from ranks import run_ranks
-from tiers import slow, slow_but
+from tiers import slow
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
@@ -37,7 +37,7 @@ from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
 from comet.kernels.expert_host import PLACE_HOST, worth_least
 from comet.kernels.expert_prefetch import plan_torch, travel_torch
-from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED
+from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
 from comet.models.gpt import GPT
 from comet.training.run import train
 
@@ -82,7 +82,7 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
     (mine, cores), (twin, other) = (cache_of(case, slots, PROFILE, policy, first) for _ in range(2))
     resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU, num_experts=case.E, first_expert=first)
     hosted = 0
-    for _ in range(8):
+    for _ in range(6):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
         ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
         output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
@@ -167,8 +167,17 @@ def test_kernels_end_by_the_deadline() -> None:
     run_ranks(wait_in_vain, 1, interpret=True)
 
 
-@pytest.mark.parametrize("policy", ["lru", slow("lfu"), "score"])
-@pytest.mark.parametrize("case", slow_but(["vector", "fold", "matrix"], CASES))
+QUICK = {("vector", "lru"), ("fold", "score"), ("matrix", "lru")}
+SPLITS = [
+    pytest.param(
+        case, policy, id=f"{case.name}-{policy}", marks=[] if (case.name, policy) in QUICK else pytest.mark.slow
+    )
+    for case in CASES
+    for policy in POLICIES
+]
+
+
+@pytest.mark.parametrize(("case", "policy"), SPLITS)
 def test_kernels_split_misses_as_their_twins_do(case: DecodeCase, policy: str) -> None:
     run_ranks(compare_steps, 1, case, policy, interpret=True)
 
