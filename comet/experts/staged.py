@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, host_memory
+from comet.experts.streaming import StreamedExperts, Visit
 
 WHY_EAGER = "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
 
@@ -83,6 +84,8 @@ class Stage:
 class StagedCache:
     """Slots for some experts of a layer on the device, filled by the host; the one used longest ago makes room.
 
+    They are ``comet.experts.streaming.Slots``.
+
     Example (S = 2): steps that need experts 3, then 0, then 3 and 2: expert 2 takes the slot of expert 0.
 
     Args:
@@ -144,7 +147,6 @@ class StagedCache:
         Returns:
             The slots, for a decode step that follows on the same stream.
         """
-        table = torch.full(self.weights.slots.shape, -1, dtype=torch.int32)
         numbers = {expert - self.first_expert for expert in top_k_ids.flatten().tolist()}
         needed = [expert for expert in sorted(numbers) if 0 <= expert < self.num_held]
         missing = [expert for expert in needed if expert not in self._slots]
@@ -155,12 +157,49 @@ class StagedCache:
         for expert in missing:
             self._fetch(expert)
         self.fetching_s += time.perf_counter() - started
+        self._count(len(needed), len(missing))
+        return self.weights
+
+    def owners(self) -> list[int]:
+        """See ``Slots``."""
+        owners = dict.fromkeys(range(self.num_slots), -1) | {slot: expert for expert, slot in self._slots.items()}
+        return list(owners.values())
+
+    def give_away(self, slots: Collection[int]) -> None:
+        """See ``Slots``."""
+        self._slots = OrderedDict((expert, slot) for expert, slot in self._slots.items() if slot not in slots)
+        self._free = [slot for slot, owner in enumerate(self.owners()) if owner < 0]
+
+    def copy(self, visit: Visit) -> None:
+        """See ``Slots``; waits for the device, because the stage may give the place to another expert next."""
+        started = time.perf_counter()
+        for part, slots in zip(
+            self.stage.get(self._reader, self._layer, visit.expert), (self.weights.w1, self.weights.w2), strict=True
+        ):
+            slots[visit.slot].copy_(part)
+        self.fetching_s += time.perf_counter() - started
+
+    def release(self, visit: Visit) -> None:
+        """See ``Slots``; a copy comes behind all that the device was given before it."""
+
+    def take(self, visits: Sequence[Visit]) -> None:
+        """See ``Slots``."""
+        copied = {visit.slot: visit.expert for visit in visits if visit.is_missing}
+        self._slots.update((expert, slot) for slot, expert in copied.items())
+        for visit in visits:
+            if visit.expert in self._slots:
+                self._slots.move_to_end(visit.expert)
+        self._free = [slot for slot, owner in enumerate(self.owners()) if owner < 0]
+        self._count(len(visits), sum(visit.is_missing for visit in visits))
+
+    def _count(self, needed: int, fetched: int) -> None:
+        """And tell the device what has a slot."""
+        self.needed += needed
+        self.fetched += fetched
+        table = torch.full(self.weights.slots.shape, -1, dtype=torch.int32)
         held = table[self.first_expert : self.first_expert + self.num_held]
         held[list(self._slots)] = torch.tensor(list(self._slots.values()), dtype=torch.int32)
         self.weights.slots.copy_(table)
-        self.needed += len(needed)
-        self.fetched += len(missing)
-        return self.weights
 
     def _fetch(self, expert: int) -> None:
         if not self._free:
@@ -188,7 +227,8 @@ def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:
 class StagedExperts:
     """Routed experts of a layer, brought by the host; an ``ExpertPath``, for inference.
 
-    A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do.
+    A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do. Of more tokens
+    than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``).
 
     Args:
         cache: The layer's; over ranks this rank's, of as many slots as those of the others.
@@ -199,6 +239,7 @@ class StagedExperts:
     def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
         self.cache = cache
         self.runner = runner
+        self.stream = StreamedExperts(cache)
         self.tokens_at_once = runner.decode.max_tokens
         if cache.num_slots < cache.num_held:
             require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
@@ -206,6 +247,8 @@ class StagedExperts:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
+        if tokens.shape[0] > self.runner.decode.max_tokens:
+            return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
         outputs = []
         for start, stop in rounds(tokens.shape[0], self.tokens_at_once):
             part = slice(start, stop)

@@ -2,7 +2,7 @@
 
 Experts that have a slot are computed first. Then each missing one travels into a slot that is free, or whose expert has
 been computed, while the products of those before it run. No other memory holds experts, so a prompt of any length stays
-within the budget. The host waits for the routing of every layer, and for nothing else.
+within the budget. The host waits for the routing of every layer, and for nothing else unless it brings experts itself.
 """
 
 from __future__ import annotations

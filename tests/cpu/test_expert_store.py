@@ -16,7 +16,9 @@ from comet.decode.runners import Decoder, LocalRunner
 from comet.experts.budget import ExpertBudget
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, host_memory
+from comet.layout import ExpertLayout
 from comet.models.sizes import dense_elements, expert_elements
+from comet.plain import plain_experts
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, WIDTH, DEPTH = 8, 32, 16
@@ -86,6 +88,43 @@ def test_staged_decode_equals_resident_decode_bit_for_bit(num_slots: int, num_pl
     found = path(tokens, ids, weights, resident.w1, resident.w2)
     torch.testing.assert_close(found, Decoder(2, 64)(tokens, ids, weights, resident), rtol=1e-4, atol=1e-4)
     assert path(tokens[:0], ids[:0], weights[:0], resident.w1, resident.w2).shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize(("num_slots", "num_places"), [(2, 2), (3, 5), (8, 8)])
+def test_longer_prompts_stream_each_expert_once_between_staged_steps(num_slots: int, num_places: int) -> None:
+    reader = Recorded(num_slots)
+    path = StagedExperts(staged(reader, num_slots, num_places), LocalRunner(2, 4), top_k=2)
+    cache, made = path.cache, torch.Generator().manual_seed(num_slots)
+    layout = ExpertLayout(num_experts=NUM_EXPERTS, top_k=2, ep=1, tp=1, rank=0)
+    for num_tokens in (1, 9, 2, 30, 1, 5):
+        ids = routing(num_tokens, 2, made)
+        tokens, weights = torch.randn(num_tokens, WIDTH, generator=made), torch.rand(num_tokens, 2, generator=made)
+        there = {expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0}
+        before, needed = cache.fetched, set(ids.flatten().tolist())
+        found = path(tokens, ids, weights, reader.w1, reader.w2)
+        wanted = plain_experts(tokens, ids, weights, reader.w1, reader.w2, layout, None)
+        if num_tokens > 4:
+            assert torch.equal(found, wanted)
+            assert cache.fetched - before == len(needed - there)
+        torch.testing.assert_close(found, wanted)
+        check_slots(cache, reader)
+    assert len(reader.asked) <= cache.fetched
+    reader.broken = 5
+    path = StagedExperts(cache := staged(reader, num_slots, num_places), LocalRunner(2, 4), top_k=2)
+    cache.bring(torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="expert 5 is cut off"):
+        path(torch.randn(8, WIDTH), torch.arange(8).repeat(2).view(8, 2), torch.rand(8, 2), reader.w1, reader.w2)
+    reader.broken = -1
+    cache.bring(torch.tensor([[5, 1]]))
+    check_slots(cache, reader)
+
+
+def check_slots(cache: StagedCache, reader: Recorded) -> None:
+    held = [expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0]
+    assert len(held) <= cache.num_slots
+    for expert in held:
+        assert torch.equal(cache.weights.w1[cache.weights.slots[expert]], reader.w1[expert])
+        assert torch.equal(cache.weights.w2[cache.weights.slots[expert]], reader.w2[expert])
 
 
 def test_the_slot_used_longest_ago_is_given_away() -> None:

@@ -62,6 +62,14 @@ def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: i
         for path in (staged, cached):
             assert torch.equal(path(tokens, ids, weights, resident.w1, resident.w2), wanted), f"step {step}, {path}"
     assert staged.cache.needed == 60 * K
+    for num_tokens in (30, 9):  # more than a decode step takes
+        ids = torch.rand(num_tokens, E, generator=made).argsort(dim=1)[:, :K].int().cuda()
+        weights = torch.rand(num_tokens, K, generator=made).cuda()
+        inputs = torch.randn(num_tokens, D, generator=made).bfloat16().cuda(), ids, weights
+        found = [path(*inputs, resident.w1, resident.w2) for path in (staged, cached)]
+        assert torch.equal(*found)
+        wanted = Decoder(K, num_tokens)(*inputs, resident)
+        torch.testing.assert_close(found[0], wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("store", [{}, {"expert_store": "file", "host_budget": 0.6}])
