@@ -47,13 +47,12 @@ from comet.experts.host_cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host_profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts, MemoryFile
-from comet.kernels.expert_tables import LAYER
 from comet.launch.cli import Parser
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
 COLUMNS = (
-    "stored", "variant", "budget", "slots", "hits", "precision", "us", "bound_us", "of_bound", "link_gbs",
+    "stored", "variant", "budget", "slots", "hits", "precision", "hosted", "us", "bound_us", "of_bound", "link_gbs",
     "x_on_demand",
 )  # fmt: skip
 LINK_BYTES = 2**28
@@ -63,7 +62,7 @@ HOST_CORES = " + host cores"
 # A way to keep experts is a line: its name, and arguments of its ``ExpertCache``. Routing weights are equal here, by
 # which the policy ``score`` is ``lfu``.
 KINDS: dict[str, dict[str, Any]] = {"cache": {}, "cache lfu": dict(policy="lfu"), PREFETCH: {}}
-KINDS |= {name + HOST_CORES: KINDS[name] for name in ("cache", "cache lfu")}
+KINDS |= {name + HOST_CORES: KINDS[name] for name in ("cache", PREFETCH)}
 TABLES_BYTES = 2**26  # beside the slots of a variant: its tables, and what the allocator rounds up
 STEPS_PER_CALL = 32  # so that calls have about as many misses
 
@@ -125,7 +124,7 @@ class Layers:
         layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
         next_ids = self.ids(at)
-        if kind == PREFETCH:
+        if kind.startswith(PREFETCH):
             prefetch_between(layers, [partial(self.guess, at, layer) for layer in range(len(layers))])
 
         def step() -> None:
@@ -141,8 +140,7 @@ class Layers:
             self.cores.start([cache.host for cache in caches])
             print(f"host cores: {self.cores.facts()}", flush=True)
         for number, cache in enumerate(caches):
-            cache.tables.header[LAYER.value] = number
-            cache.share_with(self.cores)
+            cache.share_with(self.cores, number)
 
     def guess(self, at: Tensor, layer: int, _: Tensor) -> Tensor:
         """``(1, K)``: what the step number ``at (1,)`` is expected to need of a layer."""
@@ -263,7 +261,8 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
         bound = max(microseconds["resident"], bytes_of_step / (link * 1e3))
         rows.append(
             {"stored": name, "variant": kind, "budget": budget, "slots": slots[budget],
-             "hits": report.hits, "precision": report.prefetch_precision, "us": us, "bound_us": bound,
+             "hits": report.hits, "precision": report.prefetch_precision, "hosted": report.hosted / report.needed,
+             "us": us, "bound_us": bound,
              "of_bound": bound / us, "link_gbs": bytes_of_step / (us * 1e3),
              "x_on_demand": microseconds["on_demand"] / us}
         )  # fmt: skip
@@ -333,8 +332,9 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
     for name in arguments.variants:
         require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
-    needs_trace = PREFETCH in arguments.variants and arguments.trace is None
-    require(not needs_trace, f"variants={PREFETCH!r} must come with --trace: made routing says nothing of guesses")
+    for name in arguments.variants if arguments.trace is None else ():
+        known = not name.startswith(PREFETCH)
+        require(known, f"variants={name!r} must come with --trace: made routing says nothing of guesses")
     for name in ("layers", "steps", "rounds"):
         require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")

@@ -59,7 +59,8 @@ from comet.training.data import read_corpus
 
 COLUMNS = (
     "variant", "budget", "slots", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms",
-    "mb_per_token", "link_share", "prefetch_precision", "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
+    "mb_per_token", "link_share", "prefetch_precision", "hosted",
+    "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
 )  # fmt: skip
 ON_DEMAND, RESIDENT, ACCELERATE = "on_demand", "resident", "accelerate"
 # A variant is a line: its name, and how its settings of ``comet generate`` differ from those of a plain cache.
@@ -70,6 +71,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cache score": dict(expert_policy="score"),
     "cache + prefetch": dict(expert_prefetch=True),
     "cache + host cores": dict(host_cores="auto"),
+    "cache + prefetch + host cores": dict(expert_prefetch=True, host_cores="auto"),
     "cache mxfp8": dict(expert_dtype="mxfp8"),
     "cache mxfp4": dict(expert_dtype="mxfp4"),
     "conservative": dict(speculate="conservative"),
@@ -80,12 +82,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
     ACCELERATE: {},
 }
-TO_THE_ENGINE = (
-    "expert_dtype",
-    "expert_policy",
-    "expert_prefetch",
-    "host_cores",
-)  # of these settings, by the same names
+TO_THE_ENGINE = ("expert_dtype", "expert_policy", "expert_prefetch", "host_cores")  # settings, by the same names
 PROMPT_BYTES = 64
 FIRST_TOKEN_BYTES = 1000
 HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
@@ -218,8 +215,10 @@ class Run:
         spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
         per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
         row |= {
-            "slots": variant.slots, "hits": 1 - (spent["fetched"] + spent["hosted"]) / spent["needed"], "mb_per_token": per_token / 1e6,
+            "slots": variant.slots, "hits": 1 - (spent["fetched"] + spent["hosted"]) / spent["needed"],
+            "mb_per_token": per_token / 1e6,
             "link_share": per_token * rate / (self.link * 1e9),
+            "hosted": spent["hosted"] / spent["needed"],
             "prefetch_precision": spent["prefetched_needed"] / spent["prefetched"] if spent["prefetched"] else None,
         }  # fmt: skip
         facts = [run.speculation for run in variant.runs if run.speculation is not None]

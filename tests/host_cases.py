@@ -30,15 +30,14 @@ def hosted_cache(
     policy: str = "lru",
     num_experts: int | None = None,
     first_expert: int = 0,
-    num_cores: int = 1,
 ) -> tuple[ExpertCache, HostCores]:
     """An empty cache of experts on the CPU, which are copied to memory that a process of its own maps as well."""
     held, _, hidden_size = w1.shape
     places = {"num_experts": num_experts or held, "first_expert": first_expert}
     sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
-    cores = HostCores(num_cores, sizes, device, DEADLINE_S)
-    parts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file).named_parts
-    cache = ExpertCache(**parts, num_slots=num_slots, device=device, policy=policy, **places)
-    cores.start([cache.host], profile)
-    cache.share_with(cores)
+    cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
+    held_experts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file)
+    cache = ExpertCache(**held_experts.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
+    cores.start([held_experts], profile)
+    cache.share_with(cores, 0)
     return cache, cores

@@ -21,8 +21,8 @@ from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.host_cores import HostCores
 from comet.experts.store import HeldExperts
-from comet.experts.streaming import StreamedExperts
-from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts, Policy
+from comet.experts.streaming import PinnedSlots, StreamedExperts
+from comet.kernels.expert_tables import LAYER, POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
 
 if TYPE_CHECKING:
@@ -129,9 +129,10 @@ class ExpertCache:
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host)
         self.cores: HostCores | None = None
 
-    def share_with(self, cores: HostCores) -> None:
-        """Leave some of the missing experts to the host's cores, which were started with this store among others."""
+    def share_with(self, cores: HostCores, layer: int) -> None:
+        """Leave some missing experts to the host's cores, which were started with this store as number ``layer``."""
         self.cores = cores
+        self.tables.header[LAYER.value] = layer
         self.host = replace(self.host, mail=cores.mail)
         self.weights = replace(self.weights, host=self.host)
 
@@ -187,7 +188,7 @@ class CachedExperts:
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         stream = runner.decode.copy_stream(cache.weights.w1.device)
-        self.stream = StreamedExperts(cache.host, cache.weights, cache.first_expert, stream)
+        self.stream = StreamedExperts(PinnedSlots(cache.host, cache.weights, cache.first_expert, stream))
         self.cache = cache
         self.runner = runner
         least = min(top_k, cache.host.w1.shape[0])

@@ -25,7 +25,7 @@ from comet.experts.host_worker import Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.expert_host import PLACE_HOST
 from comet.kernels.expert_mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
-from comet.kernels.expert_tables import LAYER, HostExperts
+from comet.kernels.expert_parts import ExpertParts
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class HostCores:
         self.process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
-    def start(self, stores: Sequence[HostExperts], profile: HostProfile | None = None) -> None:
+    def start(self, stores: Sequence[ExpertParts], profile: HostProfile | None = None) -> None:
         """Start the process on the experts of all layers, which are in ``file``, and decide what it is given to do.
 
         Args:
@@ -106,10 +106,8 @@ class HostCores:
         Raises:
             HostComputeError: If the process does not start.
         """
-        for number, store in enumerate(stores):
-            if len(store.parts) > 2:
-                raise NotImplementedError("host_cores computes no quantised experts: set host_cores=off")
-            store.tables.header[LAYER.value] = number
+        if len(stores[0].parts) > 2:
+            raise NotImplementedError("host_cores computes no quantised experts: set host_cores=off")
         mail = self.mail
         plan = WorkerPlan(
             file=self.file.descriptor,
@@ -289,7 +287,7 @@ def open_cores(
     return HostCores(num_cores, sizes, device, timeout_s, fault, insists=setting != "auto")
 
 
-def started(cores: HostCores | None, stores: Sequence[HostExperts]) -> HostCores | None:
+def started(cores: HostCores | None, stores: Sequence[ExpertParts]) -> HostCores | None:
     """The cores, started on the experts of all layers; ``None``, and closed, where they do not pay and need not be."""
     if cores is None:
         return None

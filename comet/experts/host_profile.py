@@ -13,10 +13,10 @@ from torch import Tensor
 from comet.config import MoEConfig
 from comet.kernels.expert_host import ask_torch
 from comet.kernels.expert_mailbox import REQUEST, Mailbox
-from comet.kernels.expert_tables import HostExperts
+from comet.kernels.expert_parts import ExpertParts
 from comet.layout import ExpertLayout
 
-REPEATS = 5  # counted, behind one that is not
+REPEATS = 5  # counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class HostSizes:
         )
 
 
-def measure(mail: Mailbox, stores: Sequence[HostExperts], sizes: HostSizes, device: torch.device) -> HostProfile:
+def measure(mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, device: torch.device) -> HostProfile:
     """Time the link and the host's cores on experts of all layers, each another one, so that no cache has them."""
     aside = replace(mail, sequence=mail.words[REQUEST.value : REQUEST.value + 1].clone(), fault=mail.fault.cpu())
     few = min(sizes.top_k, stores[0].w1.shape[0], 3)
@@ -113,7 +113,7 @@ def measure(mail: Mailbox, stores: Sequence[HostExperts], sizes: HostSizes, devi
     )  # fmt: skip
 
 
-def time_link(stores: Sequence[HostExperts], device: torch.device) -> float:
+def time_link(stores: Sequence[ExpertParts], device: torch.device) -> float:
     """Nanoseconds in which an expert comes to the device."""
     room = [torch.empty_like(part[0], device=device) for part in stores[0].parts]
     times = []
@@ -129,16 +129,16 @@ def time_link(stores: Sequence[HostExperts], device: torch.device) -> float:
 
 
 def time_request(
-    mail: Mailbox, stores: Sequence[HostExperts], sizes: HostSizes, num_tokens: int, num_experts: int
+    mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, num_tokens: int, num_experts: int
 ) -> float:
     """Nanoseconds of a request of so many tokens, each of which chose all of so many experts."""
     tokens = torch.ones(num_tokens, sizes.hidden_size, dtype=sizes.dtype)
     weights = torch.ones(num_tokens, num_experts)
     held, times = stores[0].w1.shape[0], []
-    for repeat in range(REPEATS + 1):
+    for repeat in range(2 * REPEATS):
         experts = [sizes.first_expert + (repeat * num_experts + each) % held for each in range(num_experts)]
         ids = torch.tensor(experts).expand(num_tokens, num_experts)
         started = time.perf_counter_ns()
         ask_torch(mail, repeat % len(stores), experts, tokens, ids, weights)
         times.append(time.perf_counter_ns() - started)
-    return float(median(times[1:]))
+    return float(median(times[REPEATS:]))

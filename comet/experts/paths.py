@@ -61,10 +61,10 @@ class Slots:
         """
         if least_of_ranks(all(layer.readable for layer in layers), self.group):
             caches = self._fitting([partial(self._cache, layer) for layer in layers])
-            cores = started(self.cores, [cache.host for cache in caches])
+            cores = started(self.cores, layers)
             if cores is not None:
-                for cache in caches:
-                    cache.share_with(cores)
+                for number, cache in enumerate(caches):
+                    cache.share_with(cores, number)
             return [CachedExperts(cache, self.runner, self.layout.top_k) for cache in caches]
         pageable = sum(layer.num_bytes for layer in layers if not layer.readable)
         self._check_pageable(layers[0], pageable)

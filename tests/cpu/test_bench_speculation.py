@@ -13,6 +13,7 @@ import bench_experts
 import bench_speculation
 import pytest
 import torch
+from bench_experts import HOST_CORES
 from bench_speculation import ACCELERATE, KINDS, main
 from draft_quality import draft_passes, measure_drafts, whole_pass
 from draft_statistics import Rounds, kept_drafts, of_positions
@@ -80,7 +81,8 @@ def test_a_run_on_a_cpu(
     for name in PICTURES:
         assert str(tmp_path / f"{name}.png") in out
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-    replay_elsewhere(tmp_path / "routing.pt", capsys)
+    kinds = [name for name in bench_experts.KINDS if not name.endswith(HOST_CORES)]
+    replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
 
 
 def check_quality(found: dict) -> None:
@@ -105,21 +107,31 @@ def check_quality(found: dict) -> None:
         )
 
 
-def replay_elsewhere(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_host_cores_at_another_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = small_trace()
+    replace(trace, guessed=trace.ids.roll(1, dims=2)).save(tmp_path / "routing.pt")
+    kinds = [name for name in bench_experts.KINDS if name.endswith(HOST_CORES)]
+    rows = replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
+    assert all(0 <= row["hosted"] <= 1 for row in rows)
+
+
+def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[dict]:
     """The recorded routing in the benchmark of experts, at its own shape."""
     words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6"]
-    words += ["--variants", ",".join(bench_experts.KINDS), "--rounds", "1"]
-    with pytest.raises(ValueError, match=r"variants='cache \+ prefetch' must come with --trace"):
+    words += ["--variants", ",".join(kinds), "--rounds", "1"]
+    with pytest.raises(ValueError, match=r"variants='cache \+ prefetch.* must come with --trace"):
         bench_experts.main(words)
     bench_experts.main([*words, "--trace", str(path)])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["trace"] == str(path)
-    kept = [row for row in found["rows"] if row["variant"] in bench_experts.KINDS]
+    kept = [row for row in found["rows"] if row["variant"] in kinds]
     assert [(row["variant"], row["budget"]) for row in kept] == [
-        (kind, budget) for budget in (0.5, 1.0) for kind in bench_experts.KINDS
+        (kind, budget) for budget in (0.5, 1.0) for kind in kinds
     ]
     assert all(row["hits"] == 1 for row in kept if row["budget"] == 1)
     assert all(0 < row["hits"] < 1 for row in kept if row["budget"] < 1)
+    return kept
 
 
 def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -196,7 +208,7 @@ def test_rounds_are_those_of_speculation(mode: str) -> None:
     model = SimpleNamespace(lengths=torch.zeros(1).long(), rewind=lambda _: None, decode=lambda _: p[None])
     model.draft, model.verify = lambda _: q[None], lambda ids: p.expand(1, ids.shape[1], -1)
     sampling = SimpleNamespace(seen=None, probabilities=lambda each, _: each, certain=lambda each: each)
-    count = 4000
+    count = 1500
     rounds = Speculation(model, sampling, config, torch.rand(count, 1, 7, generator=drawn, dtype=torch.float64))
     made = []
     for _ in range(count):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ from comet.generation.experts import plan_experts
 from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
 from comet.kernels.expert_host import PLACE_HOST, worth_least
-from comet.kernels.expert_tables import COUNT, HOSTED
+from comet.kernels.expert_prefetch import plan_torch, travel_torch
+from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED
 from comet.models.gpt import GPT
 from comet.training.run import train
 
@@ -50,6 +52,9 @@ CASES = [
 ]
 
 
+CASE = CASES[0]
+
+
 def cache_of(
     case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
 ) -> tuple[ExpertCache, HostCores]:
@@ -59,6 +64,13 @@ def cache_of(
     w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:] / 8 for shape in shapes)
     sizes = {"top_k": case.K, "max_tokens": case.T, "num_experts": case.E, "first_expert": first}
     return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy)
+
+
+def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
+    """For the answers that the cache waits for."""
+    cores.mail = replace(cores.mail, timeout_ns=timeout_ns)
+    cache.host = replace(cache.host, mail=cores.mail)
+    cache.weights = replace(cache.weights, host=cache.host)
 
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
@@ -92,6 +104,67 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
         assert each.counts[0] == hosted > 0
         each.check()
         each.close()
+
+
+def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
+    """What came before its step half or whole is fetched as ever; the host computes others."""
+    print("seed", case.seed)
+    made, drawn = torch.Generator().manual_seed(case.seed), random.Random(case.seed)
+    (mine, cores), (twin, other) = (cache_of(case, case.T * case.K + 1, SLOW_LINK) for _ in range(2))
+    for cache in (mine, twin):
+        cache.expect_prefetch()
+    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU)
+    taken = 0
+    for _ in range(8):
+        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
+        ids = torch.randint(case.E, (case.T, case.K), generator=made, dtype=torch.int32)
+        for cache in (mine, twin):
+            plan_torch(ids, cache.host)
+            travel_torch(cache.weights.parts, cache.host)
+        pieces = drawn.randint(0, int(mine.tables.header[NEXT.value]))
+        for cache in (mine, twin):  # all of them are there, but the step does not know of those behind
+            cache.tables.header[NEXT.value] = pieces
+        for copy in range(int(mine.tables.header[PLANNED.value])):
+            _, slot, former = mine.tables.ahead[:, copy].tolist()
+            if former >= 0 and pieces <= copy * mine.host.pieces:
+                for cache in (mine, twin):
+                    cache.weights.w1[slot], cache.weights.w2[slot] = cache.host.w1[former], cache.host.w2[former]
+        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
+        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        warp_decode_torch(tokens, ids, weights, twin.weights)
+        for name in TABLES:
+            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        assert mine.tables.header[HOSTED.value] == twin.tables.header[HOSTED.value]
+        count, hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
+        taken += count > hosted > 0 and pieces % mine.host.pieces > 0
+    assert taken > 0
+    assert cores.counts[0] == other.counts[0] > 0
+    for each in (cores, other):
+        each.close()
+
+
+def test_experts_on_their_way_are_fetched_and_others_computed() -> None:
+    run_ranks(compare_with_prefetch, 1, CASE, interpret=True)
+
+
+def wait_in_vain(rank: int, world_size: int) -> None:
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    set_deadline(cache, cores, 10**8)
+    ids, tokens, weights = torch.arange(CASE.K, dtype=torch.int32)[None], torch.ones(1, CASE.D), torch.ones(1, CASE.K)
+    assert run_kernels(tokens, ids, weights, cache.weights, config=CASE.config).isnan().all()
+    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
+        cores.check()
+    cache.tables.slots.fill_(-1)
+    run_kernels(tokens, ids, weights, cache.weights, config=CASE.config)
+    assert cache.tables.header[HOSTED.value] == 0, "the host is asked no more"
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
+
+
+def test_kernels_end_by_the_deadline() -> None:
+    run_ranks(wait_in_vain, 1, interpret=True)
 
 
 @pytest.mark.parametrize("policy", ["lru", slow("lfu"), "score"])
@@ -165,9 +238,6 @@ def test_the_task_reports_what_the_cores_cost(tmp_path: Path) -> None:
     assert result["expert_cache"]["hosted"] >= 0
 
 
-CASE = CASES[0]
-
-
 def request_of(cache: ExpertCache) -> torch.Tensor:
     """A step that misses all of its experts."""
     ids = torch.arange(CASE.K, dtype=torch.int32)[None]
@@ -189,9 +259,7 @@ def test_a_process_that_dies_is_named_before_the_next_step() -> None:
 def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
     cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
     os.kill(cores.process.pid, signal.SIGSTOP)
-    mail = replace(cores.mail, timeout_ns=10**8)
-    cache.host = replace(cache.host, mail=mail)
-    cache.weights = replace(cache.weights, host=cache.host)
+    set_deadline(cache, cores, 10**8)
     assert torch.isnan(request_of(cache)).all(), "nobody takes this for a result"
     count = int(cache.tables.header[HOSTED.value])
     assert cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
@@ -243,9 +311,8 @@ def test_a_process_that_does_not_start_says_why() -> None:
     held = HeldExperts.fill(
         HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True), torch.float32, CPU, cores.file
     )
-    cache = ExpertCache(**held.named_parts, num_slots=1, device=CPU)
     with pytest.raises(HostComputeError, match=r"did not start \(RuntimeError: set_num_threads expects a positive"):
-        cores.start([cache.host], PROFILE)
+        cores.start([held], PROFILE)
 
 
 def test_the_example_of_a_table() -> None:

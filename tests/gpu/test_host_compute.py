@@ -44,9 +44,7 @@ def opened(
 ) -> tuple[ExpertCache, HostCores, DecodeWeights]:
     """A cache, its cores, and the same experts as float64 on the CPU."""
     w1, w2 = weights_of(made)
-    cache, cores = hosted_cache(
-        w1, w2, num_slots, CUDA, top_k=K, max_tokens=num_tokens, profile=profile, policy=policy, num_cores=2
-    )
+    cache, cores = hosted_cache(w1, w2, num_slots, CUDA, top_k=K, max_tokens=num_tokens, profile=profile, policy=policy)
     exact = DecodeWeights(w1=w1.double(), w2=w2.double(), slots=torch.arange(E, dtype=torch.int32))
     return cache, cores, exact
 
@@ -138,7 +136,7 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tup
     assert decode(tokens, ids, weights, cache.weights).isnan().all(), "nobody takes this for a result"
     with pytest.raises(HostComputeError, match="of layer 0: the process is still at it"):
         cores.check()
-    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
+    with pytest.raises(HostComputeError, match=r"within 60\.0 s"):
         cores.raise_if_failed()
     decode(tokens, ids, weights, cache.weights)
     torch.cuda.synchronize()
@@ -147,7 +145,7 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tup
 def test_what_this_machine_costs(made: torch.Generator) -> None:
     """The measured profile is of numbers above 0, and says for what it takes the cores."""
     w1, w2 = weights_of(made)
-    _, cores = hosted_cache(w1, w2, K, CUDA, top_k=K, max_tokens=4, profile=None, num_cores=4)
+    _, cores = hosted_cache(w1, w2, K, CUDA, top_k=K, max_tokens=4, profile=None)
     print(cores.facts())
     assert cores.profile is not None
     assert cores.profile.link_ns > 0
