@@ -86,7 +86,8 @@ class Slots:
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
         (_, *w1), (_, *w2) = layers[0].shapes
-        stage = Stage(num_places, (tuple(w1), tuple(w2)), self.dtype, self.device)
+        deadline_s = self.group.comm.timeout_s if self.group is not None and self.layout.world_size > 1 else None
+        stage = Stage(num_places, (tuple(w1), tuple(w2)), self.dtype, self.device, deadline_s=deadline_s)
         stage.files = None if files is None else files.pop_all()
         caches = self._fitting([partial(self._staged, layer, stage, number) for number, layer in enumerate(layers)])
         return [StagedExperts(cache, self.runner, self.layout.top_k) for cache in caches]

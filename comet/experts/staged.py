@@ -7,10 +7,12 @@ written counts as an expert.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +21,14 @@ from torch import Tensor
 from comet.config import require
 from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
+from comet.errors import CommTimeoutError
 from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, host_memory
 from comet.experts.streaming import StreamedExperts, Visit
 
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
 WHY_EAGER = "the host brings missing experts before every layer: they are in files or in memory that cannot be pinned"
 
 
@@ -45,6 +51,8 @@ class Stage:
         shapes: Of one expert's w1 and w2.
         dtype: Of the memory.
         device: That copies from it.
+        deadline_s: How long other ranks wait for this one; ``None``: there are none.
+        patience_s: After which a read that has not ended yet is named in the log.
 
     Attributes:
         num_reads: Experts that were read into it so far.
@@ -57,7 +65,11 @@ class Stage:
         shapes: tuple[tuple[int, ...], tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        deadline_s: float | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        self._deadline_s, self._patience_s = deadline_s, patience_s
         self._w1, self._w2 = (host_memory((num_places, *shape), dtype, device)[0] for shape in shapes)
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(num_places))
@@ -65,8 +77,19 @@ class Stage:
         self.num_reads = 0
         self.files: AbstractContextManager[object] | None = None
 
-    def get(self, reader: ExpertReader, layer: int, expert: int) -> tuple[Tensor, Tensor]:
-        """An expert's w1 ``(2F, D)`` and w2 ``(D, F)``, good until ``num_places`` others were asked for."""
+    def get(self, reader: ExpertReader, layer: int, expert: int, first_expert: int = 0) -> tuple[Tensor, Tensor]:
+        """An expert's w1 ``(2F, D)`` and w2 ``(D, F)``, good until ``num_places`` others were asked for.
+
+        Args:
+            reader: Of the layer.
+            layer: Its number.
+            expert: Its number among all.
+            first_expert: Number of the reader's first.
+
+        Raises:
+            ValueError: See ``ExpertReader``.
+            CommTimeoutError: If other ranks have not waited for the read to end.
+        """
         key = layer, expert
         if key in self._places:
             self._places.move_to_end(key)
@@ -74,11 +97,31 @@ class Stage:
             if not self._free:
                 self._free.append(self._places.popitem(last=False)[1])
             place = self._free[-1]
-            reader.read(expert, self._w1[place], self._w2[place])
+            with self._watched(f"expert {expert} of MoE layer {layer}"):
+                reader.read(expert - first_expert, self._w1[place], self._w2[place])
             self._places[key] = self._free.pop()  # not before it is whole
             self.num_reads += 1
         place = self._places[key]
         return self._w1[place], self._w2[place]
+
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Name what is read once that takes long, and where it took longer than other ranks wait."""
+        waiting = "still reading %s after %.1f s: is its file on a slow disk or network, or does memory swap?"
+        timer = threading.Timer(self._patience_s, logger.warning, [waiting, name, self._patience_s])
+        timer.daemon = True
+        timer.start()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        seconds = time.perf_counter() - started
+        if self._deadline_s is not None and seconds > self._deadline_s:
+            raise CommTimeoutError(
+                f"{name} took {seconds:.1f} s to be read, and the other ranks wait for {self._deadline_s:.1f} s: raise "
+                "comm.timeout_s, or keep experts in host memory"
+            )
 
 
 class StagedCache:
@@ -205,7 +248,7 @@ class StagedCache:
         if not self._free:
             self._free.append(self._slots.popitem(last=False)[1])
         slot = self._free[-1]
-        w1, w2 = self.stage.get(self._reader, self._layer, expert)
+        w1, w2 = self.stage.get(self._reader, self._layer, self.first_expert + expert, self.first_expert)
         self.weights.w1[slot].copy_(w1, non_blocking=True)
         self.weights.w2[slot].copy_(w2, non_blocking=True)
         self._slots[expert] = self._free.pop()

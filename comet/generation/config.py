@@ -55,7 +55,7 @@ class GenerateConfig(SpeculationConfig):
         speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
             with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
             drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
-            are faster. Checkpoints of ``comet train``.
+            are faster.
         keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored, with a budget as well; else
             they are dequantised.
     """

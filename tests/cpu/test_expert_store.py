@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from training_cases import MODEL, MOE
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder, LocalRunner
+from comet.errors import CommTimeoutError
 from comet.experts.budget import ExpertBudget
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, host_memory
@@ -154,6 +157,35 @@ def test_an_expert_that_was_read_in_part_is_never_used() -> None:
             if slot >= 0:
                 assert torch.equal(weights.w1[slot], reader.w1[expert])
                 assert torch.equal(weights.w2[slot], reader.w2[expert])
+
+
+def test_a_read_that_takes_long_is_named_with_its_layer(caplog) -> None:
+    reader, named = Recorded(6), threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: named.set()
+    stage = Stage(2, ((2 * DEPTH, WIDTH), (WIDTH, DEPTH)), torch.float32, CPU, patience_s=0.01)
+    cache = StagedCache(reader, stage, 3, 2, torch.float32, CPU, num_experts=20, first_expert=10)
+    read = reader.read
+    reader.read = lambda *given: named.wait(60) and read(*given)  # ends once it is named
+    logging.getLogger().addHandler(handler)  # behind caplog's
+    try:
+        with caplog.at_level(logging.WARNING, "comet"):
+            slots = cache.bring(torch.tensor([[14, 9]]))
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert caplog.messages[0].startswith("still reading expert 14 of MoE layer 3 after 0.0 s")
+    assert torch.equal(slots.w1[int(slots.slots[14])], reader.w1[4])
+    assert (slots.slots >= 0).sum() == 1, "expert 9 is another rank's"
+
+
+def test_a_read_that_other_ranks_do_not_wait_for_ends_the_step_by_its_name() -> None:
+    reader = Recorded(6)
+    stage = Stage(2, ((2 * DEPTH, WIDTH), (WIDTH, DEPTH)), torch.float32, CPU, deadline_s=0.0)
+    cache = StagedCache(reader, stage, 3, 2, torch.float32, CPU)
+    for _ in range(2):
+        with pytest.raises(CommTimeoutError, match=r"^expert 4 of MoE layer 3 took .* other ranks wait for 0\.0 s"):
+            cache.bring(torch.tensor([[4]]))
+    assert reader.asked == [4, 4], "it is not taken for read"
 
 
 @pytest.mark.parametrize("status", [0, 2])

@@ -30,7 +30,8 @@ from comet.integrations.hf.stored_experts import StoredExperts
 
 GREEDY = GenerateConfig(
     prompts=("def f(x):", "a", "the quick brown fox"),
-    max_new_tokens=20,
+    max_new_tokens=14,
+    draft_tokens=3,
     temperature=0.0,
     speculate="conservative",
     tau=0.0,
@@ -160,12 +161,14 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_greedy_texts_are_those_of_plain_decoding(family: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("family", "cases"), [("qwen3_moe", [*CASES, *MORE]), ("mixtral", CASES[1:2])])
+def test_greedy_texts_are_those_of_plain_decoding(
+    family: str, cases: list[dict[str, Any]], folders: dict[str, Path]
+) -> None:
     """The context of 32 tokens ends inside drafts; half of the slots are given away again and again."""
     folder, penalised = str(folders[family]), {**PLAIN, "repetition_penalty": 1.3}
-    plain, plain_penalised, *found = run(0, 1, folder, 1, 1, [PLAIN, penalised, *CASES, *MORE])
-    for changes, made in zip([*CASES, *MORE], found, strict=True):
+    plain, plain_penalised, *found = run(0, 1, folder, 1, 1, [PLAIN, penalised, *cases])
+    for changes, made in zip(cases, found, strict=True):
         facts = made["speculation"]
         assert facts["drafted"] >= facts["accepted"] > 0, changes
         if changes.get("speculate") == "adaptive":
@@ -181,8 +184,8 @@ def test_greedy_texts_are_those_of_plain_decoding(family: str, folders: dict[str
 def test_ranks_write_the_text_of_one(ep: int, tp: int, folders: dict[str, Path]) -> None:
     folder = str(folders["qwen3_moe"])
     (plain,) = run(0, 1, folder, 1, 1, [PLAIN])
-    ranks = run_ranks(run, ep * tp, folder, ep, tp, CASES)
-    for changes, *made in zip(CASES, *ranks, strict=True):
+    ranks = run_ranks(run, ep * tp, folder, ep, tp, CASES[1:])
+    for changes, *made in zip(CASES[1:], *ranks, strict=True):
         for each in made:
             assert each["texts"] == plain["texts"], changes
             assert each["speculation"] == made[0]["speculation"]

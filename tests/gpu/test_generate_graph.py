@@ -159,7 +159,7 @@ def test_transformers(family: str, num_sequences: int, dtype: torch.dtype) -> No
         torch.testing.assert_close(layer.keys, other.keys, rtol=1e-5, atol=1e-5)
 
 
-def hf_engine(family: str, dtype: torch.dtype, cuda_graph: str, **changes: Any) -> Any:
+def hf_engine(family: str, dtype: torch.dtype, cuda_graph: str, speculation: Any = None, **changes: Any) -> Any:
     """A converted tiny model."""
     pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
     from hf_cases import tiny_model
@@ -167,7 +167,32 @@ def hf_engine(family: str, dtype: torch.dtype, cuda_graph: str, **changes: Any) 
     from comet.generation.hf import HFEngine
     from comet.integrations import hf
 
-    return HFEngine(hf.convert(tiny_model(family, dtype, **changes).to(GPU)), cuda_graph=cuda_graph)
+    model = hf.convert(tiny_model(family, dtype, **changes).to(GPU))
+    return HFEngine(model, cuda_graph=cuda_graph, speculation=speculation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_drafts_and_verification_of_a_transformers_model(family: str) -> None:
+    """Three graphs over one static cache, whose sequences take different numbers of tokens back."""
+    from comet.config import SpeculationConfig
+
+    drafts = SpeculationConfig(draft_experts=(1,), tau=0.0)
+    engines = [hf_engine(family, torch.float32, mode, speculation=drafts) for mode in ("off", "on")]
+    ids, lengths = prompts_of(2, 1, 64, GPU)
+    found = [[engine.prefill(ids, lengths, int(lengths.max()) + 40)] for engine in engines]
+    for token in range(6):
+        tokens = torch.tensor([[token, 3, 4], [9, 8, token]], device=GPU)
+        for engine, made in zip(engines, found, strict=True):
+            before = engine.lengths.clone()
+            made += [engine.draft(tokens[:, 0]), engine.draft(tokens[:, 1])]
+            engine.rewind(before)
+            made.append(engine.verify(tokens))
+            engine.rewind(before + torch.tensor([1 + token % 3, 2], device=GPU))
+            made.append(engine.decode(tokens[:, 2]))
+    assert not engines[1].why_eager
+    for eager, captured in zip(*found, strict=True):
+        torch.testing.assert_close(captured, eager, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,115 @@
+"""A device that has less memory than a budget asks for: fewer slots in all layers, alike on all ranks, or a refusal."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import greedy, make_group, prompt, tiny_config, tiny_model
+
+import comet.experts.paths
+from comet.experts.cache import ExpertCache
+from comet.experts.fitting import fewer_slots
+from comet.experts.staged import StagedCache
+from comet.integrations import hf
+from comet.integrations.hf.stored_experts import cache_report
+
+MODEL = dict(num_experts_per_tok=2)
+STORES: dict[str, dict[str, Any]] = {"host": {}, "file": {"expert_store": "file", "host_budget": 1.0}}
+
+
+def limit_memory(room: int) -> None:
+    """A device with room for so many slots of all caches that are alive."""
+    held: dict[int, int] = {}
+
+    def limited(kind: type) -> type:
+        class Limited(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, *given: Any, **named: Any) -> None:
+                super().__init__(*given, **named)
+                gc.collect()  # what is still referred to by a cycle is not what is looked for
+                if sum(held.values()) + self.num_slots > room:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+                held[id(self)] = self.num_slots
+                weakref.finalize(self, held.pop, id(self))
+
+        return Limited
+
+    comet.experts.paths.ExpertCache = limited(ExpertCache)  # type: ignore[misc]
+    comet.experts.paths.StagedCache = limited(StagedCache)  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what ``limit_memory`` replaces."""
+    for kind in (ExpertCache, StagedCache):
+        monkeypatch.setattr(comet.experts.paths, kind.__name__, kind)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("qwen3")
+    tiny_model("qwen3_moe", **MODEL).save_pretrained(made)
+    return made
+
+
+def test_fewer_slots_example_of_the_docstring() -> None:
+    assert fewer_slots(16, 3, 4, 2) == 10
+    assert fewer_slots(16, 4, 4, 2) == 14, "another rank had less"
+    assert fewer_slots(16, 0, 4, 2) == 2
+    assert fewer_slots(3, 3, 4, 2) == 2
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_cache_shrinks_and_goes_on(store: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limit_memory(10)  # of 16: the second layer of two does not fit
+    with caplog.at_level(logging.WARNING, "comet"):
+        loaded = hf.load_pretrained(folder, expert_budget=1.0, **STORES[store])
+    assert caplog.messages == [
+        "expert_budget: 3 slots in each of 2 layers in place of 8: the device is out of memory (CUDA out of memory. "
+        "Tried to allocate)"
+    ]
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(tiny_model("qwen3_moe", **MODEL), prompt(2, 9)))
+    report = cache_report(loaded)
+    assert report.slots == 3
+    assert report.fetched > 2 * report.slots
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_too_little_for_a_token_is_refused(store: str, folder: Path) -> None:
+    limit_memory(3)
+    with pytest.raises(
+        ValueError, match=r"expert_budget must fit the device's memory: 2 slots in each of 2 layers.* \(CUDA out of mem"
+    ):
+        hf.load_pretrained(folder, expert_budget=1.0, **STORES[store])
+
+
+def little_on_one(rank: int, world_size: int, folder: str) -> list[tuple[Any, ...]]:
+    group, found = make_group(tiny_config("qwen3_moe", **MODEL), 1, 2), []
+    for room in (10, 3):
+        limit_memory(room if rank else 100)
+        try:
+            loaded = hf.load_pretrained(folder, group, expert_budget=1.0)
+        except ValueError as error:
+            found.append((str(error), None))
+        else:
+            found.append((cache_report(loaded).slots, greedy(loaded, prompt(2, 9))))
+            del loaded
+    group.close()
+    return found
+
+
+def test_all_ranks_take_the_slots_of_the_one_with_least_memory(folder: Path) -> None:
+    wanted = greedy(tiny_model("qwen3_moe", **MODEL), prompt(2, 9))
+    for rank, ((slots, tokens), (refusal, _)) in enumerate(run_ranks(little_on_one, 2, str(folder))):
+        assert slots == 3
+        assert torch.equal(tokens, wanted)
+        assert ("CUDA out of memory" if rank else "another rank is out of memory") in refusal
