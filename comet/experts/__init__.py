@@ -7,7 +7,7 @@ from comet.experts.cache import (
     ExpertCache,
     slots_of_budget,
 )
-from comet.experts.draft_router import CachedOnRanks, DraftRouter
+from comet.experts.draft_router import CachedOnRanks, DraftRouter, DraftRouters
 from comet.experts.speculation import Speculation
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "CachedExperts",
     "CachedOnRanks",
     "DraftRouter",
+    "DraftRouters",
     "ExpertCache",
     "Speculation",
     "slots_of_budget",

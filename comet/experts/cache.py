@@ -21,7 +21,7 @@ from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.host_cores import HostCores
 from comet.experts.store import HeldExperts
-from comet.experts.streaming import StreamedExperts
+from comet.experts.streaming import PinnedSlots, StreamedExperts
 from comet.kernels.expert_tables import LAYER, POLICIES, CacheTables, HostExperts, Policy
 from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
 
@@ -188,7 +188,7 @@ class CachedExperts:
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         stream = runner.decode.copy_stream(cache.weights.w1.device)
-        self.stream = StreamedExperts(cache.host, cache.weights, cache.first_expert, stream)
+        self.stream = StreamedExperts(PinnedSlots(cache.host, cache.weights, cache.first_expert, stream))
         self.cache = cache
         self.runner = runner
         least = min(top_k, cache.host.w1.shape[0])

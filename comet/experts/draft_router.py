@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comet.config import SpeculationConfig, require
 from comet.group import ExpertGroup
 from comet.router import Router, Routing
 
@@ -73,3 +74,47 @@ class CachedOnRanks:
         parts = (torch.stack(list(self._slots)) >= 0).int()
         dist.all_reduce(parts, group=self._group.process_group)
         self.table.copy_((parts == self._group.parallel.tp).int() - 1)
+
+
+class DraftRouters:
+    """Routes the drafts of all layers of a model.
+
+    Args:
+        routers: Of the MoE layers.
+        config: How drafts are made.
+        slots: ``(E,)`` int32 of each layer, see ``CachedOnRanks``; empty without caches.
+        group: The ranks; ``None``: this rank alone.
+
+    Attributes:
+        layers: One for each layer.
+        cached: Which experts drafts choose from, over ranks.
+
+    Raises:
+        ValueError: If the numbers of experts do not fit the model, or there is no cache to choose from.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[Router],
+        config: SpeculationConfig,
+        slots: Sequence[Tensor],
+        group: ExpertGroup | None,
+    ) -> None:
+        require(
+            bool(slots) or not config.draft_cached_only,
+            "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
+        )
+        self.cached: CachedOnRanks | None = None
+        chosen: Sequence[Tensor | None] = [None] * len(routers)
+        if config.draft_cached_only:
+            chosen = slots
+            if group is not None and group.parallel.world_size > 1:
+                self.cached = CachedOnRanks(slots, group)
+                chosen = [*self.cached.table]
+        numbers = config.experts_per_layer(min((each.config.top_k for each in routers), default=2), len(routers))
+        self.layers = [DraftRouter(*each) for each in zip(routers, numbers, chosen, strict=True)]
+
+    def refresh(self) -> None:
+        """Ask all ranks what is cached, where drafts depend on it (collective); due behind any pass that fetched."""
+        if self.cached is not None:
+            self.cached.refresh()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.decode.runners import Decoder, rounds
+from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.experts.cache import CacheReport
 from comet.experts.store import ExpertReader, host_memory
@@ -86,12 +86,14 @@ class StagedCache:
     Example (S = 2): steps that need experts 3, then 0, then 3 and 2: expert 2 takes the slot of expert 0.
 
     Args:
-        reader: All experts of the layer.
+        reader: All experts of the layer that this rank holds.
         stage: Which all layers share.
         layer: Tells its experts there from those of other layers.
         num_slots: S.
         dtype: Of the slots.
         device: Where they are.
+        num_experts: E, of all ranks; ``None``: those of the reader.
+        first_expert: Number of the reader's first among them.
 
     Attributes:
         needed: Distinct experts that steps needed so far, summed over steps.
@@ -107,19 +109,22 @@ class StagedCache:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        num_experts: int | None = None,
+        first_expert: int = 0,
     ) -> None:
-        (num_experts, *w1), (_, *w2) = reader.shapes
+        (num_held, *w1), (_, *w2) = reader.shapes
         require(
             num_slots <= stage.num_places,
             f"num_places={stage.num_places} of the stage must be at least num_slots={num_slots}",
         )
-        self.num_slots = num_slots
+        self.num_slots, self.num_held, self.first_expert = num_slots, num_held, first_expert
         self.needed = self.fetched = 0
         self.fetching_s = 0.0
         self.weights = DecodeWeights(
             w1=torch.zeros(num_slots, *w1, dtype=dtype, device=device),
             w2=torch.zeros(num_slots, *w2, dtype=dtype, device=device),
-            slots=torch.full((num_experts,), -1, dtype=torch.int32, device=device),
+            slots=torch.full((num_experts or num_held,), -1, dtype=torch.int32, device=device),
         )
         self._reader, self.stage, self._layer = reader, stage, layer
         self._slots: OrderedDict[int, int] = OrderedDict()
@@ -134,13 +139,14 @@ class StagedCache:
         """Bring the experts of a step into slots; waits for the device, and so for all copies before.
 
         Args:
-            top_k_ids: ``(T, K)`` with at most S distinct experts; others than ``[0, E)`` need no slot.
+            top_k_ids: ``(T, K)`` with at most S distinct experts of this rank; others need no slot.
 
         Returns:
             The slots, for a decode step that follows on the same stream.
         """
         table = torch.full(self.weights.slots.shape, -1, dtype=torch.int32)
-        needed = [expert for expert in sorted(set(top_k_ids.flatten().tolist())) if 0 <= expert < len(table)]
+        numbers = {expert - self.first_expert for expert in top_k_ids.flatten().tolist()}
+        needed = [expert for expert in sorted(numbers) if 0 <= expert < self.num_held]
         missing = [expert for expert in needed if expert not in self._slots]
         for expert in needed:
             if expert in self._slots:
@@ -149,7 +155,8 @@ class StagedCache:
         for expert in missing:
             self._fetch(expert)
         self.fetching_s += time.perf_counter() - started
-        table[list(self._slots)] = torch.tensor(list(self._slots.values()), dtype=torch.int32)
+        held = table[self.first_expert : self.first_expert + self.num_held]
+        held[list(self._slots)] = torch.tensor(list(self._slots.values()), dtype=torch.int32)
         self.weights.slots.copy_(table)
         self.needed += len(needed)
         self.fetched += len(missing)
@@ -184,16 +191,18 @@ class StagedExperts:
     A step of more tokens than the slots can serve at once is taken in parts, and rounds as its parts do.
 
     Args:
-        cache: The layer's.
-        decode: Warp decode, which all layers share.
-        top_k: K, at most the number of slots.
+        cache: The layer's; over ranks this rank's, of as many slots as those of the others.
+        runner: Serves all layers.
+        top_k: K, at most the number of slots, or all experts of the rank have one.
     """
 
-    def __init__(self, cache: StagedCache, decode: Decoder, top_k: int) -> None:
-        require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+    def __init__(self, cache: StagedCache, runner: Runner, top_k: int) -> None:
         self.cache = cache
-        self.decode = decode
-        self.tokens_at_once = min(decode.max_tokens, cache.num_slots // top_k)
+        self.runner = runner
+        self.tokens_at_once = runner.decode.max_tokens
+        if cache.num_slots < cache.num_held:
+            require(top_k <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
+            self.tokens_at_once = min(self.tokens_at_once, cache.num_slots // top_k)
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
@@ -202,5 +211,5 @@ class StagedExperts:
             part = slice(start, stop)
             experts = self.cache.bring(top_k_ids[part])
             with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-                outputs.append(self.decode(tokens[part], top_k_ids[part], top_k_weights[part], experts))
+                outputs.append(self.runner(tokens[part], top_k_ids[part], top_k_weights[part], w1, w2, experts=experts))
         return torch.cat(outputs) if outputs else tokens.new_empty(tokens.shape)

@@ -8,8 +8,9 @@ within the budget. The host waits for the routing of every layer, and for nothin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.nn.functional import silu
 from comet.autocast import product, without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
-from comet.kernels.expert_tables import CLOCK, PLANNED, CacheTables, HostExperts
+from comet.kernels.expert_tables import CLOCK, PLANNED, HostExperts
 from comet.layout import ExpertLayout
 from comet.plain import dispatch_rows, make_exchange, weighted_sum
 
@@ -62,28 +63,74 @@ def plan_visits(counts: Sequence[int], owners: Sequence[int]) -> list[Visit]:
     return visits
 
 
-class Copies:
-    """Copies of experts from host memory into slots, beside the stream that computes.
+class Slots(Protocol):
+    """The slots of a layer's cache, and where experts come from that have none.
 
-    Args:
-        host: Where they come from.
-        weights: The slots.
-        stream: Of the copies; ``None``: they are made at once.
+    Experts are numbered among the ``num_held`` of this rank, the first of which is ``first_expert`` of all.
     """
 
-    def __init__(self, host: HostExperts, weights: DecodeWeights, stream: torch.cuda.Stream | None) -> None:
+    weights: DecodeWeights
+    first_expert: int
+    num_held: int
+
+    def owners(self) -> list[int]:
+        """Expert of each slot, -1 for none; waits for the device."""
+        ...
+
+    def give_away(self, slots: Collection[int]) -> None:
+        """Let no expert have these slots any more, because copies follow that may fail."""
+        ...
+
+    def copy(self, visit: Visit) -> None:
+        """Copy an expert into its slot, once that is free; what the current stream is given next finds it there."""
+        ...
+
+    def release(self, visit: Visit) -> None:
+        """Let the slot be overwritten once the current stream has come here."""
+        ...
+
+    def take(self, visits: Sequence[Visit]) -> None:
+        """Let the experts that were copied last have their slots, and count."""
+        ...
+
+
+class PinnedSlots:
+    """``Slots`` of an ``ExpertCache``: copies run beside the stream that computes.
+
+    Args:
+        host: Where experts come from.
+        weights: The slots.
+        first_expert: Number of the rank's first expert among all.
+        stream: Of the copies, one for all layers; ``None``: they are made at once.
+    """
+
+    def __init__(
+        self, host: HostExperts, weights: DecodeWeights, first_expert: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        self.weights, self.first_expert, self.num_held = weights, first_expert, host.w1.shape[0]
+        self._tables = host.tables
         self._pairs = list(zip(host.parts, weights.parts, strict=True))
         self._stream = stream
         self._free: dict[int, torch.cuda.Event] = {}
 
-    def begin(self) -> None:
-        """Let copies come behind what the current stream has been given so far."""
+    def owners(self) -> list[int]:
+        """See ``Slots``."""
+        return [max(owner - self.first_expert, -1) for owner in self._tables.owners.tolist()]
+
+    def give_away(self, slots: Collection[int]) -> None:
+        """See ``Slots``; copies come behind what the current stream has been given so far."""
+        tables, places = self._tables, self._index(slots)
+        former = tables.owners[places].long()
+        for table in (tables.slots, tables.arriving):
+            table[former[former >= 0]] = -1
+        tables.owners[places] = -1
+        tables.header[PLANNED.value] = 0  # what was to travel before a step has no slot any more
         self._free.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def bring(self, visit: Visit) -> None:
-        """Copy an expert once its slot is free; the current stream goes on when it is there."""
+    def copy(self, visit: Visit) -> None:
+        """See ``Slots``."""
         if self._stream is None:
             for host, slots in self._pairs:
                 slots[visit.slot].copy_(host[visit.expert])
@@ -96,9 +143,24 @@ class Copies:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def release(self, visit: Visit) -> None:
-        """Let the slot be overwritten once the current stream has come here."""
+        """See ``Slots``."""
         if self._stream is not None:
             self._free[visit.slot] = torch.cuda.current_stream(self._stream.device).record_event()
+
+    def take(self, visits: Sequence[Visit]) -> None:
+        """See ``Slots``."""
+        held = {visit.slot: visit.expert + self.first_expert for visit in visits if visit.is_missing}
+        tables, slots, experts = self._tables, self._index(held), self._index(held.values())
+        for table in (tables.slots, tables.arriving):
+            table[experts] = slots.int()
+        tables.owners[slots] = experts.int()
+        needed = self._index(visit.expert + self.first_expert for visit in visits)
+        tables.last_used[needed] = tables.header[CLOCK.value]
+        counts = len(visits), sum(visit.is_missing for visit in visits)
+        tables.totals[:2] += torch.tensor(counts, device=tables.state.device)
+
+    def _index(self, numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=self._tables.state.device)
 
 
 class StreamedExperts:
@@ -107,24 +169,16 @@ class StreamedExperts:
     Quantised ones are dequantised one at a time, to the tokens' type.
 
     Args:
-        host: Where this rank's experts come from.
-        weights: The slots.
-        first_expert: Number of the rank's first expert among all.
-        stream: See ``Copies``; one serves all layers.
+        slots: Of the layer.
     """
 
-    def __init__(
-        self, host: HostExperts, weights: DecodeWeights, first_expert: int, stream: torch.cuda.Stream | None
-    ) -> None:
-        self.host = host
-        self.weights = weights
-        self.first_expert = first_expert
-        self._copies = Copies(host, weights, stream)
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
-        num_experts = self.host.w1.shape[0]
-        ids = top_k_ids - self.first_expert
+        num_experts = self.slots.num_held
+        ids = top_k_ids - self.slots.first_expert
         ids = ids.masked_fill((ids < 0) | (ids >= num_experts), -1)
         layout = ExpertLayout(num_experts=num_experts, top_k=ids.shape[1], ep=1, tp=1, rank=0)
         with without_autocast(tokens.device):
@@ -137,44 +191,17 @@ class StreamedExperts:
 
     def _visit_all(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Every row ``(R, D)`` through its expert, rows and results by expert."""
-        owners = [max(owner - self.first_expert, -1) for owner in self.host.tables.owners.tolist()]
-        visits = plan_visits(counts, owners)
-        missing = [visit for visit in visits if visit.is_missing]
+        visits = plan_visits(counts, self.slots.owners())
         # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
-        self._give_away({visit.slot for visit in missing}, owners)
-        self._copies.begin()
+        self.slots.give_away({visit.slot for visit in visits if visit.is_missing})
         parts, outputs = rows.split(list(counts)), torch.empty_like(rows)
         results = outputs.split(list(counts))
         for visit in visits:
             if visit.is_missing:
-                self._copies.bring(visit)
-            w1, w2 = slot_weights(self.weights, visit.slot, rows.dtype)
+                self.slots.copy(visit)
+            w1, w2 = slot_weights(self.slots.weights, visit.slot, rows.dtype)
             gate, up = product(parts[visit.expert], w1).chunk(2, dim=-1)
             results[visit.expert].copy_(product(silu(gate) * up, w2))
-            self._copies.release(visit)
-        self._take({visit.slot: visit.expert for visit in missing}, [visit.expert for visit in visits], len(missing))
+            self.slots.release(visit)
+        self.slots.take(visits)
         return outputs
-
-    def _give_away(self, slots: set[int], owners: Sequence[int]) -> None:
-        tables = self.host.tables
-        experts = [owners[slot] for slot in slots if owners[slot] >= 0]
-        for table in (tables.slots, tables.arriving):
-            table[self._numbers(experts)] = -1
-        tables.owners[_index(slots, tables)] = -1
-        tables.header[PLANNED.value] = 0  # what was to travel before a step has no slot any more
-
-    def _take(self, held: dict[int, int], needed: Sequence[int], num_copies: int) -> None:
-        tables, slots = self.host.tables, _index(held, self.host.tables)
-        experts = self._numbers(list(held.values()))
-        for table in (tables.slots, tables.arriving):
-            table[experts] = slots.int()
-        tables.owners[slots] = experts.int()
-        tables.last_used[self._numbers(needed)] = tables.header[CLOCK.value]
-        tables.totals[:2] += torch.tensor([len(needed), num_copies], device=tables.state.device)
-
-    def _numbers(self, experts: Sequence[int]) -> Tensor:
-        return _index([self.first_expert + expert for expert in experts], self.host.tables)
-
-
-def _index(numbers: Sequence[int] | set[int] | dict[int, int], tables: CacheTables) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.int64, device=tables.state.device)

@@ -20,19 +20,18 @@ from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step,
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.experts import (
     CACHED_DECODE_TOKENS,
-    CachedExperts,
-    CachedOnRanks,
     CacheReport,
-    DraftRouter,
+    DraftRouters,
     ExpertCache,
 )
 from comet.experts.host_cores import HostSizes, open_cores
-from comet.experts.paths import cores_of_paths, open_host_store, report_of_paths
+from comet.experts.paths import CachedPath, Slots, cores_of_paths, report_of_paths
 from comet.experts.prefetch import prefetch_between
+from comet.experts.speculation import DraftingModel
 from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile
-from comet.generation.step import DecodeStep, batch_obstacle
-from comet.graphs import TOO_FEW, GraphMode
+from comet.generation.step import Passes, batch_obstacle
+from comet.graphs import GraphMode
 from comet.group import ExpertGroup
 from comet.kernels.expert_tables import Policy
 from comet.models.cache import KeyValueCache
@@ -43,8 +42,11 @@ from comet.sharding import local
 from comet.shared_expert import SharedExpert
 
 
-class Engine(Protocol):
-    """A model with the attention memory of the sequences it is generating."""
+class Engine(DraftingModel, Protocol):
+    """A model with the attention memory of the sequences it is generating; logits are float32.
+
+    ``draft`` and ``verify`` are for one that was made with settings of drafts.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -62,10 +64,6 @@ class Engine(Protocol):
         Returns:
             ``(B, V)`` float32 logits of each sequence's next token.
         """
-        ...
-
-    def decode(self, ids: Tensor) -> Tensor:
-        """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
         ...
 
     @property
@@ -198,7 +196,7 @@ class GPTEngine:
         layout = group.layout(moe)
         columns = 0 if expert_slots is not None else shared_columns(layout, moe.ffn_size, moe.shared_ffn_size)
         self.runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)
-        self.stored: Sequence[CachedExperts | StagedExperts] = []
+        self.stored: Sequence[CachedPath] = []
         self._experts: list[FrozenExperts] = []
         if expert_slots is None:
             self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
@@ -207,9 +205,9 @@ class GPTEngine:
             cores = open_cores(host_cores, sizes, group.device, runner=self.runner, quantised=expert_dtype is not None)
             file = None if cores is None else cores.file
             held = [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()]
-            self.stored = open_host_store(
-                held, layout, expert_slots, self.runner, group.device, policy=expert_policy, cores=cores
-            )
+            where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy, cores=cores)
+            slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
+            self.stored = slots.over_host(held)
             if expert_prefetch:
                 prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
@@ -217,10 +215,12 @@ class GPTEngine:
         self.cores = cores_of_paths(self.stored)
         self._held = slice(layout.first_expert, layout.first_expert + layout.experts_local)
         self._group = group
-        self._cached: CachedOnRanks | None = None
-        self._draft_routers = [] if speculation is None else self._make_draft_routers(speculation)
+        self._drafts: DraftRouters | None = None
+        if speculation is not None:
+            routers = [layer.router for layer in model.moe_layers()]
+            self._drafts = DraftRouters(routers, speculation, [cache.weights.slots for cache in self.caches], group)
         self._cache: KeyValueCache | None = None
-        self._passes: dict[tuple[int, bool], DecodeStep] = {}
+        self._passes = self._make_passes()
         self._steps = 0
         self._drafted = False  # by the last pass
         self._touched = torch.zeros((), dtype=torch.int64, device=group.device)
@@ -238,8 +238,7 @@ class GPTEngine:
     @property
     def why_eager(self) -> str:
         """See ``Engine``; with drafts, why any kind of pass was not replayed."""
-        reasons = [step.why_eager for step in self._passes.values()]
-        return next(filter(None, reasons), "") if reasons else TOO_FEW
+        return self._passes.why_eager
 
     @property
     def lengths(self) -> Tensor:
@@ -274,8 +273,8 @@ class GPTEngine:
         Drafts with cached experts only change no cache. So over ranks only the first one behind another pass asks which
         experts are cached, in one collective (``CachedOnRanks``).
         """
-        if self._cached is not None and not self._drafted:
-            self._cached.refresh()
+        if self._drafts is not None and not self._drafted:
+            self._drafts.refresh()
         return self._take(ids[:, None], drafts=True)[:, 0]
 
     @torch.no_grad()
@@ -283,28 +282,13 @@ class GPTEngine:
         """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
         return self._take(ids)
 
-    def _make_draft_routers(self, config: SpeculationConfig) -> list[DraftRouter]:
-        require(
-            bool(self.caches) or not config.draft_cached_only,
-            "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
-        )
-        layers = self.model.moe_layers()
-        chosen = config.experts_per_layer(self.model.config.moe.top_k, len(layers))
-        slots: Sequence[Tensor | None] = [None] * len(layers)
-        if config.draft_cached_only:
-            slots = held = [cache.weights.slots for cache in self.caches]
-            if self._group.parallel.world_size > 1:
-                self._cached = CachedOnRanks(held, self._group)
-                slots = [*self._cached.table]
-        return [DraftRouter(layer.router, r, each) for layer, r, each in zip(layers, chosen, slots, strict=True)]
-
     def _make_room(self, num_sequences: int, max_length: int) -> KeyValueCache:
         most = self.runner.decode.max_tokens
         require(
-            not self._draft_routers or bool(self.caches) or num_sequences <= most,
+            self._drafts is None or bool(self.caches) or num_sequences <= most,
             f"speculate is for at most {most} prompts at a time, not {num_sequences}",
         )
-        self._passes.clear()  # a graph keeps its memory
+        self._passes = self._make_passes()  # a graph keeps its memory
         self._cache = KeyValueCache(
             self.model.config,
             num_sequences=num_sequences,
@@ -322,26 +306,25 @@ class GPTEngine:
         """Append ``(B, S)`` tokens by the pass of this shape; ``(B, S, V)`` logits."""
         if self.cores is not None:
             self.cores.raise_if_failed()
-        kind = (ids.shape[1], drafts)
-        if kind not in self._passes:
-            self._passes[kind] = self._make_pass(torch.zeros_like(ids), drafts)
         self._steps += 1
         self._drafted = drafts
-        return self._passes[kind](ids)
+        return self._passes(ids, drafts=drafts)
 
-    def _make_pass(self, ids: Tensor, drafts: bool) -> DecodeStep:
-        """A pass that reads ``ids (B, S)``, captured by itself: passes of other shapes are other graphs."""
-        is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
-        return DecodeStep(
-            partial(self._append, ids, self._draft_routers if drafts else None),
-            ids,
+    def _make_passes(self) -> Passes:
+        return Passes(
+            self._append,
             before=partial(before_replay, [self.runner], [each.shared for each in self._experts]),
             cuda_graph=self.cuda_graph,
-            obstacle=WHY_EAGER if is_staged else batch_obstacle(ids.numel(), self.runner.decode.max_tokens),
+            obstacle=self._obstacle,
         )
 
-    def _append(self, ids: Tensor, routers: list[DraftRouter] | None) -> Tensor:
+    def _obstacle(self, num_tokens: int) -> str:
+        is_staged = any(isinstance(path, StagedExperts) for path in self.stored)
+        return WHY_EAGER if is_staged else batch_obstacle(num_tokens, self.runner.decode.max_tokens)
+
+    def _append(self, ids: Tensor, drafts: bool) -> Tensor:
         """One pass, from and to memory that stays where it is."""
+        routers = self._drafts.layers if drafts and self._drafts is not None else None
         output = self.model.extend(ids, self._room(), routers)
         self._touched += (output.expert_load[:, self._held] > 0).sum()
         return output.logits

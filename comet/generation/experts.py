@@ -43,11 +43,7 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
         )
         return None
     named = f"generate.expert_budget={settings.expert_budget}"
-    ranks, is_folder = config.parallel.world_size, is_hf_folder(settings.source)
-    require(
-        ranks == 1 or not is_folder,
-        f"{named} of a Hugging Face folder is for one rank yet, not for {ranks}: set parallel.ep=1 and parallel.tp=1",
-    )
+    is_folder = is_hf_folder(settings.source)
     require(
         not config.parallel.declares_nodes, f"{named} must be left out over several nodes: they have no warp decode"
     )

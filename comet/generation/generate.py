@@ -17,7 +17,7 @@ from torch import Tensor
 from comet.config import require
 from comet.experts import Speculation
 from comet.generation.config import GenerateConfig
-from comet.generation.engine import Engine, GPTEngine
+from comet.generation.engine import Engine
 from comet.generation.sampling import Sampler, tokens_seen, uniform_draws
 from comet.generation.text import Codec, Continuation
 from comet.graphs import WARM_CALLS
@@ -83,7 +83,7 @@ def generate(
     """Continue all prompts at once (collective over the engine's ranks).
 
     Args:
-        engine: The model; with ``config.speculate`` one that drafts and verifies, as ``GPTEngine`` does.
+        engine: The model; with ``config.speculate`` one that was made to draft.
         codec: Its vocabulary.
         prompts: From ``encode_prompts``.
         config: How to choose tokens and when to end.
@@ -158,15 +158,9 @@ class PlainSteps:
 
 
 def make_advance(engine: Engine, sampler: Sampler, config: GenerateConfig) -> PlainSteps | Speculation:
-    """What makes the tokens behind the first ones.
-
-    Raises:
-        NotImplementedError: If an engine that cannot draft is to speculate.
-    """
+    """What makes the tokens behind the first ones."""
     if config.speculate == "off":
         return PlainSteps(engine, sampler)
-    if not isinstance(engine, GPTEngine):
-        raise NotImplementedError("generate.speculate is for checkpoints of comet train, not for Hugging Face yet")
     numbers = 2 * config.draft_tokens + 1
     num_sequences = sampler.draws.shape[1]
     draws = [uniform_draws(config.seed, each, config.max_new_tokens * numbers) for each in range(num_sequences)]
@@ -184,10 +178,12 @@ def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], config: GenerateCo
     engine.prefill(ids, lengths, most_positions(prompts, limits))
     for _ in range(WARM_CALLS + 1):
         engine.decode(ids[:, 0])
-        if config.speculate != "off" and isinstance(engine, GPTEngine):
-            for length in range(1, min(config.draft_tokens, max(limits) - 2) + 1):
-                engine.draft(ids[:, 0])
-                engine.verify(ids[:, :1].expand(-1, length + 1))
+        for length in range(1, min(config.draft_tokens, max(limits) - 2) + 1 if config.speculate != "off" else 0):
+            before = engine.lengths.clone()
+            engine.draft(ids[:, 0])
+            engine.rewind(before)
+            engine.verify(ids[:, :1].expand(-1, length + 1))
+            engine.rewind(before)
 
 
 def token_limits(prompts: Sequence[Sequence[int]], config: GenerateConfig, context: int) -> list[int]:

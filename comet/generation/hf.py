@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from comet.config import require
-from comet.experts import CacheReport
+from comet.config import SpeculationConfig, require
+from comet.experts import CacheReport, DraftRouters
 from comet.generation.text import TokenizerCodec
 from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode
+from comet.group import ExpertGroup
 from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.static import StaticDecoder
-from comet.integrations.hf.stored_experts import cache_report
+from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
+from comet.integrations.hf.static import StaticDecoder, forgetful
+from comet.integrations.hf.stored_experts import StoredExperts, cache_report
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -52,19 +57,44 @@ class HFEngine:
     Args:
         model: From ``load_pretrained`` or ``convert``; all its ranks call the engine equally.
         cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
+        speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
+            ``None``: neither is called.
+        group: The model's ranks, for drafts; ``None``: this rank alone.
+
+    Raises:
+        ValueError: If the numbers of drafts do not fit the model.
+        NotImplementedError: If drafts could not be taken back.
     """
 
-    def __init__(self, model: Any, *, cuda_graph: GraphMode = "auto") -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cuda_graph: GraphMode = "auto",
+        speculation: SpeculationConfig | None = None,
+        group: ExpertGroup | None = None,
+    ) -> None:
         self.model: Any = model
         self.cuda_graph: GraphMode = cuda_graph
-        self._experts = [module for module in self.model.modules() if isinstance(module, CometExperts)]
+        named = {name: each for name, each in self.model.named_modules() if isinstance(each, CometExperts)}
+        self._experts = list(named.values())
+        self._longest_draft = 0 if speculation is None else speculation.draft_tokens
+        self._drafts: DraftRouters | None = None
+        if speculation is not None:
+            check_rewinds(model)
+            self._gates = [gate_beside(model, name) for name in named]
+            routers = [router_of(gate, routing_config(model.config)) for gate in self._gates]
+            slots = [each.slots for each in self._experts if isinstance(each, StoredExperts)]
+            self._drafts = DraftRouters(routers, speculation, slots, group)
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
         self._routing: list[Tensor] = []
         self._touched = torch.zeros((), dtype=torch.int64, device=self.device)
         self._decoder: StaticDecoder | None = None
         self._shape = (0, 0)
+        self._most_places = 0
         self._steps = 0
+        self._drafted = False  # by the last pass
 
     @property
     def device(self) -> torch.device:
@@ -75,13 +105,23 @@ class HFEngine:
     @property
     def why_eager(self) -> str:
         """See ``Engine``."""
-        return TOO_FEW if self._decoder is None else self._decoder.step.why_eager
+        return TOO_FEW if self._decoder is None else self._decoder.passes.why_eager
+
+    @property
+    def lengths(self) -> Tensor:
+        """``(B,)`` int64: tokens of each sequence in the cache."""
+        return self._room().lengths
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Keep the first ``lengths (B,)`` tokens of each sequence; one that is at its end may keep fewer."""
+        self._room().rewind(lengths.clamp(max=self._most_places))
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, max_length: int) -> Tensor:
         """See ``Engine``; prompts as many and with as much room as the last ones take their memory and their graph."""
-        # The shortest prompt may grow most, and all of them start to grow behind the longest.
-        shape = ids.shape[0], ids.shape[1] + max_length - int(lengths.min())
+        # The shortest prompt may grow most, and all of them start to grow behind the longest; drafts take these places
+        # together, until they are taken back.
+        shape = ids.shape[0], ids.shape[1] + max_length - int(lengths.min()) + self._longest_draft
         if self._decoder is None or self._shape != shape:
             self._decoder, self._shape = None, shape  # a graph keeps its memory
             self._decoder = StaticDecoder(
@@ -90,20 +130,43 @@ class HFEngine:
                 num_places=shape[1] + WARM_CALLS,
                 cuda_graph=self.cuda_graph,
                 after_step=self._count_touched,
+                drafting=self._drafting,
             )
+        self._most_places = max_length
         logits = self._decoder.read(ids, lengths)
         self._routing.clear()
         self._touched.zero_()
         self._steps = 0
+        self._drafted = False
         return logits
 
-    @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
         """See ``Engine``."""
-        assert self._decoder is not None, "prompts are read before tokens are appended"
+        return self._take(self._room().append, ids)
+
+    def draft(self, ids: Tensor) -> Tensor:
+        """``decode`` with few experts, see ``GPTEngine``."""
+        if self._drafts is not None and not self._drafted:
+            self._drafts.refresh()
+        return self._take(self._room().draft, ids, drafts=True)
+
+    def verify(self, ids: Tensor) -> Tensor:
+        """Append tokens ``(B, S)``; returns ``(B, S, V)`` float32 logits of what follows each."""
+        return self._take(self._room().verify, ids)
+
+    def _take(self, run: Callable[[Tensor], Tensor], ids: Tensor, *, drafts: bool = False) -> Tensor:
         self._routing.clear()
         self._steps += 1
-        return self._decoder.append(ids)
+        self._drafted = drafts
+        return run(ids)
+
+    def _room(self) -> StaticDecoder:
+        assert self._decoder is not None, "prompts are read before tokens are appended"
+        return self._decoder
+
+    def _drafting(self) -> AbstractContextManager[None]:
+        assert self._drafts is not None, "an engine drafts by the settings of its speculation"
+        return routed_by(self._gates, self._drafts.layers)
 
     def check(self) -> None:
         """See ``Engine``."""
@@ -134,8 +197,22 @@ class HFEngine:
 
     def _count_touched(self) -> None:
         layout = self._experts[0].layout
-        self._touched += touched_experts(torch.stack(self._routing), layout.first_expert, layout.experts_local)
+        routing = pad_sequence(
+            self._routing, batch_first=True, padding_value=-1
+        )  # drafts may differ from layer to layer
+        self._touched += touched_experts(routing, layout.first_expert, layout.experts_local)
         self._routing.clear()
+
+
+def check_rewinds(model: Any) -> None:
+    """Raise ``NotImplementedError`` unless the static cache of a transformers model can take tokens back."""
+    from transformers import StaticCache
+
+    others = forgetful(StaticCache(config=model.config, max_cache_len=1))
+    if others:
+        raise NotImplementedError(
+            f"speculate must be 'off' for models with {others} in their cache: tokens cannot be taken back"
+        )
 
 
 def touched_experts(routing: Tensor, first_expert: int, num_experts: int) -> Tensor:

@@ -46,11 +46,6 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
     settings = config.generate
     source = find_source(settings.source)
     require(
-        source.checkpoint is not None or settings.speculate == "off",
-        f"generate.speculate={settings.speculate!r} must be 'off' for a Hugging Face folder: only checkpoints of comet "
-        "train draft yet",
-    )
-    require(
         source.checkpoint is None or not settings.keep_fp8,
         f"generate.keep_fp8=True must come with a Hugging Face folder, generate.source={settings.source!r} is none",
     )
@@ -104,6 +99,7 @@ def _open_codec(source: Source) -> Codec:
 
 def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: ExpertBudget | None) -> Engine:
     settings = config.generate
+    speculation = None if settings.speculate == "off" else settings
     if source.checkpoint is None:
         from comet.generation.hf import HFEngine
         from comet.integrations.hf import load_pretrained
@@ -115,7 +111,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         if settings.expert_prefetch:
             raise NotImplementedError("expert_prefetch=true is for checkpoints of comet train yet, not for folders")
         hf_model = load_pretrained(source.path, group, **options)
-        return HFEngine(hf_model, cuda_graph=settings.cuda_graph)
+        return HFEngine(hf_model, cuda_graph=settings.cuda_graph, speculation=speculation, group=group)
     slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)
     load_weights(model, source.checkpoint)
@@ -128,7 +124,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         expert_policy=settings.expert_policy,
         expert_prefetch=settings.expert_prefetch,
         host_cores=settings.host_cores,
-        speculation=None if settings.speculate == "off" else settings,
+        speculation=speculation,
     )
 
 

@@ -10,10 +10,13 @@ Letters: B sequences, S tokens of each, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from comet.graphs import GraphMode, Replayed
+from comet.graphs import TOO_FEW, GraphMode, Replayed
 
 
 class DecodeStep:
@@ -61,6 +64,49 @@ class DecodeStep:
         self._ids.copy_(ids)
         logits = self._run()
         return logits if self.why_eager else logits.clone()
+
+
+class Passes:
+    """The passes of a batch, each number of tokens by a ``DecodeStep`` of its own, and apart from those the drafts.
+
+    Args:
+        append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; see ``Replayed``.
+        before: See ``DecodeStep``.
+        cuda_graph: See ``DecodeStep``.
+        obstacle: Why a pass of so many tokens must not be captured; see ``DecodeStep``.
+    """
+
+    def __init__(
+        self,
+        append: Callable[[Tensor, bool], Tensor],
+        *,
+        before: Callable[[], None],
+        cuda_graph: GraphMode,
+        obstacle: Callable[[int], str],
+    ) -> None:
+        self.steps: dict[tuple[int, bool], DecodeStep] = {}
+        self._append, self._obstacle = append, obstacle
+        self._settings: dict[str, Any] = dict(before=before, cuda_graph=cuda_graph)
+
+    def __call__(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
+        """Append ``(B, S)`` int64 tokens by the pass of this shape; ``(B, S, V)`` logits that stay."""
+        return self.of(ids, drafts)(ids)
+
+    def of(self, ids: Tensor, drafts: bool = False) -> DecodeStep:
+        """The pass for tokens of this shape."""
+        kind = ids.shape[1], drafts
+        if kind not in self.steps:
+            mine, obstacle = torch.zeros_like(ids), self._obstacle(ids.numel())
+            self.steps[kind] = DecodeStep(
+                partial(self._append, mine, drafts), mine, obstacle=obstacle, **self._settings
+            )
+        return self.steps[kind]
+
+    @property
+    def why_eager(self) -> str:
+        """Why any kind of pass was not replayed; empty if all were."""
+        reasons = [step.why_eager for step in self.steps.values()]
+        return next(filter(None, reasons), "") if reasons else TOO_FEW
 
 
 def batch_obstacle(num_tokens: int, decode_tokens: int) -> str:

@@ -12,7 +12,7 @@ from training_cases import MODEL, MOE
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights
-from comet.decode.runners import Decoder
+from comet.decode.runners import Decoder, LocalRunner
 from comet.experts.budget import ExpertBudget
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, host_memory
@@ -66,7 +66,7 @@ def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
 @pytest.mark.parametrize(("num_slots", "num_places"), [(2, 2), (3, 5), (4, 8)])
 def test_staged_decode_equals_resident_decode_bit_for_bit(num_slots: int, num_places: int) -> None:
     reader = Recorded(7 * num_slots)
-    path = StagedExperts(staged(reader, num_slots, num_places), Decoder(2, 64), top_k=2)
+    path = StagedExperts(staged(reader, num_slots, num_places), LocalRunner(2, 64), top_k=2)
     resident = DecodeWeights(w1=reader.w1, w2=reader.w2, slots=torch.arange(NUM_EXPERTS, dtype=torch.int32))
     made = torch.Generator().manual_seed(num_slots)
     for _ in range(40):

@@ -112,15 +112,15 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     cache = ExpertCache(w1, w2, 4, torch.device("cpu"))
     path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
     path(*routed(made, 1), w1, w2)
-    copies = path.stream._copies
-    original, left = copies.bring, iter([True, True, False])
+    slots = path.stream.slots
+    original, left = slots.copy, iter([True, True, False])
 
-    def bring(visit: Visit) -> None:
+    def copy(visit: Visit) -> None:
         if not next(left):
             raise OSError("the file is gone")
         original(visit)
 
-    monkeypatch.setattr(copies, "bring", bring)
+    monkeypatch.setattr(slots, "copy", copy)
     inputs = routed(made, 30)
     with pytest.raises(OSError, match="the file is gone"):
         path(*inputs, w1, w2)

@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from cache_cases import TABLES, cache_of, check_slots, resident_weights
+from cache_cases import TABLES, cache_of, check_slots, compare_waves_over_ranks, resident_weights
 from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow_but
 
-from comet.comm import make_communicator
-from comet.decode import RankDecode
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.kernels.expert_tables import PLANNED, CacheTables
@@ -118,26 +115,9 @@ def test_twins_in_waves_equal_resident_ones_bit_for_bit(num_slots: int) -> None:
     assert (int(cache.tables.totals[1]) > case.E) == (num_slots < case.E), "experts that were given away came back"
 
 
-def waves_over_ranks(rank: int, world_size: int) -> None:
-    """Ranks take as many waves, whatever each of them misses, and give what they give with all experts."""
-    case = DecodeCase(name="ranks", T=4, K=2, E=12, D=32, F=16, seed=6)
-    made = torch.Generator().manual_seed(case.seed)
-    held = (6 * rank, 6 * rank + 6)
-    cache, everything = cache_of(case, 2, "lru", held), resident_weights(case, held)
-    comm = make_communicator("auto", dist.group.WORLD, "cpu")
-    decode = RankDecode(comm, hidden_size=case.D, max_tokens=case.T, use_kernels=True)
-    for num_tokens in (4, 1):
-        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32)
-        ids[:, 0] = 1  # rank 1 may have nothing to do in a wave in which rank 0 has
-        steps = [decode(tokens, ids, weights, each, config=MATRIX) for each in (cache.weights, everything)]
-        assert torch.equal(*steps)
-    assert int(decode.epoch) == 4, "a step is one epoch, however many waves it takes"
-    comm.close()
-
-
 def test_waves_over_ranks() -> None:
-    run_ranks(waves_over_ranks, 2, interpret=True)
+    case = DecodeCase(name="ranks", T=4, K=2, E=12, D=32, F=16, config=MATRIX, seed=6)
+    run_ranks(compare_waves_over_ranks, 2, case, 2, (4, 1), interpret=True)
 
 
 def test_a_step_of_one_token_is_one_wave() -> None:

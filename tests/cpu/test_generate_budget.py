@@ -166,7 +166,7 @@ MISTAKES = [
     (["=0.1"], "generate.expert_budget=0.1 holds 0 experts of each of 2 layers, and must hold top_k=4"),
     (
         ["=0.5", "parallel.ep=2"],
-        "generate.expert_budget=0.5 of a Hugging Face folder is for one rank yet, not for 2: set parallel.ep=1",
+        "generate.expert_budget=0.5 holds 2 experts of each of 2 layers, and must hold top_k=4",
     ),
     (
         ["=0.5", "generate.keep_fp8=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
@@ -212,15 +212,8 @@ def test_the_job_refuses_before_a_group_is_made(qwen, tmp_path, monkeypatch):
     job = make_job(
         tmp_path, ep=2, model=job_of(qwen, tmp_path).model, generate=job_of(qwen, tmp_path, expert_budget=0.5).generate
     )
-    with pytest.raises(
-        ValueError, match=r"generate\.expert_budget=0\.5 of a Hugging Face folder is for one rank yet, not for 2"
-    ):
+    with pytest.raises(ValueError, match=r"generate\.expert_budget=0\.5 holds 2 experts of each of 2 layers, and must"):
         generate_job(job, Rank())
-
-
-def test_a_folder_does_not_draft_yet(qwen, tmp_path):
-    with pytest.raises(ValueError, match=r"generate\.speculate='conservative' must be 'off' for a Hugging Face folder"):
-        generate_job(job_of(qwen, tmp_path, speculate="conservative"), Rank())
 
 
 def test_files_are_for_hugging_face(tmp_path):
@@ -285,3 +278,26 @@ def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
     assert second["expert_cache"] == cache
     assert (alone["expert_cache"]["slots"], cache["slots"], cache["expected_hits"]) == (4, 2, 0.5)
     assert cache["needed"] == alone["expert_cache"]["needed"], "the experts of both ranks together"
+
+
+def of_a_folder(rank: int, world_size: int, folder: str):
+    """TP2 with a host store, EP2 with a file store."""
+    settings = dict(expert_budget=0.5, link_gb_per_s=1.0, memory_gb_per_s=1.0)
+    layouts = (1, 2, settings), (2, 1, settings | FILE | {"expert_budget": 1.0, "host_budget": 1.0})
+    found = []
+    for ep, tp, each in layouts:
+        job = make_job(Path(folder), ep=ep, tp=tp, model=model_of(find_source(folder)))
+        given = replace(GREEDY, source=folder, **each)
+        found.append(generate_job(replace(job, generate=given), Rank(rank, world_size)))
+    return found
+
+
+def test_ranks_of_a_folder_have_a_budget_each(qwen, tmp_path):
+    wanted = generate_job(job_of(qwen, tmp_path), Rank())
+    first, second = run_ranks(of_a_folder, 2, str(qwen))
+    for mine, other, store, slots in zip(first, second, ("host", "file"), (4, 4), strict=True):
+        assert mine["texts"] == other["texts"] == wanted["texts"]
+        cache = mine["expert_cache"]
+        assert other["expert_cache"] == cache
+        assert (cache["store"], cache["slots"]) == (store, slots)
+        assert cache["fetched_bytes"] == cache["fetched"] * EXPERT // (2 if store == "host" else 1)

@@ -107,17 +107,6 @@ def test_the_job_streams_and_reports(qwen, tmp_path, capsys):
     assert (result["weight_bytes_per_step"] - dense_bytes(model)) / expert == pytest.approx(12, abs=4)
 
 
-def test_speculation_is_not_there_yet(qwen, tmp_path):
-    settings = GenerateConfig(source=str(qwen[0]), prompt="x", speculate="conservative")
-    job = make_job(tmp_path, model=model_of(find_source(str(qwen[0]))), generate=settings)
-    with pytest.raises(ValueError, match=r"generate\.speculate='conservative' must be 'off' for a Hugging Face folder"):
-        generate_job(job, Rank())
-    engine, group, context = engine_of(qwen[0])
-    with pytest.raises(NotImplementedError, match=r"generate\.speculate is for checkpoints"):
-        generate(engine, open_codec(qwen[0]), [[1]], settings, context=context)
-    group.close()
-
-
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8")

@@ -105,7 +105,7 @@ def test_a_draft_is_a_step_of_the_model_with_a_smaller_top_k(name: str) -> None:
 
 def test_a_number_of_draft_experts_for_each_layer() -> None:
     engine = engine_of(drafts=SpeculationConfig(draft_experts=(1, 2)))
-    assert [router.config.top_k for router in engine._draft_routers] == [1, 2]
+    assert [router.config.top_k for router in engine._drafts.layers] == [1, 2]
     ids, lengths = batch()
     engine.prefill(ids, lengths, 12)
     before = [int(cache.tables.totals[0]) for cache in engine.caches]

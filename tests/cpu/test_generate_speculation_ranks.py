@@ -135,7 +135,7 @@ def cached_on_ranks(rank: int, world_size: int) -> None:
         "each token has its expert in every layer, on the TP ranks of one EP rank"
     )
     slots = torch.stack([cache.weights.slots for cache in engine.caches])
-    table, held = engine._cached.table, slice(engine._held.start, engine._held.stop)
+    table, held = engine._drafts.cached.table, slice(engine._held.start, engine._held.stop)
     assert torch.equal(table[:, held] >= 0, slots[:, held] >= 0), "TP ranks take the same steps"
     assert (table[:, [each for each in range(8) if not held.start <= each < held.stop]] >= 0).any()
     engine.verify(torch.arange(40, 45)[None])

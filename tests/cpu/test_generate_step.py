@@ -280,7 +280,7 @@ def test_a_captured_step_joins_streams_first_and_is_refused_once_the_group_is_cl
     captures, engine = graphs_on_cpu(monkeypatch), engine_of(cuda_graph="on")
     engine.prefill(PROMPTS, LENGTHS, 16)
     engine.decode(torch.tensor([0, 0]))
-    order, (step,) = [], engine._passes.values()
+    order, (step,) = [], engine._passes.steps.values()
     monkeypatch.setattr(engine._group.comm.stream_order, "join", lambda: order.append(step._ids[:, 0].tolist()))
     for token in range(1, 3):
         engine.decode(torch.tensor([token, token]))

@@ -21,7 +21,6 @@ from hf_fp8_cases import publish, stock
 from safetensors.torch import load_file, save_file
 
 import comet.experts.store
-from comet.config import ParallelConfig
 from comet.experts.staged import StagedReport
 from comet.integrations import hf
 from comet.integrations.hf.families import num_moe_layers
@@ -208,13 +207,13 @@ def test_what_a_budget_does_not_go_with(mixtral):
         hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="mxfp8", keep_fp8=True)
     with pytest.raises(ValueError, match="expert_dtype='nf4' must be one of mxfp8, mxfp4"):
         hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="nf4")
+    nodes = SimpleNamespace(comm=SimpleNamespace(memory_obstacle="a group spans several nodes"))
+    refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
     refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu, score", expert_policy="fifo")
     with pytest.raises(ValueError, match="expert_policy='lfu' must come with an expert_budget"):
         hf.load_pretrained(mixtral, expert_policy="lfu")
     with pytest.raises(ValueError, match="expert_policy='lfu' must be 'lru' with expert_store='file'"):
         hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"], expert_policy="lfu")
-    ranks = SimpleNamespace(parallel=ParallelConfig(ep=2))
-    refuse(mixtral, "expert_budget is for one rank", NotImplementedError, group=ranks)
     refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
     with pytest.raises(ValueError, match="expert_budget=None must be a share or bytes with an expert_store='file'"):
         hf.load_pretrained(mixtral, expert_store="file", host_budget=0.5)

@@ -50,7 +50,7 @@ def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: i
     assert held.readable
     resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
     stage = Stage(num_slots, ((2 * F, D), (D, F)), torch.bfloat16, CUDA)
-    staged = StagedExperts(StagedCache(held, stage, 0, num_slots, torch.bfloat16, CUDA), Decoder(K, 8), K)
+    staged = StagedExperts(StagedCache(held, stage, 0, num_slots, torch.bfloat16, CUDA), LocalRunner(K, 8), K)
     cached = CachedExperts(ExpertCache(held.w1, held.w2, num_slots, CUDA), LocalRunner(K, 8), K)
     assert cached.cache.host.w1.data_ptr() == held.w1.data_ptr(), "no second copy"
     decode = Decoder(K, 8)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from cache_cases import compare_waves_over_ranks
 from decode_cases import DecodeCase
 from decode_ranks import (
     assert_ranks_agree,
@@ -49,6 +50,18 @@ def test_layouts(world_size: int) -> None:
     late, on_time = (run_ranks(layouts, world_size, delay, backend=ON_GPUS, timeout=400) for delay in (0.005, 0.0))
     assert_ranks_agree(on_time)
     assert all(torch.equal(*pair) for pair in zip(late[0], on_time[0], strict=True))
+
+
+def waves(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(gpu_of(rank))
+    case = DecodeCase(name="waves", T=16, K=4, E=48, D=512, F=208, seed=6)
+    compare_waves_over_ranks(rank, world_size, case, 5, (16, 1, 5, 2, 16) * 20, torch.device(gpu_of(rank)))
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_steps_from_caches_in_waves() -> None:
+    need_gpus(2)
+    run_ranks(waves, 2, backend=ON_GPUS)
 
 
 def replay(decode: RankDecode, inputs: Batch, weights: DecodeWeights) -> tuple[torch.Tensor, torch.Tensor]:

@@ -165,7 +165,7 @@ class Place:
             check_width(moe, layout)
         shared = shared_ffn_size(config)
         columns = 0 if in_store else shared_columns(layout, moe.ffn_size, shared)
-        if group is None or in_store:
+        if group is None:
             runner: Runner = LocalRunner(moe.top_k + columns, decode_tokens)
         else:
             runner = ReplicatedRunner(moe, group, decode_tokens, shared_columns=columns)

@@ -9,6 +9,7 @@ Letters: B sequences, S positions of the longest prompt, C places of the cache, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from comet.config import require
 from comet.decode import before_replay
 from comet.experts.staged import WHY_EAGER
-from comet.generation.step import DecodeStep, batch_obstacle
+from comet.generation.step import Passes, batch_obstacle
 from comet.graphs import GraphMode
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.stored_experts import StoredExperts
@@ -37,6 +38,7 @@ class StaticDecoder:
         num_places: Places a sequence may take, padding included; rounded up to C.
         cuda_graph: Whether steps are replayed from a CUDA graph (see ``DecodeStep``).
         after_step: Called after each step's forward pass, as a part of what is captured.
+        drafting: Lets the model route as drafts do, around the forward pass of ``draft``.
 
     Raises:
         ValueError: If there are no sequences or places, or a graph is insisted on and cannot be had.
@@ -51,6 +53,7 @@ class StaticDecoder:
         *,
         cuda_graph: GraphMode = "auto",
         after_step: Callable[[], None] = lambda: None,
+        drafting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         from transformers import StaticCache
 
@@ -63,18 +66,17 @@ class StaticDecoder:
         self.place = torch.zeros(1, **counters)
         self.pads = torch.zeros(num_sequences, **counters)
         self._places = torch.arange(self.num_places, **counters)
-        self._ids = torch.zeros(num_sequences, **counters)
         self._mask = torch.ones(num_sequences, self.num_places, dtype=torch.bool, device=model.device)
-        self._after_step = after_step
+        self._after_step, self._drafting = after_step, drafting
         experts = [module for module in model.modules() if isinstance(module, CometExperts)]
         runners = {id(module.runner): module.runner for module in experts}
-        self.step = DecodeStep(
+        self.passes = Passes(
             self._append,
-            self._ids,
             before=partial(before_replay, list(runners.values()), [module.shared for module in experts]),
             cuda_graph=cuda_graph,
-            obstacle=graph_obstacle(model, self.cache, num_sequences),
+            obstacle=partial(graph_obstacle, model, self.cache),
         )
+        self.step = self.passes.of(torch.zeros(num_sequences, 1, **counters))
 
     @torch.no_grad()
     def read(self, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -93,44 +95,92 @@ class StaticDecoder:
         places = self._places[:longest]
         shifted = (places - self.pads[:, None]) % longest
         # A mask of the prompt alone lets transformers see that nothing is masked, where nothing is.
-        return self._forward(ids.gather(1, shifted), places, self._mask[:, :longest])
+        return self._forward(ids.gather(1, shifted), places, self._mask[:, :longest], 1)[:, 0]
 
     @torch.no_grad()
     def append(self, ids: Tensor) -> Tensor:
         """Append ``(B,)`` int64 tokens; returns ``(B, V)`` float32 logits of the next ones."""
-        return self.step(ids)
+        return self.passes(ids[:, None])[:, 0]
 
-    def skip_to(self, place: int, pads: Tensor) -> None:
+    @torch.no_grad()
+    def draft(self, ids: Tensor) -> Tensor:
+        """``append`` with the model ``drafting``."""
+        return self.passes(ids[:, None], drafts=True)[:, 0]
+
+    @torch.no_grad()
+    def verify(self, ids: Tensor) -> Tensor:
+        """Append ``(B, S)`` int64 tokens; returns ``(B, S, V)`` float32 logits of what follows each."""
+        return self.passes(ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """``(B,)`` int64: tokens of each sequence in the cache."""
+        return self.place - self.pads
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Keep the first ``lengths (B,)`` tokens of each sequence; the longest has no padding from then on.
+
+        Example (A and B are places of two sequences, ``.`` padding): ``AAAAA`` and ``.BBBB`` with lengths ``[2, 3]``
+        become ``.AA`` and ``BBB``.
+
+        Raises:
+            NotImplementedError: If the cache forgets, as that of a sliding window does.
+        """
+        others = forgetful(self.cache)
+        if others:
+            raise NotImplementedError(
+                f"tokens cannot be taken back from {others}, which transformers counts on the host"
+            )
+        place = lengths.max()
+        pads = place - lengths
+        if len(lengths) > 1:
+            moved = (self._places + (self.pads - pads)[:, None]) % self.num_places
+            for layer in self.cache.layers:
+                for held in (layer.keys, layer.values):
+                    held.copy_(held.gather(2, moved[:, None, :, None].expand_as(held)))
+        for layer in self.cache.layers:
+            layer.cumulative_length.copy_(place)
+        self.skip_to(place, pads)
+
+    def skip_to(self, place: int | Tensor, pads: Tensor) -> None:
         """Append at ``place`` from now on, with ``(B,)`` padded places in front; the cache itself is left alone."""
         self.place.fill_(place)
         self.pads.copy_(pads)
         self._mask.copy_(self._places >= self.pads[:, None])
 
-    def _append(self) -> Tensor:
-        logits = self._forward(self._ids[:, None], self.place, self._mask)
-        self.place.add_(1)
+    def _append(self, ids: Tensor, drafts: bool) -> Tensor:
+        count = ids.shape[1]
+        with self._drafting() if drafts else nullcontext():
+            logits = self._forward(ids, self.place + self._places[:count], self._mask, count)
+        self.place.add_(count)
         self._after_step()
         return logits
 
-    def _forward(self, ids: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, places: Tensor, mask: Tensor, keep: int) -> Tensor:
+        """``(B, keep, V)`` float32 logits behind the last tokens."""
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=(places - self.pads[:, None]).clamp(min=0),
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
         )
-        logits: Tensor = output.logits[:, 0].float()
+        logits: Tensor = output.logits.float()
         return logits
 
 
-def graph_obstacle(model: Any, cache: Any, num_sequences: int) -> str:
+def forgetful(cache: Any) -> str:
+    """The kinds of a static cache's layers that hold no position of every token, or count them on the host; or none."""
+    return ", ".join(sorted({type(layer).__name__ for layer in cache.layers} - {DEVICE_COUNTED}))
+
+
+def graph_obstacle(model: Any, cache: Any, num_tokens: int) -> str:
     """Why a step must not be captured, for what a capture would not notice or get wrong; empty if nothing is known."""
-    others = sorted({type(layer).__name__ for layer in cache.layers} - {DEVICE_COUNTED})
+    others = forgetful(cache)
     if others:
-        return f"transformers counts the positions of {', '.join(others)} on the host"
+        return f"transformers counts the positions of {others} on the host"
     if any(isinstance(module, StoredExperts) and module.host_driven for module in model.modules()):
         return WHY_EAGER
     limits = [module.runner.decode.max_tokens for module in model.modules() if isinstance(module, CometExperts)]
-    return batch_obstacle(num_sequences, min(limits, default=num_sequences))
+    return batch_obstacle(num_tokens, min(limits, default=num_tokens))

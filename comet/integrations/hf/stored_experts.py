@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,11 @@ from comet.collectives import wants_grad
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
-from comet.experts.cache import CachedExperts, CacheReport
-from comet.experts.paths import open_host_store, open_staged, report_of_paths
-from comet.experts.staged import Stage, StagedExperts
+from comet.experts.cache import CacheReport
+from comet.experts.paths import CachedPath, Slots, report_of_paths
+from comet.experts.staged import StagedExperts
 from comet.experts.store import HeldExperts
+from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.stored import SCALES
@@ -37,7 +38,7 @@ class StoredExperts(CometExperts):
 
     def __init__(self, layout: ExpertLayout, runner: Runner) -> None:
         super().__init__(None, None, layout, runner)  # type: ignore[arg-type]
-        self.path: CachedExperts | StagedExperts | None = None
+        self.path: CachedPath | None = None
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -56,6 +57,12 @@ class StoredExperts(CometExperts):
         """See ``CometExperts``."""
         assert self.path is not None, "the loader opens a store before the model is used"
         return self.path.cache.expert_bytes
+
+    @property
+    def slots(self) -> Tensor:
+        """``(E,)`` int32: the slot of every expert, -1: none, or another rank's."""
+        assert self.path is not None, "the loader opens a store before the model is used"
+        return self.path.cache.weights.slots
 
     @property
     def host_driven(self) -> bool:
@@ -120,9 +127,10 @@ def open_stores(
     budget: ExpertBudget,
     dtype: torch.dtype,
     device: torch.device,
+    group: ExpertGroup | None,
     files: ExitStack,
 ) -> None:
-    """Give every ``StoredExperts`` of a model its store and slots; a host store is read here.
+    """Give every ``StoredExperts`` of a model its store and slots; a host store is read here (collective).
 
     Args:
         model: On ``device``, its other weights loaded.
@@ -130,22 +138,19 @@ def open_stores(
         budget: For the model.
         dtype: Of the experts.
         device: Of the slots.
+        group: The model's ranks, or ``None``.
         files: Open ones; the model keeps them where experts stay in files.
     """
     modules = [model.get_submodule(name) for name in layers]
     layout, runner = modules[0].layout, modules[0].runner
-    paths: Sequence[CachedExperts | StagedExperts]
+    where: dict[str, Any] = dict(dtype=dtype, device=device, group=group, policy=budget.policy)
+    slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, **where)
     if budget.store == "host":
-        held = [_held(reader, budget.stored, dtype, device) for reader in layers.values()]
-        paths = open_host_store(held, layout, budget.slots, runner, device, policy=budget.policy)
+        paths = slots.over_host([_held(reader, budget.stored, dtype, device) for reader in layers.values()])
     else:
-        readers = list(layers.values())
-        (_, *w1), (_, *w2) = readers[0].shapes
-        stage = Stage(budget.places, (tuple(w1), tuple(w2)), dtype, device)
-        stage.files = files.pop_all()
-        paths = open_staged(readers, stage, budget.top_k, budget.slots, dtype, device, runner)
-    for experts, path in zip(modules, paths, strict=True):
-        experts.path = path
+        paths = slots.over_readers(list(layers.values()), budget.places, files)
+    for module, path in zip(modules, paths, strict=True):
+        module.path = path
 
 
 def _held(reader: LayerFiles, stored: StoredType | None, dtype: torch.dtype, device: torch.device) -> HeldExperts:

@@ -1,0 +1,83 @@
+"""The routers of a transformers model as Comet's, for drafts, which replace them while a pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import MoEConfig, require
+from comet.integrations.hf.families import moe_config
+from comet.router import Router, Routes
+
+GATE = "gate"  # in the MoE blocks of all families, beside their experts
+BIAS = "e_score_correction_bias"
+
+
+def gate_beside(model: nn.Module, experts: str) -> nn.Module:
+    """The router of the MoE block whose experts have this name.
+
+    Raises:
+        ValueError: If there is none with the weight of one.
+    """
+    name = f"{experts.rpartition('.')[0]}.{GATE}"
+    try:
+        gate = model.get_submodule(name)
+    except AttributeError:
+        gate = nn.Identity()
+    weight = getattr(gate, "weight", None)
+    require(
+        isinstance(weight, Tensor) and weight.ndim == 2,
+        f"{name} ({type(gate).__name__}) must have a weight (E, D): drafts route by it, set speculate='off'",
+    )
+    return gate
+
+
+def routing_config(config: Any) -> MoEConfig:
+    """How models of a supported family route.
+
+    Example: DeepSeek-V3 scores by sigmoids, chooses 8 experts in 4 of 8 groups, and scales by 2.5.
+    """
+    moe = moe_config(config)
+    if config.model_type != "deepseek_v3":
+        return replace(moe, renormalize=getattr(config, "norm_topk_prob", True))
+    return replace(
+        moe,
+        score="sigmoid",
+        balance="bias",
+        renormalize=config.norm_topk_prob,
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        routed_scale=config.routed_scaling_factor,
+    )
+
+
+def router_of(gate: nn.Module, config: MoEConfig) -> Router:
+    """A router with the weight of a gate, and its selection bias if it has one; both stay the gate's own."""
+    router = Router(config, device="meta")
+    router.weight = gate.weight  # type: ignore[assignment]
+    router.selection_bias = getattr(gate, BIAS, None)
+    return router
+
+
+@contextmanager
+def routed_by(gates: Sequence[nn.Module], routers: Sequence[Routes]) -> Iterator[None]:
+    """Let routers decide in the place of gates, for as long as this lasts."""
+    for gate, router in zip(gates, routers, strict=True):
+        gate.forward = partial(_route, router)
+    try:
+        yield
+    finally:
+        for gate in gates:
+            del gate.forward
+
+
+def _route(router: Routes, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a gate of transformers returns: logits ``(T, E)``, weights ``(T, r)`` and ids ``(T, r)``."""
+    routing = router(hidden_states.reshape(-1, hidden_states.shape[-1]))
+    return routing.logits, routing.top_k_weights, routing.top_k_ids.to(torch.int64)
