@@ -35,7 +35,7 @@ from points import Ranks
 from report import Row, cell, table_of
 from routing_traces import Trace, made_trace, resized_guesses, resized_trace
 from shapes import model
-from start import memory_limit, run_and_leave, start_ranks
+from start import memory_limit, release, run_and_leave, start_ranks, tell
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
@@ -219,15 +219,19 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure and print."""
     device = ranks.device
     link = link_gbs(device)
-    rows = [row for name in arguments.stored for row in rows_of(arguments, name, device, link)]
+    rows: list[Row] = []
     facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
              "trace": str(arguments.trace or f"made, sticky={arguments.sticky}"),
              "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}  # fmt: skip
+    for name in arguments.stored:
+        rows += rows_of(arguments, name, device, link)
+        release(ranks)
+        tell(ranks, table_of(rows, COLUMNS, cell))
+        line = json.dumps(facts | {"rows": rows})
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / "bench_experts.json").write_text(line + "\n")
     print(table_of(rows, COLUMNS, cell))
-    line = json.dumps(facts | {"rows": rows})
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "bench_experts.json").write_text(line + "\n")
     print(line)
 
 
