@@ -304,12 +304,11 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     load_weights(model, source.checkpoint)
     heldout = read_corpus(DataConfig(path=arguments.data), config.context).heldout
     timed = Run(arguments, model, ranks, heldout)
-    quality = timed.quality(out)
-    timed.write(quality)
-    tell(ranks, json.dumps(quality["drafts"]["modes"] + quality["top_r"]))
     timed.make_all(started + MAKING * arguments.seconds)
     timed.time_all(started + arguments.seconds)
     rows = timed.scored_rows()
+    timed.write({"rows": rows})
+    quality = timed.quality(out)
     tables = [table_of(rows, COLUMNS, cell)]
     for name, found in (("held-out, by T", quality["drafts"]["modes"]), ("held-out, by r", quality["top_r"])):
         tables.append(f"{name}\n{table_of(found, list(found[0]), cell)}")
