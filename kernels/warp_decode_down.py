@@ -66,12 +66,12 @@ def times_hidden(
 def down_fold(
     hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2_ptr, scales_ptr, token, first_col, D, F, E, S,
     K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    LANE: tl.constexpr, SCALES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    LANE: tl.constexpr, SCALES: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """``(BLOCK_D,)`` columns of one token's output; the first AHEAD steps of all its experts are loaded early."""
     places = tl.arange(0, K_BLOCK)
     ids = tl.load(ids_ptr + token * K + places, mask=places < K, other=-1).to(tl.int32)
-    slots = slot_of(ids, slots_ptr, E, S)
+    slots = slot_of(ids, slots_ptr, E, S, CACHE)
     tiles = ()
     for index in tl.static_range(K * AHEAD):
         slot = tl.sum(tl.where(places == index // AHEAD, slots, 0))
@@ -174,7 +174,7 @@ def down_matrix(
 @triton.jit
 def sum_rows(
     partials_ptr, ids_ptr, slots_ptr, weights_ptr, cache, tokens, cols, T, D, E, S,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, IN_WAVES: tl.constexpr,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, IN_WAVES: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """``(tokens, cols)`` float32: each token's weighted partial sums, in the order of its routed rows.
 
@@ -190,7 +190,7 @@ def sum_rows(
         if IN_WAVES:
             held = is_served(expert, cache[0], E, S)
         else:
-            held = slot_of(expert, slots_ptr, E, S) >= 0
+            held = slot_of(expert, slots_ptr, E, S, CACHE) >= 0
         first = tl.min(tl.where(ids == expert[:, None], ks, K_BLOCK), axis=1)
         weight = tl.load(weights_ptr + tokens * K + k, mask=held, other=0.0)
         # Other multiprocessors wrote them during this launch: read from L2.
@@ -203,10 +203,10 @@ def sum_rows(
 
 
 @triton.jit
-def load_routing(ids_ptr, slots_ptr, weights_ptr, E, S, K: tl.constexpr, K_BLOCK: tl.constexpr):
+def load_routing(ids_ptr, slots_ptr, weights_ptr, E, S, K: tl.constexpr, K_BLOCK: tl.constexpr, CACHE: tl.constexpr):
     """``(K_BLOCK,)`` of the only token: whether each of its experts is held here, and its routing weight."""
     ks = tl.arange(0, K_BLOCK)
-    held = slot_of(tl.load(ids_ptr + ks, mask=ks < K, other=-1).to(tl.int32), slots_ptr, E, S) >= 0
+    held = slot_of(tl.load(ids_ptr + ks, mask=ks < K, other=-1).to(tl.int32), slots_ptr, E, S, CACHE) >= 0
     return held, tl.load(weights_ptr + ks, mask=held, other=0.0)
 
 
@@ -275,7 +275,7 @@ def down_kernel(
             wait_for_missing(num_missing, DEPENDENT, CACHE)
             total = down_fold(
                 hidden_ptr, ids_ptr, slots_ptr, weights_ptr, w2, scales_ptr, group, block * BLOCK_D, D, F, E, S,
-                K, K_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT,
+                K, K_BLOCK, BLOCK_D, BLOCK_K, EVEN_K, LANE, SCALES, AHEAD, DEPENDENT, CACHE,
             )  # fmt: skip
             token = group + tl.arange(0, 1)
             total = add_hosted(total[None, :], token, cols, T, D, cache, E, S, CACHE)
@@ -286,11 +286,11 @@ def down_kernel(
         else:
             expert, rows = serves(ids_ptr, group, T, K, K_BLOCK, T_BLOCK, BY_EXPERT)
             wait_for_missing(num_missing, DEPENDENT, CACHE)
-            slot = slot_of(expert, slots_ptr, E, S)
+            slot = slot_of(expert, slots_ptr, E, S, CACHE)
             IS_ALONE: tl.constexpr = T_BLOCK == 1 and not BY_EXPERT
             if IS_ALONE:
                 # Loaded here they are there when the last block adds up, which everything else waits for.
-                held, weights = load_routing(ids_ptr, slots_ptr, weights_ptr, E, S, K, K_BLOCK)
+                held, weights = load_routing(ids_ptr, slots_ptr, weights_ptr, E, S, K, K_BLOCK, CACHE)
             if slot < 0:
                 wait_for_previous(DEPENDENT)
             elif VECTOR:
@@ -319,7 +319,7 @@ def down_kernel(
                         else:
                             total = sum_rows(
                                 partials_ptr, all_ids_ptr if IN_WAVES else ids_ptr, slots_ptr, weights_ptr, cache,
-                                tokens, cols, T, D, E, S, K, K_BLOCK, IN_WAVES,
+                                tokens, cols, T, D, E, S, K, K_BLOCK, IN_WAVES, CACHE,
                             )  # fmt: skip
                         total = add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE)
                         publish(

@@ -15,10 +15,15 @@ NO_ROW = tl.constexpr(2**30)
 
 
 @triton.jit
-def slot_of(ids, slots_ptr, E, S):
-    """Slot of each expert of ``ids``, any shape; -1 where it is masked, unknown or not held here."""
+def slot_of(ids, slots_ptr, E, S, CACHE: tl.constexpr = None):
+    """Slot of each expert of ``ids``, any shape; -1 where it is masked, unknown or not held here.
+
+    The table of a cache is read past L1: the kernel before changes it, and blocks of that one, on the same
+    multiprocessor when this one starts early, may have loaded what shares a line with it.
+    """
     known = (ids >= 0) & (ids < E)
-    slots = tl.load(slots_ptr + ids, mask=known, other=-1)
+    MODIFIER: tl.constexpr = "" if CACHE is None else ".cg"
+    slots = tl.load(slots_ptr + ids, mask=known, other=-1, cache_modifier=MODIFIER)
     return tl.where(slots < S, slots, -1)
 
 

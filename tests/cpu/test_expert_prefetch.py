@@ -11,6 +11,7 @@ import torch
 from cache_cases import cache_of, check_slots, parts_of, resident_weights
 from decode_cases import MATRIX, VECTOR, DecodeCase
 from ranks import run_ranks
+from tiers import slow
 from training_cases import MODEL, MOE
 
 from comet.config import ParallelConfig
@@ -89,8 +90,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["lru", "score"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("policy", "case"),
+    [
+        ("lru", CASES[0]),
+        ("score", CASES[0]),
+        slow("lru", CASES[1]),
+        ("score", CASES[1]),
+        ("lru", CASES[2]),
+        slow("score", CASES[2]),
+    ],
+)
 def test_kernels_equal_their_twins_whenever_the_step_begins(case: DecodeCase, policy: str) -> None:
     run_ranks(compare, 1, case, case.T * case.K + 1, policy, interpret=True)
 
