@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,16 @@ def quantised_parts(kind: str, made: torch.Generator, ffn_size: int) -> dict[str
         packed = QUANTISERS[kind](torch.randn(E, *size, generator=made))
         parts |= {name: packed.elements, f"{name}_scales": packed.scales}
     return parts
+
+
+def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A step as a graph, and where its output is."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, step()
 
 
 # Where F is 208, an expert has 16 and 8 scales of block FP8, which share lines with those of other slots.
@@ -108,12 +119,7 @@ def test_replayed_steps_in_waves_equal_resident_experts_bit_for_bit(
     tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
     ids = torch.zeros(num_tokens, K, dtype=torch.int32, device=CUDA)
     weights = torch.rand(num_tokens, K, generator=made).cuda()
-    for _ in range(2):
-        cached(tokens, ids, weights, w1, w2)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cached(tokens, ids, weights, w1, w2)
+    graph, out = captured(lambda: cached(tokens, ids, weights, w1, w2))
     for step in range(100):
         num_used = (K, 12, E)[step % 3]  # one wave, some, all
         ids.copy_(torch.stack([torch.randperm(num_used, generator=made)[:K] for _ in range(num_tokens)]).int())
@@ -146,12 +152,7 @@ def test_replayed_steps_equal_resident_experts_bit_for_bit(num_slots: int) -> No
     cached = CachedExperts(ExpertCache(w1, w2, num_slots, CUDA), runner, K)
     tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
     ids, weights = torch.zeros(1, K, dtype=torch.int32, device=CUDA), torch.rand(1, K, generator=made).cuda()
-    for _ in range(2):
-        cached(tokens, ids, weights, w1, w2)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cached(tokens, ids, weights, w1, w2)
+    graph, out = captured(lambda: cached(tokens, ids, weights, w1, w2))
     for step in range(200):
         ids.copy_(torch.randperm(E, generator=made)[:K].int()[None])
         tokens.copy_(torch.randn(1, D, generator=made).bfloat16())
