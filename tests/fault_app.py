@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_rows import Order
-from fault_traps import PLACES, set_trap, strike
+from fault_traps import PLACES, TOLD, note, set_trap, strike
 
 from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
@@ -35,6 +35,7 @@ def arm(context: LaunchContext) -> None:
         row = order.row
         place = PLACES.get((row.phase, row.path)) or PLACES[row.phase, ""]
         set_trap(place, lambda: strike(order), nth=NTH.get(row.phase, LATER))
+        set_trap("comet.training.stop:StopRequest._note", lambda: note(order.folder / TOLD))
 
 
 def broken(name: str) -> Callable[[JobConfig, LaunchContext], Any]:

@@ -1,6 +1,7 @@
 """Faults in the process of a rank: a function of the product is wrapped where a phase begins, and strikes when called.
 
 Signals are sent by the parent: the rank says where it is and waits until it was hit, so that they hit in the phase.
+SIGTERM comes through the launcher, in its own time: the rank waits until it has heard of it, or is ended by it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fault_rows import INJECTED, SIGNALS, Order
 
 POLL_S = 0.005
 TOO_MANY_BYTES = 1 << 50
-STRUCK, SENT = "struck", "sent"
+STRUCK, SENT, TOLD = "struck", "sent", "told"
 
 PLACES = {
     **{(phase, path): "comet.paths:SymmetricPath.plan" for phase in ("plan",) for path in ("twin", "fused")},
@@ -74,7 +75,7 @@ def strike(order: Order, device: torch.device | str = "cpu") -> None:
     if order.row.fault == "out of memory":
         torch.empty(TOO_MANY_BYTES, dtype=torch.uint8, device=device)
     if order.row.fault in SIGNALS:
-        await_file(order.folder / SENT)
+        await_file(order.folder / (TOLD if order.row.fault == "SIGTERM" else SENT))
 
 
 def note(path: Path, text: str = "") -> None:
