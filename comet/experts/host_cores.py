@@ -228,17 +228,26 @@ def cores_of(setting: str, ranks: int) -> int:
     Raises:
         ValueError: If it is none of these, or there are fewer cores than ranks or than it says.
     """
+    check_setting(setting)
     if setting == "off":
         return 0
     usable = usable_cores()
     if setting == "auto":
         return max(usable // ranks - 1, 1)
     require(
-        setting.isdecimal() and ranks <= int(setting) <= usable,
-        f"host_cores={setting!r} must be auto, off, or a number from {ranks}, one for each rank, to {usable}, the "
-        "cores that this process may use",
+        ranks <= int(setting) <= usable,
+        f"host_cores={setting!r} must be a number from {ranks}, one for each rank, to {usable}, the cores that this "
+        "process may use, auto or off",
     )
     return int(setting) // ranks
+
+
+def check_setting(setting: str) -> None:
+    """Raise ``ValueError`` unless ``host_cores`` is ``auto``, ``off`` or a number, on whatever machine."""
+    require(
+        setting in ("auto", "off") or (setting.isdecimal() and int(setting) >= 1),
+        f"host_cores={setting!r} must be auto, off, or a number of cores",
+    )
 
 
 def usable_cores() -> int:

@@ -36,8 +36,10 @@ from comet.generation.experts import plan_experts
 from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
 from comet.kernels.expert_host import PLACE_HOST, worth_least
+from comet.kernels.expert_mailbox import EXPERTS
 from comet.kernels.expert_prefetch import plan_torch, travel_torch
 from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
+from comet.kernels.expert_waves import split_waves_torch
 from comet.models.gpt import GPT
 from comet.training.run import train
 
@@ -104,6 +106,68 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
         assert each.counts[0] == hosted > 0
         each.check()
         each.close()
+
+
+def compare_waves(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
+    """Steps in waves: as resident experts give them, as many hosted as the table says of all that the step misses."""
+    print("seed", case.seed)
+    made = torch.Generator().manual_seed(case.seed)
+    (mine, cores), (twin, other) = (cache_of(case, num_slots, PROFILE, policy, first=1) for _ in range(2))
+    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU, num_experts=case.E, first_expert=1)
+    for step in range(5):
+        num_tokens = 1 if step == 3 else case.T  # a step of one wave in between
+        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
+        ids = torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32)
+        needed = set(ids.flatten().tolist()) - {-1, 0}
+        missing = [expert for expert in needed if mine.tables.slots[expert] < 0]
+        before = mine.tables.totals.clone()
+        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
+        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        found = warp_decode_torch(tokens, ids, weights, twin.weights)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for name in TABLES:
+            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
+        assert torch.equal(mine.tables.header, twin.tables.header)
+        hosted = int(cores.mail.share[num_tokens, len(missing)])
+        spent = (mine.tables.totals - before)[[0, 1, 7]].tolist()
+        assert spent == [len(needed), len(missing) - hosted, hosted], "each missing one fetched or hosted, once"
+        assert sum(bool(mine.tables.slots[expert] >= 0) for expert in missing) <= len(missing) - hosted
+        assert not (mine.tables.arriving == -2).any()
+    for each in (cores, other):
+        assert each.counts[0] == mine.tables.totals[7] > 0
+        each.check()
+        each.close()
+
+
+IN_WAVES = [
+    DecodeCase(name="vector", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=1),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2),
+    DecodeCase(name="by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=3),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        pytest.param(case, policy, id=f"{case.name}-{policy}", marks=[] if number == at else pytest.mark.slow)
+        for number, case in enumerate(IN_WAVES)
+        for at, policy in enumerate(POLICIES)
+    ],
+)
+def test_steps_in_waves_leave_misses_to_the_host(case: DecodeCase, policy: str) -> None:
+    run_ranks(compare_waves, 1, case, case.K + 1, policy, interpret=True)
+
+
+def test_the_example_of_waves_and_the_host() -> None:
+    case = DecodeCase(name="example", T=2, K=2, E=5, D=16, F=16)
+    cache, cores = cache_of(case, 2, SLOW_LINK)
+    cache.tables.slots[4], cache.tables.last_used[3] = 0, 1
+    waves = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), cache.host, 2, torch.ones(2, 2))
+    assert waves.tolist() == [[[3, -1], [4, 3]], [[-1, -1], [-1, -1]], [[3, -1], [4, 3]]]
+    assert cores.mail.words[EXPERTS.value] == 1
+    cores.close()
 
 
 def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
@@ -199,7 +263,7 @@ def compare_engines(group: ExpertGroup | None = None) -> None:
     """Texts with and without the host's cores: the same numbers, up to rounding, and other experts on the link."""
     mine, plain = engine_of("2" if group else "1", group), engine_of("off", group)
     drawn = torch.Generator().manual_seed(7)
-    ids = torch.randint(256, (1, 3), generator=drawn)  # in waves, which leave the host out
+    ids = torch.randint(256, (1, 3), generator=drawn)  # in waves
     found = [engine.prefill(ids, torch.tensor([3]), 30) for engine in (mine, plain)]
     for _ in range(6):
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -262,6 +326,23 @@ def test_a_process_that_dies_is_named_before_the_next_step() -> None:
     process.wait()
     with pytest.raises(HostComputeError, match=r"the last ones asked for were .* of layer 0: the process ended with"):
         cores.raise_if_failed()
+    cores.close()
+
+
+def test_a_prompt_asks_once_whether_the_cores_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In waves or streamed, whoever reads it; and it ends where they do not."""
+    engine = engine_of("1")
+    cores, asked = engine.cores, []
+    monkeypatch.setattr(HostCores, "raise_if_failed", lambda self: asked.append(self))
+    for length in (3, 20):
+        engine.prefill(torch.zeros(1, length, dtype=torch.int64), torch.tensor([length]), 30)
+        assert asked.pop() is cores
+        assert not asked
+    monkeypatch.undo()
+    cores.process.kill()
+    cores.process.wait()
+    with pytest.raises(HostComputeError, match="of layer"):
+        engine.prefill(torch.zeros(1, 20, dtype=torch.int64), torch.tensor([20]), 30)
     cores.close()
 
 
@@ -355,8 +436,11 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         4,
         16,
     ]
-    for setting in ("17", "0", "1", "many", "-3"):
-        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be auto, off, or a number from 2"):
+    for setting in ("17", "1"):
+        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be a number from 2"):
+            cores_of(setting, 2)
+    for setting in ("0", "many", "-3"):
+        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be auto, off, or a number of cores"):
             cores_of(setting, 2)
     sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
     assert open_cores("auto", sizes, CPU) is None, "the device is the host"

@@ -58,7 +58,7 @@ def assert_close(output: Tensor, tokens: Tensor, ids: Tensor, weights: Tensor, e
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "score"])
-@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E)])
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E), (5, 6), (11, 13)])
 def test_steps_give_the_numbers_of_resident_experts(
     num_tokens: int, num_slots: int, policy: str, made: torch.Generator
 ) -> None:
@@ -79,11 +79,13 @@ def test_steps_give_the_numbers_of_resident_experts(
     cores.close()
 
 
-def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generator) -> None:
-    cache, cores, exact = opened(made, K + 2, 1, SLOW_LINK)
-    cached = CachedExperts(cache, LocalRunner(K, 1), K)
-    tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
-    ids, weights = torch.zeros(1, K, dtype=torch.int32, device=CUDA), torch.rand(1, K, generator=made).cuda()
+@pytest.mark.parametrize("num_tokens", [1, 6], ids=["one wave", "four waves"])
+def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, made: torch.Generator) -> None:
+    cache, cores, exact = opened(made, K + 2, num_tokens, SLOW_LINK)
+    cached = CachedExperts(cache, LocalRunner(K, num_tokens), K)
+    tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
+    ids = torch.zeros(num_tokens, K, dtype=torch.int32, device=CUDA)
+    weights = torch.rand(num_tokens, K, generator=made).cuda()
     for _ in range(2):
         cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
     torch.cuda.synchronize()
@@ -91,8 +93,8 @@ def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generat
     with torch.cuda.graph(graph):
         out = cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
     for _ in range(200):
-        ids.copy_(torch.randperm(E, generator=made)[:K].int()[None])
-        tokens.copy_(torch.randn(1, D, generator=made).bfloat16())
+        ids.copy_(torch.stack([torch.randperm(E, generator=made)[:K] for _ in range(num_tokens)]).int())
+        tokens.copy_(torch.randn(num_tokens, D, generator=made).bfloat16())
         graph.replay()
         assert_close(out, tokens, ids, weights, exact)
     cores.check()
