@@ -63,11 +63,10 @@ def count_hosted(missing, num_missing, T, cache, E, CACHE: tl.constexpr):
 
 
 @triton.jit
-def next_hosted(missing, worth, index, cache, CACHE: tl.constexpr):
-    """The one of ``missing (CACHE.experts,)`` worth least, number ``index`` in the mailbox; returns the others, it."""
+def take_least(missing, worth):
+    """The one of ``missing`` that is worth least, of equals the lower number; returns the others, and it."""
     expert = tl.argmin(tl.where(missing, worth, NEVER), axis=0)
-    tl.store(cache[CACHE.mail + WORDS] + EXPERTS + index, expert)
-    return missing & (tl.arange(0, CACHE.experts) != expert), expert
+    return missing & (tl.arange(0, missing.shape[0]) != expert), expert
 
 
 @triton.jit
@@ -85,10 +84,11 @@ def leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE: tl.conste
     worth = worths(tl.where(experts < E, experts, -1), before, cache[1], CACHE.policy)
     num_hosted = count_hosted(missing, num_missing, T, cache, E, CACHE)
     for index in range(num_hosted):
-        missing, expert = next_hosted(missing, worth, index, cache, CACHE)
+        missing, expert = take_least(missing, worth)
         place = num_missing - num_hosted + index
         tl.store(copies_ptr + place, expert)
         tl.store(copies_ptr + S + place, -1)
+        tl.store(cache[CACHE.mail + WORDS] + EXPERTS + index, expert)
         tl.store(state_ptr + E + expert, ON_HOST)
     return missing, num_missing - num_hosted
 

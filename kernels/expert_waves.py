@@ -24,8 +24,9 @@ from torch import Tensor
 from .aot_case import KernelCase
 from .arguments import power_of_2
 from .expert_cache import KEPT, raise_scores
-from .expert_host import ask_host, count_hosted, next_hosted, tell_mail, worth_least
-from .expert_mailbox import mail_pointers
+from .expert_host import ask_host, count_hosted, take_least, tell_mail, worth_least
+from .expert_mailbox import EXPERTS as LISTED
+from .expert_mailbox import WORDS, mail_pointers
 from .expert_tables import (
     CACHE_POINTERS,
     CLOCK,
@@ -75,7 +76,8 @@ def leave_waves_to_host(missing, T, cache, E, S, CACHE: tl.constexpr):
     left = missing > 0
     num_hosted = count_hosted(left, tl.sum(missing, axis=0), T, cache, E, CACHE)
     for index in range(num_hosted):
-        left, _ = next_hosted(left, worth, index, cache, CACHE)
+        left, expert = take_least(left, worth)
+        tl.store(cache[CACHE.mail + WORDS] + LISTED + index, expert)
     hosted = (missing > 0) & (left == 0)
     tl.store(used_ptrs, clock, mask=hosted)
     tl.store(header_ptr + HOSTED, num_hosted)

@@ -200,10 +200,12 @@ def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
 
 def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
     """Some of the missing experts are computed by a process of the host; with three slots three tokens take waves."""
-    w1, w2 = (torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16)))
-    resident = DecodeWeights(w1=w1, w2=w2, slots=torch.arange(6, dtype=torch.int32))
-    for num_slots, policy in ((6, "lru"), (3, "score")):
-        cache, cores = hosted_cache(w1, w2, num_slots, device, top_k=2, max_tokens=3, policy=policy)
+    w1, w2 = (torch.randn(6, *size).to(dtype) for size in ((64, 32), (32, 32)))
+    for num_slots, policy, kind in ((6, "lru", ""), (3, "score", ""), (3, "lru", "mxfp4")):
+        sizes = {"top_k": 2, "max_tokens": 3}
+        cache, cores = hosted_cache(w1, w2, num_slots, device, **sizes, policy=policy, quantised=kind)
+        slots = torch.arange(6, dtype=torch.int32)
+        resident = DecodeWeights(**{name: part.cpu() for name, part in cache.host.named_parts.items()}, slots=slots)
         for num_tokens, needed in product((1, 3), ([0, 5], [2, 3], [4, 5], [1, -1])):
             ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
             tokens, weights = torch.randn(num_tokens, 32, device=device).to(dtype), torch.rand(ids.shape, device=device)

@@ -117,7 +117,14 @@ class HeldExperts(ExpertParts):
         return cls(w1, w2, readable)
 
     @classmethod
-    def quantise(cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device, to: MXType) -> HeldExperts:
+    def quantise(
+        cls,
+        reader: ExpertReader,
+        dtype: torch.dtype,
+        device: torch.device,
+        to: MXType,
+        file: MemoryFile | None = None,
+    ) -> HeldExperts:
         """``fill``, where each expert is read in ``dtype`` and quantised by ``quantize_mx``.
 
         Raises:
@@ -128,7 +135,7 @@ class HeldExperts(ExpertParts):
         element, per_byte = (torch.uint8, 2) if to == "mxfp4" else (torch.float8_e4m3fn, 1)
         elements = [((*shape[:-1], shape[-1] // per_byte), element) for shape in reader.shapes]
         scales = [((*shape[:-1], shape[-1] // MX_BLOCK), torch.uint8) for shape in reader.shapes]
-        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device)
+        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device, file)
         one1, one2 = (torch.empty(shape[1:], dtype=dtype) for shape in reader.shapes)
         for expert in range(w1.shape[0]):
             reader.read(expert, one1, one2)
@@ -138,11 +145,11 @@ class HeldExperts(ExpertParts):
         return cls(w1, w2, readable, w1_scales, w2_scales)
 
     @classmethod
-    def keep_fp8(cls, reader: ScaledReader, device: torch.device) -> HeldExperts:
+    def keep_fp8(cls, reader: ScaledReader, device: torch.device, file: MemoryFile | None = None) -> HeldExperts:
         """``fill`` with block FP8 as it is stored."""
         elements = [(shape, torch.float8_e4m3fn) for shape in reader.shapes]
         scales = [(shape, torch.float32) for shape in reader.scale_shapes]
-        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device)
+        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device, file)
         for expert in range(w1.shape[0]):
             reader.read(expert, w1[expert], w2[expert])
             reader.read_scales(expert, w1_scales[expert], w2_scales[expert])

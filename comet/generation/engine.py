@@ -137,7 +137,7 @@ def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFil
         held = HeldExperts.hold({"w1": matrices, "w2": w2}, device, file)
         w1, w2 = held.w1.view_as(w1), held.w2
     else:
-        held = HeldExperts.quantise(HeldExperts(matrices, w2, readable=True), w1.dtype, device, expert_dtype)
+        held = HeldExperts.quantise(HeldExperts(matrices, w2, readable=True), w1.dtype, device, expert_dtype, file)
         w1, w2 = map(emptied, (w1, w2))  # numbers that nobody reads, in no memory
     local(layer.w1).data, local(layer.w2).data = w1, w2
     return held
@@ -207,7 +207,7 @@ class GPTEngine:
             self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
         else:
             sizes = HostSizes.of(moe.hidden_size, layout, decode_tokens, model.dtype)
-            cores = open_cores(host_cores, sizes, group.device, runner=self.runner, quantised=expert_dtype is not None)
+            cores = open_cores(host_cores, sizes, group.device, runner=self.runner)
             file = None if cores is None else cores.file
             held = [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()]
             where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy, cores=cores)

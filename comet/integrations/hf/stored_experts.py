@@ -150,7 +150,7 @@ def open_stores(
     where: dict[str, Any] = dict(dtype=dtype, device=device, group=group, policy=budget.policy)
     if budget.store == "host":
         sizes = HostSizes.of(next(iter(layers.values())).shapes[1][1], layout, runner.decode.max_tokens, dtype)
-        cores = open_cores(host_cores, sizes, device, runner=runner, quantised=budget.stored is not None)
+        cores = open_cores(host_cores, sizes, device, runner=runner)
         file = None if cores is None else cores.file
         slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, cores=cores, **where)
         paths = slots.over_host([_held(reader, budget.stored, dtype, device, file) for reader in layers.values()])
@@ -172,8 +172,8 @@ def _held(
     if stored is None:
         return HeldExperts.fill(reader, dtype, device, file)
     if stored == "fp8":
-        return HeldExperts.keep_fp8(reader, device)
-    return HeldExperts.quantise(reader, dtype, device, stored)
+        return HeldExperts.keep_fp8(reader, device, file)
+    return HeldExperts.quantise(reader, dtype, device, stored, file)
 
 
 def cache_report(model: Any) -> CacheReport | None:
