@@ -169,15 +169,11 @@ MISTAKES = [
         "generate.expert_budget=0.5 holds 2 experts of each of 2 layers, and must hold top_k=4",
     ),
     (
-        ["=0.5", "generate.keep_fp8=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
-        "generate.expert_store='file' must be 'host' with keep_fp8=True: what the host brings is not yet",
+        ["=0.5", "generate.expert_prefetch=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
+        "expert_prefetch=True must be False with expert_store=file: the host brings missing experts",
     ),
-    (
-        ["=0.5", "generate.expert_dtype=mxfp4", *(f"generate.{name}={value}" for name, value in FILE.items())],
-        "generate.expert_store='file' must be 'host' with expert_dtype=mxfp4",
-    ),
-    (["=0.5", "generate.expert_dtype=mxfp4", "generate.keep_fp8=true"], "generate.expert_dtype=mxfp4 must be null"),
-    (["=null", "generate.expert_dtype=mxfp4"], "generate.expert_budget must be given with generate.expert_dtype=mxfp4"),
+    (["=0.5", "generate.expert_dtype=mxfp4", "generate.keep_fp8=true"], "generate.expert_dtype=mxfp4 must be None"),
+    (["=null", "generate.expert_dtype=mxfp4"], "generate.expert_dtype=mxfp4 must come with an expert_budget"),
     (["=0.5", "generate.expert_dtype=int4"], "generate.expert_dtype='int4' must be one of mxfp8, mxfp4, None"),
     (["=0.5", "generate.host_budget=0.5"], "generate: host_budget=0.5 must be None with expert_store=host"),
     (["=0.5", "generate.expert_store=file"], "generate.host_budget=None must be given with expert_store='file'"),
@@ -186,8 +182,8 @@ MISTAKES = [
         ["=0.5", "generate.expert_store=file", "generate.host_budget=0.1"],
         "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that a layer has slots for",
     ),
-    (["=null", "generate.expert_store=file"], "generate.expert_budget must be given with generate.expert_store"),
-    (["=null", "generate.expert_policy=lfu"], "generate.expert_budget must be given with generate.expert_store, host_"),
+    (["=null", "generate.expert_store=file"], "generate.expert_store=file must come with an expert_budget"),
+    (["=null", "generate.expert_policy=lfu"], "generate.expert_policy=lfu must come with an expert_budget"),
     (["=0.5", "generate.expert_policy=fifo"], "generate.expert_policy='fifo' must be one of lru, lfu, score"),
     (
         ["=0.5", "generate.expert_policy=lfu", *(f"generate.{name}={value}" for name, value in FILE.items())],
@@ -220,9 +216,7 @@ def test_files_are_for_hugging_face(tmp_path):
     from comet.generation.experts import plan_experts
 
     settings = GenerateConfig(source=str(tmp_path), prompt="x", expert_budget=0.5, **FILE)
-    with pytest.raises(
-        ValueError, match=r"generate\.expert_store='file' must be 'host' for a checkpoint of comet train"
-    ):
+    with pytest.raises(ValueError, match=r"generate\.expert_store=file must be host for a checkpoint of comet train"):
         plan_experts(make_job(tmp_path, model=MODEL, generate=settings), torch.float32)
 
 
@@ -281,9 +275,12 @@ def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
 
 
 def of_a_folder(rank: int, world_size: int, folder: str):
-    """TP2 with a host store, EP2 with a file store."""
+    """TP2 with a host store and prefetch, EP2 with a file store."""
     settings = dict(expert_budget=0.5, link_gb_per_s=1.0, memory_gb_per_s=1.0)
-    layouts = (1, 2, settings), (2, 1, settings | FILE | {"expert_budget": 1.0, "host_budget": 1.0})
+    layouts = (
+        (1, 2, settings | {"expert_prefetch": True}),
+        (2, 1, settings | FILE | {"expert_budget": 1.0, "host_budget": 1.0}),
+    )
     found = []
     for ep, tp, each in layouts:
         job = make_job(Path(folder), ep=ep, tp=tp, model=model_of(find_source(folder)))
@@ -300,4 +297,5 @@ def test_ranks_of_a_folder_have_a_budget_each(qwen, tmp_path):
         cache = mine["expert_cache"]
         assert other["expert_cache"] == cache
         assert (cache["store"], cache["slots"]) == (store, slots)
+        assert (cache["prefetched_needed"] > 0) == (store == "host")
         assert cache["fetched_bytes"] == cache["fetched"] * EXPERT // (2 if store == "host" else 1)

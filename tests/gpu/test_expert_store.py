@@ -46,11 +46,11 @@ def test_memory_is_pinned_as_large_as_it_is_and_freed_again() -> None:
 def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: int) -> None:
     made = torch.Generator().manual_seed(num_slots)
     w1, w2 = (torch.randn(*sizes, generator=made).bfloat16() for sizes in ((E, 2 * F, D), (E, D, F)))
-    held = HeldExperts.fill(HeldExperts(w1, w2, False), torch.bfloat16, CUDA)
+    held = HeldExperts.fill(HeldExperts(w1, w2, False), CUDA)
     assert held.readable
     resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
-    stage = Stage(num_slots, ((2 * F, D), (D, F)), torch.bfloat16, CUDA)
-    staged = StagedExperts(StagedCache(held, stage, 0, num_slots, torch.bfloat16, CUDA), LocalRunner(K, 8), K)
+    stage = Stage(num_slots, held.specs, CUDA)
+    staged = StagedExperts(StagedCache(held, stage, 0, num_slots, CUDA), LocalRunner(K, 8), K)
     cached = CachedExperts(ExpertCache(held.w1, held.w2, num_slots, CUDA), LocalRunner(K, 8), K)
     assert cached.cache.host.w1.data_ptr() == held.w1.data_ptr(), "no second copy"
     decode = Decoder(K, 8)
