@@ -16,6 +16,7 @@ from ranks import run_ranks
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import save_model, tiny_config
+from hf_fp8_cases import publish
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.experts.staged import WHY_EAGER
@@ -155,6 +156,23 @@ def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys, 
         assert (cache["slots"], cache["fetched_bytes"]) == (found[name], cache["fetched"] * expert)
         assert cache["stored"] == (None if name == "null" else name)
     assert found == {"null": 4, "mxfp8": 8, "mxfp4": 8}
+
+
+def test_block_fp8_in_files_is_counted_as_it_is_stored(tmp_path, capsys, monkeypatch):
+    save_model(tmp_path, "qwen3_moe", hidden_size=160, moe_intermediate_size=128)
+    publish(tmp_path)
+    files = {"keep_fp8": True, "expert_budget": 0.5, **FILE}
+    words = [f"generate.source={tmp_path}", "generate.prompt=ab", *(f"generate.{k}={v}" for k, v in files.items())]
+    rows, _ = dry_run(capsys, monkeypatch, *words)
+    expert = 3 * 160 * 128 + 4 * (2 * 2 + 2 * 1)
+    for name, count in (("all experts in fp8, in files", 16), ("12 of them in host memory as well", 12)):
+        assert rows[name] == pytest.approx(count * expert / 2**20, abs=0.05)
+    assert rows["slots of experts"] == pytest.approx(2 * 4 * expert / 2**20, abs=0.05)
+    whole, found = (generate_job(job_of(tmp_path, tmp_path, **each), Rank()) for each in ({"keep_fp8": True}, files))
+    assert found["texts"] == whole["texts"]
+    cache = found["expert_cache"]
+    assert (cache["store"], cache["stored"], cache["slots"]) == ("file", "fp8", 4)
+    assert cache["fetched_bytes"] == cache["fetched"] * expert > cache["staged_bytes"] > 0
 
 
 BUDGET = "generate.expert_budget"

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import greedy, logits_with_cache, prompt, tiny_model
+from hf_fp8_cases import publish
 
 import comet.experts.store
 from comet.decode.runners import Decoder, LocalRunner
@@ -83,10 +84,31 @@ def test_a_folder_with_a_budget_answers_as_the_whole_model_does(store: dict, tmp
     assert cache_report(loaded).fetched > 0
 
 
-def test_memory_that_cannot_be_pinned_is_copied_by_the_host(tmp_path: Path, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("settings", [{"keep_fp8": True}, {"expert_dtype": "mxfp4"}])
+def test_quantised_experts_from_files_answer_as_those_that_are_pinned(settings: dict, tmp_path: Path) -> None:
+    """Steps, and a prompt that streams."""
+    tiny_model("qwen3_moe", torch.bfloat16, hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
+    if "keep_fp8" in settings:
+        publish(tmp_path)
+    stores = {}, {"expert_store": "file", "host_budget": 0.6}
+    models = [
+        hf.load_pretrained(tmp_path, device="cuda", dtype=torch.bfloat16, expert_budget=0.5, **store, **settings)
+        for store in stores
+    ]
+    ids = prompt(1, 40).cuda()
+    for prefill in (1, 30):
+        assert torch.equal(*[logits_with_cache(model, ids, prefill) for model in models])
+    assert torch.equal(*[greedy(model, ids[:, :1]) for model in models])
+    assert cache_report(models[1]).staged_bytes > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"expert_dtype": "mxfp4"}])
+def test_memory_that_cannot_be_pinned_is_copied_by_the_host(
+    settings: dict, tmp_path: Path, monkeypatch, caplog
+) -> None:
     """CUDA refuses an address that is registered already; the next kernel must not be blamed for it."""
     tiny_model("mixtral").save_pretrained(tmp_path)
-    whole = hf.load_pretrained(tmp_path, device="cuda")
+    whole = hf.load_pretrained(tmp_path, device="cuda", **(settings and {"expert_budget": 1.0, **settings}))
     register = comet.experts.store.PinnedMapping.register
 
     def twice(mapping, address, num_bytes):
@@ -95,7 +117,7 @@ def test_memory_that_cannot_be_pinned_is_copied_by_the_host(tmp_path: Path, monk
 
     monkeypatch.setattr(comet.experts.store.PinnedMapping, "register", twice)
     with caplog.at_level(logging.WARNING, "comet"):
-        loaded = hf.load_pretrained(tmp_path, device="cuda", expert_budget=0.5)
+        loaded = hf.load_pretrained(tmp_path, device="cuda", expert_budget=0.5, **settings)
     assert "cannot be pinned" in caplog.text
     ids = prompt(1, 20).cuda()
     assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
