@@ -20,6 +20,7 @@ from comet.errors import CommTimeoutError
 from comet.experts.budget import ExpertBudget
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, Specs, host_memory
+from comet.experts.streaming import Visit
 from comet.layout import ExpertLayout
 from comet.models.sizes import dense_elements, expert_elements
 from comet.plain import plain_experts
@@ -120,6 +121,14 @@ def test_longer_prompts_stream_each_expert_once_between_staged_steps(num_slots: 
     reader.broken = -1
     cache.bring(torch.tensor([[5, 1]]))
     check_slots(cache, reader)
+
+
+def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number() -> None:
+    reader = Recorded(9)
+    cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU, num_experts=20, first_expert=10)
+    cache.copy(Visit(4, 0, True))
+    cache.bring(torch.tensor([[14]]))
+    assert reader.asked == [4]
 
 
 def check_slots(cache: StagedCache, reader: Recorded) -> None:
