@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -63,11 +64,18 @@ def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.05)
 
 
+def free_port() -> int:
+    """A port below those that systems give to whoever asks for any: nobody else gets it before it is used."""
+    for port in range(10_000 + os.getpid() % 10_000, 30_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def start_two_agents(*words: str, ranks: int = 1, program: Sequence[str] = (APP,)) -> list[subprocess.Popen[str]]:
     """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
     program = ["-m", "torch.distributed.run", *options, "--rdzv-endpoint", f"localhost:{port}", *program]
     return [start(*words, program=program) for _ in range(2)]

@@ -160,7 +160,7 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
             ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
             assert ranks.keys() == {0, 1}
             stop(job, ranks)
-            job.communicate(timeout=60)
+            job.communicate(timeout=TIMEOUT_S)
         finally:
             job.kill()
         lines = terminal.lines()
