@@ -211,9 +211,9 @@ def fail_on_one_rank(rank: int, world_size: int) -> None:
     comm.board.clear()
     dist.barrier()
     comm.board.check()
-    comm.timeout_s = 2.0
+    comm.timeout_s = 2.0  # in which ranks beside 0 may be late, too
     if rank:
-        with pytest.raises(CommTimeoutError, match=r"waited 2.0 s for rank 0(, \d)* \(meeting"):  # others may be late, too
+        with pytest.raises(CommTimeoutError, match=r"waited 2.0 s for rank 0(, \d)* \(meeting"):
             comm.barrier()
     dist.barrier()
     comm.board.meet(30.0)
