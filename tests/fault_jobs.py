@@ -27,7 +27,8 @@ import psutil
 from fault_app import ORDER
 from fault_rows import FILE_FAULTS, SIGNALS, Finding, Order, unnamed
 from fault_traps import SENT, STRUCK, await_file, note
-from launch_jobs import environment
+from launch_jobs import environment, train_as_rank
+from ranks import run_ranks
 
 from comet.launch.cli import PROGRAM
 from comet.training.checkpoint_folder import list_checkpoints
@@ -284,11 +285,10 @@ def wrong_training(order: Order, ended: Ended, out: Path, trained: Trained) -> l
     words = train_words(order, out)
     if order.row.fault in FILE_FAULTS:  # refused by name: the one before is asked for
         words.append(f"resume={min(out.glob('step-*'))}")
-    folder = order.folder / "resumed"
-    folder.mkdir()
-    resumed = run(order, folder, words, PROGRAM)
-    if resumed.status != 0:
-        return [*wrong, f"resuming ended with {resumed.status}: {resumed.error[-500:]}"]
+    try:
+        run_ranks(train_as_rank, order.world_size, words[1:])
+    except AssertionError as error:
+        return [*wrong, f"resuming failed: {error}"]
     return wrong + different(losses_of(out), trained, f"resumed from {whole[0]}", whole=True)
 
 

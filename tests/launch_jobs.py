@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from training_cases import Rank
+
+from comet.launch.config import compose, make_job
+from comet.training.run import train
 
 APP = str(Path(__file__).parent / "launch_app.py")
 TIMEOUT_S = 180
@@ -23,11 +28,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def heed_ctrl_c() -> None:
+    """In a process that is about to become a job: tests that run in the background ignore SIGINT, and it would, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*words: str, program: Sequence[str] = (APP,), stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     command = [sys.executable, *program, *words]
     return subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-    )
+        command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
+        preexec_fn=heed_ctrl_c,
+    )  # fmt: skip
 
 
 def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], list[str]]:
@@ -38,6 +49,11 @@ def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], l
     finally:
         process.kill()
     return process.returncode, out.splitlines(), err.splitlines()
+
+
+def train_as_rank(rank: int, world_size: int, settings: Sequence[str]) -> None:
+    """What ``comet train`` does in a rank, for ``run_ranks``, which starts ranks for a fraction of the price."""
+    train(make_job(compose(settings), world_size), Rank(rank, world_size))
 
 
 def rank_pids(folder: Path, num_ranks: int, job: subprocess.Popen[str] | None = None) -> list[int]:

@@ -60,6 +60,7 @@ def test_a_frozen_rank_is_named_on_every_path(path: str, tmp_path: Path) -> None
     assert all_gone(list(ranks.values()))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path) -> None:
     job = start("late", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}")
     (line,) = said_by(job)

@@ -225,7 +225,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("task", ["kill", "refuse_alone", slow("refuse"), slow("time_out")])
+@pytest.mark.parametrize("task", ["kill", slow("refuse_alone"), slow("refuse"), slow("time_out")])
 def test_a_failure_is_one_line_from_one_rank(task, tmp_path):
     found, out, err = run(task, f"output_dir={tmp_path}")
     status, message = FAILURES[task]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch_jobs import heed_ctrl_c
 
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
@@ -48,7 +49,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [sys.executable, "-P", *command], env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
+        text=True, start_new_session=True, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
 
 
