@@ -167,7 +167,7 @@ class GPTEngine:
             they stay as they are.
         expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
         expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
-            layer before it.
+            layer before it, and for verification those that drafts leave out.
         host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
@@ -214,7 +214,8 @@ class GPTEngine:
             slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
             self.stored = slots.over_host(held)
             if expert_prefetch:
-                prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
+                predict = [partial(probable, layer) for layer in model.moe_layers()]
+                prefetch_between(self.stored, predict, speculation)
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
         self._cores = cores_of_paths(self.stored)
