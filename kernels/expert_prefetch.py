@@ -472,23 +472,26 @@ def aot_cases() -> list[KernelCase]:
         pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
         constants = cache_constants(num_experts, num_experts // 4, num_bytes, 1, TRAVEL_WARPS, "lru", pieces)
         cache = {"cache": CACHE_POINTERS + (SCALE_POINTERS if len(num_bytes) > 2 else ())}
-        cases.append(
+        cases += [
             KernelCase(
-                name=f"{stored}, travel",
+                name=f"{stored}, {name}",
                 fn=travel_kernel,
-                signature=cache | dict.fromkeys(("E", "S"), "i32"),
-                constexprs=dict(CACHE=constants),
+                signature=cache | pointer | dict.fromkeys(("E", "S"), "i32"),
+                constexprs=dict(CACHE=constants) | ({} if pointer else {"until_ptr": None}),
                 num_warps=TRAVEL_WARPS,
                 expects=frozenset({"wide_loads", "wide_stores"}),
             )
-        )
+            for name, pointer in (("travel", {}), ("travel of a draft", {"until_ptr": "*i32"}))
+        ]
         cases += [
             KernelCase(
-                name=f"{stored}, plan for {num_tokens} tokens",
+                name=f"{stored}, plan for {num_tokens} tokens{words}",
                 fn=plan_kernel,
                 signature=cache | {"ids_ptr": "*i32"} | dict.fromkeys(("T", "E", "S"), "i32"),
-                constexprs=dict(K=top_k, J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD, CACHE=constants),
+                constexprs=dict(
+                    K=top_k, J_BLOCK=power_of_2(num_tokens * top_k), MOST=MOST_AHEAD, CACHE=constants._replace(**kind)
+                ),
             )
-            for num_tokens in (1, 16)
+            for num_tokens, words, kind in ((1, "", {}), (16, "", {}), (1, " beside drafts", {"drafts": True}))
         ]
     return cases
