@@ -46,7 +46,7 @@ from comet.experts.cache import bytes_of_expert, report_of
 from comet.experts.host_cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host_profile import HostSizes
 from comet.experts.prefetch import prefetch_between
-from comet.experts.store import HeldExperts, MemoryFile
+from comet.experts.store import HeldExperts
 from comet.launch.cli import Parser
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
@@ -100,8 +100,9 @@ class Layers:
         ids, guessed = trace
         self.trace = ids[:, :, None].int().to(device)
         self.guessed = None if guessed is None else guessed[:, :, None].int().to(device)
-        file = None if self.cores is None else self.cores.file
-        self.host = [host_experts(config, device, dtype, stored, file) for _ in range(num_layers)]
+        self.host = [host_experts(config, device, dtype, stored) for _ in range(num_layers)]
+        # Memory that processes share has other pages than memory that they do not: each variant has what users get.
+        self.shared = [HeldExperts.hold(parts, device, self.cores.file) for parts in self.host] if self.cores else []
         self.runner = LocalRunner(config.top_k, 1)
         self.token = torch.randn(1, config.hidden_size, device=device, dtype=dtype)
         self.weights = torch.full((1, config.top_k), 1 / config.top_k, device=device)
@@ -118,8 +119,10 @@ class Layers:
     def cached(self, num_slots: int, kind: str) -> tuple[Callable[[], Any], list[ExpertCache]]:
         """A step that reads from caches kept in one of ``KINDS``, and these."""
         place: dict[str, Any] = dict(num_slots=num_slots, device=self.device, **KINDS[kind])
-        caches = [ExpertCache(**parts, **place) for parts in self.host]
-        if kind.endswith(HOST_CORES):
+        is_shared = kind.endswith(HOST_CORES)
+        stores = [held.named_parts for held in self.shared] if is_shared else self.host
+        caches = [ExpertCache(**parts, **place) for parts in stores]
+        if is_shared:
             self.share(caches)
         layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
         at = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -128,7 +131,7 @@ class Layers:
             prefetch_between(layers, [partial(self.guess, at, layer) for layer in range(len(layers))])
 
         def step() -> None:
-            for parts, layer, ids in zip(self.host, layers, next_ids(), strict=True):
+            for parts, layer, ids in zip(stores, layers, next_ids(), strict=True):
                 layer(self.token, ids, self.weights, parts["w1"], parts["w2"])
 
         return step, caches
@@ -187,9 +190,7 @@ class Layers:
         return step
 
 
-def host_experts(
-    config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None, file: MemoryFile | None
-) -> dict[str, Any]:
+def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None) -> dict[str, Any]:
     """Random experts of one layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
     sizes = {"w1": (2 * config.ffn_size, config.hidden_size), "w2": (config.hidden_size, config.ffn_size)}
     parts = {}
@@ -200,7 +201,7 @@ def host_experts(
         else:
             packed = quantize_mx(weight, stored)
             parts |= {name: packed.elements, f"{name}_scales": packed.scales}
-    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device, file).named_parts
+    return HeldExperts.hold({name: part.cpu() for name, part in parts.items()}, device).named_parts
 
 
 def link_gbs(device: torch.device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ def generate_job(config: JobConfig, context: RankContext) -> dict[str, Any]:
         facts = cache_facts(warm, engine.cache_report() or warm, group)
         if engine.cores is not None:
             facts["host_cores"] = engine.cores.facts()
-        result["expert_cache"] = facts | _prediction(config, budget, group, result["roof_tb_per_s"] * 1e12)
+        fitted = replace(budget, slots=warm.slots)  # memory may have held fewer
+        result["expert_cache"] = facts | _prediction(config, fitted, group, result["roof_tb_per_s"] * 1e12)
     if printer is not None:
         printer.finish(result)
         sys.stderr.write(context_note(generated.stopped_by, config.model.context))

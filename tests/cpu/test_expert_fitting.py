@@ -14,12 +14,16 @@ from ranks import run_ranks
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
-from hf_cases import greedy, make_group, prompt, tiny_config, tiny_model
+from hf_cases import greedy, make_group, prompt, save_model, tiny_config, tiny_model
+from training_cases import Rank, make_job
 
 import comet.experts.paths
 from comet.experts.cache import ExpertCache
 from comet.experts.fitting import fewer_slots
 from comet.experts.staged import StagedCache
+from comet.generation.config import GenerateConfig
+from comet.generation.job import generate_job
+from comet.generation.source import find_source, model_of
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import cache_report
 
@@ -113,3 +117,12 @@ def test_all_ranks_take_the_slots_of_the_one_with_least_memory(folder: Path) -> 
         assert slots == 3
         assert torch.equal(tokens, wanted)
         assert ("CUDA out of memory" if rank else "another rank is out of memory") in refusal
+
+
+def test_a_job_expects_the_hits_of_the_slots_that_fitted(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3_moe", **MODEL)
+    limit_memory(6)
+    settings = GenerateConfig(source=str(tmp_path), prompts=("ab",), max_new_tokens=2, expert_budget=1.0)
+    job = make_job(tmp_path, model=model_of(find_source(str(tmp_path))), generate=settings)
+    cache = generate_job(job, Rank())["expert_cache"]
+    assert (cache["slots"], cache["expected_hits"]) == (2, 0.25)
