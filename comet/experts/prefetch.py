@@ -4,9 +4,9 @@ A layer's router is asked early: with the tokens of the layer before, which diff
 feed-forward layer. What it names and is missing is planned at once, on a stream of its own, and travels from the moment
 on where the layer before has its own experts; that a guess never delays a miss is ``comet.kernels.expert_prefetch``'s.
 
-A draft needs few of the K experts that its tokens are routed to, and the step that verifies it needs all. So behind its
-step the layer's router is asked once more, with the layer's own tokens, for the K of which it took the best; what of
-them is missing travels as well (``comet.kernels.expert_drafts``).
+A draft needs few of the K experts that its tokens are routed to, and the step that verifies it needs all. So beside its
+step the layer's router is asked once more, with the layer's own tokens, for the K of which it took the best; behind it
+what of them is missing travels as well (``comet.kernels.expert_drafts``).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Prefetch:
         self._cache, self._predict, self._following, self._stream = cache, predict, following, stream
         self._draft_top_k, self._guesses_for_drafts = draft_top_k, guesses_for_drafts
         self._tokens: Tensor | None = None  # kept for as long as the other stream reads them
+        self._listed: Tensor | None = None  # of a draft's tokens
         self._planned: torch.cuda.Event | None = None  # behind the plan for the step to come
         self._issued: torch.cuda.Event | None = None  # behind all that ends once this step has begun
 
@@ -60,35 +61,37 @@ class Prefetch:
         """To be called before the layer computes the experts of its tokens ``(T, D)``, ``num_experts`` of each."""
         if self._planned is not None:
             self._wait_for(self._planned)
-        if self._following is not None and (self._guesses_for_drafts or num_experts >= self._draft_top_k):
+        is_draft = num_experts < self._draft_top_k
+        if self._following is not None and (self._guesses_for_drafts or not is_draft):
             self._following.guess(tokens, num_experts)
+        if is_draft:
+            self._listed = self._ask(tokens)
 
     def after_step(self, tokens: Tensor, num_experts: int) -> None:
         """To be called once the layer's experts are being computed, with what ``before_step`` was given."""
         if self._following is not None:
             self._following.travel(self._cache.host.fetched)
-        is_draft = num_experts < self._draft_top_k
-        if is_draft:
-            self.list_for_verification(tokens, num_experts)
+        listed = self._listed
+        if listed is not None:
+            self.list_for_verification(listed, num_experts)
         if self._issued is not None:
             self._wait_for(self._issued)
-        self._tokens = self._planned = self._issued = None
+        self._tokens = self._listed = self._planned = self._issued = None
         if self._stream is None:
             return
         if self._following is not None:
             self._following.keep(tokens, self._stream.record_event())
-        elif is_draft:
+        elif listed is not None:
             self._wait_for(self._stream.record_event())
 
     def guess(self, tokens: Tensor, num_experts: int) -> None:
         """Plan the likeliest ``num_experts`` of the tokens ``(T, D)`` of the layer before."""
-        host, slots = self._cache.host, self._cache.weights.parts
+        ids = self._ask(tokens)[:, :num_experts]
         if self._stream is None:
-            plan_torch(self._predict(tokens)[:, :num_experts], host)
+            plan_torch(ids, self._cache.host)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(self._stream):
-            plan(self._predict(tokens)[:, :num_experts].contiguous(), slots, host)
+            plan(ids.contiguous(), self._cache.weights.parts, self._cache.host)
             self._planned = self._stream.record_event()
 
     def travel(self, fetched: torch.cuda.Event | None) -> None:
@@ -102,23 +105,31 @@ class Prefetch:
             self._stream.wait_event(fetched)
             travel(slots, host)
 
-    def list_for_verification(self, tokens: Tensor, num_experts: int) -> None:
-        """Plan what is missing of all K experts of a draft's tokens, and let it travel until the next layer's step."""
+    def list_for_verification(self, ids: Tensor, num_experts: int) -> None:
+        """Plan what is missing of experts ``(T, K)`` of a draft's tokens; it travels until the next layer's step."""
         host, slots = self._cache.host, self._cache.weights.parts
-        steps = count_waves(tokens.shape[0] * num_experts, host.w1.shape[0], host.tables.num_slots)
+        steps = count_waves(ids.shape[0] * num_experts, host.w1.shape[0], host.tables.num_slots)
         if self._stream is None:
-            plan_draft_torch(self._predict(tokens), steps, host)
+            plan_draft_torch(ids, steps, host)
             travel_torch(slots, host)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
+        self._stream.wait_stream(torch.cuda.current_stream(ids.device))
         with torch.cuda.stream(self._stream):
-            plan_draft(self._predict(tokens), steps, slots, host)
+            plan_draft(ids, steps, slots, host)
             if self._following is not None:
                 travel(slots, host, until=self._following._cache.tables.header)
 
     def keep(self, tokens: Tensor, issued: torch.cuda.Event) -> None:
         """What the layer before gave the other stream; it ends once this layer's step has begun."""
         self._tokens, self._issued = tokens, issued
+
+    def _ask(self, tokens: Tensor) -> Tensor:
+        """``(T, K)`` experts, on the other stream."""
+        if self._stream is None:
+            return self._predict(tokens)
+        self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
+        with torch.cuda.stream(self._stream):
+            return self._predict(tokens)
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._cache.weights.w1.device).wait_event(event)

@@ -281,8 +281,8 @@ class GPTEngine:
     def draft(self, ids: Tensor) -> Tensor:
         """``decode`` with few experts: those of ``speculation``.
 
-        Drafts with cached experts only fetch nothing. So over ranks only the first one behind another pass asks which
-        experts are cached, in one collective (``CachedOnRanks``); what is displaced since, for verification, is fetched.
+        Over ranks, drafts with cached experts only ask which are cached in the first one behind another pass, in one
+        collective (``CachedOnRanks``). They fetch nothing but what a plan for verification has displaced since then.
         """
         if self._drafts is not None and not self._drafted:
             self._drafts.refresh()

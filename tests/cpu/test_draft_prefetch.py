@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -18,12 +19,15 @@ from training_cases import MODEL
 from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
-from comet.experts import ExpertCache
+from comet.experts import ExpertCache, Speculation
 from comet.experts.prefetch import prefetch_between
+from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
+from comet.generation.generate import generate
+from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
 from comet.kernels.expert_drafts import plan_draft, plan_draft_torch, settle_torch
-from comet.kernels.expert_prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
+from comet.kernels.expert_prefetch import MOST_AHEAD, STOP, plan, plan_torch, take_over_torch, travel, travel_torch
 from comet.kernels.expert_tables import (
     AHEAD_WORDS,
     BEGUN,
@@ -130,6 +134,12 @@ class Pair:
         since = int(self.mine.tables.header[ROUND.value])
         assert all(self.mine.tables.last_used[each] < since for each in former), "none that the round named"
         self.check()
+        for word, value in ((GATE, STOP.value), (CLOCK, int(self.mine.tables.header[CLOCK.value]))):
+            following = torch.zeros(32, dtype=torch.int32)
+            following[word.value] = value
+            before = self.mine.tables.header.clone()
+            travel(self.mine.weights.parts, self.mine.host, until=following)
+            assert torch.equal(before, self.mine.tables.header), "the next layer has begun its step, or ended it"
         self.travel()
 
     def check(self) -> None:
@@ -338,13 +348,20 @@ DRAFTS = SpeculationConfig(speculate="conservative", draft_experts=(R,), draft_t
 
 
 def engine_of(
-    slots: int, *, prefetch: bool = False, drafts: SpeculationConfig = DRAFTS, moe: MoEConfig = EXPERTS
+    slots: int,
+    *,
+    prefetch: bool = False,
+    drafts: SpeculationConfig = DRAFTS,
+    moe: MoEConfig = EXPERTS,
+    policy: str = "lru",
 ) -> GPTEngine:
     config = replace(MODEL, context=160, moe=moe)
     group = make_expert_group(moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
     model = GPT(config, group, seed=1, expert_device=torch.device("cpu"))
     model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
-    return GPTEngine(model, group, expert_slots=slots, expert_prefetch=prefetch, speculation=drafts)
+    return GPTEngine(
+        model, group, expert_slots=slots, expert_policy=policy, expert_prefetch=prefetch, speculation=drafts
+    )
 
 
 def rounds_of(engine: GPTEngine, num_sequences: int, rounds: int) -> tuple[list[Tensor], int]:
@@ -385,6 +402,21 @@ def test_verification_misses_less_and_the_numbers_stay(cached_only: bool) -> Non
     assert report.prefetched >= report.prefetched_needed > 0
     assert report.prefetch_precision is not None
     assert report.prefetch_precision > 0.5
+
+
+@pytest.mark.parametrize("policy", ["lru", "score"])
+def test_greedy_texts_are_those_without_prefetch(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation.__init__, "__defaults__", (itertools.count().__next__,))  # rounds take equally long
+    asked = GenerateConfig(prompts=("a", "b"), max_new_tokens=30, temperature=0.0, speculate="conservative", tau=0.0)
+    made = []
+    for prefetch in (False, True):
+        engine = engine_of(9, prefetch=prefetch, policy=policy)
+        made.append(generate(engine, ByteCodec(), [[7, 1, 9, 4], [3]], asked, context=64))
+        assert engine.cache_report().fetched > 0
+    assert made[0].texts == made[1].texts
+    assert made[0].speculation == made[1].speculation
+    assert made[0].speculation["drafted"] > made[0].speculation["accepted"] > 0
+    assert engine.cache_report().prefetched_needed > 0
 
 
 def test_verification_that_streams_finds_what_travelled() -> None:
