@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from comet.config import SpeculationConfig, require
 from comet.experts import CacheReport, DraftRouters
 from comet.experts.host_cores import HostCores
+from comet.experts.prefetch import expect_drafts
 from comet.generation.text import TokenizerCodec
 from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode
 from comet.group import ExpertGroup
@@ -21,7 +22,7 @@ from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
-from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of
+from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of, paths_of
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -84,6 +85,7 @@ class HFEngine:
         self._drafts: DraftRouters | None = None
         if speculation is not None:
             check_rewinds(model)
+            expect_drafts(paths_of(model), speculation)
             self._gates = [gate_beside(model, name) for name in named]
             routers = [router_of(gate, routing_config(model.config)) for gate in self._gates]
             slots = [each.slots for each in self._experts if isinstance(each, StoredExperts)]
