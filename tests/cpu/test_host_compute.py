@@ -167,7 +167,7 @@ def test_kernels_end_by_the_deadline() -> None:
     run_ranks(wait_in_vain, 1, interpret=True)
 
 
-QUICK = {("vector", "lru"), ("fold", "score"), ("matrix", "lru")}
+QUICK = {("fold", "score"), ("matrix", "lru")}
 SPLITS = [
     pytest.param(
         case, policy, id=f"{case.name}-{policy}", marks=[] if (case.name, policy) in QUICK else pytest.mark.slow
