@@ -12,8 +12,9 @@ its budget: device memory beside the dense weights, which all share, is limited 
 
 ``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
 model, in nats a token. What adaptive mode costs is measured on held-out text (``draft_quality.py``), with the loss of
-the best r experts; the routing of that text goes to ``routing.pt``, for ``bench_experts.py --trace``. Results so far
-stand in ``--out`` after every round, pictures at the end; the last line is JSON.
+the best r experts; the routing of that text goes to ``routing.pt``, for ``bench_experts.py --trace``, and says what
+predictors of experts and ways to share slots are worth (``routing_predictors.py``). Results so far stand in ``--out``
+after every round, pictures at the end; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -257,7 +258,8 @@ class Run:
         trace = record_routing(self.model, [batch[:, :-1] for batch in batches])
         if folder is not None:
             trace.save(folder / "routing.pt")
-        return {"drafts": drafts, "top_r": measure_top_r(self.model, batches, tokens), "routing": routing_facts(trace)}
+        routing = routing_facts(trace, self.arguments.budgets)
+        return {"drafts": drafts, "top_r": measure_top_r(self.model, batches, tokens), "routing": routing}
 
     def memory(self) -> int:
         """Bytes of the device's memory that this process uses."""
@@ -288,6 +290,21 @@ class Run:
         return line
 
 
+def tables_of(quality: Row) -> list[str]:
+    """What was found on held-out text, as it is printed; a table that has no rows is left out."""
+    found = {
+        "held-out, by T": quality["drafts"]["modes"],
+        "held-out, by r": quality["top_r"],
+        "experts that are named before their layer and have no slot": quality["routing"]["predictors"],
+        "hits, by who shares the slots": quality["routing"]["sharing"],
+    }
+    return [
+        f"{name}\n{table_of(rows, [column for column in rows[0] if column != 'chosen'], cell)}"
+        for name, rows in found.items()
+        if rows
+    ]
+
+
 @torch.no_grad()
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure, print and draw."""
@@ -309,9 +326,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     rows = timed.scored_rows()
     timed.write({"rows": rows})
     quality = timed.quality(out)
-    tables = [table_of(rows, COLUMNS, cell)]
-    for name, found in (("held-out, by T", quality["drafts"]["modes"]), ("held-out, by r", quality["top_r"])):
-        tables.append(f"{name}\n{table_of(found, list(found[0]), cell)}")
+    tables = [table_of(rows, COLUMNS, cell), *tables_of(quality)]
     print("\n".join(tables))
     line = timed.write({"rows": rows} | quality)
     if out is not None:

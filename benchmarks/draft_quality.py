@@ -33,24 +33,27 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class RecordingRouter:
-    """A layer's router, which keeps its last decision, and what the next layer's says of the same tokens.
+    """A layer's router, which keeps its last decision, and what those of the next layers say of the same tokens.
 
     Args:
         router: Of the layer.
-        following: Of the next; ``None``: there is none.
+        following: Of the next two; ``None``: there is none.
     """
 
-    def __init__(self, router: Router, following: Router | None) -> None:
+    def __init__(self, router: Router, following: Sequence[Router | None]) -> None:
         self.router = router
         self.following = following
         self.measure = router.measure
-        self.ids = self.weights = self.guessed = torch.empty(0)
+        self.ids = self.weights = torch.empty(0)
+        self.guessed: list[Tensor] = []
 
     def __call__(self, tokens: Tensor) -> Routing:
         """See ``Router``."""
         routing = self.router(tokens)
         self.ids, self.weights = routing.top_k_ids, routing.top_k_weights
-        self.guessed = torch.full_like(self.ids, -1) if self.following is None else self.following(tokens).top_k_ids
+        self.guessed = [
+            torch.full_like(self.ids, -1) if router is None else router(tokens).top_k_ids for router in self.following
+        ]
         return routing
 
 
@@ -134,19 +137,23 @@ def _logits(
 def record_routing(model: GPT, batches: Sequence[Tensor]) -> Trace:
     """The routing of texts ``(B, P)`` by all K experts, one text behind the other."""
     layers = model.moe_layers()
-    following = [*(layer.router for layer in layers[1:]), None]
-    routers = [RecordingRouter(layer.router, after) for layer, after in zip(layers, following, strict=True)]
-    ids, weights, guessed = [], [], []
+    of_layers = [*(layer.router for layer in layers), None, None]
+    routers = [RecordingRouter(layer.router, of_layers[number + 1 : number + 3]) for number, layer in enumerate(layers)]
+    ids, weights = [], []
+    guesses: tuple[list[Tensor], list[Tensor]] = ([], [])
     for batch in batches:
         whole_pass(model, batch, routers)
         ids.append(torch.stack([router.ids for router in routers], dim=1).cpu())
         weights.append(torch.stack([router.weights for router in routers], dim=1).float().cpu())
-        guessed.append(torch.stack([router.guessed for router in routers], dim=1).roll(1, dims=1).cpu())
+        for ahead, found in enumerate(guesses):
+            named = torch.stack([router.guessed[ahead] for router in routers], dim=1)
+            found.append(named.roll(ahead + 1, dims=1).cpu())
     return Trace(
         ids=torch.cat(ids).long(),
         weights=torch.cat(weights),
         num_experts=layers[0].config.num_experts,
-        guessed=torch.cat(guessed).long(),
+        guessed=torch.cat(guesses[0]).long(),
+        guessed_in_two=torch.cat(guesses[1]).long(),
     )
 
 

@@ -8,7 +8,7 @@ Letters: N steps, L layers, E experts, K experts of a token, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from comet.kernels.expert_tables import POLICIES
 
 BEST = "next use"  # gives away what is used again last: no policy, but what none can exceed
 NEVER = 2**30
-FIELDS = ("ids", "weights", "num_experts", "guessed")  # of a file
+FIELDS = ("ids", "weights", "num_experts", "guessed", "guessed_in_two")  # of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,14 @@ class Trace:
         num_experts: E.
         guessed: ``(N, L, K)`` int64: where each layer's router sends the tokens of the layer before; of the first layer
             -1. ``None``: not recorded.
+        guessed_in_two: The same of two layers before; of the first two layers -1.
     """
 
     ids: Tensor
     weights: Tensor
     num_experts: int
     guessed: Tensor | None = None
+    guessed_in_two: Tensor | None = None
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
@@ -167,7 +169,7 @@ def _experts_at(places: Sequence[int], stack: Sequence[int]) -> list[int]:
 
 def reuse_by_distance(trace: Trace, longest: int) -> tuple[list[float], list[float]]:
     """Share of a step's experts that the step d before used, and that any of the last d used, for d = 1 to longest."""
-    used = _one_hot(trace)
+    used = one_hot(trace)
     size = trace.ids.shape[2]
     exactly: list[float] = []
     within: list[float] = []
@@ -184,25 +186,38 @@ def reuse_by_distance(trace: Trace, longest: int) -> tuple[list[float], list[flo
 def replayed_hits(trace: Trace, slots: Sequence[int], policy: str) -> list[float]:
     """Share of needed experts that have a slot, for caches of these numbers of slots, empty at first.
 
-    As the kernels decide (``comet.kernels.expert_cache``), but that of experts worth the same the one of the lower
-    number stays.
-
     Args:
         trace: What is needed.
         slots: Numbers of slots, each at least K.
         policy: One of ``POLICIES``, or ``BEST``.
     """
+    used = one_hot(trace)
+    hits = [(held & now).flatten(1).sum(1) for held, now in zip(replay(trace, slots, policy), used, strict=True)]
+    return (torch.stack(hits).sum(0) / used.sum()).tolist()
+
+
+def replay(trace: Trace, slots: Sequence[int] | Tensor, policy: str) -> Iterator[Tensor]:
+    """Before each step ``(C, L, E)`` bool, which experts have a slot in each of C caches, empty at first.
+
+    As the kernels decide (``comet.kernels.expert_cache``), but that of experts worth the same the one of the lower
+    number stays.
+
+    Args:
+        trace: What is needed.
+        slots: C numbers of slots of every layer, or ``(C, L)``, of each; at least K.
+        policy: One of ``POLICIES``, or ``BEST``.
+    """
     require(policy in (*POLICIES, BEST), f"policy={policy!r} must be one of {', '.join((*POLICIES, BEST))}")
-    used, sizes = _one_hot(trace), torch.tensor(list(slots))[:, None, None]
+    used, sizes = one_hot(trace), torch.as_tensor(slots).view(len(slots), -1, 1)
     num_steps, num_layers, num_experts = used.shape
     held = torch.zeros(len(slots), num_layers, num_experts, dtype=torch.bool)
-    worth, hits = torch.zeros(num_layers, num_experts), torch.zeros(len(slots))
+    worth = torch.zeros(num_layers, num_experts)
     gains = torch.zeros_like(used, dtype=torch.float32)
     gains.scatter_(2, trace.ids, torch.ones_like(trace.weights) if policy == "lfu" else trace.weights)
     following = next_uses(used) if policy == BEST else used
     for step in range(num_steps):
         needed = used[step]
-        hits += (held & needed).flatten(1).sum(1)
+        yield held
         if policy == "lru":
             worth = worth.masked_fill(needed, step + 1.0)
         elif policy == BEST:
@@ -212,7 +227,6 @@ def replayed_hits(trace: Trace, slots: Sequence[int], policy: str) -> list[float
         kept = worth.masked_fill(needed, torch.inf).where(held | needed, -torch.inf)
         ranks = kept.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
         held = (held | needed) & (ranks < sizes)
-    return (hits / used.sum()).tolist()
 
 
 def next_uses(used: Tensor) -> Tensor:
@@ -223,7 +237,7 @@ def next_uses(used: Tensor) -> Tensor:
     return found
 
 
-def _one_hot(trace: Trace) -> Tensor:
+def one_hot(trace: Trace) -> Tensor:
     """``(N, L, E)`` bool: which experts each step needs."""
     used = torch.zeros(*trace.ids.shape[:2], trace.num_experts, dtype=torch.bool)
     return used.scatter(2, trace.ids, True)

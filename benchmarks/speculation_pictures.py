@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from routing_predictors import predictor_rows, sharing_rows
 from routing_traces import BEST, Trace, replayed_hits, reuse_by_distance
 
 from comet.kernels.expert_tables import POLICIES
@@ -17,10 +18,17 @@ LONGEST_DISTANCE = 32  # tokens back
 SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-def routing_facts(trace: Trace) -> Row:
-    """What the pictures of a trace show: hits by budget and policy, reuse by distance, and weights by rank."""
+def routing_facts(trace: Trace, budgets: Sequence[float] = ()) -> Row:
+    """What the pictures of a trace show: hits by budget and policy, reuse by distance, and weights by rank.
+
+    Args:
+        trace: Recorded.
+        budgets: Shares of the experts at which predictors and ways to share slots are compared.
+    """
     top_k, experts = trace.ids.shape[2], trace.num_experts
-    slots = sorted({max(int(share * experts), top_k) for share in SHARES})
+    slots, few = (
+        sorted({max(int(share * experts), top_k) for share in shares if share < 1}) for shares in (SHARES, budgets)
+    )
     exactly, within = reuse_by_distance(trace, min(LONGEST_DISTANCE, len(trace.ids) // 2))
     return {
         "tokens": len(trace.ids),
@@ -30,6 +38,8 @@ def routing_facts(trace: Trace) -> Row:
         "reused_by_distance": exactly,
         "reused_within": within,
         "guessed_by_layer": guessed_by_layer(trace),
+        "predictors": predictor_rows(trace, few),
+        "sharing": sharing_rows(trace, few),
         "weight_by_rank": trace.weights.sort(dim=2, descending=True).values.mean(0).tolist(),
         "experts_of_80_percent": torch.bincount(trace.ids.flatten(), minlength=experts).sort(descending=True)
         .values.cumsum(0).lt(0.8 * trace.ids.numel()).sum().item() + 1,

@@ -62,6 +62,8 @@ def why_left_out(phase: str, fault: str, path: str, device: str) -> str:
     """Why a combination is no row; empty if it is one. This is the one place that says so."""
     saves, on_disk, is_told = phase in CHECKPOINT, fault in (FULL_DISK, *FILE_FAULTS), fault == "SIGTERM"
     rules = {
+        "the step under way ends, whenever SIGTERM comes: early in its forward pass and in its backward pass": is_told
+        and phase in ("plan", "layer 1"),
         "only checkpoints are kept on disk": on_disk and not saves,
         "a write reads nothing, a load writes nothing": (phase, fault) == ("checkpoint load", FULL_DISK)
         or (phase == "checkpoint write" and fault in FILE_FAULTS),

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from training_cases import Rank
+
+from comet.launch.config import compose, make_job
+from comet.training.run import train
 
 APP = str(Path(__file__).parent / "launch_app.py")
 TIMEOUT_S = 180
@@ -22,11 +28,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def heed_ctrl_c() -> None:
+    """In a process that is about to become a job: tests that run in the background ignore SIGINT, and it would, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*words: str, program: Sequence[str] = (APP,), stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     command = [sys.executable, *program, *words]
     return subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-    )
+        command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
+        preexec_fn=heed_ctrl_c,
+    )  # fmt: skip
 
 
 def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], list[str]]:
@@ -37,6 +49,11 @@ def run(*words: str, program: Sequence[str] = (APP,)) -> tuple[int, list[str], l
     finally:
         process.kill()
     return process.returncode, out.splitlines(), err.splitlines()
+
+
+def train_as_rank(rank: int, world_size: int, settings: Sequence[str]) -> None:
+    """What ``comet train`` does in a rank, for ``run_ranks``, which starts ranks for a fraction of the price."""
+    train(make_job(compose(settings), world_size), Rank(rank, world_size))
 
 
 def rank_pids(folder: Path, num_ranks: int, job: subprocess.Popen[str] | None = None) -> list[int]:
@@ -63,11 +80,18 @@ def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.05)
 
 
+def free_port() -> int:
+    """A port below those that systems give to whoever asks for any: nobody else gets it before it is used."""
+    for port in range(10_000 + os.getpid() % 10_000, 30_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def start_two_agents(*words: str, ranks: int = 1, program: Sequence[str] = (APP,)) -> list[subprocess.Popen[str]]:
     """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
     program = ["-m", "torch.distributed.run", *options, "--rdzv-endpoint", f"localhost:{port}", *program]
     return [start(*words, program=program) for _ in range(2)]

@@ -28,6 +28,7 @@ Child = ForkedRank | subprocess.Popen[bytes]
 
 FRESH = Path(__file__).with_name("rank_child.py")
 GRACE_S = 0.2
+STACK_S = 10.0
 POLL_S = 0.02
 LOG_TAIL = 4000
 
@@ -124,10 +125,19 @@ def _wait(children: Sequence[Child], folder: Path, timeout: float, may_die: Sequ
             running = [rank for rank, code in enumerate(codes) if code is None]
             for rank in running:
                 children[rank].send_signal(signal.SIGUSR1)  # prints the stack of every thread into the log
-            time.sleep(GRACE_S)
+            _await_stacks([folder / f"log.{rank}" for rank in running])
             reports = "\n".join(_report(rank, None, folder) for rank in running)
             raise AssertionError(f"ranks {running} still running after {timeout} s\n{reports}")
         time.sleep(POLL_S)
+
+
+def _await_stacks(logs: Sequence[Path]) -> None:
+    """Wait until each process has printed where it is; one that is stopped cannot."""
+    polls = 0
+    while not all("Current thread" in log.read_text(errors="replace") for log in logs) and polls * POLL_S < STACK_S:
+        polls += 1
+        time.sleep(POLL_S)
+    time.sleep(GRACE_S)  # the lines behind these words
 
 
 def _is_failure(rank: int, code: int | None, may_die: Sequence[int]) -> bool:

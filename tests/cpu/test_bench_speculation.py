@@ -78,6 +78,7 @@ def test_a_run_on_a_cpu(
         assert ("acceptance" in row) == (KINDS.get(name, {}).get("speculate") is not None)
         assert row["first_token_ms"] > 0
     check_quality(found)
+    assert "hits, by who shares the slots" in out
     for name in PICTURES:
         assert str(tmp_path / f"{name}.png") in out
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
@@ -101,6 +102,10 @@ def check_quality(found: dict) -> None:
     assert top_r[-1]["nll_draft"] == pytest.approx(top_r[-1]["nll_all"], rel=1e-5), "all K experts"
     assert top_r[-1]["acceptance"] == pytest.approx(1, abs=1e-5)
     assert routing["tokens"] == 2 * 2 * 24
+    (shared,) = routing["sharing"]
+    assert shared["slots"] == shared["chosen"][0] == 4
+    assert shared["per layer"] == pytest.approx(shared["unequal"]) == pytest.approx(shared["pool"]), "of one layer"
+    assert routing["predictors"] == [], "one layer is the first, which nobody predicts"
     for policy in POLICIES:
         assert all(
             hits <= best + 1e-6 for hits, best in zip(routing["hits"][policy], routing["hits"][BEST], strict=True)
@@ -148,7 +153,7 @@ def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
     trained: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_speculation, "HELDOUT_SHAPE", (1, 2, 24))
-    monkeypatch.setattr("comet.generation.engine.HeldExperts.quantise", fails)
+    monkeypatch.setattr("comet.generation.engine.QuantisedReader", fails)
     words = ["--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0"]
     main([*trained, *words, "--variants", "cache mxfp8,cache"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]

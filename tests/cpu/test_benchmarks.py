@@ -258,7 +258,7 @@ def fail(*arguments: object, **options: object) -> None:
 
 
 def test_after_a_failure_the_ranks_go_on_in_step() -> None:
-    first, second = run_ranks(fail_in_steps, 2, timeout=100)
+    first, second = run_ranks(fail_in_steps, 2)
     assert second == ["OutOfMemoryError: out of memory", "", ""] * 2
     assert [text.split(":")[0] for text in first] == ["StepFailedError", "", ""] * 2
 

@@ -83,7 +83,7 @@ def checkpointed_steps(rank: int, world_size: int, path: str, use_reentrant: boo
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("path", ["plain", "reference"])
 def test_collectives_are_run_again(path: str, use_reentrant: bool) -> None:
-    run_ranks(checkpointed_steps, 2, path, use_reentrant, timeout=60)
+    run_ranks(checkpointed_steps, 2, path, use_reentrant)
 
 
 def backward_twice(rank: int, world_size: int, path: str) -> None:

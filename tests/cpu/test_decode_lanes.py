@@ -36,7 +36,7 @@ def play(rank: int, world_size: int) -> list[list[list[int]]]:
 
 
 def test_columns_of_a_step_example() -> None:
-    plain, scaled, most, few, long, coded = run_ranks(play, 1, interpret=True, timeout=120)[0]
+    plain, scaled, most, few, long, coded = run_ranks(play, 1, interpret=True)[0]
     halves = [*range(8), *range(16, 24)]
     assert plain == [list(range(32))]
     assert scaled == most == [halves] * 16

@@ -182,7 +182,7 @@ def ranked(rank: int, world_size: int, kind: str, tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_add_up_quantised_experts(kind: str, tp: int) -> None:
-    run_ranks(ranked, 2, kind, tp, interpret=True, timeout=200)
+    run_ranks(ranked, 2, kind, tp, interpret=True)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

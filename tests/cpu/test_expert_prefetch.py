@@ -96,7 +96,7 @@ CASES = [
         ("lru", CASES[0]),
         ("score", CASES[0]),
         slow("lru", CASES[1]),
-        ("score", CASES[1]),
+        slow("score", CASES[1]),
         ("lru", CASES[2]),
         slow("score", CASES[2]),
     ],

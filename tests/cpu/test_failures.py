@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from decode_cases import FOLD, DecodeCase
 from decode_ranks import compare_step, gathered_inputs, open_rank
+from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
 
 import comet.plain
+from comet.comm import Communicator
 from comet.comm.failures import Board, board_bytes
 from comet.decode import RankDecode
 from comet.errors import CommTimeoutError, StepFailedError
@@ -37,6 +39,7 @@ ERRORS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), RuntimeError("a hook"), ValueError("a hook, too"),
 )  # fmt: skip
 SEEDS = range(12)
+PATIENCE_S = 120.0
 
 
 def call(moe: MoE, rank: int, number: int) -> dict[str, torch.Tensor | None]:
@@ -66,6 +69,23 @@ def break_once(owner: Any, name: str, error: BaseException, *, after: bool) -> N
         if after:
             function(*args, **options)
         raise error
+
+    setattr(owner, name, fail)
+
+
+def break_beside(rank: int, owner: Any, name: str, error: BaseException, comm: Communicator) -> None:
+    """Let rank 1 raise in ``owner.name`` once rank 0 is there, which from then on waits half a second for it."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        setattr(owner, name, function)
+        dist.barrier()
+        if rank == 1:
+            come_late(name, PATIENCE_S)
+            raise error
+        passed(name)
+        comm.timeout_s = 0.5
+        return function(*args, **options)
 
     setattr(owner, name, fail)
 
@@ -108,10 +128,8 @@ def test_twin_refuses_after_a_failure_and_is_right_after_a_restart() -> None:
 def fail_late_on_kernels(rank: int, world_size: int) -> None:
     """Rank 1 breaks off between the two halves of a step; rank 0 meets its deadline."""
     moe = build_layer(CASE, rank, "fused")
-    moe.group.comm.timeout_s = 0.5
     assert isinstance(moe.experts, SymmetricPath)
-    if rank == 1:
-        break_once(moe.experts.ops, "layer0", torch.OutOfMemoryError("out of memory"), after=False)
+    break_beside(rank, moe.experts.ops, "layer0", torch.OutOfMemoryError("out of memory"), moe.group.comm)
     inputs = rank_inputs(CASE, rank)
     with torch.no_grad():
         if rank == 1:
@@ -141,9 +159,7 @@ def fail_in_decode(rank: int, world_size: int, use_kernels: bool, replicated: bo
     decode = RankDecode(comm, hidden_size=16, max_tokens=1, replicated=replicated, use_kernels=use_kernels)
     config = FOLD if use_kernels else None
     inputs = gathered_inputs(case, 0, (1, 1), torch.float32)[0 if replicated else rank]
-    comm.timeout_s = 0.5
-    if rank == 1:
-        break_once(decode, "_landing" if use_kernels else "_twin", KeyboardInterrupt(), after=False)
+    break_beside(rank, decode, "_landing" if use_kernels else "_twin", KeyboardInterrupt(), comm)
     with pytest.raises(KeyboardInterrupt if rank == 1 else (CommTimeoutError, StepFailedError)):
         decode(*inputs, weights, config=config)
     dist.barrier()
@@ -255,7 +271,7 @@ def fail_in_plain_backward(rank: int, world_size: int, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["between", "after"])
 def test_plain_path_refuses_after_a_failure_in_its_backward_pass(where: str) -> None:
-    for said in run_ranks(fail_in_plain_backward, 2, where, timeout=60):
+    for said in run_ranks(fail_in_plain_backward, 2, where):
         failed = "1" if where == "after" else r"\d"  # both did "between", and one was first
         assert re.match(rf"the backward pass failed on rank {failed} \(OutOfMemoryError: out of memory\)", said), said
 
@@ -278,7 +294,7 @@ def freeze_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
 
 @pytest.mark.parametrize("path", ["twin", "plain"])
 def test_a_layer_frozen_on_one_rank_is_refused_on_all_and_costs_nothing(path: str) -> None:
-    first, second = run_ranks(freeze_on_one_rank, 2, path, timeout=60)
+    first, second = run_ranks(freeze_on_one_rank, 2, path)
     assert first == second
     flags = ["[False, True]", "[True, False]", "[False, True]"]
     assert [text.split(" of ")[0] for text in first] == [f"requires_grad={each}" for each in flags]
@@ -302,7 +318,7 @@ def bad_ids_on_one_rank(rank: int, world_size: int) -> list[str]:
 
 
 def test_bad_ids_of_one_rank_are_refused_on_all_and_cost_nothing() -> None:
-    first, second = run_ranks(bad_ids_on_one_rank, 2, timeout=60)
+    first, second = run_ranks(bad_ids_on_one_rank, 2)
     here, there = "contain 1000", "contain 1 bad ids"
     assert first == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, here), (1, there), (0, here))]
     assert second == [f"top_k_ids of rank {rank} {what}" for rank, what in ((0, there), (1, here), (0, there))]

@@ -27,6 +27,7 @@ QUICK = [
     "SIGTERM, tune, twin (job)",
 ]
 ROWS = all_rows("cpu")
+JOB_DEADLINE_S = 6  # of ranks that start and read checkpoints meanwhile
 REFUSED = "StepFailedError: the forward pass failed on rank 1 (RuntimeError: injected by the fault matrix)"
 
 
@@ -37,7 +38,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.mark.parametrize("row", slow_but(QUICK, ROWS))
 def test_row(row: Row, jobs: Jobs) -> None:
-    finding = run_row(row, parse(["--deadline", "2", "--slack", "60"]), jobs)
+    deadline_s = JOB_DEADLINE_S if row.job else 2
+    finding = run_row(row, parse(["--deadline", str(deadline_s), "--slack", "60"]), jobs)
     assert not finding.wrong, "\n".join(finding.wrong)
 
 

@@ -61,7 +61,7 @@ def wait_alone(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    for wanted, record in zip((2, 4), run_ranks(wait_alone, 1, interpret=True, timeout=120)[0], strict=True):
+    for wanted, record in zip((2, 4), run_ranks(wait_alone, 1, interpret=True)[0], strict=True):
         aborted, place, peer, _, expected, seen, *_ = record
         assert (aborted, place, peer, expected, seen) == (1, wanted, 1, EPOCH, EPOCH - 1)
 
@@ -84,7 +84,7 @@ def record(rank: int, world_size: int) -> None:
 
 
 def test_every_item_is_recorded() -> None:
-    run_ranks(record, 1, interpret=True, timeout=120)
+    run_ranks(record, 1, interpret=True)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -17,6 +17,7 @@ from fp8_cases import float32_products, hidden_off, jump_of, layer_of, sums_off
 from layer_cases import LayerCase, rank_inputs
 from stress_cases import GPU_SIZES, Sizes, Stress
 from stress_ranks import Outcome, quantised, run_batch
+from tiers import slow
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -85,9 +86,12 @@ BATCHES: dict[Callable[..., Outcome], int] = {
     with_the_scales_of_the_next_block: 1,
     five_percent_off: 1,
 }
+SLOW = (without_the_scale_of_a_group, with_the_scales_of_the_next_row)
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.__name__)
+@pytest.mark.parametrize(
+    "batch", [slow(batch) if batch in SLOW else batch for batch in BATCHES], ids=lambda batch: batch.__name__
+)
 def test_cases_of_many_columns(
     batch: Callable[..., Outcome], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

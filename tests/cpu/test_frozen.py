@@ -60,8 +60,9 @@ def test_a_frozen_rank_is_named_on_every_path(path: str, tmp_path: Path) -> None
     assert all_gone(list(ranks.values()))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_but_alive_is_named_with_what_it_does(tmp_path: Path) -> None:
-    job = start("late", f"output_dir={tmp_path}", "comm.timeout_s=2")
+    job = start("late", f"output_dir={tmp_path}", f"comm.timeout_s={DEADLINE_S}")
     (line,) = said_by(job)
     assert re.fullmatch(
         r"comet: error: rank 0 waited too long in .*; rank 1 is alive, in late \(launch_app.py:\d+\)", line

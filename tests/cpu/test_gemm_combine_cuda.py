@@ -248,7 +248,7 @@ def play_gradients(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("played", [play, play_gradients])
 def test_ranks_played_in_one_process(played: Callable[[int, int], None]) -> None:
-    run_ranks(played, 1, interpret=True, timeout=120)
+    run_ranks(played, 1, interpret=True)
 
 
 def fail(rank: int, world_size: int) -> list[tuple[int, int]]:

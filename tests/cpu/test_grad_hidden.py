@@ -73,7 +73,7 @@ def fail(rank: int, world_size: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def test_a_rank_that_never_comes_is_named_and_nothing_is_sent_after_that() -> None:
-    (aborted, place, peer, _, expected, seen, *_), sent = run_ranks(fail, 1, interpret=True, timeout=120)[0]
+    (aborted, place, peer, _, expected, seen, *_), sent = run_ranks(fail, 1, interpret=True)[0]
     assert (aborted, place, peer, expected, seen) == (1, 2, 1, EPOCH, EPOCH - 1)
     assert sent == [(0, 0)]
 

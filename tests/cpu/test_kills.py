@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_jobs import APP, TIMEOUT_S, environment, start, wait_for_checkpoint
+from launch_jobs import APP, TIMEOUT_S, environment, start, train_as_rank, wait_for_checkpoint
+from ranks import run_ranks
 from tiers import slow
 
 from comet.launch.cli import PROGRAM
@@ -51,6 +52,11 @@ def train_in(folder: Path, kills: list[tuple[int, int, str]], command: list[str]
         assert died == [str(rank) for rank, _, _ in kills], job.stderr
         assert job.stderr.count("all ranks start anew, restart ") == len(kills), job.stderr
     (run,) = folder.glob("run-*")
+    return losses_in(run)
+
+
+def losses_in(run: Path) -> list[float]:
+    """The losses of all steps that a run has recorded."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [loss for row in rows for loss in row.get("losses", [])]
 
@@ -67,7 +73,11 @@ def test_killed_jobs_end_with_the_losses_of_an_undisturbed_one(launcher: str, nu
         options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={number}"]
         command, words = ["-m", "torch.distributed.run", *options, APP], []
     disturbed = train_in(tmp_path / "disturbed", kills, command, steps, *words)
-    assert disturbed == train_in(tmp_path / "calm", [], [APP], steps)
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    settings = [f"data.path={tmp_path}/disturbed/text.txt", f"output_dir={calm}", *TINY, steps]
+    run_ranks(train_as_rank, 2, settings)
+    assert disturbed == losses_in(calm)
     assert len(disturbed) == STEPS_PER_ATTEMPT * (number + 1)
 
 

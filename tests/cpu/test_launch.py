@@ -160,7 +160,7 @@ def test_training_that_is_stopped_leaves_a_checkpoint_and_nothing_else(stop, sta
             ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
             assert ranks.keys() == {0, 1}
             stop(job, ranks)
-            job.communicate(timeout=60)
+            job.communicate(timeout=TIMEOUT_S)
         finally:
             job.kill()
         lines = terminal.lines()
@@ -225,7 +225,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("task", ["kill", "refuse_alone", slow("refuse"), slow("time_out")])
+@pytest.mark.parametrize("task", ["kill", slow("refuse_alone"), slow("refuse"), slow("time_out")])
 def test_a_failure_is_one_line_from_one_rank(task, tmp_path):
     found, out, err = run(task, f"output_dir={tmp_path}")
     status, message = FAILURES[task]

@@ -31,7 +31,7 @@ def wait_alone(rank: int, world_size: int) -> list[int]:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    aborted, place, peer, _, expected, seen, *_ = run_ranks(wait_alone, 1, interpret=True, timeout=120)[0]
+    aborted, place, peer, _, expected, seen, *_ = run_ranks(wait_alone, 1, interpret=True)[0]
     assert (aborted, place, peer, expected, seen) == (1, 2, 1, EPOCH, EPOCH - 1)
 
 

@@ -190,7 +190,7 @@ def break_off(comm: Communicator) -> None:
 
 def fail_on_one_rank(rank: int, world_size: int) -> None:
     """A rank that breaks off is told of where the others ask, and refuses at once itself; nothing brings it back."""
-    group = open_group(1, timeout_s=2.0)
+    group = open_group(1)
     comm = group.comm
     comm.board.meet(30.0)
     if rank == 3:
@@ -211,8 +211,9 @@ def fail_on_one_rank(rank: int, world_size: int) -> None:
     comm.board.clear()
     dist.barrier()
     comm.board.check()
+    comm.timeout_s = 2.0  # in which ranks beside 0 may be late, too
     if rank:
-        with pytest.raises(CommTimeoutError, match=r"waited 2.0 s for rank 0 \(meeting"):
+        with pytest.raises(CommTimeoutError, match=r"waited 2.0 s for rank 0(, \d)* \(meeting"):
             comm.barrier()
     dist.barrier()
     comm.board.meet(30.0)

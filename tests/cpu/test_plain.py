@@ -249,7 +249,7 @@ TOKENS = "requires_grad=[True, False] of tokens on ranks 0 to 1 must be equal on
 def test_all_ranks_raise_where_one_would_wait_in_the_backward_pass(
     path: str, wanted: list[tuple[str, ...]], message: str
 ) -> None:
-    said = run_ranks(message_of_frozen, 2, path, wanted, timeout=60)
+    said = run_ranks(message_of_frozen, 2, path, wanted)
     assert said[0] == said[1]
     assert said[0].startswith(message)
     assert bool(said[0]) == bool(message)

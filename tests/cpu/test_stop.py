@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from launch_jobs import run, start
+from launch_jobs import TIMEOUT_S, run, start
 from ranks import run_ranks
 from tiers import slow
 from training_cases import Rank, make_job
@@ -90,10 +91,11 @@ def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
     try:
         while not (out / "metrics.jsonl").exists() or not losses(out):
             assert job.poll() is None, job.communicate()
+            time.sleep(0.02)
         children = psutil.Process(job.pid).children(recursive=True)
         ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
         os.kill(ranks[1] if whom == "rank 1" else job.pid, signal.SIGTERM)
-        printed, errors = job.communicate(timeout=120)
+        printed, errors = job.communicate(timeout=TIMEOUT_S)
     finally:
         job.kill()
     assert job.returncode == 143, errors

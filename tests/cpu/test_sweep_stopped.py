@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch_jobs import heed_ctrl_c
 
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
@@ -22,7 +23,7 @@ from comet.tuner.sweep import SweepLog
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 180
-TOKENS = (16, 32, 48, 64, 80, 96)
+TOKENS = tuple(range(16, 1040, 16))  # minutes of work: the sweep is not over when it is told to stop
 # A lock that a thread waits for twice ends no wait at a signal, as a collective or a wait for a device.
 STUCK = """
 import ctypes
@@ -48,7 +49,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [sys.executable, "-P", *command], env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
+        text=True, start_new_session=True, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
 
 
