@@ -9,7 +9,7 @@ from comet.config import SpeculationConfig
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
-from comet.experts.prefetch import prefetch_between
+from comet.experts.prefetch import expect_drafts, prefetch_between
 
 E, K, D, F, LAYERS = 48, 4, 512, 208, 3
 
@@ -46,9 +46,9 @@ class CachedLayers:
         self.ids = torch.zeros(LAYERS, num_tokens, K, dtype=torch.int32, device=device)
         self.guesses = self.ids.clone()
         self.square = torch.randn(2048, 2048, generator=made).cuda()
-        prefetch_between(
-            self.paths, [lambda x, n=layer: self.guesses[n, : len(x)].clone() for layer in range(LAYERS)], drafts
-        )
+        prefetch_between(self.paths, [lambda x, n=layer: self.guesses[n, : len(x)].clone() for layer in range(LAYERS)])
+        if drafts is not None:
+            expect_drafts(self.paths, drafts)
 
     def draw(self, made: torch.Generator, right: float = 0.67) -> None:
         """New ids for all layers; so large a share of the guesses is right."""

@@ -24,9 +24,8 @@ from comet.kernels.expert_prefetch import plan, plan_torch, travel, travel_torch
 from comet.kernels.expert_waves import count_waves
 from comet.router import Routes
 
-Predict = Callable[
-    [Tensor], Tensor
-]  # (T, D) tokens of this layer or of the one before -> (T, K) int32, the likeliest first
+# (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
+Predict = Callable[[Tensor], Tensor]
 
 
 class Prefetch:
@@ -37,8 +36,6 @@ class Prefetch:
         predict: What tokens say about this layer: those of the layer before, or its own.
         following: The same for the next layer; ``None``: it is the last one.
         stream: Beside the one that computes, the same for all layers; ``None`` on a CPU.
-        draft_top_k: K, a step with fewer experts of each token is a draft; 0: none is.
-        guesses_for_drafts: Whether drafts are guessed for; not if they take experts that are cached only.
     """
 
     def __init__(
@@ -47,16 +44,18 @@ class Prefetch:
         predict: Predict,
         following: Prefetch | None,
         stream: torch.cuda.Stream | None,
-        *,
-        draft_top_k: int,
-        guesses_for_drafts: bool,
     ) -> None:
-        self._cache, self.predict, self._following, self._stream = cache, predict, following, stream
-        self._draft_top_k, self._guesses_for_drafts = draft_top_k, guesses_for_drafts
+        self._cache, self._predict, self._following, self._stream = cache, predict, following, stream
+        self._draft_top_k, self._guesses_for_drafts = 0, True
         self._tokens: Tensor | None = None  # kept for as long as the other stream reads them
         self._listed: Tensor | None = None  # of a draft's tokens
         self._planned: torch.cuda.Event | None = None  # behind the plan for the step to come
         self._issued: torch.cuda.Event | None = None  # behind all that ends once this step has begun
+
+    def expect_drafts(self, top_k: int, *, cached_only: bool) -> None:
+        """Steps of fewer than ``top_k`` experts of each token are drafts; none of cached ones is guessed for."""
+        self._cache.expect_prefetch(drafts=True)
+        self._draft_top_k, self._guesses_for_drafts = top_k, not cached_only
 
     def before_step(self, tokens: Tensor, num_experts: int) -> None:
         """To be called before the layer computes the experts of its tokens ``(T, D)``, ``num_experts`` of each."""
@@ -127,10 +126,10 @@ class Prefetch:
     def _ask(self, tokens: Tensor) -> Tensor:
         """``(T, K)`` experts, on the other stream."""
         if self._stream is None:
-            return self.predict(tokens)
+            return self._predict(tokens)
         self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(self._stream):
-            return self.predict(tokens)
+            return self._predict(tokens)
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._cache.weights.w1.device).wait_event(event)
@@ -142,23 +141,12 @@ def probable(router: Routes, tokens: Tensor) -> Tensor:
     return router(tokens).top_k_ids
 
 
-def expect_drafts(paths: Sequence[CachedExperts | StagedExperts], drafts: SpeculationConfig) -> None:
-    """Let verification find what drafts leave out, where ``prefetch_between`` was called for these layers."""
-    cached = [path for path in paths if isinstance(path, CachedExperts)]
-    predict = [path.prefetch.predict for path in cached if path.prefetch is not None]
-    if predict:
-        prefetch_between(cached, predict, drafts)
-
-
-def prefetch_between(
-    paths: Sequence[CachedExperts | StagedExperts], predict: Sequence[Predict], drafts: SpeculationConfig | None = None
-) -> None:
-    """Let every layer bring the experts of the next one, and those that the drafts of its own leave out.
+def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Sequence[Predict]) -> None:
+    """Let every layer bring the experts of the next one.
 
     Args:
         paths: Of all layers, in the order in which they run.
-        predict: For each of them; the first one's is asked about drafts alone.
-        drafts: How drafts are made; ``None``: there are none.
+        predict: For each of them; the first one's is asked about drafts alone (``expect_drafts``).
 
     Raises:
         NotImplementedError: If the host brings experts, out of files or memory that cannot be pinned.
@@ -168,11 +156,14 @@ def prefetch_between(
         raise NotImplementedError(f"expert_prefetch=True must be False where {WHY_EAGER}")
     device = cached[0].cache.weights.w1.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    cached_only = drafts is not None and drafts.draft_cached_only
     following: Prefetch | None = None
     for path, each in zip(reversed(cached), reversed(predict), strict=True):
-        path.cache.expect_prefetch(drafts is not None)
-        top_k = 0 if drafts is None else path.top_k
-        following = path.prefetch = Prefetch(
-            path.cache, each, following, stream, draft_top_k=top_k, guesses_for_drafts=not cached_only
-        )
+        path.cache.expect_prefetch()
+        following = path.prefetch = Prefetch(path.cache, each, following, stream)
+
+
+def expect_drafts(paths: Sequence[CachedExperts | StagedExperts], drafts: SpeculationConfig) -> None:
+    """Let layers that bring experts bring those that their drafts leave out, too; before the first draft."""
+    for path in paths:
+        if isinstance(path, CachedExperts) and path.prefetch is not None:
+            path.prefetch.expect_drafts(path.top_k, cached_only=drafts.draft_cached_only)

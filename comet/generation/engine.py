@@ -212,6 +212,8 @@ class GPTEngine:
                 quantised=expert_dtype is not None,
                 routers=[layer.router for layer in model.moe_layers()] if expert_prefetch else (),
             )
+            if speculation is not None:
+                expect_drafts(self.stored, speculation)
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
         self._cores = cores_of_paths(self.stored)
@@ -219,7 +221,6 @@ class GPTEngine:
         self._group = group
         self._drafts: DraftRouters | None = None
         if speculation is not None:
-            expect_drafts(self.stored, speculation)
             routers = [layer.router for layer in model.moe_layers()]
             self._drafts = DraftRouters(routers, speculation, [cache.weights.slots for cache in self.caches], group)
         self._cache: KeyValueCache | None = None

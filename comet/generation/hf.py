@@ -22,7 +22,7 @@ from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
-from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of, paths_of
+from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -85,11 +85,12 @@ class HFEngine:
         self._drafts: DraftRouters | None = None
         if speculation is not None:
             check_rewinds(model)
-            expect_drafts(paths_of(model), speculation)
             self._gates = [gate_beside(model, name) for name in named]
             routers = [router_of(gate, routing_config(model.config)) for gate in self._gates]
             slots = [each.slots for each in self._experts if isinstance(each, StoredExperts)]
             self._drafts = DraftRouters(routers, speculation, slots, group)
+            paths = [each.path for each in self._experts if isinstance(each, StoredExperts)]
+            expect_drafts([path for path in paths if path is not None], speculation)
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
         self._routing: list[Tensor] = []

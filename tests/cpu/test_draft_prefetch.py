@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import TABLES, cache_of, parts_of, resident_weights
+from cache_cases import TABLES, cache_of, check_slots, parts_of, resident_weights
 from decode_cases import VECTOR, DecodeCase
 from ranks import run_ranks
 from torch import Tensor
@@ -26,7 +26,7 @@ from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
-from comet.kernels.expert_drafts import plan_draft, plan_draft_torch, settle_torch
+from comet.kernels.expert_drafts import count_streamed_torch, plan_draft, plan_draft_torch, settle_torch
 from comet.kernels.expert_prefetch import MOST_AHEAD, STOP, plan, plan_torch, take_over_torch, travel, travel_torch
 from comet.kernels.expert_tables import (
     AHEAD_WORDS,
@@ -244,6 +244,7 @@ def test_what_a_round_named_is_planned_again_behind_the_next_list() -> None:
     take_step(host, 5)  # before any piece
     assert host.tables.owners.tolist() == [-1, -1, 5]
     plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
+    assert host.tables.header[PLANNED.value] == 2
     assert host.tables.ahead[0, :2].tolist() == [2, 3]
 
 
@@ -305,6 +306,17 @@ def test_what_came_is_judged_by_the_round_and_counts_for_drafts_alone(is_needed:
     assert host.tables.slots[2] == 0
 
 
+def test_what_lost_its_slot_before_it_was_needed_was_not_worth_its_way() -> None:
+    host = host_of([(3, 1), (0, 3), (5, 4)])
+    plan_draft_torch(torch.tensor([[5, 2]]), 1, host)
+    host.tables.header[NEXT.value] = 10
+    take_step(host, 5)
+    host.tables.owners[0], host.tables.slots[2], host.tables.slots[1] = 1, -1, 0
+    take_step(host, 5)
+    assert host.tables.totals[4:6].tolist() == [1, 0]
+    assert host.tables.header[[DRAFT_BEGUN.value, DRAFT_NEEDED.value, UNUSED.value]].tolist() == [1, 0, 0]
+
+
 def test_a_victim_that_has_not_been_overwritten_is_there_for_the_next_draft() -> None:
     host = host_of([(3, 1), (0, 3), (5, 4)])
     plan_draft_torch(torch.tensor([[5, 2, 4]]), 1, host)
@@ -341,6 +353,20 @@ def test_tokens_that_stream_find_what_came_whole() -> None:
     assert settle_torch(host) == 1
     assert host.tables.owners.tolist() == [2, -1, 5]
     assert host.tables.header[[PLANNED.value, HALF.value]].tolist() == [0, 0]
+    count_streamed_torch(host, torch.tensor([5, 2]))
+    assert host.tables.totals[4:7].tolist() == [2, 1, 13 * AHEAD_WORDS]
+    assert host.tables.header[[DRAFT_BEGUN.value, DRAFT_NEEDED.value, UNUSED.value]].tolist() == [2, 1, 0]
+    host.tables.header[CLOCK.value] += 1
+    plan_draft_torch(torch.tensor([[5, 4]]), 1, host)
+    assert host.tables.header[ROUND.value] == 5, "tokens that stream are no step, and end a round"
+
+
+def test_an_expert_that_its_step_completes_is_counted_in_the_bytes_of_the_step_alone() -> None:
+    host = host_of([(3, 1), (0, 3), (5, 4)])
+    plan_torch(torch.tensor([[2, 4]]), host)
+    host.tables.header[NEXT.value] = 13
+    assert take_step(host, 4) == (4, 2)
+    assert host.tables.totals[4:7].tolist() == [2, 1, 10 * AHEAD_WORDS]
 
 
 EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=16, top_k=4)
@@ -389,7 +415,7 @@ def rounds_of(engine: GPTEngine, num_sequences: int, rounds: int) -> tuple[list[
 def test_verification_misses_less_and_the_numbers_stay(cached_only: bool) -> None:
     drafts = replace(DRAFTS, draft_cached_only=cached_only)
     plain, guessing, listing = (engine_of(11, prefetch=each, drafts=drafts) for each in (False, True, True))
-    prefetch_between(guessing.stored, [path.prefetch.predict for path in guessing.stored])  # no drafts
+    prefetch_between(guessing.stored, [path.prefetch._predict for path in guessing.stored])  # no drafts
     (expected, most), (found, fewer), (others, fewest) = (rounds_of(each, 1, 12) for each in (plain, guessing, listing))
     print(most, fewer, fewest, listing.cache_report())
     assert fewest < 0.7 * fewer < most
@@ -428,3 +454,6 @@ def test_verification_that_streams_finds_what_travelled() -> None:
     for one, two in zip(expected, found, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
     assert listing.cache_report().prefetched_needed > 0
+    for cache in listing.caches:
+        assert cache.tables.header[PLANNED.value] == 0
+        check_slots(cache)

@@ -13,7 +13,7 @@ from comet.config import SpeculationConfig
 from comet.decode.runners import LocalRunner
 from comet.experts import CachedExperts, ExpertCache
 from comet.experts import prefetch as module
-from comet.experts.prefetch import Prefetch, prefetch_between
+from comet.experts.prefetch import Prefetch, expect_drafts, prefetch_between
 
 LAYERS, E, K, R = 4, 6, 3, 2
 
@@ -59,7 +59,9 @@ class Pass:
         ]
         self.numbers = {id(cache.tables): number for number, cache in enumerate(caches)}
         paths = [CachedExperts(cache, LocalRunner(K, 4), K) for cache in caches]
-        prefetch_between(paths, [lambda tokens: torch.zeros(len(tokens), K, dtype=torch.int32)] * LAYERS, drafts)
+        prefetch_between(paths, [lambda tokens: torch.zeros(len(tokens), K, dtype=torch.int32)] * LAYERS)
+        if drafts is not None:
+            expect_drafts(paths, drafts)
         self.caches = caches
         self.prefetches: list[Prefetch] = [path.prefetch for path in paths]
         for cache, each in zip(caches, self.prefetches, strict=True):

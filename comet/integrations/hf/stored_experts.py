@@ -177,14 +177,13 @@ def open_stores(
 
 def cache_report(model: Any) -> CacheReport | None:
     """What the expert caches of a model did so far; ``None`` where all experts are on the device. Waits for it."""
-    return report_of_paths(paths_of(model))
+    return report_of_paths(_paths(model))
 
 
 def cores_of(model: Any) -> HostCores | None:
     """The host's cores that compute some of a model's experts, if there are any."""
-    return cores_of_paths(paths_of(model))
+    return cores_of_paths(_paths(model))
 
 
-def paths_of(model: Any) -> list[CachedPath]:
-    """Of all layers whose experts are in a store, in the order in which they run."""
+def _paths(model: Any) -> list[CachedPath]:
     return [each.path for each in model.modules() if isinstance(each, StoredExperts) and each.path]
