@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ def data_bytes() -> int:
 def load_capped(rank: int, world_size: int, small: str, large: str, room: int, settings: dict) -> list[int]:
     """Load ``small`` to start all threads, then ``large`` with ``room`` more bytes than now; returns its tokens."""
     torch.set_num_threads(1)
+    threading.stack_size(MB // 4)  # of the threads that watch reads, which counts whole
     greedy(hf.load_pretrained(small, expert_budget=0.5), prompt(1, 3))
     before = data_bytes()
     resource.setrlimit(resource.RLIMIT_DATA, (before + room, resource.RLIM_INFINITY))

@@ -41,7 +41,7 @@ def hosted_cache(
     places = {"num_experts": num_experts or held, "first_expert": first_expert}
     sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
     cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
-    held_experts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), w1.dtype, device, cores.file)
+    held_experts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), device, cores.file)
     cache = ExpertCache(**held_experts.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
     cores.start([held_experts], profile)
     cache.share_with(cores, 0)

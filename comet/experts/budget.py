@@ -93,7 +93,7 @@ class ExpertBudget:
         mine = MoEConfig(
             hidden_size=config.hidden_size, ffn_size=width, num_experts=held, top_k=min(config.top_k, held)
         )
-        _check_stored(stored, store, config, width)
+        _check_stored(stored, config, width)
         slots = slots_of_budget(budget, mine, num_layers, dtype, stored)
         expert = bytes_of_expert(config.hidden_size, width, dtype, stored)
         places = num_layers * held
@@ -164,14 +164,13 @@ class ExpertBudget:
         return num_tokens / (max(missing / link_rate, needed / memory_rate) + dense_bytes / memory_rate)
 
 
-def _check_stored(stored: StoredType | None, store: ExpertStoreKind, config: MoEConfig, width: int) -> None:
-    """Raise ``ValueError`` unless the store holds experts so, and their sizes are whole blocks."""
+def _check_stored(stored: StoredType | None, config: MoEConfig, width: int) -> None:
+    """Raise ``ValueError`` unless a store holds experts so, and their sizes are whole blocks."""
     if stored is None:
         return
     kinds = get_args(StoredType)
     require(stored in kinds, f"expert_dtype={stored!r} must be one of {', '.join(get_args(MXType))}")
     named = "keep_fp8=True" if stored == "fp8" else f"expert_dtype={stored}"
-    require(store == "host", f"expert_store={store!r} must be 'host' with {named}: what the host brings is not yet")
     sizes = {} if stored == "fp8" else {"hidden_size": config.hidden_size, "ffn_size / tp": width}
     for name, size in sizes.items():
         require(size % MX_BLOCK == 0, f"{named} takes a {name} that is a multiple of {MX_BLOCK}, not {size}")

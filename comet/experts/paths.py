@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from comet.decode.runners import Runner
-from comet.decode.scales import mx_name
 from comet.errors import UnavailableError
 from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
 from comet.experts.fitting import fit_slots, least_of_ranks
-from comet.experts.host_cores import HostCores, started
+from comet.experts.host_cores import HostCores, open_cores, started
+from comet.experts.host_profile import HostSizes
+from comet.experts.prefetch import prefetch_between, probable
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
-from comet.experts.store import ExpertReader, HeldExperts, warn_pageable
+from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
 from comet.group import ExpertGroup
 from comet.kernels.expert_tables import Policy
 from comet.layout import ExpertLayout
+from comet.router import Routes
 
 CachedPath = CachedExperts | StagedExperts
 
@@ -33,7 +35,7 @@ class Slots:
         num_slots: S, asked for in each layer; fewer where memory does not hold them (``fit_slots``).
         layout: This rank's place among the experts.
         runner: Of all layers; its ``decode`` computes from the slots.
-        dtype: Of experts that are not quantised.
+        dtype: Of tokens.
         device: Of the slots.
         group: The ranks, which all open the same layers; ``None``: this rank alone.
         policy: Whose slot is given away.
@@ -55,7 +57,7 @@ class Slots:
         Where a rank's device cannot read its own, that is said once, and the host copies on all ranks.
 
         Raises:
-            NotImplementedError: If memory cannot be pinned, and experts are quantised or the policy is not ``lru``.
+            NotImplementedError: If memory cannot be pinned, and the policy is not ``lru``.
             UnavailableError: If memory cannot be pinned, and there are cores that are to compute.
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
@@ -67,7 +69,7 @@ class Slots:
                     cache.share_with(cores, number)
             return [CachedExperts(cache, self.runner, self.layout.top_k) for cache in caches]
         pageable = sum(layer.num_bytes for layer in layers if not layer.readable)
-        self._check_pageable(layers[0], pageable)
+        self._check_pageable(pageable)
         if pageable:
             warn_pageable(pageable, layers[0], self.device)
         return self.over_readers(layers, self.num_slots)
@@ -85,9 +87,8 @@ class Slots:
         Raises:
             ValueError: If the device's memory does not hold a layer's fewest slots.
         """
-        (_, *w1), (_, *w2) = layers[0].shapes
         deadline_s = self.group.comm.timeout_s if self.group is not None and self.layout.world_size > 1 else None
-        stage = Stage(num_places, (tuple(w1), tuple(w2)), self.dtype, self.device, deadline_s=deadline_s)
+        stage = Stage(num_places, layers[0].specs, self.device, deadline_s=deadline_s)
         stage.files = None if files is None else files.pop_all()
         caches = self._fitting([partial(self._staged, layer, stage, number) for number, layer in enumerate(layers)])
         return [StagedExperts(cache, self.runner, self.layout.top_k) for cache in caches]
@@ -102,13 +103,13 @@ class Slots:
         )
 
     def _staged(self, layer: ExpertReader, stage: Stage, number: int, num_slots: int) -> StagedCache:
-        return StagedCache(layer, stage, number, num_slots, self.dtype, self.device, **self._place)
+        return StagedCache(layer, stage, number, num_slots, self.device, **self._place)
 
     @property
     def _place(self) -> dict[str, Any]:
         return {"num_experts": self.layout.num_experts, "first_expert": self.layout.first_expert}
 
-    def _check_pageable(self, layer: HeldExperts, num_bytes: int) -> None:
+    def _check_pageable(self, num_bytes: int) -> None:
         refused = f"{num_bytes:,} bytes of memory for them cannot be pinned (ulimit -l, or a container's limit)"
         if self.cores is not None:
             self.cores.close()
@@ -116,17 +117,43 @@ class Slots:
                 raise UnavailableError(
                     f"host_cores computes from pinned memory, and {refused}: allow that, or set host_cores=off"
                 )
-        scales = layer.w1_scales
-        if scales is not None:
-            kind = mx_name(layer.w1).lower() if scales.dtype == torch.uint8 else "fp8"
-            raise NotImplementedError(
-                f"experts in {kind} are not copied by the host yet, and {refused}: allow that, or keep the experts in "
-                "the model's type"
-            )
         if self.policy != "lru":
             raise NotImplementedError(
                 f"expert_policy={self.policy!r} is for pinned memory, and {refused}: allow that, or take 'lru'"
             )
+
+
+def host_paths(
+    slots: Slots,
+    hold: Callable[[MemoryFile | None], Sequence[HeldExperts]],
+    hidden_size: int,
+    *,
+    host_cores: str,
+    quantised: bool,
+    routers: Sequence[Routes] = (),
+) -> Sequence[CachedPath]:
+    """The paths of layers whose experts go to host memory, and what is to help them there (collective).
+
+    Args:
+        slots: Of the model, without cores.
+        hold: Brings the experts of all layers to host memory, into a file of it where there is one.
+        hidden_size: D.
+        host_cores: Which cores compute some of the missing experts (``cores_of``).
+        quantised: Whether experts are stored so.
+        routers: Of all layers, by which probable experts travel beside the layer before; empty: none do.
+
+    Raises:
+        NotImplementedError: If memory cannot be pinned and there are routers; or see ``open_cores`` and
+            ``Slots.over_host``.
+        UnavailableError: See ``Slots.over_host``.
+        ValueError: See ``Slots.over_host`` and ``cores_of``.
+    """
+    sizes = HostSizes.of(hidden_size, slots.layout, slots.runner.decode.max_tokens, slots.dtype)
+    cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner, quantised=quantised)
+    paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
+    if routers:
+        prefetch_between(paths, [partial(probable, router) for router in routers])
+    return paths
 
 
 def report_of_paths(paths: Sequence[CachedPath]) -> CacheReport | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from comet.experts.cache import CachedExperts, ExpertCache
 from comet.experts.staged import WHY_EAGER, StagedExperts
 from comet.kernels.expert_prefetch import plan, plan_torch, travel, travel_torch
+from comet.router import Routes
 
 Predict = Callable[[Tensor], Tensor]  # (T, D) tokens of the layer before -> (T, K) int32, the likeliest first
 
@@ -68,6 +69,12 @@ class Prefetch:
         if self._planned is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._tokens = self._planned = None
+
+
+@torch.no_grad()
+def probable(router: Routes, tokens: Tensor) -> Tensor:
+    """``(T, K)`` int32: where the tokens ``(T, D)`` of the layer before would go if they were this router's."""
+    return router(tokens).top_k_ids
 
 
 def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Sequence[Predict]) -> None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from comet.decode.runners import Runner, rounds
 from comet.decode.weights import DecodeWeights
 from comet.errors import CommTimeoutError
 from comet.experts.cache import CacheReport
-from comet.experts.store import ExpertReader, host_memory
+from comet.experts.store import ExpertReader, Specs, host_memory
 from comet.experts.streaming import StreamedExperts, Visit
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,7 @@ class Stage:
 
     Args:
         num_places: Experts it holds, at least those that one layer has slots for.
-        shapes: Of one expert's w1 and w2.
-        dtype: Of the memory.
+        specs: Of the readers.
         device: That copies from it.
         deadline_s: How long other ranks wait for this one; ``None``: there are none.
         patience_s: After which a read that has not ended yet is named in the log.
@@ -62,23 +62,24 @@ class Stage:
     def __init__(
         self,
         num_places: int,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: torch.dtype,
+        specs: Specs,
         device: torch.device,
         *,
         deadline_s: float | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._deadline_s, self._patience_s = deadline_s, patience_s
-        self._w1, self._w2 = (host_memory((num_places, *shape), dtype, device)[0] for shape in shapes)
+        self._memory = {
+            name: host_memory((num_places, *shape[1:]), dtype, device)[0] for name, (shape, dtype) in specs.items()
+        }
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = list(range(num_places))
         self.num_places = num_places
         self.num_reads = 0
         self.files: AbstractContextManager[object] | None = None
 
-    def get(self, reader: ExpertReader, layer: int, expert: int, first_expert: int = 0) -> tuple[Tensor, Tensor]:
-        """An expert's w1 ``(2F, D)`` and w2 ``(D, F)``, good until ``num_places`` others were asked for.
+    def get(self, reader: ExpertReader, layer: int, expert: int, first_expert: int = 0) -> dict[str, Tensor]:
+        """An expert's parts by their names, good until ``num_places`` others were asked for.
 
         Args:
             reader: Of the layer.
@@ -96,13 +97,14 @@ class Stage:
         else:
             if not self._free:
                 self._free.append(self._places.popitem(last=False)[1])
-            place = self._free[-1]
             with self._watched(f"expert {expert} of MoE layer {layer}"):
-                reader.read(expert - first_expert, self._w1[place], self._w2[place])
+                reader.read(expert - first_expert, self._at(self._free[-1]))
             self._places[key] = self._free.pop()  # not before it is whole
             self.num_reads += 1
-        place = self._places[key]
-        return self._w1[place], self._w2[place]
+        return self._at(self._places[key])
+
+    def _at(self, place: int) -> dict[str, Tensor]:
+        return {name: memory[place] for name, memory in self._memory.items()}
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
@@ -136,7 +138,6 @@ class StagedCache:
         stage: Which all layers share.
         layer: Tells its experts there from those of other layers.
         num_slots: S.
-        dtype: Of the slots.
         device: Where they are.
         num_experts: E, of all ranks; ``None``: those of the reader.
         first_expert: Number of the reader's first among them.
@@ -153,13 +154,12 @@ class StagedCache:
         stage: Stage,
         layer: int,
         num_slots: int,
-        dtype: torch.dtype,
         device: torch.device,
         *,
         num_experts: int | None = None,
         first_expert: int = 0,
     ) -> None:
-        (num_held, *w1), (_, *w2) = reader.shapes
+        num_held = reader.specs["w1"][0][0]
         require(
             num_slots <= stage.num_places,
             f"num_places={stage.num_places} of the stage must be at least num_slots={num_slots}",
@@ -167,11 +167,12 @@ class StagedCache:
         self.num_slots, self.num_held, self.first_expert = num_slots, num_held, first_expert
         self.needed = self.fetched = 0
         self.fetching_s = 0.0
-        self.weights = DecodeWeights(
-            w1=torch.zeros(num_slots, *w1, dtype=dtype, device=device),
-            w2=torch.zeros(num_slots, *w2, dtype=dtype, device=device),
-            slots=torch.full((num_experts or num_held,), -1, dtype=torch.int32, device=device),
-        )
+        slots: dict[str, Any] = {
+            name: torch.zeros(num_slots, *shape[1:], dtype=dtype, device=device)
+            for name, (shape, dtype) in reader.specs.items()
+        }
+        table = torch.full((num_experts or num_held,), -1, dtype=torch.int32, device=device)
+        self.weights = DecodeWeights(**slots, slots=table)
         self._reader, self.stage, self._layer = reader, stage, layer
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(num_slots))
@@ -216,10 +217,7 @@ class StagedCache:
     def copy(self, visit: Visit) -> None:
         """See ``Slots``; waits for the device, because the stage may give the place to another expert next."""
         started = time.perf_counter()
-        for part, slots in zip(
-            self.stage.get(self._reader, self._layer, visit.expert), (self.weights.w1, self.weights.w2), strict=True
-        ):
-            slots[visit.slot].copy_(part)
+        self._copy(visit.expert, visit.slot, non_blocking=False)
         self.fetching_s += time.perf_counter() - started
 
     def release(self, visit: Visit) -> None:
@@ -247,11 +245,13 @@ class StagedCache:
     def _fetch(self, expert: int) -> None:
         if not self._free:
             self._free.append(self._slots.popitem(last=False)[1])
-        slot = self._free[-1]
-        w1, w2 = self.stage.get(self._reader, self._layer, self.first_expert + expert, self.first_expert)
-        self.weights.w1[slot].copy_(w1, non_blocking=True)
-        self.weights.w2[slot].copy_(w2, non_blocking=True)
+        self._copy(expert, self._free[-1], non_blocking=True)
         self._slots[expert] = self._free.pop()
+
+    def _copy(self, expert: int, slot: int, *, non_blocking: bool) -> None:
+        parts = self.stage.get(self._reader, self._layer, self.first_expert + expert, self.first_expert)
+        for name, slots in self.weights.named_parts.items():
+            slots[slot].copy_(parts[name], non_blocking=non_blocking)
 
 
 def staged_report_of(caches: Sequence[StagedCache]) -> StagedReport:

@@ -26,44 +26,77 @@ from comet.quantize import MX_BLOCK, MXType, quantize_mx
 logger = logging.getLogger(__name__)
 
 
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
 class ExpertReader(Protocol):
-    """The experts of one layer, wherever they are kept; ``shapes`` are w1's ``(E, 2F, D)`` and w2's ``(E, D, F)``."""
+    """The experts of one layer, wherever they are kept."""
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of all experts together."""
+    def specs(self) -> Specs:
+        """Shape, an expert a row, and dtype of each part, by the names and in the order of ``ExpertParts``."""
         ...
 
-    def read(self, expert: int, w1: Tensor, w2: Tensor) -> None:
+    def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
         """Read one expert into host memory.
 
         Args:
             expert: In ``[0, E)``.
-            w1: ``(2F, D)``, gate rows first, then up rows; converted to its dtype.
-            w2: ``(D, F)``, likewise.
+            into: Memory for each of ``specs``, contiguous: one row of that shape.
 
         Raises:
-            ValueError: If what is read is damaged or has changed; then neither ``w1`` nor ``w2`` means anything.
+            ValueError: If what is read is damaged, has changed, or has scales that are no numbers; then nothing of
+                ``into`` means anything.
         """
         ...
 
 
-class ScaledReader(ExpertReader, Protocol):
-    """An ``ExpertReader`` of experts in block FP8, which ``read`` gives as they are stored."""
+@dataclass(frozen=True, slots=True)
+class QuantisedReader:
+    """Experts of another reader, each quantised by ``quantize_mx`` as it is read; an ``ExpertReader``.
+
+    Example: w1 ``(64, 128, 256)`` in bfloat16 becomes ``(64, 128, 128)`` uint8 in MXFP4, with w1_scales
+    ``(64, 128, 8)``.
+
+    Args:
+        reader: Of experts that are not quantised.
+        to: What they become.
+
+    Raises:
+        ValueError: If D or F is no multiple of 32; in ``read``, if a number is NaN or infinite.
+    """
+
+    reader: ExpertReader
+    to: MXType
+
+    def __post_init__(self) -> None:
+        for shape, _ in self.reader.specs.values():
+            require(
+                shape[-1] % MX_BLOCK == 0, f"contraction={shape[-1]} must be a multiple of {MX_BLOCK} for {self.to}"
+            )
 
     @property
-    def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the scales of all w1, and of all w2; see ``DecodeWeights``."""
-        ...
+    def specs(self) -> Specs:
+        """See ``ExpertReader``."""
+        element, per_byte = (torch.uint8, 2) if self.to == "mxfp4" else (torch.float8_e4m3fn, 1)
+        wide = {name: shape for name, (shape, _) in self.reader.specs.items()}
+        elements = {name: ((*shape[:-1], shape[-1] // per_byte), element) for name, shape in wide.items()}
+        scales = {f"{name}_scales": ((*shape[:-1], shape[-1] // MX_BLOCK), torch.uint8) for name, shape in wide.items()}
+        return elements | scales
 
-    def read_scales(self, expert: int, w1_scales: Tensor, w2_scales: Tensor) -> None:
-        """Read one expert's scales, as float32; otherwise as ``read``."""
-        ...
+    def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
+        """See ``ExpertReader``."""
+        wide = {name: torch.empty(shape[1:], dtype=dtype) for name, (shape, dtype) in self.reader.specs.items()}
+        self.reader.read(expert, wide)
+        for name, weight in wide.items():
+            packed = quantize_mx(weight, self.to)
+            into[name].copy_(packed.elements)
+            into[f"{name}_scales"].copy_(packed.scales)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldExperts(ExpertParts):
-    """All experts of one layer in host memory, which is itself a reader of those that are not quantised.
+    """All experts of one layer in host memory, which is itself an ``ExpertReader``.
 
     Args:
         w1: ``(E, 2F, D)``; quantised as in ``DecodeWeights``.
@@ -91,62 +124,25 @@ class HeldExperts(ExpertParts):
         held: dict[str, Any] = {name: part.contiguous() for name, part in parts.items()}
         if file is None and (device.type == "cpu" or all(part.is_pinned() for part in held.values())):
             return cls(**held, readable=True)
-        made, readable = _memory([(part.shape, part.dtype) for part in held.values()], device, file)
-        for name, memory in zip(parts, made, strict=True):
-            held[name] = memory.copy_(held[name])
-        return cls(**held, readable=readable)
+        made, readable = _memory({name: (part.shape, part.dtype) for name, part in held.items()}, device, file)
+        return cls(**{name: memory.copy_(held[name]) for name, memory in made.items()}, readable=readable)
 
     @classmethod
-    def fill(
-        cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device, file: MemoryFile | None = None
-    ) -> HeldExperts:
+    def fill(cls, reader: ExpertReader, device: torch.device, file: MemoryFile | None = None) -> HeldExperts:
         """Read all experts of a layer, one after the other, into memory made for them.
 
         Args:
             reader: Of the layer.
-            dtype: Of the memory.
             device: That is to read it.
             file: That another process maps, too.
 
         Returns:
             Pinned memory; pageable where the machine pins no more, which is said once.
         """
-        (w1, w2), readable = _memory([(shape, dtype) for shape in reader.shapes], device, file)
-        for expert in range(w1.shape[0]):
-            reader.read(expert, w1[expert], w2[expert])
-        return cls(w1, w2, readable)
-
-    @classmethod
-    def quantise(cls, reader: ExpertReader, dtype: torch.dtype, device: torch.device, to: MXType) -> HeldExperts:
-        """``fill``, where each expert is read in ``dtype`` and quantised by ``quantize_mx``.
-
-        Raises:
-            ValueError: If D or F is no multiple of 32, or a number is NaN or infinite.
-        """
-        for shape in reader.shapes:
-            require(shape[-1] % MX_BLOCK == 0, f"contraction={shape[-1]} must be a multiple of {MX_BLOCK} for {to}")
-        element, per_byte = (torch.uint8, 2) if to == "mxfp4" else (torch.float8_e4m3fn, 1)
-        elements = [((*shape[:-1], shape[-1] // per_byte), element) for shape in reader.shapes]
-        scales = [((*shape[:-1], shape[-1] // MX_BLOCK), torch.uint8) for shape in reader.shapes]
-        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device)
-        one1, one2 = (torch.empty(shape[1:], dtype=dtype) for shape in reader.shapes)
-        for expert in range(w1.shape[0]):
-            reader.read(expert, one1, one2)
-            for weight, into, its_scales in ((one1, w1, w1_scales), (one2, w2, w2_scales)):
-                packed = quantize_mx(weight, to)
-                into[expert], its_scales[expert] = packed.elements, packed.scales
-        return cls(w1, w2, readable, w1_scales, w2_scales)
-
-    @classmethod
-    def keep_fp8(cls, reader: ScaledReader, device: torch.device) -> HeldExperts:
-        """``fill`` with block FP8 as it is stored."""
-        elements = [(shape, torch.float8_e4m3fn) for shape in reader.shapes]
-        scales = [(shape, torch.float32) for shape in reader.scale_shapes]
-        (w1, w2, w1_scales, w2_scales), readable = _memory([*elements, *scales], device)
-        for expert in range(w1.shape[0]):
-            reader.read(expert, w1[expert], w2[expert])
-            reader.read_scales(expert, w1_scales[expert], w2_scales[expert])
-        return cls(w1, w2, readable, w1_scales, w2_scales)
+        made, readable = _memory(reader.specs, device, file)
+        for expert in range(len(made["w1"])):
+            reader.read(expert, {name: memory[expert] for name, memory in made.items()})
+        return cls(**made, readable=readable)
 
     @property
     def num_bytes(self) -> int:
@@ -154,14 +150,14 @@ class HeldExperts(ExpertParts):
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def specs(self) -> Specs:
         """See ``ExpertReader``."""
-        return tuple(self.w1.shape), tuple(self.w2.shape)
+        return {name: (tuple(part.shape), part.dtype) for name, part in self.named_parts.items()}
 
-    def read(self, expert: int, w1: Tensor, w2: Tensor) -> None:
+    def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
         """See ``ExpertReader``."""
-        w1.copy_(self.w1[expert])
-        w2.copy_(self.w2[expert])
+        for name, part in self.named_parts.items():
+            into[name].copy_(part[expert])
 
 
 class PinnedMapping(mmap.mmap):
@@ -244,11 +240,11 @@ def host_memory(
 
 
 def _memory(
-    parts: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device, file: MemoryFile | None = None
-) -> tuple[list[Tensor], bool]:
+    specs: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device, file: MemoryFile | None = None
+) -> tuple[dict[str, Any], bool]:
     """``host_memory`` of each shape and dtype, and whether ``device`` reads all of it."""
-    made = [host_memory(shape, dtype, device, file) for shape, dtype in parts]
-    return [memory for memory, _ in made], all(readable for _, readable in made)
+    made = {name: host_memory(shape, dtype, device, file) for name, (shape, dtype) in specs.items()}
+    return {name: memory for name, (memory, _) in made.items()}, all(readable for _, readable in made.values())
 
 
 def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> None:
@@ -259,7 +255,7 @@ def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> N
         layer: One of those that hold them.
         device: The GPU.
     """
-    seconds, expert = seconds_to_copy(layer.w1[0], layer.w2[0], device=device), layer.num_bytes // len(layer.w1)
+    seconds = seconds_to_copy(*(part[0] for part in layer.parts), device=device)
     logger.warning(
         "%.3f GB of host memory for experts cannot be pinned (ulimit -l, a container's limit, or too little of it): "
         "the GPU cannot read experts there itself, so the host copies every missing one, first to pinned memory and "
@@ -267,7 +263,7 @@ def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> N
         "steps are not replayed from a CUDA graph",
         num_bytes / 1e9,
         seconds * 1e3,
-        expert / 1e6,
+        layer.expert_bytes / 1e6,
     )
 
 

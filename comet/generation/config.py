@@ -44,7 +44,7 @@ class GenerateConfig(SpeculationConfig):
             least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
         expert_prefetch: With a budget and the host store, whether the experts that a layer will probably need, by what
             its router says of the tokens of the layer before, travel beside that layer.
-        expert_dtype: With a budget and the host store, what experts are quantised to as they are read: ``mxfp8`` or
+        expert_dtype: With a budget, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some
             of the experts that a step misses while the others travel, so that both end together: ``off``; ``auto``, all

@@ -24,12 +24,11 @@ from comet.experts import (
     DraftRouters,
     ExpertCache,
 )
-from comet.experts.host_cores import HostCores, HostSizes, open_cores
-from comet.experts.paths import CachedPath, Slots, cores_of_paths, report_of_paths
-from comet.experts.prefetch import prefetch_between
+from comet.experts.host_cores import HostCores
+from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.speculation import DraftingModel
 from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
-from comet.experts.store import HeldExperts, MemoryFile
+from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
 from comet.generation.step import Passes, batch_obstacle
 from comet.graphs import GraphMode
 from comet.group import ExpertGroup
@@ -137,15 +136,11 @@ def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFil
         held = HeldExperts.hold({"w1": matrices, "w2": w2}, device, file)
         w1, w2 = held.w1.view_as(w1), held.w2
     else:
-        held = HeldExperts.quantise(HeldExperts(matrices, w2, readable=True), w1.dtype, device, expert_dtype)
+        reader = QuantisedReader(HeldExperts(matrices, w2, readable=True), expert_dtype)
+        held = HeldExperts.fill(reader, device, file)
         w1, w2 = map(emptied, (w1, w2))  # numbers that nobody reads, in no memory
     local(layer.w1).data, local(layer.w2).data = w1, w2
     return held
-
-
-def probable(layer: MoE, tokens: Tensor) -> Tensor:
-    """``(T, K)``: where the tokens ``(T, D)`` would go if they were this layer's."""
-    return layer.router(tokens).top_k_ids
 
 
 def emptied(weight: Tensor) -> Tensor:
@@ -206,15 +201,16 @@ class GPTEngine:
         if expert_slots is None:
             self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
         else:
-            sizes = HostSizes.of(moe.hidden_size, layout, decode_tokens, model.dtype)
-            cores = open_cores(host_cores, sizes, group.device, runner=self.runner, quantised=expert_dtype is not None)
-            file = None if cores is None else cores.file
-            held = [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()]
-            where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy, cores=cores)
+            where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy)
             slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)
-            self.stored = slots.over_host(held)
-            if expert_prefetch:
-                prefetch_between(self.stored, [partial(probable, layer) for layer in model.moe_layers()])
+            self.stored = host_paths(
+                slots,
+                lambda file: [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()],
+                moe.hidden_size,
+                host_cores=host_cores,
+                quantised=expert_dtype is not None,
+                routers=[layer.router for layer in model.moe_layers()] if expert_prefetch else (),
+            )
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
         self._cores = cores_of_paths(self.stored)

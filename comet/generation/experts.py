@@ -11,6 +11,7 @@ import torch.distributed as dist
 from comet.config import require
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
+from comet.experts.options import StoreOptions
 from comet.generation.source import is_hf_folder
 from comet.group import ExpertGroup
 from comet.models.sizes import dense_elements
@@ -26,53 +27,21 @@ def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:
 
     Raises:
         ValueError: If a budget is too small, or does not go with the other settings.
+        NotImplementedError: See ``StoreOptions``.
     """
     settings, model = config.generate, config.model
-    if settings.expert_budget is None:
-        alone = settings.host_budget is None and settings.expert_store == "host" and settings.expert_policy == "lru"
-        require(alone, "generate.expert_budget must be given with generate.expert_store, host_budget or expert_policy")
-        require(
-            settings.expert_dtype is None,
-            f"generate.expert_budget must be given with generate.expert_dtype={settings.expert_dtype}: 1.0 keeps all "
-            "experts in GPU memory",
-        )
-        require(
-            settings.host_cores == "off",
-            f"generate.expert_budget must be given with generate.host_cores={settings.host_cores}: without one all "
-            "experts are in GPU memory",
-        )
-        return None
-    named = f"generate.expert_budget={settings.expert_budget}"
-    is_folder = is_hf_folder(settings.source)
-    require(
-        not config.parallel.declares_nodes, f"{named} must be left out over several nodes: they have no warp decode"
-    )
-    require(
-        not settings.keep_fp8 or settings.expert_dtype is None,
-        f"generate.expert_dtype={settings.expert_dtype} must be null with generate.keep_fp8=true",
-    )
-    require(
-        settings.expert_store == "host" or is_folder,
-        f"generate.expert_store={settings.expert_store!r} must be 'host' for a checkpoint of comet train: only Hugging "
-        "Face folders are read expert by expert yet",
-    )
-    require(
-        settings.host_cores == "off" or settings.expert_store == "host",
-        f"generate.host_cores={settings.host_cores} must be off with generate.expert_store=file: experts in files are "
-        "not computed on the host",
-    )
     try:
-        return ExpertBudget.create(
-            settings.expert_budget,
-            model.moe,
-            model.num_layers - model.dense_layers,
-            dtype,
-            store=settings.expert_store,
-            host_budget=settings.host_budget,
-            parallel=config.parallel,
-            stored="fp8" if settings.keep_fp8 else settings.expert_dtype,
-            policy=settings.expert_policy,
+        options = StoreOptions.of(settings)
+        require(
+            not options.in_store or not config.parallel.declares_nodes,
+            f"expert_budget={settings.expert_budget} must be left out over several nodes: they have no warp decode",
         )
+        require(
+            settings.expert_store == "host" or is_hf_folder(settings.source),
+            f"expert_store={settings.expert_store} must be host for a checkpoint of comet train: only Hugging Face "
+            "folders are read expert by expert yet",
+        )
+        return options.budget(model.moe, model.num_layers - model.dense_layers, dtype, config.parallel)
     except ValueError as error:
         raise ValueError(f"generate.{error}") from error
 

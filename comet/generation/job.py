@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from comet.comm.handshake import meet
 from comet.config import require
 from comet.experts.budget import ExpertBudget
+from comet.experts.options import StoreOptions
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.experts import cache_facts, expectation, plan_experts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
@@ -106,11 +107,7 @@ def _open_engine(source: Source, config: JobConfig, group: ExpertGroup, budget: 
         from comet.generation.hf import HFEngine
         from comet.integrations.hf import load_pretrained
 
-        names = ("keep_fp8", "expert_budget", "expert_store", "host_budget", "expert_dtype", "expert_policy")
-        options: dict[str, Any] = {name: getattr(settings, name) for name in (*names, "host_cores")}
-        if settings.expert_prefetch:
-            raise NotImplementedError("expert_prefetch=true is for checkpoints of comet train yet, not for folders")
-        hf_model = load_pretrained(source.path, group, **options)
+        hf_model = load_pretrained(source.path, group, **asdict(StoreOptions.of(settings)))
         return HFEngine(hf_model, cuda_graph=settings.cuda_graph, speculation=speculation, group=group)
     slots, device = (None, None) if budget is None else (budget.slots, torch.device("cpu"))
     model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, expert_device=device)

@@ -153,7 +153,7 @@ def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
     trained: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_speculation, "HELDOUT_SHAPE", (1, 2, 24))
-    monkeypatch.setattr("comet.generation.engine.HeldExperts.quantise", fails)
+    monkeypatch.setattr("comet.generation.engine.QuantisedReader", fails)
     words = ["--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0"]
     main([*trained, *words, "--variants", "cache mxfp8,cache"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from comet.decode.runners import Decoder, LocalRunner
 from comet.errors import CommTimeoutError
 from comet.experts.budget import ExpertBudget
 from comet.experts.staged import Stage, StagedCache, StagedExperts
-from comet.experts.store import HeldExperts, host_memory
+from comet.experts.store import HeldExperts, Specs, host_memory
+from comet.experts.streaming import Visit
 from comet.layout import ExpertLayout
 from comet.models.sizes import dense_elements, expert_elements
 from comet.plain import plain_experts
@@ -39,20 +41,19 @@ class Recorded:
         self.broken = -1
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return tuple(self.w1.shape), tuple(self.w2.shape)
+    def specs(self) -> Specs:
+        return {"w1": (tuple(self.w1.shape), torch.float32), "w2": (tuple(self.w2.shape), torch.float32)}
 
-    def read(self, expert: int, w1: Tensor, w2: Tensor) -> None:
+    def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
         self.asked.append(expert)
-        w1.copy_(self.w1[expert])
+        into["w1"].copy_(self.w1[expert])
         if expert == self.broken:
             raise ValueError(f"expert {expert} is cut off")
-        w2.copy_(self.w2[expert])
+        into["w2"].copy_(self.w2[expert])
 
 
 def staged(reader: Recorded, num_slots: int, num_places: int) -> StagedCache:
-    stage = Stage(num_places, ((2 * DEPTH, WIDTH), (WIDTH, DEPTH)), torch.float32, CPU)
-    return StagedCache(reader, stage, 0, num_slots, torch.float32, CPU)
+    return StagedCache(reader, Stage(num_places, reader.specs, CPU), 0, num_slots, CPU)
 
 
 def routing(num_tokens: int, top_k: int, made: torch.Generator) -> Tensor:
@@ -61,11 +62,11 @@ def routing(num_tokens: int, top_k: int, made: torch.Generator) -> Tensor:
 
 def test_a_host_store_is_read_expert_by_expert_into_its_place() -> None:
     reader = Recorded(1)
-    held = HeldExperts.fill(reader, torch.bfloat16, CPU)
+    held = HeldExperts.fill(reader, CPU)
     assert held.readable
     assert reader.asked == list(range(NUM_EXPERTS))
-    assert torch.equal(held.w1, reader.w1.bfloat16())
-    assert torch.equal(held.w2, reader.w2.bfloat16())
+    assert torch.equal(held.w1, reader.w1)
+    assert torch.equal(held.w2, reader.w2)
 
 
 @pytest.mark.parametrize(("num_slots", "num_places"), [(2, 2), (3, 5), (4, 8)])
@@ -122,6 +123,14 @@ def test_longer_prompts_stream_each_expert_once_between_staged_steps(num_slots: 
     check_slots(cache, reader)
 
 
+def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number() -> None:
+    reader = Recorded(9)
+    cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU, num_experts=20, first_expert=10)
+    cache.copy(Visit(4, 0, True))
+    cache.bring(torch.tensor([[14]]))
+    assert reader.asked == [4]
+
+
 def check_slots(cache: StagedCache, reader: Recorded) -> None:
     held = [expert for expert in range(NUM_EXPERTS) if cache.weights.slots[expert] >= 0]
     assert len(held) <= cache.num_slots
@@ -163,8 +172,8 @@ def test_a_read_that_takes_long_is_named_with_its_layer(caplog) -> None:
     reader, named = Recorded(6), threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: named.set()
-    stage = Stage(2, ((2 * DEPTH, WIDTH), (WIDTH, DEPTH)), torch.float32, CPU, patience_s=0.01)
-    cache = StagedCache(reader, stage, 3, 2, torch.float32, CPU, num_experts=20, first_expert=10)
+    stage = Stage(2, reader.specs, CPU, patience_s=0.01)
+    cache = StagedCache(reader, stage, 3, 2, CPU, num_experts=20, first_expert=10)
     read = reader.read
     reader.read = lambda *given: named.wait(60) and read(*given)  # ends once it is named
     logging.getLogger().addHandler(handler)  # behind caplog's
@@ -180,8 +189,8 @@ def test_a_read_that_takes_long_is_named_with_its_layer(caplog) -> None:
 
 def test_a_read_that_other_ranks_do_not_wait_for_ends_the_step_by_its_name() -> None:
     reader = Recorded(6)
-    stage = Stage(2, ((2 * DEPTH, WIDTH), (WIDTH, DEPTH)), torch.float32, CPU, deadline_s=0.0)
-    cache = StagedCache(reader, stage, 3, 2, torch.float32, CPU)
+    stage = Stage(2, reader.specs, CPU, deadline_s=0.0)
+    cache = StagedCache(reader, stage, 3, 2, CPU)
     for _ in range(2):
         with pytest.raises(CommTimeoutError, match=r"^expert 4 of MoE layer 3 took .* other ranks wait for 0\.0 s"):
             cache.bring(torch.tensor([[4]]))

@@ -16,6 +16,7 @@ from ranks import run_ranks
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import save_model, tiny_config
+from hf_fp8_cases import publish
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.experts.staged import WHY_EAGER
@@ -157,6 +158,23 @@ def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys, 
     assert found == {"null": 4, "mxfp8": 8, "mxfp4": 8}
 
 
+def test_block_fp8_in_files_is_counted_as_it_is_stored(tmp_path, capsys, monkeypatch):
+    save_model(tmp_path, "qwen3_moe", hidden_size=160, moe_intermediate_size=128)
+    publish(tmp_path)
+    files = {"keep_fp8": True, "expert_budget": 0.5, **FILE}
+    words = [f"generate.source={tmp_path}", "generate.prompt=ab", *(f"generate.{k}={v}" for k, v in files.items())]
+    rows, _ = dry_run(capsys, monkeypatch, *words)
+    expert = 3 * 160 * 128 + 4 * (2 * 2 + 2 * 1)
+    for name, count in (("all experts in fp8, in files", 16), ("12 of them in host memory as well", 12)):
+        assert rows[name] == pytest.approx(count * expert / 2**20, abs=0.05)
+    assert rows["slots of experts"] == pytest.approx(2 * 4 * expert / 2**20, abs=0.05)
+    whole, found = (generate_job(job_of(tmp_path, tmp_path, **each), Rank()) for each in ({"keep_fp8": True}, files))
+    assert found["texts"] == whole["texts"]
+    cache = found["expert_cache"]
+    assert (cache["store"], cache["stored"], cache["slots"]) == ("file", "fp8", 4)
+    assert cache["fetched_bytes"] == cache["fetched"] * expert > cache["staged_bytes"] > 0
+
+
 BUDGET = "generate.expert_budget"
 MISTAKES = [
     (["=nan"], "generate: expert_budget=nan must be finite and above 0, or None"),
@@ -169,15 +187,11 @@ MISTAKES = [
         "generate.expert_budget=0.5 holds 2 experts of each of 2 layers, and must hold top_k=4",
     ),
     (
-        ["=0.5", "generate.keep_fp8=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
-        "generate.expert_store='file' must be 'host' with keep_fp8=True: what the host brings is not yet",
+        ["=0.5", "generate.expert_prefetch=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
+        "expert_prefetch=True must be False with expert_store=file: the host brings missing experts",
     ),
-    (
-        ["=0.5", "generate.expert_dtype=mxfp4", *(f"generate.{name}={value}" for name, value in FILE.items())],
-        "generate.expert_store='file' must be 'host' with expert_dtype=mxfp4",
-    ),
-    (["=0.5", "generate.expert_dtype=mxfp4", "generate.keep_fp8=true"], "generate.expert_dtype=mxfp4 must be null"),
-    (["=null", "generate.expert_dtype=mxfp4"], "generate.expert_budget must be given with generate.expert_dtype=mxfp4"),
+    (["=0.5", "generate.expert_dtype=mxfp4", "generate.keep_fp8=true"], "generate.expert_dtype=mxfp4 must be None"),
+    (["=null", "generate.expert_dtype=mxfp4"], "generate.expert_dtype=mxfp4 must come with an expert_budget"),
     (["=0.5", "generate.expert_dtype=int4"], "generate.expert_dtype='int4' must be one of mxfp8, mxfp4, None"),
     (["=0.5", "generate.host_budget=0.5"], "generate: host_budget=0.5 must be None with expert_store=host"),
     (["=0.5", "generate.expert_store=file"], "generate.host_budget=None must be given with expert_store='file'"),
@@ -186,8 +200,8 @@ MISTAKES = [
         ["=0.5", "generate.expert_store=file", "generate.host_budget=0.1"],
         "generate.host_budget=0.1 holds 1 experts, and must hold the 4 that a layer has slots for",
     ),
-    (["=null", "generate.expert_store=file"], "generate.expert_budget must be given with generate.expert_store"),
-    (["=null", "generate.expert_policy=lfu"], "generate.expert_budget must be given with generate.expert_store, host_"),
+    (["=null", "generate.expert_store=file"], "generate.expert_store=file must come with an expert_budget"),
+    (["=null", "generate.expert_policy=lfu"], "generate.expert_policy=lfu must come with an expert_budget"),
     (["=0.5", "generate.expert_policy=fifo"], "generate.expert_policy='fifo' must be one of lru, lfu, score"),
     (
         ["=0.5", "generate.expert_policy=lfu", *(f"generate.{name}={value}" for name, value in FILE.items())],
@@ -220,9 +234,7 @@ def test_files_are_for_hugging_face(tmp_path):
     from comet.generation.experts import plan_experts
 
     settings = GenerateConfig(source=str(tmp_path), prompt="x", expert_budget=0.5, **FILE)
-    with pytest.raises(
-        ValueError, match=r"generate\.expert_store='file' must be 'host' for a checkpoint of comet train"
-    ):
+    with pytest.raises(ValueError, match=r"generate\.expert_store=file must be host for a checkpoint of comet train"):
         plan_experts(make_job(tmp_path, model=MODEL, generate=settings), torch.float32)
 
 
@@ -281,9 +293,12 @@ def test_ranks_of_a_checkpoint_have_a_budget_each(tmp_path):
 
 
 def of_a_folder(rank: int, world_size: int, folder: str):
-    """TP2 with a host store, EP2 with a file store."""
+    """TP2 with a host store and prefetch, EP2 with a file store."""
     settings = dict(expert_budget=0.5, link_gb_per_s=1.0, memory_gb_per_s=1.0)
-    layouts = (1, 2, settings), (2, 1, settings | FILE | {"expert_budget": 1.0, "host_budget": 1.0})
+    layouts = (
+        (1, 2, settings | {"expert_prefetch": True}),
+        (2, 1, settings | FILE | {"expert_budget": 1.0, "host_budget": 1.0}),
+    )
     found = []
     for ep, tp, each in layouts:
         job = make_job(Path(folder), ep=ep, tp=tp, model=model_of(find_source(folder)))
@@ -300,4 +315,5 @@ def test_ranks_of_a_folder_have_a_budget_each(qwen, tmp_path):
         cache = mine["expert_cache"]
         assert other["expert_cache"] == cache
         assert (cache["store"], cache["slots"]) == (store, slots)
+        assert (cache["prefetched_needed"] > 0) == (store == "host")
         assert cache["fetched_bytes"] == cache["fetched"] * EXPERT // (2 if store == "host" else 1)

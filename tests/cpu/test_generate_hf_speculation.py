@@ -153,7 +153,11 @@ def run(rank: int, world_size: int, folder: str, ep: int, tp: int, cases: list[d
 
 
 PLAIN = {"speculate": "off"}
-CASES = [{}, {"expert_budget": 0.75}, {"expert_budget": 0.75, "draft_cached_only": True}]
+CASES = [
+    {},
+    {"expert_budget": 0.75, "expert_prefetch": True},
+    {"expert_budget": 0.75, "draft_cached_only": True},
+]
 MORE = [
     {"expert_budget": 0.75, "expert_store": "file", "host_budget": 0.75},
     {"repetition_penalty": 1.3, "expert_budget": 0.75},
@@ -178,6 +182,7 @@ def test_greedy_texts_are_those_of_plain_decoding(
         if "expert_budget" in changes:
             cache = made["expert_cache"]
             assert cache["needed"] > cache["fetched"] > 2 * cache["slots"], "slots were given away"
+            assert (cache["prefetched_needed"] > 0) == ("expert_prefetch" in changes)
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), slow(1, 2), slow(2, 2)])
@@ -190,6 +195,7 @@ def test_ranks_write_the_text_of_one(ep: int, tp: int, folders: dict[str, Path])
             assert each["texts"] == plain["texts"], changes
             assert each["speculation"] == made[0]["speculation"]
         assert made[0]["speculation"]["accepted"] > 0
+        assert (made[0]["expert_cache"]["prefetched_needed"] > 0) == ("expert_prefetch" in changes)
 
 
 def test_what_cannot_draft() -> None:

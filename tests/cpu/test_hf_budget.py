@@ -43,7 +43,8 @@ def mixtral(tmp_path_factory):
 
 def copied(folder: Path, to: Path) -> Path:
     for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
+        if file.is_file():
+            (to / file.name).write_bytes(file.read_bytes())
     return to
 
 
@@ -112,7 +113,9 @@ def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
     with pytest.raises(HostComputeError, match="the process ended with status -9"):
         logits_with_cache(loaded, ids, 1)
     for settings in ({"expert_budget": None}, {"expert_budget": 0.5, **STORES["file"]}):
-        with pytest.raises(ValueError, match="host_cores='1' must come with an expert_budget and expert_store='host'"):
+        with pytest.raises(
+            ValueError, match=r"host_cores=1 must (come with an expert_budget|be off with expert_store)"
+        ):
             hf.load_pretrained(mixtral, **settings, host_cores="1")
     with pytest.raises(NotImplementedError, match="host_cores=1 computes no quantised experts"):
         hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="mxfp8", host_cores="1")
@@ -127,7 +130,7 @@ def test_block_fp8_is_dequantised_as_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("expert_dtype", get_args(MXType))
-def test_experts_quantised_as_they_are_read_answer_as_those_of_a_quantised_model(expert_dtype, mixtral):
+def test_experts_quantised_as_they_are_read_answer_as_those_of_a_quantised_model(expert_dtype, mixtral, monkeypatch):
     whole = hf.load_pretrained(mixtral)
     for name, weight in whole.named_parameters():
         if ".experts." in name:
@@ -143,6 +146,13 @@ def test_experts_quantised_as_they_are_read_answer_as_those_of_a_quantised_model
     assert report.fetched > 0
     assert report.fetched_bytes == report.fetched * (numbers // (1 if expert_dtype == "mxfp8" else 2) + numbers // 32)
     budget = 2 * 3 * (numbers // 2 + numbers // 32)  # three experts a layer in MXFP4
+    for settings in (STORES["file"], {}):
+        if not settings:
+            make_pageable(monkeypatch)
+        staged = hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype=expert_dtype, **settings)
+        assert torch.equal(logits_with_cache(staged, ids, 1), logits_with_cache(whole, ids, 1))
+        assert isinstance(cache_report(staged), StagedReport)
+    monkeypatch.undo()
     settings = dict(expert_budget=budget, expert_dtype=expert_dtype)
     if expert_dtype == "mxfp8":
         with pytest.raises(ValueError, match="holds 1 experts of each of 2 layers"):
@@ -183,23 +193,84 @@ def test_a_host_store_reads_each_byte_once_and_a_file_store_what_it_needs(mixtra
         assert counted.expert_bytes() == cache_report(loaded).staged_bytes
 
 
-@pytest.mark.parametrize(("store", "held"), [("host", 1.25), ("file", 0.5)])
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """A folder in block FP8 of a model without shared experts, which would run otherwise than with all experts."""
+    folder = tmp_path_factory.mktemp("fp8")
+    tiny_model("qwen3_moe", hidden_size=160, moe_intermediate_size=256).save_pretrained(folder)
+    publish(folder)
+    return folder
+
+
+FP8_EXPERT = 3 * 160 * 256 + 4 * (4 * 2 + 2 * 2)  # elements of a byte, and their scales
+
+
+def make_pageable(monkeypatch) -> None:
+    made = comet.experts.store.host_memory
+    monkeypatch.setattr(comet.experts.store, "host_memory", lambda *given: (made(*given)[0], False))
+
+
+@pytest.mark.parametrize("store", ["file", "pageable"])
+def test_block_fp8_that_the_host_brings_answers_as_all_of_it_does_bit_for_bit(store, fp8, monkeypatch):
+    """Steps, a prompt that streams, sequences that are drawn; of a file, nothing is read before it is needed."""
+    whole = hf.load_pretrained(fp8, keep_fp8=True, decode_tokens=6)
+    if store == "pageable":
+        make_pageable(monkeypatch)
+    settings = STORES.get(store, {})
+    with CountedReads() as counted:
+        loaded = hf.load_pretrained(fp8, keep_fp8=True, decode_tokens=6, expert_budget=0.5, **settings)
+        read = counted.expert_bytes()
+        for prefill in (1, 12):
+            ids = prompt(1, 20)
+            assert torch.equal(logits_with_cache(loaded, ids, prefill), logits_with_cache(whole, ids, prefill))
+    assert torch.equal(greedy(loaded, prompt(2, 9)), greedy(whole, prompt(2, 9)))
+    report = cache_report(loaded)
+    cache = next(module for module in loaded.modules() if isinstance(module, StoredExperts)).path.cache
+    assert cache.weights.w1.dtype == torch.float8_e4m3fn
+    assert set(cache.weights.named_parts) == {"w1", "w2", "w1_scales", "w2_scales"}
+    assert isinstance(report, StagedReport)
+    assert report.fetched_bytes == report.fetched * FP8_EXPERT
+    assert report.needed > report.fetched > 2 * report.slots, "slots were given away"
+    if store == "file":
+        assert read == 0
+        assert counted.expert_bytes() <= report.staged_bytes < report.fetched_bytes
+        assert max(size for name, size in counted.reads if ".experts." in name) == 160 * 256, "one matrix, in FP8"
+
+
+def test_a_scale_in_a_file_that_is_no_number_is_named_when_it_is_read(fp8, tmp_path):
+    file = copied(fp8, tmp_path) / "model.safetensors"
+    state = load_file(file)
+    state["model.layers.2.mlp.experts.5.up_proj.weight_scale_inv"][1, 0] = torch.nan
+    save_file(state, file, metadata={"format": "pt"})
+    loaded = hf.load_pretrained(tmp_path, keep_fp8=True, expert_budget=0.5, **STORES["file"])
+    message = r"experts\.5\.up_proj\.weight_scale_inv holds nan, must be finite and not negative"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            greedy(loaded, prompt(8, 9))
+
+
+@pytest.mark.parametrize(("store", "held"), [("host", 1.25), ("file", 0.5), ("file in fp8", 0.5)])
 def test_a_folder_larger_than_both_budgets_is_never_held_twice(store, held, mixtral, tmp_path):
     """The memory of the process is limited to what the budgets allow, and to the mapping of the folder's files."""
-    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_experts=16, num_hidden_layers=2, mlp_only_layers=[])
+    is_fp8 = store.endswith("fp8")
+    count = 32 if is_fp8 else 16
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_experts=count, num_hidden_layers=2, mlp_only_layers=[])
     model = tiny_model("qwen3_moe", **sizes)
     model.save_pretrained(tmp_path)
-    experts, folder = 2 * 16 * 3 * 256 * 256 * 4, sum(file.stat().st_size for file in tmp_path.iterdir())
-    settings = {"expert_budget": 0.25, **({"expert_store": "file", "host_budget": 0.25} if store == "file" else {})}
-    room = folder + int(held * experts) + 3 * MB  # a layer has 12 MB
+    if is_fp8:
+        publish(tmp_path)
+        model = stock(tmp_path)
+    experts, folder = 2 * 3 * 256**2 * (32 if is_fp8 else 16 * 4), (tmp_path / "model.safetensors").stat().st_size
+    files = {"expert_store": "file", "host_budget": 0.25, "keep_fp8": is_fp8}
+    settings = {"expert_budget": 0.25, **(files if store != "host" else {})}
+    room = folder + int(held * experts) + (5 if is_fp8 else 3) * MB  # a layer has 12 MB, in FP8 6 MB
     assert run_ranks(load_capped, 1, str(mixtral), str(tmp_path), room, settings) == [
         greedy(model, prompt(1, 3))[0].tolist()
     ]
 
 
 def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(mixtral, monkeypatch, caplog):
-    pageable = comet.experts.store.host_memory
-    monkeypatch.setattr(comet.experts.store, "host_memory", lambda *given: (pageable(*given)[0], False))
+    make_pageable(monkeypatch)
     whole = hf.load_pretrained(mixtral)
     with caplog.at_level(logging.WARNING, "comet"):
         loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
@@ -208,8 +279,8 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_copied_by_the_host(mixtra
     ids = prompt(1, 20)
     assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
     assert cache_report(loaded).staged_bytes > 0
-    with pytest.raises(NotImplementedError, match="experts in mxfp4 are not copied by the host yet, and 13,056 bytes"):
-        hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="mxfp4")
+    with pytest.raises(NotImplementedError, match="expert_prefetch=True must be False where the host brings missing"):
+        hf.load_pretrained(mixtral, expert_budget=0.5, expert_prefetch=True)
 
 
 def refuse(folder: Path, message: str, error: type[Exception] = ValueError, **settings) -> None:
@@ -226,10 +297,10 @@ def test_a_budget_that_cannot_be(budget, mixtral):
 
 
 def test_what_a_budget_does_not_go_with(mixtral):
-    quantised = {"keep_fp8": True}, {"expert_dtype": "mxfp4"}
-    for settings, stored in zip(quantised, ("fp8", "mxfp4"), strict=True):
-        with pytest.raises(NotImplementedError, match=f"expert_store='file' does not bring experts in {stored} yet"):
-            hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"], **settings)
+    with pytest.raises(NotImplementedError, match="expert_prefetch=True must be False with expert_store=file: the hos"):
+        hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"], expert_prefetch=True)
+    with pytest.raises(ValueError, match="expert_prefetch=True must come with an expert_budget"):
+        hf.load_pretrained(mixtral, expert_prefetch=True)
     with pytest.raises(ValueError, match="expert_dtype=mxfp8 must come with an expert_budget"):
         hf.load_pretrained(mixtral, expert_dtype="mxfp8")
     with pytest.raises(ValueError, match="expert_dtype=mxfp8 must be None with keep_fp8=True"):
@@ -239,12 +310,12 @@ def test_what_a_budget_does_not_go_with(mixtral):
     nodes = SimpleNamespace(comm=SimpleNamespace(memory_obstacle="a group spans several nodes"))
     refuse(mixtral, "expert_budget needs warp decode on all ranks: a group spans", NotImplementedError, group=nodes)
     refuse(mixtral, "expert_policy='fifo' must be one of lru, lfu, score", expert_policy="fifo")
-    with pytest.raises(ValueError, match="expert_policy='lfu' must come with an expert_budget"):
+    with pytest.raises(ValueError, match="expert_policy=lfu must come with an expert_budget"):
         hf.load_pretrained(mixtral, expert_policy="lfu")
     with pytest.raises(ValueError, match="expert_policy='lfu' must be 'lru' with expert_store='file'"):
         hf.load_pretrained(mixtral, expert_budget=0.5, **STORES["file"], expert_policy="lfu")
     refuse(mixtral, "decode_tokens=0 must be at least 1 with an expert_budget", decode_tokens=0)
-    with pytest.raises(ValueError, match="expert_budget=None must be a share or bytes with an expert_store='file'"):
+    with pytest.raises(ValueError, match="expert_store=file must come with an expert_budget"):
         hf.load_pretrained(mixtral, expert_store="file", host_budget=0.5)
     loaded = hf.load_pretrained(mixtral, expert_budget=0.5)
     with pytest.raises(ValueError, match="save_pretrained: experts are in a store"):
@@ -289,9 +360,19 @@ def rewrite(file: Path) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
 
 
-@pytest.mark.parametrize("change", [cut, rewrite, Path.unlink])
-def test_a_file_that_changed_after_it_was_opened(change, mixtral, tmp_path):
-    loaded = hf.load_pretrained(copied(mixtral, tmp_path), expert_budget=0.5, **STORES["file"])
+@pytest.mark.parametrize(
+    ("change", "source", "settings"),
+    [
+        (cut, "mixtral", {}),
+        (rewrite, "mixtral", {}),
+        (Path.unlink, "mixtral", {}),
+        (cut, "fp8", {"keep_fp8": True}),
+        (rewrite, "fp8", {"keep_fp8": True}),
+    ],
+)
+def test_a_file_that_changed_after_it_was_opened(change, source, settings, tmp_path, request):
+    folder = copied(request.getfixturevalue(source), tmp_path)
+    loaded = hf.load_pretrained(folder, expert_budget=0.5, **STORES["file"], **settings)
     greedy(loaded, prompt(1, 3))
     change(tmp_path / "model.safetensors")
     with pytest.raises(

@@ -92,20 +92,23 @@ def test_ranks_answer_as_with_all_experts(ep: int, tp: int, cases: dict[str, str
                 assert read == 2 * 8 * EXPERT // (ep * tp), "its own part, once"
 
 
-def kept_fp8(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    group = make_group(tiny_config("deepseek_v3", **WIDE), 1, 2)
-    models = [hf.load_pretrained(folder, group, keep_fp8=True, **each) for each in ({}, {"expert_budget": 0.5})]
+def kept_fp8(rank: int, world_size: int, folder: str, tp: int, store: str) -> list[torch.Tensor]:
+    group = make_group(tiny_config("deepseek_v3", **WIDE), 2 // tp, tp)
+    budget = {"expert_budget": 0.5 * tp, **STORES[store]}
+    models = [hf.load_pretrained(folder, group, keep_fp8=True, **each) for each in ({}, budget)]
     found = [greedy(model, prompt(1, 3)) for model in models]
-    assert cache_report(models[1]).fetched > 0
+    report = cache_report(models[1])
+    assert report.fetched > 0
+    assert isinstance(report, StagedReport) == (store == "file")
     group.close()
     return found
 
 
-@pytest.mark.slow
-def test_block_fp8_is_kept_over_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "store"), [(1, "file"), slow(2, "host"), slow(2, "file")])
+def test_block_fp8_is_kept_over_ranks(tp: int, store: str, tmp_path: Path) -> None:
     tiny_model("deepseek_v3", **WIDE).save_pretrained(tmp_path)
     publish(tmp_path)
-    ranks = run_ranks(kept_fp8, 2, str(tmp_path), timeout=300)
+    ranks = run_ranks(kept_fp8, 2, str(tmp_path), tp, store, timeout=300)
     assert all(torch.equal(tokens, ranks[0][0]) for found in ranks for tokens in found)
 
 

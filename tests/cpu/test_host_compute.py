@@ -317,9 +317,7 @@ def test_a_process_ends_with_its_parent() -> None:
 def test_a_process_that_does_not_start_says_why() -> None:
     sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
     cores = HostCores(-1, sizes, CPU, DEADLINE_S)
-    held = HeldExperts.fill(
-        HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True), torch.float32, CPU, cores.file
-    )
+    held = HeldExperts.fill(HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True), CPU, cores.file)
     with pytest.raises(HostComputeError, match=r"did not start \(RuntimeError: set_num_threads expects a positive"):
         cores.start([held], PROFILE)
 
@@ -370,7 +368,7 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"expert_budget": None}, "generate.expert_budget must be given with generate.host_cores=1"),
+        ({"expert_budget": None}, "generate.host_cores=1 must come with an expert_budget"),
     ],
 )
 def test_settings_that_do_not_go_together(changed: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from hf_cases import greedy, logits_with_cache, prompt, tiny_model
+from hf_fp8_cases import publish
 
 import comet.experts.store
 from comet.decode.runners import Decoder, LocalRunner
@@ -46,11 +47,11 @@ def test_memory_is_pinned_as_large_as_it_is_and_freed_again() -> None:
 def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: int) -> None:
     made = torch.Generator().manual_seed(num_slots)
     w1, w2 = (torch.randn(*sizes, generator=made).bfloat16() for sizes in ((E, 2 * F, D), (E, D, F)))
-    held = HeldExperts.fill(HeldExperts(w1, w2, False), torch.bfloat16, CUDA)
+    held = HeldExperts.fill(HeldExperts(w1, w2, False), CUDA)
     assert held.readable
     resident = DecodeWeights(w1=w1.cuda(), w2=w2.cuda(), slots=torch.arange(E, dtype=torch.int32, device=CUDA))
-    stage = Stage(num_slots, ((2 * F, D), (D, F)), torch.bfloat16, CUDA)
-    staged = StagedExperts(StagedCache(held, stage, 0, num_slots, torch.bfloat16, CUDA), LocalRunner(K, 8), K)
+    stage = Stage(num_slots, held.specs, CUDA)
+    staged = StagedExperts(StagedCache(held, stage, 0, num_slots, CUDA), LocalRunner(K, 8), K)
     cached = CachedExperts(ExpertCache(held.w1, held.w2, num_slots, CUDA), LocalRunner(K, 8), K)
     assert cached.cache.host.w1.data_ptr() == held.w1.data_ptr(), "no second copy"
     decode = Decoder(K, 8)
@@ -83,10 +84,31 @@ def test_a_folder_with_a_budget_answers_as_the_whole_model_does(store: dict, tmp
     assert cache_report(loaded).fetched > 0
 
 
-def test_memory_that_cannot_be_pinned_is_copied_by_the_host(tmp_path: Path, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("settings", [{"keep_fp8": True}, {"expert_dtype": "mxfp4"}])
+def test_quantised_experts_from_files_answer_as_those_that_are_pinned(settings: dict, tmp_path: Path) -> None:
+    """Steps, and a prompt that streams."""
+    tiny_model("qwen3_moe", torch.bfloat16, hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
+    if "keep_fp8" in settings:
+        publish(tmp_path)
+    stores = {}, {"expert_store": "file", "host_budget": 0.6}
+    models = [
+        hf.load_pretrained(tmp_path, device="cuda", dtype=torch.bfloat16, expert_budget=0.5, **store, **settings)
+        for store in stores
+    ]
+    ids = prompt(1, 40).cuda()
+    for prefill in (1, 30):
+        assert torch.equal(*[logits_with_cache(model, ids, prefill) for model in models])
+    assert torch.equal(*[greedy(model, ids[:, :1]) for model in models])
+    assert cache_report(models[1]).staged_bytes > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"expert_dtype": "mxfp4"}])
+def test_memory_that_cannot_be_pinned_is_copied_by_the_host(
+    settings: dict, tmp_path: Path, monkeypatch, caplog
+) -> None:
     """CUDA refuses an address that is registered already; the next kernel must not be blamed for it."""
     tiny_model("mixtral").save_pretrained(tmp_path)
-    whole = hf.load_pretrained(tmp_path, device="cuda")
+    whole = hf.load_pretrained(tmp_path, device="cuda", **(settings and {"expert_budget": 1.0, **settings}))
     register = comet.experts.store.PinnedMapping.register
 
     def twice(mapping, address, num_bytes):
@@ -95,7 +117,7 @@ def test_memory_that_cannot_be_pinned_is_copied_by_the_host(tmp_path: Path, monk
 
     monkeypatch.setattr(comet.experts.store.PinnedMapping, "register", twice)
     with caplog.at_level(logging.WARNING, "comet"):
-        loaded = hf.load_pretrained(tmp_path, device="cuda", expert_budget=0.5)
+        loaded = hf.load_pretrained(tmp_path, device="cuda", expert_budget=0.5, **settings)
     assert "cannot be pinned" in caplog.text
     ids = prompt(1, 20).cuda()
     assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))

@@ -1,4 +1,4 @@
-"""The routers of a transformers model as Comet's, for drafts, which replace them while a pass runs."""
+"""The routers of a transformers model as Comet's: drafts put them in the place of its own, prefetch asks them early."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def gate_beside(model: nn.Module, experts: str) -> nn.Module:
     weight = getattr(gate, "weight", None)
     require(
         isinstance(weight, Tensor) and weight.ndim == 2,
-        f"{name} ({type(gate).__name__}) must have a weight (E, D): drafts route by it, set speculate='off'",
+        f"{name} ({type(gate).__name__}) must have a weight (E, D), by which drafts and prefetch route: set "
+        "speculate='off' and expert_prefetch=False",
     )
     return gate
 

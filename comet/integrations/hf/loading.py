@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from comet.config import MOE_DTYPES, require
+from comet.config import MOE_DTYPES, ParallelConfig, require
 from comet.experts.budget import ExpertStoreKind
+from comet.experts.options import StoreOptions
 from comet.group import ExpertGroup
 from comet.integrations.hf.contents import state_of, take_block_fp8, wanted
 from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import check_family, moe_config, read_config, require_transformers, stock_experts
-from comet.integrations.hf.store_options import StoreOptions
 from comet.integrations.hf.stored import open_checkpoint, some
 from comet.integrations.hf.stored_experts import open_stores, take_files
 from comet.quantize import MXType
 
+STORE_NAMES = {"expert_policy", "host_cores", "expert_prefetch"}  # options that are not transformers'
 # transformers leaves out what does not fit, and reports it: ``_check_report`` says so in our words.
 REPORTED = dict(ignore_mismatched_sizes=True, output_loading_info=True)
 
@@ -67,8 +68,8 @@ def load_pretrained(
         expert_dtype: ``mxfp8`` or ``mxfp4``: quantise each expert as it is read into host memory, D and F multiples of
             32; a budget in bytes then holds about twice or four times the experts that it holds in bfloat16. ``None``:
             as the model is, or in block FP8 with ``keep_fp8``.
-        **options: ``expert_policy`` and ``host_cores``, with a budget, as ``generate.expert_policy`` and
-            ``generate.host_cores``. All others are passed on to ``from_pretrained``, such as ``attn_implementation``.
+        **options: ``expert_policy``, ``host_cores`` and ``expert_prefetch``, with a budget, as those of ``generate``.
+            All others are passed on to ``from_pretrained``, such as ``attn_implementation``.
 
     Returns:
         The model, in evaluation mode.
@@ -78,28 +79,29 @@ def load_pretrained(
             superfluous or of a wrong shape; everything about experts is known before anything is read. If a budget is
             too small, too large for the device with the fewest experts that serve a token, or a file changes while it
             is read.
-        NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or quantised experts with a
-            ``file`` store or memory that cannot be pinned.
+        NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or ``expert_prefetch`` with
+            a ``file`` store or memory that cannot be pinned.
         UnavailableError: If transformers is missing.
     """
     require_transformers()
-    policy, cores = options.pop("expert_policy", "lru"), options.pop("host_cores", "off")
-    store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, policy, cores)
+    others = {name: options.pop(name) for name in STORE_NAMES & options.keys()}
+    store = StoreOptions(expert_budget, expert_store, host_budget, expert_dtype, keep_fp8, **others)
     decode_tokens = store.most_tokens(decode_tokens, group)
     folder = Path(folder)
     config, dtype, device = _settings(folder, group, dtype, device)
     is_fp8 = take_block_fp8(config, folder, keep_fp8)
     place = Place.create(config, group, decode_tokens, keep_fp8=keep_fp8, in_store=store.in_store)
     stock_class, modules = _blueprint(config)
-    budget = store.budget(moe_config(config), len(modules), dtype, group)
+    parallel = ParallelConfig() if group is None else group.parallel
+    budget = store.budget(moe_config(config), len(modules), dtype, parallel)
     with ExitStack() as files:
         tensors = wanted(open_checkpoint(folder, files), stock_class)
         state, place = state_of(tensors, modules, place, config, dtype if is_fp8 else None)
-        layers = {} if budget is None else take_files(state, modules, keep_fp8=keep_fp8)
+        layers = {} if budget is None else take_files(state, modules, dtype, keep_fp8=keep_fp8)
         given = dict(config=config, state_dict=state, dtype=dtype, **options)
         model = _make(stock_class, place, folder, given).to(device)
         if budget is not None:
-            open_stores(model, layers, budget, dtype, device, group, files, cores)
+            open_stores(model, layers, budget, store, dtype, device, group, files)
     return model
 
 

@@ -15,17 +15,17 @@ from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
-from comet.experts.host_cores import HostCores, open_cores
-from comet.experts.host_profile import HostSizes
-from comet.experts.paths import CachedPath, Slots, cores_of_paths, report_of_paths
+from comet.experts.host_cores import HostCores
+from comet.experts.options import StoreOptions
+from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.staged import StagedExperts
-from comet.experts.store import HeldExperts, MemoryFile
+from comet.experts.store import HeldExperts, QuantisedReader, Specs
 from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
+from comet.integrations.hf.gates import gate_beside, router_of, routing_config
 from comet.integrations.hf.stored import SCALES
 from comet.layout import ExpertLayout
-from comet.quantize import StoredType
 
 
 class StoredExperts(CometExperts):
@@ -78,60 +78,61 @@ class StoredExperts(CometExperts):
 
 @dataclass(frozen=True, slots=True)
 class LayerFiles:
-    """Reads the experts of one layer from a checkpoint; an ``ExpertReader``, with scales a ``ScaledReader``.
+    """Reads the experts of one layer from a checkpoint; an ``ExpertReader``.
 
     Args:
-        gate_up: Of all experts.
-        down: Likewise.
-        scales: Of both, where experts are kept in block FP8.
+        shards: Of all experts, for each part.
+        dtypes: What they are read as.
     """
 
-    gate_up: LazyShard
-    down: LazyShard
-    scales: tuple[LazyShard, LazyShard] | None = None
+    shards: Mapping[str, LazyShard]
+    dtypes: Mapping[str, torch.dtype]
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def specs(self) -> Specs:
         """See ``ExpertReader``."""
-        return self.gate_up.shape, self.down.shape
+        return {name: (shard.shape, self.dtypes[name]) for name, shard in self.shards.items()}
 
-    def read(self, expert: int, w1: Tensor, w2: Tensor) -> None:
+    def read(self, expert: int, into: Mapping[str, Tensor]) -> None:
         """See ``ExpertReader``."""
-        self.gate_up.read_expert(expert, w1)
-        self.down.read_expert(expert, w2)
-
-    @property
-    def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See ``ScaledReader``."""
-        assert self.scales is not None, "shards of scales come with keep_fp8"
-        return self.scales[0].shape, self.scales[1].shape
-
-    def read_scales(self, expert: int, w1_scales: Tensor, w2_scales: Tensor) -> None:
-        """See ``ScaledReader``."""
-        assert self.scales is not None, "shards of scales come with keep_fp8"
-        for shard, into in zip(self.scales, (w1_scales, w2_scales), strict=True):
-            shard.read_expert(expert, into)
+        for name, shard in self.shards.items():
+            shard.read_expert(expert, into[name])
 
 
-def take_files(state: dict[str, Any], modules: Mapping[int, str], *, keep_fp8: bool) -> dict[str, LayerFiles]:
-    """Take the expert tensors out of what transformers is to load; returns each layer's by the name of its module."""
-    found = {}
-    for module in modules.values():
-        names = [f"{module}.gate_up_proj", f"{module}.down_proj"]
-        scales = (state.pop(names[0] + SCALES), state.pop(names[1] + SCALES)) if keep_fp8 else None
-        found[module] = LayerFiles(state.pop(names[0]), state.pop(names[1]), scales)
-    return found
+def take_files(
+    state: dict[str, Any], modules: Mapping[int, str], dtype: torch.dtype, *, keep_fp8: bool
+) -> dict[str, LayerFiles]:
+    """Take the expert tensors out of what transformers is to load.
+
+    Args:
+        state: That is left without them.
+        modules: Name of the experts module of each MoE layer.
+        dtype: What experts are read as.
+        keep_fp8: Whether they are read as they are stored in block FP8, with their scales as float32.
+
+    Returns:
+        Each layer's by the name of its module.
+    """
+    names = {"w1": "gate_up_proj", "w2": "down_proj"}
+    dtypes = dict.fromkeys(names, torch.float8_e4m3fn if keep_fp8 else dtype)
+    if keep_fp8:
+        names |= {f"{part}_scales": name + SCALES for part, name in names.items()}
+        dtypes = dict.fromkeys(names, torch.float32) | dtypes
+    return {
+        module: LayerFiles({part: state.pop(f"{module}.{name}") for part, name in names.items()}, dtypes)
+        for module in modules.values()
+    }
 
 
 def open_stores(
     model: Any,
     layers: Mapping[str, LayerFiles],
     budget: ExpertBudget,
+    options: StoreOptions,
     dtype: torch.dtype,
     device: torch.device,
     group: ExpertGroup | None,
     files: ExitStack,
-    host_cores: str = "off",
 ) -> None:
     """Give every ``StoredExperts`` of a model its store and slots; a host store is read here (collective).
 
@@ -139,41 +140,39 @@ def open_stores(
         model: On ``device``, its other weights loaded.
         layers: Where each layer's experts are read, by the name of its module.
         budget: For the model.
-        dtype: Of the experts.
+        options: That it was made of.
+        dtype: Of tokens.
         device: Of the slots.
         group: The model's ranks, or ``None``.
         files: Open ones; the model keeps them where experts stay in files.
-        host_cores: Which cores compute some of the missing experts of a host store (``cores_of``).
     """
     modules = [model.get_submodule(name) for name in layers]
     layout, runner = modules[0].layout, modules[0].runner
-    where: dict[str, Any] = dict(dtype=dtype, device=device, group=group, policy=budget.policy)
+    slots = Slots(
+        num_slots=budget.slots,
+        layout=layout,
+        runner=runner,
+        dtype=dtype,
+        device=device,
+        group=group,
+        policy=budget.policy,
+    )
+    to = options.expert_dtype
+    readers = [reader if to is None else QuantisedReader(reader, to) for reader in layers.values()]
     if budget.store == "host":
-        sizes = HostSizes.of(next(iter(layers.values())).shapes[1][1], layout, runner.decode.max_tokens, dtype)
-        cores = open_cores(host_cores, sizes, device, runner=runner, quantised=budget.stored is not None)
-        file = None if cores is None else cores.file
-        slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, cores=cores, **where)
-        paths = slots.over_host([_held(reader, budget.stored, dtype, device, file) for reader in layers.values()])
+        config = routing_config(model.config)
+        paths = host_paths(
+            slots,
+            lambda file: [HeldExperts.fill(reader, device, file) for reader in readers],
+            config.hidden_size,
+            host_cores=options.host_cores,
+            quantised=budget.stored is not None,
+            routers=[router_of(gate_beside(model, name), config) for name in layers] if options.expert_prefetch else (),
+        )
     else:
-        slots = Slots(num_slots=budget.slots, layout=layout, runner=runner, **where)
-        paths = slots.over_readers(list(layers.values()), budget.places, files)
+        paths = slots.over_readers(readers, budget.places, files)
     for module, path in zip(modules, paths, strict=True):
         module.path = path
-
-
-def _held(
-    reader: LayerFiles,
-    stored: StoredType | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    file: MemoryFile | None,
-) -> HeldExperts:
-    """A layer's experts in host memory, as they are to be stored."""
-    if stored is None:
-        return HeldExperts.fill(reader, dtype, device, file)
-    if stored == "fp8":
-        return HeldExperts.keep_fp8(reader, device)
-    return HeldExperts.quantise(reader, dtype, device, stored)
 
 
 def cache_report(model: Any) -> CacheReport | None:

@@ -1,15 +1,17 @@
-"""The options of ``load_pretrained`` that keep experts in a store, checked together."""
+"""The options that keep experts in a store, checked together, by the names of ``load_pretrained`` and ``generate``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import DECODE_TOKENS
-from comet.experts import CACHED_DECODE_TOKENS
 from comet.experts.budget import ExpertBudget, ExpertStoreKind
+from comet.experts.cache import CACHED_DECODE_TOKENS
+from comet.experts.staged import WHY_EAGER
 from comet.group import ExpertGroup
 from comet.kernels.expert_tables import Policy
 from comet.quantize import MXType, StoredType
@@ -17,11 +19,11 @@ from comet.quantize import MXType, StoredType
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """See ``load_pretrained``.
+    """See ``GenerateConfig``.
 
     Raises:
         ValueError: If one needs another, or excludes it.
-        NotImplementedError: If the file store is to hold quantised experts.
+        NotImplementedError: If experts in files are to be prefetched.
     """
 
     expert_budget: float | None = None
@@ -31,26 +33,35 @@ class StoreOptions:
     keep_fp8: bool = False
     expert_policy: Policy = "lru"
     host_cores: str = "off"
+    expert_prefetch: bool = False
 
     def __post_init__(self) -> None:
-        alone = self.expert_store == "host" and self.host_budget is None
+        for each in fields(self):
+            value = getattr(self, each.name)
+            require(
+                self.in_store or value == each.default or each.name == "keep_fp8",
+                f"{each.name}={value} must come with an expert_budget: without one all experts are in GPU memory",
+            )
         require(
-            alone or self.in_store,
-            "expert_budget=None must be a share or bytes with an expert_store='file' or a host_budget",
+            not self.keep_fp8 or self.expert_dtype is None,
+            f"expert_dtype={self.expert_dtype} must be None with keep_fp8=True",
         )
+        if self.expert_store == "host":
+            return
         require(
-            self.in_store or self.expert_policy == "lru",
-            f"expert_policy={self.expert_policy!r} must come with an expert_budget",
+            self.host_cores == "off",
+            f"host_cores={self.host_cores} must be off with expert_store={self.expert_store}: experts in files are not "
+            "computed on the host",
         )
-        require(
-            self.host_cores == "off" or (self.in_store and self.expert_store == "host"),
-            f"host_cores={self.host_cores!r} must come with an expert_budget and expert_store='host', or be 'off'",
-        )
-        named = f"expert_dtype={self.expert_dtype} must"
-        require(self.in_store or self.expert_dtype is None, f"{named} come with an expert_budget")
-        require(not self.keep_fp8 or self.expert_dtype is None, f"{named} be None with keep_fp8=True")
-        if self.in_store and self.expert_store == "file" and self.stored is not None:
-            raise NotImplementedError(f"expert_store='file' does not bring experts in {self.stored} yet: use 'host'")
+        if self.expert_prefetch:
+            raise NotImplementedError(
+                f"expert_prefetch=True must be False with expert_store={self.expert_store}: {WHY_EAGER}"
+            )
+
+    @classmethod
+    def of(cls, settings: Any) -> StoreOptions:
+        """Those among the attributes of ``settings``."""
+        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
     @property
     def in_store(self) -> bool:
@@ -80,9 +91,13 @@ class StoreOptions:
         return decode_tokens or CACHED_DECODE_TOKENS
 
     def budget(
-        self, moe: MoEConfig, num_layers: int, dtype: torch.dtype, group: ExpertGroup | None
+        self, moe: MoEConfig, num_layers: int, dtype: torch.dtype, parallel: ParallelConfig
     ) -> ExpertBudget | None:
-        """What each rank has where; ``None`` where all experts are on the device."""
+        """What each rank has where; ``None`` where all experts are on the device.
+
+        Raises:
+            ValueError: See ``ExpertBudget.create``.
+        """
         if self.expert_budget is None:
             return None
         return ExpertBudget.create(
@@ -92,7 +107,7 @@ class StoreOptions:
             dtype,
             store=self.expert_store,
             host_budget=self.host_budget,
-            parallel=ParallelConfig() if group is None else group.parallel,
+            parallel=parallel,
             stored=self.stored,
             policy=self.expert_policy,
         )

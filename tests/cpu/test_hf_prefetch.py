@@ -1,0 +1,103 @@
+"""Prefetch for Hugging Face folders: the numbers of the model without it, and experts that came before their step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
+
+from hf_cases import VOCABULARY, greedy, logits_with_cache, prompt, tiny_model
+from torch import Tensor
+
+from comet.config import SpeculationConfig
+from comet.experts.prefetch import probable
+from comet.generation.hf import HFEngine
+from comet.integrations import hf
+from comet.integrations.hf.stored_experts import cache_report
+from comet.router import Router
+
+DRAFTS = SpeculationConfig(draft_experts=(1,), tau=0.0)
+FAMILIES = {"qwen3_moe": {"num_hidden_layers": 4}, "deepseek_v3": {}}  # the second layer, and the first, are dense
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp(request.param)
+    tiny_model(request.param, **FAMILIES[request.param]).save_pretrained(made)
+    return made
+
+
+def load(folder: Path, *, prefetch: bool) -> Any:
+    return hf.load_pretrained(folder, expert_budget=0.5, expert_prefetch=prefetch)
+
+
+def check_reports(models: list[Any]) -> None:
+    """Of a model without prefetch and one with it."""
+    without, report = (cache_report(model) for model in models)
+    assert (without.prefetched, without.prefetch_precision) == (0, None)
+    assert report.needed == without.needed
+    assert report.prefetched >= report.prefetched_needed > 0
+    assert 0 < report.prefetch_precision <= 1
+    assert report.fetched < without.fetched, "they did not miss"
+
+
+def test_generate_and_logits_are_those_without_it_bit_for_bit(folder: Path) -> None:
+    """Steps of one token and of two, a short prompt, and one that streams between them."""
+    models = [load(folder, prefetch=prefetch) for prefetch in (False, True)]
+    ids = prompt(1, 20)
+    assert torch.equal(*[logits_with_cache(model, ids, 1) for model in models])
+    for batch, length in ((2, 9), (2, 3)):
+        assert torch.equal(*[greedy(model, prompt(batch, length)) for model in models])
+    check_reports(models)
+
+
+def test_drafts_and_verification_are_those_without_it_bit_for_bit(folder: Path) -> None:
+    models = [load(folder, prefetch=prefetch) for prefetch in (False, True)]
+    engines = [HFEngine(model, speculation=DRAFTS) for model in models]
+    ids, lengths = torch.tensor([[5, 6, 7, 8, 9], [11, 3, 0, 0, 0]]), torch.tensor([5, 2])
+    assert torch.equal(*[engine.prefill(ids, lengths, 40) for engine in engines])
+    drawn = torch.Generator().manual_seed(3)
+    for count in range(4):
+        tokens, before = torch.randint(VOCABULARY, (2, 3), generator=drawn), cache_report(models[1]).prefetched_needed
+        made: list[list[Tensor]] = []
+        for engine in engines:
+            lengths = engine.lengths.clone()
+            made.append([engine.draft(tokens[:, 0])])
+            engine.rewind(lengths)
+            made[-1].append(engine.verify(tokens))
+            engine.rewind(lengths + torch.tensor([1 + count % 3, 2]))
+            made[-1].append(engine.decode(tokens[:, 2]))
+        for first, second in zip(*made, strict=True):
+            assert torch.equal(first, second)
+    assert cache_report(models[1]).prefetched_needed > before
+    check_reports(models)
+
+
+def test_a_layer_is_asked_what_the_gate_behind_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next layer with experts, of the tokens that this one's experts get."""
+    asked: list[tuple[Tensor, Tensor]] = []
+
+    def probable_and_note(router: Router, tokens: Tensor) -> Tensor:
+        asked.append((tokens.clone(), probable(router, tokens)))
+        return asked[-1][1]
+
+    monkeypatch.setattr("comet.experts.paths.probable", probable_and_note)
+    model = load(folder, prefetch=True)
+    blocks = [block.mlp for block in model.model.layers if hasattr(block.mlp, "experts")]
+    with torch.no_grad():
+        model(prompt(1, 3))
+        assert len(asked) == len(blocks) - 1
+        for block, (tokens, guessed) in zip(blocks[1:], asked, strict=True):
+            chosen = block.gate(tokens)[2]
+            assert torch.equal(chosen.int().sort(dim=1).values, guessed.sort(dim=1).values)
+
+
+def test_a_gate_without_a_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comet.integrations.hf.gates.GATE", "up_proj")
+    assert load(folder, prefetch=False) is not None
+    with pytest.raises(ValueError, match=r"mlp\.up_proj \(Identity\) must have a weight .* expert_prefetch=False"):
+        load(folder, prefetch=True)
