@@ -207,8 +207,8 @@ class CacheConstants(NamedTuple):
         mail: Place of ``Mailbox.pointers`` among those of the cache; 0: the host computes nothing.
         mail_tokens: Most tokens that it takes.
         timeout_ns: Deadline of its answer.
-        asks: Whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for.
         drafts: Whether some of what travels before its step does so for the verification of drafts.
+        asks: Whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for.
     """
 
     rows: int
@@ -227,8 +227,8 @@ class CacheConstants(NamedTuple):
     mail: int = 0
     mail_tokens: int = 0
     timeout_ns: int = 0
-    asks: bool = False
     drafts: bool = False
+    asks: bool = False
 
     def of_wave(self, number: int, num_waves: int) -> "CacheConstants":
         """The same for one wave of a step, from 0 on.

@@ -117,9 +117,8 @@ class Setting:
             num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
         groups = min(num_experts, self.num_tokens * top_k)
         sizes, ahead = (num_experts, num_experts // 4), pieces_of(num_bytes) if self.prefetched else 0
-        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)._replace(
-            drafts=self.drafted
-        )
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
+        found = found._replace(drafts=self.drafted)
         mail = dict(mail=len(CACHE_POINTERS) + len(num_bytes[2:]) * 2, mail_tokens=16, timeout_ns=30 * 10**9, asks=True)
         found = found._replace(**mail) if self.hosted else found
         return found.of_wave({"first": 0, "last": 1}[self.wave], 2) if self.wave else found
