@@ -21,13 +21,18 @@ FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
 PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
 AHEAD_WORDS = 1024  # that a block copies at once before their step
 LINE_BYTES = 128  # of L1
-HEADER_WORDS = 16
+HEADER_WORDS = 32
 # The words of ``CacheTables.header`` of a step,
 COUNT, CLOCK, READY, DONE, FIRST, LAST, CHANGED = (tl.constexpr(word) for word in range(7))
 # of what travels before it (see ``expert_prefetch``),
 GATE, PLANNED, NEXT, THERE1, THERE2, BEGUN, NEEDED = (tl.constexpr(word) for word in range(7, 14))
 # and of what the host computes (see ``expert_host``).
 HOSTED, LAYER = tl.constexpr(14), tl.constexpr(15)
+# Of what travels for the verification of drafts (see ``expert_drafts``): the first two are BEGUN and NEEDED of drafts.
+DRAFT_BEGUN, DRAFT_NEEDED, BY_DRAFT, ROUND, DRAFTED, UNUSED, HALF, HALF_EXPERT, HALF_PLACE = (
+    tl.constexpr(word) for word in range(16, 25)
+)
+OF_DRAFTS = tl.constexpr(DRAFT_BEGUN.value - BEGUN.value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +40,8 @@ class CacheTables:
     """What the GPU knows of a layer's cache.
 
     Args:
-        state: ``(3E + 8S + 16,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
-            copies, landed, ahead, header.
+        state: ``(4E + 8S + 32,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
+            copies, landed, ahead, header, unused.
         scores: ``(E,)`` float32: what an expert is worth, for the policies ``lfu`` and ``score``.
         totals: ``(8,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
             travelled; when the last ones began to; experts that began to travel before their step, how many of these
@@ -57,7 +62,7 @@ class CacheTables:
     ) -> "CacheTables":
         """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
         tables = cls(
-            state=torch.zeros(3 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
+            state=torch.zeros(4 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
             scores=torch.zeros(num_experts, device=device),
             totals=torch.zeros(8, dtype=torch.int64, device=device),
             num_experts=num_experts,
@@ -104,12 +109,17 @@ class CacheTables:
 
     @property
     def header(self) -> Tensor:
-        """``(16,)``: missing in the last step, number of that step, and between its blocks; number of the layer."""
-        return self.state[-HEADER_WORDS:]
+        """``(32,)``: missing in the last step, number of that step, and between its blocks; number of the layer."""
+        return self._after_experts(8, 0, HEADER_WORDS)
 
-    def _after_experts(self, start: int, count: int) -> Tensor:
+    @property
+    def unused(self) -> Tensor:
+        """``(E,)``: 1 for experts that travelled by the routing of a draft and were not needed since, else 0."""
+        return self.state[-self.num_experts :]
+
+    def _after_experts(self, start: int, count: int, words: int = 0) -> Tensor:
         first = 3 * self.num_experts + start * self.num_slots
-        return self.state[first : first + count * self.num_slots]
+        return self.state[first : first + count * self.num_slots + words]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +135,7 @@ class HostExperts(ExpertParts):
         w1_scales: ``(e, ...)`` of quantised experts, in the same memory; 4 bytes divide those of an expert.
         w2_scales: Likewise.
         prefetched: Whether experts may travel to these slots before their step (``expert_prefetch``).
+        drafted: With ``prefetched``: whether the routing of drafts is a list of such experts, too.
         fetched: Recorded where all experts of a step are there, if anybody asks.
         mail: Asks the host's cores for some of them; ``None``: all that are missing come to the device.
     """
@@ -136,6 +147,7 @@ class HostExperts(ExpertParts):
     w1_scales: Tensor | None = None
     w2_scales: Tensor | None = None
     prefetched: bool = False
+    drafted: bool = False
     fetched: torch.cuda.Event | None = None
     mail: Mailbox | None = None
 
@@ -162,7 +174,7 @@ class HostExperts(ExpertParts):
         sizes = self.tables.num_experts, self.tables.num_slots
         num_bytes = [part[0].nbytes for part in self.parts]
         ahead = self.pieces if self.prefetched else 0
-        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)._replace(drafts=self.drafted)
         return (
             found if self.mail is None or in_waves else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
         )
@@ -188,6 +200,7 @@ class CacheConstants(NamedTuple):
         mail: Place of ``Mailbox.pointers`` among those of the cache; 0: the host computes nothing.
         mail_tokens: Most tokens that it takes.
         timeout_ns: Deadline of its answer.
+        drafts: Whether some of what travels before its step does so for the verification of drafts.
     """
 
     rows: int
@@ -206,6 +219,7 @@ class CacheConstants(NamedTuple):
     mail: int = 0
     mail_tokens: int = 0
     timeout_ns: int = 0
+    drafts: bool = False
 
     @property
     def of_later_wave(self) -> "CacheConstants":

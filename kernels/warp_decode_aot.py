@@ -44,6 +44,7 @@ class Setting:
         dependent: See ``DecodeConfig``.
         cache: Whose slot is given away where GPU memory holds a quarter of the experts; ``None``: all are there.
         prefetched: Whether experts may have travelled to the cache before.
+        drafted: Whether some of these may have done so for the verification of drafts.
         wave: ``first`` or ``last`` of a step that takes some; empty: one is all.
         hosted: Whether the host's cores compute some of those that are missing.
     """
@@ -57,6 +58,7 @@ class Setting:
     dependent: bool = True
     cache: Policy | None = None
     prefetched: bool = False
+    drafted: bool = False
     wave: str = ""
     hosted: bool = False
 
@@ -69,6 +71,7 @@ class Setting:
         words += [] if self.config.dependent else ["not dependent"]
         words += [f"cache {self.cache}"] if self.cache else []
         words += ["prefetched"] if self.prefetched else []
+        words += ["with drafts"] if self.drafted else []
         words += [f"{self.wave} wave"] if self.wave else []
         words += ["host cores"] if self.hosted else []
         return ", ".join(filter(None, words))
@@ -115,7 +118,9 @@ class Setting:
         groups = min(num_experts, self.num_tokens * top_k)
         pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
         sizes, ahead = (num_experts, num_experts // 4), pieces if self.prefetched else 0
-        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)._replace(
+            drafts=self.drafted
+        )
         mail = dict(mail=len(CACHE_POINTERS), mail_tokens=16, timeout_ns=30 * 10**9)
         return found._replace(**mail) if self.hosted else found
 
@@ -169,6 +174,9 @@ def aot_cases() -> list[KernelCase]:
     settings += [
         Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, quantised=quantised)
         for count, quantised in ((1, ""), (8, ""), (1, "mxfp4"))
+    ]
+    settings += [
+        Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, drafted=True) for count in (1, 4)
     ]
     settings += [
         Setting(shape="qwen3", num_tokens=count, quantised=quantised, cache="lru")

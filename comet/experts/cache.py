@@ -45,7 +45,8 @@ class CacheReport:
         fetching_s: Seconds in which a layer's experts travelled, summed over layers; products ran beside.
         prefetched: Experts that began to travel before their step.
         prefetched_needed: How many of them it needed.
-        prefetched_bytes: Of these experts, that came before their step.
+        prefetched_bytes: Of these experts, that came before their step; not of those that the step completed, whose
+            bytes ``fetched_bytes`` has.
         hosted: Of the needed ones, how many were not there, either, and were computed on the host's cores.
         hosting_s: Seconds of these cores.
     """
@@ -141,10 +142,10 @@ class ExpertCache:
         """Of one expert."""
         return self.host.expert_bytes
 
-    def expect_prefetch(self) -> None:
-        """Let experts travel to the slots before their step, too; before the first step."""
+    def expect_prefetch(self, drafts: bool = False) -> None:
+        """Let experts travel to the slots before their step, by the routing of ``drafts``, too; before the first."""
         event = torch.cuda.Event() if self.weights.w1.is_cuda else None
-        self.host = replace(self.host, prefetched=True, fetched=event)
+        self.host = replace(self.host, prefetched=True, drafted=drafts, fetched=event)
         self.weights = replace(self.weights, host=self.host)
 
 
@@ -179,18 +180,17 @@ class CachedExperts:
         top_k: K, at most the number of slots, or all experts of the rank have one.
 
     Attributes:
-        ahead: Brings experts of the next layer, if anything does.
-        expected: Brings experts of this layer, likewise.
+        prefetch: Brings experts of this layer before its step, if anything does.
     """
 
-    ahead: Prefetch | None = None
-    expected: Prefetch | None = None
+    prefetch: Prefetch | None = None
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         stream = runner.decode.copy_stream(cache.weights.w1.device)
         self.stream = StreamedExperts(PinnedSlots(cache.host, cache.weights, cache.first_expert, stream))
         self.cache = cache
         self.runner = runner
+        self.top_k = top_k
         least = min(top_k, cache.host.w1.shape[0])
         require(least <= cache.num_slots, f"num_slots={cache.num_slots} must be at least top_k={top_k}")
 
@@ -200,16 +200,12 @@ class CachedExperts:
             self.cache.cores.raise_if_failed()
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)
-        if self.expected is not None:
-            self.expected.wait_for_plan()
-        if self.ahead is not None:
-            self.ahead.begin(tokens)
+        if self.prefetch is not None:
+            self.prefetch.before_step(tokens, top_k_ids.shape[1])
         with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
             output = self.runner(tokens, top_k_ids.contiguous(), top_k_weights, w1, w2, experts=self.cache.weights)
-        if self.ahead is not None:
-            self.ahead.travel()
-        if self.expected is not None:
-            self.expected.join()
+        if self.prefetch is not None:
+            self.prefetch.after_step(tokens, top_k_ids.shape[1])
         return output
 
 

@@ -1,8 +1,12 @@
-"""The experts that a layer will probably need travel to its cache while the layers before it compute.
+"""The experts that a layer will probably need travel to its cache while other layers compute.
 
 A layer's router is asked early: with the tokens of the layer before, which differ from its own by one attention and one
 feed-forward layer. What it names and is missing is planned at once, on a stream of its own, and travels from the moment
 on where the layer before has its own experts; that a guess never delays a miss is ``comet.kernels.expert_prefetch``'s.
+
+A draft needs few of the K experts that its tokens are routed to, and the step that verifies it needs all. So beside its
+step the layer's router is asked once more, with the layer's own tokens, for the K of which it took the best; behind it
+what of them is missing travels as well (``comet.kernels.expert_drafts``).
 """
 
 from __future__ import annotations
@@ -12,12 +16,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from comet.config import SpeculationConfig
 from comet.experts.cache import CachedExperts, ExpertCache
 from comet.experts.staged import WHY_EAGER, StagedExperts
+from comet.kernels.expert_drafts import plan_draft, plan_draft_torch
 from comet.kernels.expert_prefetch import plan, plan_torch, travel, travel_torch
+from comet.kernels.expert_waves import count_waves
 from comet.router import Routes
 
-Predict = Callable[[Tensor], Tensor]  # (T, D) tokens of the layer before -> (T, K) int32, the likeliest first
+# (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
+Predict = Callable[[Tensor], Tensor]
 
 
 class Prefetch:
@@ -25,50 +33,106 @@ class Prefetch:
 
     Args:
         cache: Of that layer.
-        before: Cache of the layer before.
-        predict: What its tokens say about this layer.
-        stream: Beside the one that computes; ``None`` on a CPU.
+        predict: What tokens say about this layer: those of the layer before, or its own.
+        following: The same for the next layer; ``None``: it is the last one.
+        stream: Beside the one that computes, the same for all layers; ``None`` on a CPU.
     """
 
     def __init__(
-        self, cache: ExpertCache, before: ExpertCache, predict: Predict, stream: torch.cuda.Stream | None
+        self,
+        cache: ExpertCache,
+        predict: Predict,
+        following: Prefetch | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        self._cache, self._fetched, self._predict, self._stream = cache, before.host.fetched, predict, stream
+        self._cache, self._predict, self._following, self._stream = cache, predict, following, stream
+        self._draft_top_k, self._guesses_for_drafts = 0, True
         self._tokens: Tensor | None = None  # kept for as long as the other stream reads them
-        self._planned: torch.cuda.Event | None = None
+        self._listed: Tensor | None = None  # of a draft's tokens
+        self._planned: torch.cuda.Event | None = None  # behind the plan for the step to come
+        self._issued: torch.cuda.Event | None = None  # behind all that ends once this step has begun
 
-    def begin(self, tokens: Tensor) -> None:
-        """Plan by the tokens ``(T, D)`` of the layer before; to be called before its experts are computed."""
-        host, slots = self._cache.host, self._cache.weights.parts
-        self._tokens = tokens
+    def expect_drafts(self, top_k: int, *, cached_only: bool) -> None:
+        """Steps of fewer than ``top_k`` experts of each token are drafts; none of cached ones is guessed for."""
+        self._cache.expect_prefetch(drafts=True)
+        self._draft_top_k, self._guesses_for_drafts = top_k, not cached_only
+
+    def before_step(self, tokens: Tensor, num_experts: int) -> None:
+        """To be called before the layer computes the experts of its tokens ``(T, D)``, ``num_experts`` of each."""
+        if self._planned is not None:
+            self._wait_for(self._planned)
+        is_draft = num_experts < self._draft_top_k
+        if self._following is not None and (self._guesses_for_drafts or not is_draft):
+            self._following.guess(tokens, num_experts)
+        if is_draft:
+            self._listed = self._ask(tokens)
+
+    def after_step(self, tokens: Tensor, num_experts: int) -> None:
+        """To be called once the layer's experts are being computed, with what ``before_step`` was given."""
+        if self._following is not None:
+            self._following.travel(self._cache.host.fetched)
+        listed = self._listed
+        if listed is not None:
+            self.list_for_verification(listed, num_experts)
+        if self._issued is not None:
+            self._wait_for(self._issued)
+        self._tokens = self._listed = self._planned = self._issued = None
         if self._stream is None:
-            plan_torch(self._predict(tokens), host)
-            travel_torch(slots, host)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
+        if self._following is not None:
+            self._following.keep(tokens, self._stream.record_event())
+        elif listed is not None:
+            self._wait_for(self._stream.record_event())
+
+    def guess(self, tokens: Tensor, num_experts: int) -> None:
+        """Plan the likeliest ``num_experts`` of the tokens ``(T, D)`` of the layer before."""
+        ids = self._ask(tokens)[:, :num_experts]
+        if self._stream is None:
+            plan_torch(ids, self._cache.host)
+            return
         with torch.cuda.stream(self._stream):
-            plan(self._predict(tokens), slots, host)
+            plan(ids.contiguous(), self._cache.weights.parts, self._cache.host)
             self._planned = self._stream.record_event()
 
-    def travel(self) -> None:
-        """Let the plan travel; to be called once the experts of the layer before are being computed."""
-        if self._stream is None or self._planned is None:
+    def travel(self, fetched: torch.cuda.Event | None) -> None:
+        """Let the plan travel, once the layer before has its experts."""
+        host, slots = self._cache.host, self._cache.weights.parts
+        if self._stream is None:
+            travel_torch(slots, host)
             return
-        assert self._fetched is not None, "the layer before has a cache on the same device"
+        assert fetched is not None, "the layer before has a cache on the same device"
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._fetched)
-            travel(self._cache.weights.parts, self._cache.host)
+            self._stream.wait_event(fetched)
+            travel(slots, host)
 
-    def wait_for_plan(self) -> None:
-        """Let the current stream go on behind the plan; to be called before the layer's step."""
-        if self._planned is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._planned)
+    def list_for_verification(self, ids: Tensor, num_experts: int) -> None:
+        """Plan what is missing of experts ``(T, K)`` of a draft's tokens; it travels until the next layer's step."""
+        host, slots = self._cache.host, self._cache.weights.parts
+        steps = count_waves(ids.shape[0] * num_experts, host.w1.shape[0], host.tables.num_slots)
+        if self._stream is None:
+            plan_draft_torch(ids, steps, host)
+            travel_torch(slots, host)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(ids.device))
+        with torch.cuda.stream(self._stream):
+            plan_draft(ids, steps, slots, host)
+            if self._following is not None:
+                travel(slots, host, until=self._following._cache.tables.header)
 
-    def join(self) -> None:
-        """Let the current stream go on behind all of it, which the layer's step has ended."""
-        if self._planned is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._tokens = self._planned = None
+    def keep(self, tokens: Tensor, issued: torch.cuda.Event) -> None:
+        """What the layer before gave the other stream; it ends once this layer's step has begun."""
+        self._tokens, self._issued = tokens, issued
+
+    def _ask(self, tokens: Tensor) -> Tensor:
+        """``(T, K)`` experts, on the other stream."""
+        if self._stream is None:
+            return self._predict(tokens)
+        self._stream.wait_stream(torch.cuda.current_stream(tokens.device))
+        with torch.cuda.stream(self._stream):
+            return self._predict(tokens)
+
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._cache.weights.w1.device).wait_event(event)
 
 
 @torch.no_grad()
@@ -82,7 +146,7 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
 
     Args:
         paths: Of all layers, in the order in which they run.
-        predict: For each of them, the first one's unused.
+        predict: For each of them; the first one's is asked about drafts alone (``expect_drafts``).
 
     Raises:
         NotImplementedError: If the host brings experts, out of files or memory that cannot be pinned.
@@ -92,7 +156,14 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
         raise NotImplementedError(f"expert_prefetch=True must be False where {WHY_EAGER}")
     device = cached[0].cache.weights.w1.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    for path in cached:
+    following: Prefetch | None = None
+    for path, each in zip(reversed(cached), reversed(predict), strict=True):
         path.cache.expect_prefetch()
-    for before, path, each in zip(cached, cached[1:], predict[1:], strict=False):
-        before.ahead = path.expected = Prefetch(path.cache, before.cache, each, stream)
+        following = path.prefetch = Prefetch(path.cache, each, following, stream)
+
+
+def expect_drafts(paths: Sequence[CachedExperts | StagedExperts], drafts: SpeculationConfig) -> None:
+    """Let layers that bring experts bring those that their drafts leave out, too; before the first draft."""
+    for path in paths:
+        if isinstance(path, CachedExperts) and path.prefetch is not None:
+            path.prefetch.expect_drafts(path.top_k, cached_only=drafts.draft_cached_only)

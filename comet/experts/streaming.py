@@ -19,7 +19,8 @@ from torch.nn.functional import silu
 from comet.autocast import product, without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
-from comet.kernels.expert_tables import CLOCK, PLANNED, HostExperts
+from comet.kernels.expert_drafts import count_streamed_torch, settle_torch
+from comet.kernels.expert_tables import CLOCK, HostExperts
 from comet.layout import ExpertLayout
 from comet.plain import dispatch_rows, make_exchange, weighted_sum
 
@@ -108,13 +109,15 @@ class PinnedSlots:
         self, host: HostExperts, weights: DecodeWeights, first_expert: int, stream: torch.cuda.Stream | None
     ) -> None:
         self.weights, self.first_expert, self.num_held = weights, first_expert, host.w1.shape[0]
-        self._tables = host.tables
+        self._host, self._tables = host, host.tables
+        self._num_unused = 0  # experts that travelled for drafts and were not needed since
         self._pairs = list(zip(host.parts, weights.parts, strict=True))
         self._stream = stream
         self._free: dict[int, torch.cuda.Event] = {}
 
     def owners(self) -> list[int]:
-        """See ``Slots``."""
+        """See ``Slots``; what travelled for a step is there then."""
+        self._num_unused = settle_torch(self._host)
         return [max(owner - self.first_expert, -1) for owner in self._tables.owners.tolist()]
 
     def give_away(self, slots: Collection[int]) -> None:
@@ -124,7 +127,6 @@ class PinnedSlots:
         for table in (tables.slots, tables.arriving):
             table[former[former >= 0]] = -1
         tables.owners[places] = -1
-        tables.header[PLANNED.value] = 0  # what was to travel before a step has no slot any more
         self._free.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -156,6 +158,9 @@ class PinnedSlots:
         tables.owners[slots] = experts.int()
         needed = self._index(visit.expert + self.first_expert for visit in visits)
         tables.last_used[needed] = tables.header[CLOCK.value]
+        if self._num_unused:
+            there = (visit.expert + self.first_expert for visit in visits if not visit.is_missing)
+            count_streamed_torch(self._host, self._index(there))
         counts = len(visits), sum(visit.is_missing for visit in visits)
         tables.totals[:2] += torch.tensor(counts, device=tables.state.device)
 

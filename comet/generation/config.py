@@ -43,7 +43,8 @@ class GenerateConfig(SpeculationConfig):
         expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
             least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
         expert_prefetch: With a budget and the host store, whether the experts that a layer will probably need, by what
-            its router says of the tokens of the layer before, travel beside that layer.
+            its router says of the tokens of the layer before, travel beside that layer; with ``speculate``, what
+            drafts leave out of their K experts as well, for the pass that verifies.
         expert_dtype: With a budget, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some

@@ -26,6 +26,7 @@ from comet.experts import (
 )
 from comet.experts.host_cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
+from comet.experts.prefetch import expect_drafts
 from comet.experts.speculation import DraftingModel
 from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
@@ -162,7 +163,7 @@ class GPTEngine:
             they stay as they are.
         expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
         expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
-            layer before it.
+            layer before it, and for verification those that drafts leave out.
         host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
@@ -211,6 +212,8 @@ class GPTEngine:
                 quantised=expert_dtype is not None,
                 routers=[layer.router for layer in model.moe_layers()] if expert_prefetch else (),
             )
+            if speculation is not None:
+                expect_drafts(self.stored, speculation)
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
         self._cores = cores_of_paths(self.stored)
@@ -276,8 +279,8 @@ class GPTEngine:
     def draft(self, ids: Tensor) -> Tensor:
         """``decode`` with few experts: those of ``speculation``.
 
-        Drafts with cached experts only change no cache. So over ranks only the first one behind another pass asks which
-        experts are cached, in one collective (``CachedOnRanks``).
+        Over ranks, drafts with cached experts only ask which are cached in the first one behind another pass, in one
+        collective (``CachedOnRanks``). They fetch nothing but what a plan for verification has displaced since then.
         """
         if self._drafts is not None and not self._drafted:
             self._drafts.refresh()

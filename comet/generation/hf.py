@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from comet.config import SpeculationConfig, require
 from comet.experts import CacheReport, DraftRouters
 from comet.experts.host_cores import HostCores
+from comet.experts.prefetch import expect_drafts
 from comet.generation.text import TokenizerCodec
 from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode
 from comet.group import ExpertGroup
@@ -88,6 +89,8 @@ class HFEngine:
             routers = [router_of(gate, routing_config(model.config)) for gate in self._gates]
             slots = [each.slots for each in self._experts if isinstance(each, StoredExperts)]
             self._drafts = DraftRouters(routers, speculation, slots, group)
+            paths = [each.path for each in self._experts if isinstance(each, StoredExperts)]
+            expect_drafts([path for path in paths if path is not None], speculation)
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
         self._routing: list[Tensor] = []

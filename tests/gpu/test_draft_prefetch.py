@@ -1,0 +1,125 @@
+"""What travels by the routing of drafts, replayed: outputs are those of resident experts, and texts stay."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from cached_layers import LAYERS, CachedLayers, D, E, K
+from torch import Tensor
+from training_cases import MODEL
+
+from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
+from comet.experts import Speculation
+from comet.experts.cache import report_of
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.generation.generate import generate, warm_up
+from comet.generation.text import ByteCodec
+from comet.group import make_expert_group
+from comet.kernels.expert_tables import CLOCK, GATE
+from comet.models.gpt import GPT
+
+pytestmark = pytest.mark.gpu
+R, T = 2, 4
+DRAFTS = SpeculationConfig(speculate="conservative", draft_experts=(R,), draft_tokens=3, tau=0.0)
+
+
+class Pass:
+    """A pass of so many tokens and experts of each, captured or launched."""
+
+    def __init__(self, layers: CachedLayers, num_tokens: int, num_experts: int, replayed: bool) -> None:
+        self.layers, self.graph = layers, torch.cuda.CUDAGraph()
+        self.tokens = torch.zeros(num_tokens, D, dtype=torch.bfloat16, device="cuda")
+        self.weights = torch.zeros(num_tokens, num_experts, device="cuda")
+        self.outputs: list[Tensor] = []
+        self.replayed = replayed
+        if replayed:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                layers.cached(self.tokens, self.weights)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(self.graph):
+                self.outputs = layers.cached(self.tokens, self.weights)
+
+    def __call__(self, made: torch.Generator) -> None:
+        self.tokens.copy_(torch.randn(self.tokens.shape, generator=made).bfloat16())
+        self.weights.copy_(torch.rand(self.weights.shape, generator=made))
+        if self.replayed:
+            self.graph.replay()
+        else:
+            self.outputs = self.layers.cached(self.tokens, self.weights)
+        expected = self.layers.expected(self.tokens, self.weights)
+        for layer in range(LAYERS):
+            assert torch.equal(self.outputs[layer], expected[layer]), f"layer {layer}"
+
+
+@pytest.mark.parametrize("policy", ["lru", "score"])
+@pytest.mark.parametrize("num_slots", [K, 11, 24, E])
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+def test_rounds_equal_resident_experts_bit_for_bit(num_slots: int, replayed: bool, policy: str) -> None:
+    """Rounds of random length, verified with what was drafted or with anything else."""
+    print("seed", num_slots)
+    made, drawn = torch.Generator().manual_seed(num_slots), random.Random(num_slots)
+    layers = CachedLayers(num_slots, T, made, policy, DRAFTS)
+    draft, verify, plain = (Pass(layers, *each, replayed) for each in ((1, R), (T, K), (1, K)))
+    for _ in range(60):
+        named = []
+        for _ in range(drawn.randint(0, 3)):
+            layers.draw(made, right=1.0)
+            named.append(layers.ids[:, :1].clone())
+            draft(made)
+        layers.draw(made)
+        if named and drawn.random() < 0.8:
+            rows = torch.cat(named, dim=1)
+            layers.ids[:, : rows.shape[1]] = rows
+        drawn.choice([verify, verify, plain])(made)
+    torch.cuda.synchronize()
+    layers.check_slots()
+    assert all(int(cache.tables.header[GATE.value]) == 0 for cache in layers.caches)
+    assert len({int(cache.tables.header[CLOCK.value]) for cache in layers.caches}) == 1, "travelling counts on it"
+    report = report_of(layers.caches)
+    print(report)
+    if K < num_slots < E:
+        assert report.prefetched > report.prefetched_needed > 0
+
+
+EXPERTS = MoEConfig(hidden_size=128, ffn_size=128, num_experts=16, top_k=4)
+PROMPTS = [[7, 1, 9, 4], [3], [*range(40, 60)]]
+
+
+@pytest.fixture
+def rounds_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation.__init__, "__defaults__", (itertools.count().__next__,))
+
+
+@pytest.mark.usefixtures("rounds_take_equally_long")
+def test_greedy_texts_of_captured_passes_are_those_without_prefetch() -> None:
+    config = replace(MODEL, context=512, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, moe=EXPERTS)
+    asked = GenerateConfig(
+        prompts=("a", "b", "c"), max_new_tokens=200, temperature=0.0, speculate="conservative", tau=0.0
+    )
+    made = []
+    for prefetch in (False, True):
+        group = make_expert_group(
+            EXPERTS, ParallelConfig(), max_tokens=256, dtype=torch.float32, device=torch.device("cuda", 0)
+        )
+        model = GPT(config, group, seed=1, expert_device=torch.device("cpu"))
+        drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
+        model.head.weight.data.copy_(drawn * 0.3)
+        engine = GPTEngine(model, group, expert_slots=11, expert_prefetch=prefetch, speculation=DRAFTS, cuda_graph="on")
+        warm_up(engine, PROMPTS, asked, context=512)
+        made.append(generate(engine, ByteCodec(), PROMPTS, asked, context=512))
+        engine.check()
+        assert engine.why_eager == ""
+        report = engine.cache_report()
+        print(report)
+        group.close()
+    assert made[0].texts == made[1].texts
+    assert made[1].speculation["drafted"] > made[1].speculation["accepted"] > 0
+    assert report is not None
+    assert report.prefetched_needed > 0
