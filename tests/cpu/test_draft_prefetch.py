@@ -401,7 +401,10 @@ def rounds_of(engine: GPTEngine, num_sequences: int, rounds: int) -> tuple[list[
     for _ in range(rounds):
         ids = torch.randint(256, (1, 4), generator=drawn).expand(num_sequences, 4)
         for place in range(3):
+            before = engine.cache_report().fetched
             found.append(engine.draft(ids[:, place]))
+            if engine._drafts.layers[0].slots is not None:
+                assert engine.cache_report().fetched == before, "drafts of cached experts fetch nothing"
         engine.rewind(lengths)
         before = sum(int(cache.tables.totals[1]) for cache in engine.caches)
         found.append(engine.verify(ids))
