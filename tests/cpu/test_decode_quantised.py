@@ -19,6 +19,7 @@ from decode_cases import (
     random_case,
 )
 from ranks import run_ranks
+from tiers import slow
 
 from comet.comm import make_communicator
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
@@ -102,20 +103,24 @@ CASES = {
 }  # fmt: skip
 
 
-def interpreted(rank: int, world_size: int, kind: str) -> None:
+def interpreted(rank: int, world_size: int, kind: str, long: bool) -> None:
+    """All but those with the longest steps, or these."""
+    cases = [case for case in enumerate(CASES[kind]) if (case[1].config in (LONG, LONGER)) == long]
+    for index, case in cases:
+        check_decode(replace(case, quantised=kind), (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
+    if long:
+        return
     for dtype in (torch.float32, torch.float16):
         (check_every_e2m1_code if kind == "mxfp4" else check_every_code)(dtype, "cpu")
-    for index, case in enumerate(CASES[kind]):
-        check_decode(replace(case, quantised=kind), (torch.float32, torch.float16)[index % 2], "cpu", runs=1)
     for seed in range(2):
         check_decode(random_case(seed, most_tokens=6, largest=96, quantised=kind), torch.float32, "cpu", runs=1)
         case = random_case(seed + 50, most_tokens=3, largest=160, quantised=kind)
         check_decode(replace(case, T=8 * case.T + 1, config=TILES), torch.float16, "cpu", runs=1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_under_the_interpreter(kind: str) -> None:
-    run_ranks(interpreted, 1, kind, interpret=True, timeout=500)
+@pytest.mark.parametrize(("kind", "long"), [*((kind, False) for kind in KINDS), *(slow(kind, True) for kind in KINDS)])
+def test_kernels_under_the_interpreter(kind: str, long: bool) -> None:
+    run_ranks(interpreted, 1, kind, long, interpret=True, timeout=500)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -59,6 +59,8 @@ def test_generate_and_logits_are_those_without_it_bit_for_bit(folder: Path) -> N
 def test_drafts_and_verification_are_those_without_it_bit_for_bit(folder: Path) -> None:
     models = [load(folder, prefetch=prefetch) for prefetch in (False, True)]
     engines = [HFEngine(model, speculation=DRAFTS) for model in models]
+    drafted = [each.path.cache.host.drafted for each in models[1].modules() if isinstance(each, StoredExperts)]
+    assert drafted == [True] * len(engines[1]._gates)
     ids, lengths = torch.tensor([[5, 6, 7, 8, 9], [11, 3, 0, 0, 0]]), torch.tensor([5, 2])
     assert torch.equal(*[engine.prefill(ids, lengths, 40) for engine in engines])
     drawn = torch.Generator().manual_seed(3)

@@ -102,8 +102,11 @@ def test_a_mistake_shows_its_traceback_on_request(capfd, monkeypatch):
     assert err[-1] == "comet: error: num_experts=8 must be divisible by ep=3"
 
 
-def test_ranks_run_end_without_shutdown_and_the_last_line_is_rank_0s(tmp_path):
-    status, out, err = run("add_ranks", f"output_dir={tmp_path}", "train.steps=50", "train.warmup_steps=0")
+def test_ranks_run_by_a_file_end_without_shutdown_and_the_last_line_is_rank_0s(tmp_path):
+    """The file's folder is where ranks leave their notes; what the command says comes before it."""
+    file = tmp_path / "my.yaml"
+    file.write_text(f"output_dir: {tmp_path}\ntrain: {{steps: 40, warmup_steps: 0}}\nnproc: 2\n")
+    status, out, err = run("add_ranks", "--config", str(file), "train.steps=50")
     assert (status, err) == (0, [])
     assert json.loads(out[-1]) == {"total": 3, "world_size": 2, "steps": 50, "ep": 2, "nodes": 1, "threads": 1}
     assert all_gone(rank_pids(tmp_path, 2))
@@ -225,7 +228,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("task", ["kill", slow("refuse_alone"), slow("refuse"), slow("time_out")])
+@pytest.mark.parametrize("task", [slow("kill"), slow("refuse_alone"), slow("refuse"), slow("time_out")])
 def test_a_failure_is_one_line_from_one_rank(task, tmp_path):
     found, out, err = run(task, f"output_dir={tmp_path}")
     status, message = FAILURES[task]
@@ -254,15 +257,6 @@ def test_a_signal_ends_every_rank(task, signum, status, tmp_path):
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (status, "")
     assert err.splitlines() == [f"comet: stopped by {signum.name}; all ranks were ended"]
-    assert all_gone(pids)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
-def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
-    process = start("sleep", f"output_dir={tmp_path}")
-    pids = rank_pids(tmp_path, 2, process)
-    process.kill()
-    process.communicate(timeout=TIMEOUT_S)
     assert all_gone(pids)
 
 

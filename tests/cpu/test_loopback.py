@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from launch_jobs import rank_pids, start
+from launch_jobs import all_gone, rank_pids, start
 
 from comet.launch.cli import main
 from comet.launch.distributed import OF_TORCHRUN, LaunchContext
 
 
-def test_a_local_job_listens_on_the_loopback_interface_only(tmp_path: Path) -> None:
+def test_a_local_job_listens_on_the_loopback_interface_only_and_ends_with_its_launcher(tmp_path: Path) -> None:
     job = start("sleep", f"output_dir={tmp_path}")
     try:
         pids = rank_pids(tmp_path, 2, job)
@@ -25,8 +26,10 @@ def test_a_local_job_listens_on_the_loopback_interface_only(tmp_path: Path) -> N
             chosen = psutil.Process(pid).environ()
             assert {chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]} <= {"lo", "lo0"}
     finally:
-        job.terminate()
-        job.wait()
+        job.kill()
+        job.communicate()
+    if sys.platform == "linux":  # the only one that tells a process of its parent's end
+        assert all_gone(pids)
 
 
 @pytest.mark.parametrize(

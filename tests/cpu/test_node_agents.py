@@ -37,6 +37,7 @@ def said(ends: Sequence[tuple[int, list[str], list[str]]]) -> list[str]:
     return [line for _, _, err in ends for line in err if line.startswith("comet:")]
 
 
+@pytest.mark.slow
 def test_a_job_of_two_agents_shares_experts_over_both(tmp_path: Path) -> None:
     ends = end_of(start_training(tmp_path, 2, "train.steps=2"))
     assert [status for status, _, _ in ends] == [0, 0], ends

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from launch_jobs import run
 
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
@@ -90,11 +88,3 @@ def test_a_mistake_in_the_file_is_one_line(text: str, message: str, tmp_path, ca
 def test_a_missing_file_is_named(tmp_path, capsys) -> None:
     assert main(["explain", "--config", str(tmp_path / "none.yaml")]) == 2
     assert capsys.readouterr().err == f"comet: error: No such file or directory: '{tmp_path}/none.yaml'\n"
-
-
-def test_ranks_get_the_settings_of_the_file(tmp_path) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text(f"output_dir: {tmp_path}\ntrain: {{steps: 50, warmup_steps: 0}}\nnproc: 2\n")
-    status, out, err = run("add_ranks", "--config", str(path), "train.steps=40")
-    assert (status, err) == (0, [])
-    assert (json.loads(out[-1])["steps"], json.loads(out[-1])["world_size"]) == (40, 2)

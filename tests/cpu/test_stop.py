@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import time
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from launch_jobs import TIMEOUT_S, run, start
+from launch_jobs import TIMEOUT_S, start
 from ranks import run_ranks
 from tiers import slow
 from training_cases import Rank, make_job
 
+from comet.launch.config import compose
+from comet.launch.config import make_job as make_job_of
 from comet.training import run as training
 from comet.training.report import History
 from comet.training.run import train
@@ -82,6 +86,12 @@ def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):
         assert result["heldout_nats_per_byte"] > 0
 
 
+def go_on(rank, world_size, words):
+    """What ``comet train`` does in a rank; its result and what it says of its start."""
+    with redirect_stderr(io.StringIO()) as said:
+        return train(make_job_of(compose(words), world_size), Rank(rank, world_size)), said.getvalue()
+
+
 @pytest.mark.parametrize("whom", ["the launcher", slow("rank 1")])
 def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
     (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
@@ -108,7 +118,6 @@ def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
     assert "Traceback" not in errors
     assert "error" not in errors
     words = [f"resume={out}", f"train.steps={step + 2}", "train.sample_bytes=0", "resume_changes=[train.steps]"]
-    status, lines, errors = run("train", *words, program=PROGRAM)
-    assert status == 0, errors
-    assert json.loads(lines[-1])["steps"] == step + 2
-    assert any(f"continuing {checkpoint} from step {step}" in line for line in errors)
+    (result, said), _ = run_ranks(go_on, 2, words)
+    assert result["steps"] == step + 2
+    assert f"continuing {checkpoint} from step {step}" in said
