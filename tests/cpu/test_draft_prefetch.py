@@ -188,7 +188,7 @@ def compare(rank: int, world_size: int, num_slots: int, policy: str, rounds: int
     assert pair.kept > 0 or num_slots < CASE.T * CASE.K, "waves keep none"
 
 
-@pytest.mark.parametrize(("num_slots", "policy"), [(9, "lru"), (5, "score")], ids=["slots", "waves"])
+@pytest.mark.parametrize(("num_slots", "policy"), [(9, "score"), (5, "lru")], ids=["slots", "waves"])
 def test_rounds_on_kernels_equal_their_twins_and_resident_experts(num_slots: int, policy: str) -> None:
     run_ranks(compare, 1, num_slots, policy, 5, interpret=True)
 
