@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .expert_host import leave_to_host, worth_least
+from .expert_host import leave_to_host, tell_mail, worth_least
 from .expert_prefetch import STOP, take_over, take_over_torch
 from .expert_tables import (
     CHANGED,
@@ -91,7 +91,7 @@ def give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE: tl.constexp
     num_missing = tl.sum(missing.to(tl.int32), axis=0)
     missing = missing & (experts != taken)
     num_fetched = num_missing
-    if CACHE.mail > 0:
+    if CACHE.asks:
         missing, num_fetched = leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE)
     owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
     owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
@@ -124,7 +124,7 @@ def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, 
     if CACHE.policy != LRU:
         raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
     before = now
-    if CACHE.mail > 0:
+    if CACHE.asks:
         experts = tl.arange(0, CACHE.experts)
         before = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
         tl.debug_barrier()
@@ -147,7 +147,7 @@ def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, 
     tl.store(header_ptr + CLOCK, now)
     tl.store(header_ptr + COUNT, num_missing)
     tl.store(header_ptr + CHANGED, num_missing + num_ahead)
-    if CACHE.mail > 0:
+    if CACHE.asks:
         tl.store(header_ptr + HOSTED, num_missing - num_fetched)
         tl.atomic_add(totals_ptr + 7, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
     tl.debug_barrier()
@@ -236,7 +236,7 @@ def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
     if slot < 0:
         header_ptr = header_of(state_ptr, E, S)
         if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
-            if CACHE.mail > 0:
+            if CACHE.asks:
                 while slot == -1:
                     slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
             else:
@@ -285,7 +285,7 @@ def bring_torch(
         w2: ``(S, ...)``, of the same experts.
         host: Where experts come from; its tables are changed.
         scales: Of quantised experts, of the slots w1 and w2.
-        fades: Whether what experts are worth fades: in the first wave of a step.
+        fades: Whether what experts are worth fades, as it does once a step.
     """
     tables = host.tables
     first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
@@ -324,6 +324,9 @@ def bring_torch(
         tables.copies[0, copy], tables.copies[1, copy] = expert, -1
     num_missing = len(missing) + len(hosted)
     tables.header[CLOCK.value], tables.header[COUNT.value] = now, num_missing
-    tables.header[CHANGED.value], tables.header[HOSTED.value] = num_missing + num_ahead, len(hosted)
+    tables.header[CHANGED.value] = num_missing + num_ahead
+    if host.mail is not None:
+        tables.header[HOSTED.value] = len(hosted)
+        tell_mail(host.mail, hosted)
     tables.totals[:2] += torch.tensor([len(needed), len(missing)])
     tables.totals[7] += len(hosted)

@@ -7,7 +7,8 @@ part of the other missing experts, and then waits, alone on the GPU, for the ans
 sum over these experts, each times its routing weight. ``down_kernel`` adds that to its own sums.
 
 ``arriving`` is -2 for such an expert from the plan to the end of the step, when ``down_kernel`` puts it back to -1. So
-no block of a step ever sees what the step before left. The sum rounds where the host rounds: a step is not bit for bit
+no block of a step ever sees what the step before left. Of a step in waves ``waves_kernel`` asks, and the last wave
+takes the answer (``expert_waves``). The sum rounds where the host rounds: a step is not bit for bit
 one whose experts all came to the GPU.
 
 What bounds it: the host's memory (16 cores read experts of Qwen3 at 33 GB/s beside the link's 55).
@@ -51,6 +52,24 @@ PAUSE_S = 50e-6
 
 
 @triton.jit
+def count_hosted(missing, num_missing, T, cache, E, CACHE: tl.constexpr):
+    """How many of ``missing (CACHE.experts,)``, of ``num_missing`` in all, the host computes; 0 after a deadline."""
+    num_hosted = tl.full((), 0, tl.int32)
+    if CACHE.mail_tokens >= T:
+        num_hosted = tl.load(cache[CACHE.mail + SHARE] + T * (E + 1) + num_missing)
+        num_hosted = tl.minimum(num_hosted, tl.sum(missing.to(tl.int32), axis=0))
+        num_hosted = tl.where(tl.load(cache[CACHE.mail + FAULT], volatile=True) == 0, num_hosted, 0)
+    return num_hosted
+
+
+@triton.jit
+def take_least(missing, worth):
+    """The one of ``missing`` that is worth least, of equals the lower number; returns the others, and it."""
+    expert = tl.argmin(tl.where(missing, worth, NEVER), axis=0)
+    return missing & (tl.arange(0, missing.shape[0]) != expert), expert
+
+
+@triton.jit
 def leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE: tl.constexpr):
     """Take those that the host computes out of ``missing (CACHE.experts,)``.
 
@@ -63,14 +82,9 @@ def leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE: tl.conste
     copies_ptr = state_ptr + 3 * E + S
     experts = tl.arange(0, CACHE.experts)
     worth = worths(tl.where(experts < E, experts, -1), before, cache[1], CACHE.policy)
-    num_hosted = tl.full((), 0, tl.int32)
-    if CACHE.mail_tokens >= T:
-        num_hosted = tl.load(cache[CACHE.mail + SHARE] + T * (E + 1) + num_missing)
-        num_hosted = tl.minimum(num_hosted, tl.sum(missing.to(tl.int32), axis=0))
-        num_hosted = tl.where(tl.load(cache[CACHE.mail + FAULT], volatile=True) == 0, num_hosted, 0)
+    num_hosted = count_hosted(missing, num_missing, T, cache, E, CACHE)
     for index in range(num_hosted):
-        expert = tl.argmin(tl.where(missing, worth, NEVER), axis=0)
-        missing = missing & (experts != expert)
+        missing, expert = take_least(missing, worth)
         place = num_missing - num_hosted + index
         tl.store(copies_ptr + place, expert)
         tl.store(copies_ptr + S + place, -1)
@@ -162,7 +176,7 @@ def add_hosted(total, tokens, cols, T, D, cache, E, S, CACHE: tl.constexpr):
 def forget_hosted(cache, E, S, CACHE: tl.constexpr):
     """The first block of ``down_kernel``: the next step finds no expert that looks as if the host computed it."""
     if CACHE is not None:
-        if CACHE.mail > 0:
+        if CACHE.asks:
             if tl.program_id(0) == 0:
                 state_ptr = cache[0]
                 header_ptr = header_of(state_ptr, E, S)
@@ -181,13 +195,17 @@ def worth_least(missing: Sequence[int], worth: Tensor, count: int) -> list[int]:
     return sorted(missing, key=lambda expert: (float(worth[expert]), expert))[:count]
 
 
+def tell_mail(mail: Mailbox, experts: Sequence[int]) -> None:
+    """Write the experts of the next request into the mailbox."""
+    mail.words[EXPERTS.value : EXPERTS.value + len(experts)] = torch.tensor(experts, dtype=torch.int32)
+
+
 def add_hosted_torch(partial: Tensor, host: HostExperts, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """``partial (T, D)`` and what the host makes of its experts of a step that ``bring_torch`` has planned."""
-    tables = host.tables
-    missing, hosted, layer = (int(tables.header[word.value]) for word in (COUNT, HOSTED, LAYER))
+    """``partial (T, D)`` and what the host makes of its experts of a step, which are in the mailbox."""
+    hosted, layer = (int(host.tables.header[word.value]) for word in (HOSTED, LAYER))
     if host.mail is None or not hosted:
         return partial
-    experts = tables.copies[0, missing - hosted : missing].tolist()
+    experts = host.mail.words[EXPERTS.value : EXPERTS.value + hosted].tolist()
     return partial + ask_torch(host.mail, layer, experts, tokens, ids, weights)
 
 
@@ -213,9 +231,8 @@ def ask_torch(
     mail.sequence.fill_(sequence)
     mail.tokens[:num_tokens] = tokens
     mail.weights[: num_tokens * top_k] = weights.flatten()
-    numbers = (OF_LAYER, (layer, len(experts), num_tokens, top_k)), (EXPERTS, experts)
-    for first, values in numbers:
-        words[first.value : first.value + len(values)] = torch.tensor(values, dtype=torch.int32)
+    tell_mail(mail, experts)
+    words[OF_LAYER.value : TOP_K.value + 1] = torch.tensor((layer, len(experts), num_tokens, top_k))
     first_id = EXPERTS.value + mail.share.shape[1] - 1
     words[first_id : first_id + num_tokens * top_k] = ids.flatten()
     words[ANSWERED.value] = 0

@@ -52,6 +52,7 @@ from .expert_tables import (
     cheapest_place,
     header_of,
     load_acquired,
+    pieces_of,
     worths,
 )
 
@@ -469,8 +470,8 @@ def aot_cases() -> list[KernelCase]:
         ("bf16", [2 * element, element]),
         ("mxfp4", [element // 2, element // 4, element // 32, element // 64]),
     ):
-        pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
-        constants = cache_constants(num_experts, num_experts // 4, num_bytes, 1, TRAVEL_WARPS, "lru", pieces)
+        sizes = num_experts, num_experts // 4
+        constants = cache_constants(*sizes, num_bytes, 1, TRAVEL_WARPS, "lru", pieces_of(num_bytes))
         cache = {"cache": CACHE_POINTERS + (SCALE_POINTERS if len(num_bytes) > 2 else ())}
         cases += [
             KernelCase(

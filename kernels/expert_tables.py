@@ -154,7 +154,7 @@ class HostExperts(ExpertParts):
     @property
     def pieces(self) -> int:
         """Of one expert that travels before its step."""
-        return sum(triton.cdiv(_words(part).shape[1], AHEAD_WORDS) for part in self.parts)
+        return pieces_of([part[0].nbytes for part in self.parts])
 
     def pointers(
         self, w1: Tensor, w2: Tensor, w1_scales: Tensor | None = None, w2_scales: Tensor | None = None
@@ -166,18 +166,25 @@ class HostExperts(ExpertParts):
         mail = () if self.mail is None else self.mail.pointers
         return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales, *mail)
 
-    def constants(self, groups: int, num_warps: int, *, in_waves: bool = False) -> "CacheConstants":
-        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps.
-
-        Of a step in waves the host computes nothing: each wave would wait for it.
-        """
+    def constants(self, groups: int, num_warps: int) -> "CacheConstants":
+        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
         sizes = self.tables.num_experts, self.tables.num_slots
         num_bytes = [part[0].nbytes for part in self.parts]
         ahead = self.pieces if self.prefetched else 0
         found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)._replace(drafts=self.drafted)
-        return (
-            found if self.mail is None or in_waves else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
-        )
+        return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
+
+    @property
+    def mail_pointers(self) -> tuple[Tensor, ...]:
+        """The ``cache`` argument of ``waves_kernel``, which has to do with no slots."""
+        assert self.mail is not None, "the host is asked"
+        return (self.tables.state, self.tables.scores, self.tables.totals, *self.mail.pointers)
+
+    def mail_constants(self, num_warps: int) -> "CacheConstants":
+        """The ``CACHE`` argument of ``waves_kernel``, a block of so many warps."""
+        assert self.mail is not None, "the host is asked"
+        found = cache_constants(self.tables.num_experts, self.tables.num_slots, (0, 0), 1, num_warps, self.policy)
+        return found._replace(**self.mail.constants(3))
 
 
 class CacheConstants(NamedTuple):
@@ -201,6 +208,7 @@ class CacheConstants(NamedTuple):
         mail_tokens: Most tokens that it takes.
         timeout_ns: Deadline of its answer.
         drafts: Whether some of what travels before its step does so for the verification of drafts.
+        asks: Whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for.
     """
 
     rows: int
@@ -220,11 +228,21 @@ class CacheConstants(NamedTuple):
     mail_tokens: int = 0
     timeout_ns: int = 0
     drafts: bool = False
+    asks: bool = False
 
-    @property
-    def of_later_wave(self) -> "CacheConstants":
-        """The same where it is not the first wave of a step."""
-        return self._replace(fades=POLICIES[self.policy] == "lru")  # which has nothing that fades: one kernel for both
+    def of_wave(self, number: int, num_waves: int) -> "CacheConstants":
+        """The same for one wave of a step, from 0 on.
+
+        The host was asked before the first one, where what experts are worth faded, too, and the last one takes what it
+        answers.
+        """
+        if num_waves == 1:
+            return self
+        # LRU has nothing that fades: one kernel for all waves.
+        fades = POLICIES[self.policy] == "lru" or (number == 0 and not self.mail)
+        if number == num_waves - 1:
+            return self._replace(fades=fades, asks=False)
+        return self._replace(fades=fades, mail=0, mail_tokens=0, timeout_ns=0, asks=False)
 
 
 # Types of ``HostExperts.pointers``, without scales,
@@ -260,6 +278,14 @@ def cache_constants(
         ahead=ahead,
         interpret=triton.knobs.runtime.interpret,
     )
+
+
+def pieces_of(num_bytes: Sequence[int]) -> int:
+    """Pieces in which an expert travels before its step, of parts of so many bytes.
+
+    Example: 65,536 bytes are 8 pieces, 65,544 are 9, and 12 bytes of scales one, whose words have 4.
+    """
+    return sum(triton.cdiv(part // word_bytes(part), AHEAD_WORDS) for part in num_bytes)
 
 
 def word_bytes(num_bytes: int) -> int:

@@ -53,20 +53,20 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
         GATHERED=gathered,
     )  # fmt: skip
     constants["TILE"] = min(config.tile, constants["T_BLOCK"])
-    cache, constants["CACHE"] = _cache(step, groups, config.gate_up.num_warps)
+    cache, of_step = _cache(step, groups, config.gate_up.num_warps)
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
     w1, w2 = _weights(step, config)
     if gathered:
         gather(step, landing, dependent=_starts_early(config))
     waves = [step.ids] if step.waves is None else step.waves.unbind()
-    for number, ids in enumerate(waves, start=1):
-        is_last = number == len(waves)
+    for number, ids in enumerate(waves):
+        is_last = number == len(waves) - 1
         to = landing if is_last else None
-        _gate_up(step, ids, w1, config, to, groups, cache, constants)
+        of_wave = constants | {"CACHE": of_step and of_step.of_wave(number, len(waves))}
+        _gate_up(step, ids, w1, config, to, groups, cache, of_wave)
         if is_last and step.host is not None and step.host.fetched is not None:
             step.host.fetched.record()
-        _down(step, ids, w2, config, to, groups, cache, constants | {"ADDS_UP": is_last})
-        constants["CACHE"] = constants["CACHE"] and constants["CACHE"].of_later_wave
+        _down(step, ids, w2, config, to, groups, cache, of_wave | {"ADDS_UP": is_last})
 
 
 def _weights(step: Step, config: DecodeConfig) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
@@ -92,7 +92,7 @@ def _cache(step: Step, groups: int, num_warps: int) -> tuple[tuple[Tensor, ...],
     least = count_waves(step.ids.numel(), host.w1.shape[0], host.tables.num_slots)
     assert num_waves >= least, "each expert of a wave has a slot"
     slots = step.w1, step.w2, step.w1_scales, step.w2_scales
-    return host.pointers(*slots), host.constants(groups, num_warps, in_waves=num_waves > 1)
+    return host.pointers(*slots), host.constants(groups, num_warps)
 
 
 def _check_depth(config: DecodeConfig, step: Step) -> None:
@@ -174,7 +174,7 @@ def _down(
     options = _registers(shape, landing) | ({"launch_pdl": True} if _starts_early(config) else {})
     down_kernel[(blocks,)](
         step.hidden, ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
-        step.out, *network, cache, None if step.waves is None else step.ids,
+        step.out, *network, cache, None if step.waves is None else step.all_ids,
         num_tokens, hidden_size, ffn_size, step.slots.shape[0], num_slots,
         FOLD=config.fold, BLOCK_D=shape.rows, BLOCK_K=shape.depth, EVEN_K=ffn_size % shape.depth == 0, W=world_size,
         WORD_COLS=WORD_COLS * shape.num_warps, AHEAD=min(config.ahead, triton.cdiv(ffn_size, shape.depth)),

@@ -9,7 +9,7 @@ import triton
 from .aot_case import KernelCase
 from .arguments import as_triton_dtype
 from .expert_mailbox import mail_pointers
-from .expert_tables import AHEAD_WORDS, CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants
+from .expert_tables import CACHE_POINTERS, SCALE_POINTERS, CacheConstants, Policy, cache_constants, pieces_of
 from .group_gemm import dot_precision
 from .warp_decode import LEAST_TOKENS, WORD_COLS, most_registers
 from .warp_decode_blocks import LOAD_BYTES, DecodeConfig, lane_of, select
@@ -116,13 +116,12 @@ class Setting:
             per_scale, scale = (shared, 1) if shared == MX.value else (shared**2, 4)
             num_bytes += [rows * ffn_size * hidden_size // per_scale * scale for rows in (2, 1)]
         groups = min(num_experts, self.num_tokens * top_k)
-        pieces = sum(triton.cdiv(part, 8 * AHEAD_WORDS) for part in num_bytes)
-        sizes, ahead = (num_experts, num_experts // 4), pieces if self.prefetched else 0
-        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)._replace(
-            drafts=self.drafted
-        )
-        mail = dict(mail=len(CACHE_POINTERS), mail_tokens=16, timeout_ns=30 * 10**9)
-        return found._replace(**mail) if self.hosted else found
+        sizes, ahead = (num_experts, num_experts // 4), pieces_of(num_bytes) if self.prefetched else 0
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.cache or "lru", ahead)
+        found = found._replace(drafts=self.drafted)
+        mail = dict(mail=len(CACHE_POINTERS) + len(num_bytes[2:]) * 2, mail_tokens=16, timeout_ns=30 * 10**9, asks=True)
+        found = found._replace(**mail) if self.hosted else found
+        return found.of_wave({"first": 0, "last": 1}[self.wave], 2) if self.wave else found
 
     def weight_type(self, rows: list[int], depth: int) -> str:
         """Triton's type of w1 or w2, read in blocks of so many rows in the matrix form."""
@@ -170,6 +169,8 @@ def aot_cases() -> list[KernelCase]:
         Setting(shape="qwen3", num_tokens=4, cache="lru", hosted=True, ranks=RANKS),
         Setting(shape="deepseek", num_tokens=1, cache="lru", hosted=True),
         Setting(shape="qwen3", num_tokens=1, dtype=torch.float32, cache="lru", hosted=True),
+        Setting(shape="qwen3", num_tokens=1, cache="lru", hosted=True, quantised="fp8"),
+        Setting(shape="qwen3", num_tokens=4, cache="lru", hosted=True, quantised="mxfp4"),
     ]
     settings += [
         Setting(shape="qwen3", num_tokens=count, cache="lru", prefetched=True, quantised=quantised)
@@ -190,6 +191,8 @@ def aot_cases() -> list[KernelCase]:
         for wave in ("first", "last")
     ]
     waves += [Setting(shape="qwen3", num_tokens=8, cache="lru", wave="last", ranks=RANKS)]  # others add up nothing
+    hosted = Setting(shape="qwen3", num_tokens=8, cache="lru", wave="last", hosted=True)  # others ask nobody
+    cases += [_gate_up(hosted), _down(hosted)]
     return cases + list(map(_down, waves)) + [_gather(shape) for shape in ("qwen3", "mixtral")]
 
 

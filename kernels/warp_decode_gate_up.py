@@ -138,7 +138,7 @@ def gate_up_kernel(
                 fetcher = tl.program_id(1) * width + group
                 if fetcher == 0:
                     plan_misses(ids_ptr, weights_ptr, T, T * K, cache, E, S, T_BLOCK * K_BLOCK, CACHE)
-                    if CACHE.mail:
+                    if CACHE.asks:
                         ask_host(x_ptr, ids_ptr, weights_ptr, T, D, cache, E, S, K, T_BLOCK * K_BLOCK, CACHE)
                 allow_next(DEPENDENT)
                 fetch_misses(fetcher, CACHE.rows * width, cache, E, S, CACHE)

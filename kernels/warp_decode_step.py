@@ -30,6 +30,7 @@ class Step:
         shared_scale: Neighbours along the contraction that share a scale: 32 (MX types), 128 (block FP8), 0 without.
         host: Where experts come from that have no slot; ``None``: they contribute nothing.
         waves: ``(N, R)`` of ``expert_waves.split_waves``; ``None``: there are slots for all experts of the step.
+        all_ids: With waves, ids of the experts of all of them, others masked; ``ids`` where the host computes none.
     """
 
     tokens: Tensor
@@ -47,6 +48,7 @@ class Step:
     shared_scale: int = 0
     host: HostExperts | None = None
     waves: Tensor | None = None
+    all_ids: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:

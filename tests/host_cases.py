@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from decode_cases import QUANTISERS
 from torch import Tensor
 
 from comet.experts import ExpertCache
@@ -33,15 +34,23 @@ def hosted_cache(
     max_tokens: int,
     profile: HostProfile | None = PROFILE,
     policy: str = "lru",
-    num_experts: int | None = None,
     first_expert: int = 0,
+    quantised: str = "",
 ) -> tuple[ExpertCache, HostCores]:
-    """An empty cache of experts on the CPU, which are copied to memory that a process of its own maps as well."""
+    """An empty cache of experts on the CPU, which are copied to memory that a process of its own maps as well.
+
+    ``quantised``: one of ``QUANTISERS``, which they go through before.
+    """
     held, _, hidden_size = w1.shape
-    places = {"num_experts": num_experts or held, "first_expert": first_expert}
+    places = {"num_experts": first_expert + held, "first_expert": first_expert}
     sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
     cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
-    held_experts = HeldExperts.fill(HeldExperts(w1, w2, readable=True), device, cores.file)
+    parts = {"w1": w1, "w2": w2}
+    if quantised:
+        packed = {name: QUANTISERS[quantised](weight) for name, weight in parts.items()}
+        parts = {name: each.elements for name, each in packed.items()}
+        parts |= {f"{name}_scales": each.scales for name, each in packed.items()}
+    held_experts = HeldExperts.hold(parts, device, cores.file)
     cache = ExpertCache(**held_experts.named_parts, num_slots=num_slots, device=device, policy=policy, **places)
     cores.start([held_experts], profile)
     cache.share_with(cores, 0)

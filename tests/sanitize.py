@@ -226,20 +226,22 @@ def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
-    """Some of the missing experts are computed by a process of the host."""
-    w1, w2 = (torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16)))
-    cache, cores = hosted_cache(w1, w2, 6, device, top_k=2, max_tokens=3)
-    resident = DecodeWeights(w1=w1, w2=w2, slots=torch.arange(6, dtype=torch.int32))
-    for num_tokens in (1, 3):
-        for needed in ([0, 5], [2, 3], [4, 5], [1, -1]):
+    """Some of the missing experts are computed by a process of the host; with three slots three tokens take waves."""
+    w1, w2 = (torch.randn(6, *size).to(dtype) for size in ((64, 32), (32, 32)))
+    for num_slots, policy, kind in ((6, "lru", ""), (3, "score", ""), (3, "lru", "mxfp4")):
+        sizes = {"top_k": 2, "max_tokens": 3}
+        cache, cores = hosted_cache(w1, w2, num_slots, device, **sizes, policy=policy, quantised=kind)
+        slots = torch.arange(6, dtype=torch.int32)
+        resident = DecodeWeights(**{name: part.cpu() for name, part in cache.host.named_parts.items()}, slots=slots)
+        for num_tokens, needed in product((1, 3), ([0, 5], [2, 3], [4, 5], [1, -1])):
             ids = torch.tensor([needed] * num_tokens, dtype=torch.int32, device=device)
             tokens, weights = torch.randn(num_tokens, 32, device=device).to(dtype), torch.rand(ids.shape, device=device)
             output = run_kernels(tokens, ids, weights, cache.weights)
             expected = warp_decode_torch(tokens.cpu(), ids.cpu(), weights.cpu(), resident)
             torch.testing.assert_close(output.cpu(), expected, rtol=2e-2, atol=2e-1)
-    cores.check()
-    assert cores.counts[0] > 0
-    cores.close()
+        cores.check()
+        assert cores.counts[0] > 0
+        cores.close()
 
 
 def run_router(device: torch.device) -> None:

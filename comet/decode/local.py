@@ -86,11 +86,11 @@ def run_kernels(
     w1, w2 = weights.w1, weights.w2
     if weights.per_number > 1:
         w1, w2 = w1.view(torch.int32), w2.view(torch.int32)
-    ids = top_k_ids.contiguous()
+    ids, routing_weights, tokens = top_k_ids.contiguous(), top_k_weights.contiguous(), aligned(tokens.contiguous())
     step = Step(
-        tokens=aligned(tokens.contiguous()),
+        tokens=tokens,
         ids=ids,
-        routing_weights=top_k_weights.contiguous(),
+        routing_weights=routing_weights,
         slots=weights.slots,
         w1=w1,
         w2=w2,
@@ -102,7 +102,7 @@ def run_kernels(
         w2_scales=weights.w2_scales,
         shared_scale=weights.shared_scale,
         host=host,
-        waves=_waves(ids, host),
+        **_waves(ids, host, tokens, routing_weights),
     )
     if config is None:
         sizes = (weights.hidden_size, weights.ffn_size)
@@ -114,12 +114,13 @@ def run_kernels(
     return out
 
 
-def _waves(ids: Tensor, host: HostExperts | None) -> Tensor | None:
-    """``Step.waves``."""
+def _waves(ids: Tensor, host: HostExperts | None, tokens: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """``waves`` and ``all_ids`` of a ``Step``, where it takes some."""
     if host is None:
-        return None
+        return {}
     num_waves, num_slots = count_waves(ids.numel(), host.w1.shape[0], host.tables.num_slots), host.tables.num_slots
     if num_waves == 1:
-        return None
+        return {}
     require(ids.shape[0] > 1, f"num_slots={num_slots} of the cache must be at least K={ids.shape[1]}, for one token")
-    return split_waves(ids, host.tables, num_waves)
+    waves = split_waves(ids, host, num_waves, tokens, weights)
+    return {"waves": waves[:num_waves], "all_ids": ids if host.mail is None else waves[num_waves]}

@@ -70,14 +70,17 @@ def decode_partial_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tenso
 
 def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Iterator[Tensor]:
     """``(T, K)`` slot of every routed row of each wave; from a cache, whose experts come when it is asked for."""
-    host, ids = weights.host, top_k_ids[None]
+    host, ids, fades = weights.host, top_k_ids[None], True
     if host is not None:
         num_waves = count_waves(top_k_ids.numel(), host.w1.shape[0], host.tables.num_slots)
         if num_waves > 1:
-            ids, host = split_waves_torch(top_k_ids, host.tables, num_waves), replace(host, mail=None)
-    for number, wave in enumerate(ids):
+            fades = host.mail is None
+            ids = split_waves_torch(top_k_ids, host, num_waves, top_k_weights)[:num_waves]
+            host = replace(host, mail=None)
+    for wave in ids:
         if host is not None:
-            bring_torch(wave, top_k_weights, weights.w1, weights.w2, host, weights.parts[2:], fades=number == 0)
+            bring_torch(wave, top_k_weights, weights.w1, weights.w2, host, weights.parts[2:], fades=fades)
+            fades = False
         yield _entry_slots(wave, weights)
 
 

@@ -131,8 +131,11 @@ class ExpertCache:
         self.cores: HostCores | None = None
 
     def share_with(self, cores: HostCores, layer: int) -> None:
-        """Leave some missing experts to the host's cores, which were started with this store as number ``layer``."""
-        self.cores = cores
+        """Leave some missing experts to the host's cores, which were started with this store as number ``layer``.
+
+        Once a pass is enough to ask whether they still work, so layer 0 alone knows them.
+        """
+        self.cores = cores if layer == 0 else None
         self.tables.header[LAYER.value] = layer
         self.host = replace(self.host, mail=cores.mail)
         self.weights = replace(self.weights, host=self.host)

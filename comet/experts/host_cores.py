@@ -20,6 +20,7 @@ from torch import Tensor
 from comet.config import require
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
+from comet.experts.host_codes import refuse_nan
 from comet.experts.host_profile import HostProfile, HostSizes, measure
 from comet.experts.host_worker import Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
@@ -105,9 +106,9 @@ class HostCores:
 
         Raises:
             HostComputeError: If the process does not start.
+            ValueError: If experts in block FP8 have a NaN.
         """
-        if len(stores[0].parts) > 2:
-            raise NotImplementedError("host_cores computes no quantised experts: set host_cores=off")
+        refuse_nan(stores)
         mail = self.mail
         plan = WorkerPlan(
             file=self.file.descriptor,
@@ -115,7 +116,7 @@ class HostCores:
             num_cores=self.num_cores,
             num_experts=self.sizes.num_experts,
             first_expert=self.sizes.first_expert,
-            layers=[(self._place(store.w1), self._place(store.w2)) for store in stores],
+            layers=[[self._place(part) for part in store.parts] for store in stores],
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
         )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
@@ -228,17 +229,26 @@ def cores_of(setting: str, ranks: int) -> int:
     Raises:
         ValueError: If it is none of these, or there are fewer cores than ranks or than it says.
     """
+    check_setting(setting)
     if setting == "off":
         return 0
     usable = usable_cores()
     if setting == "auto":
         return max(usable // ranks - 1, 1)
     require(
-        setting.isdecimal() and ranks <= int(setting) <= usable,
-        f"host_cores={setting!r} must be auto, off, or a number from {ranks}, one for each rank, to {usable}, the "
-        "cores that this process may use",
+        ranks <= int(setting) <= usable,
+        f"host_cores={setting!r} must be a number from {ranks}, one for each rank, to {usable}, the cores that this "
+        "process may use, auto or off",
     )
     return int(setting) // ranks
+
+
+def check_setting(setting: str) -> None:
+    """Raise ``ValueError`` unless ``host_cores`` is ``auto``, ``off`` or a number, on whatever machine."""
+    require(
+        setting in ("auto", "off") or (setting.isdecimal() and int(setting) >= 1),
+        f"host_cores={setting!r} must be auto, off, or a number of cores",
+    )
 
 
 def usable_cores() -> int:
@@ -256,7 +266,6 @@ def open_cores(
     device: torch.device,
     *,
     runner: Runner | None = None,
-    quantised: bool = False,
 ) -> HostCores | None:
     """What a model's setting asks for; ``None`` where it is off, and where ``auto`` knows that it does not pay.
 
@@ -265,11 +274,9 @@ def open_cores(
         sizes: Of requests.
         device: That asks.
         runner: Of the model; its ranks share the machine's cores.
-        quantised: Whether experts are stored so.
 
     Raises:
         ValueError: If the setting is wrong.
-        NotImplementedError: If it insists where experts are quantised.
     """
     ranks, timeout_s, fault = 1, TIMEOUT_S, None
     if isinstance(runner, ReplicatedRunner):
@@ -278,11 +285,8 @@ def open_cores(
     num_cores = cores_of(setting, ranks)
     if not num_cores:
         return None
-    if quantised and setting != "auto":
-        raise NotImplementedError(f"host_cores={setting} computes no quantised experts: set it to off, or to auto")
-    if setting == "auto" and (quantised or device.type == "cpu"):
-        reason = "experts are quantised" if quantised else "the device is the host itself"
-        logger.info("host_cores=auto leaves the host's cores out: %s", reason)
+    if setting == "auto" and device.type == "cpu":
+        logger.info("host_cores=auto leaves the host's cores out: the device is the host itself")
         return None
     return HostCores(num_cores, sizes, device, timeout_s, fault, insists=setting != "auto")
 

@@ -75,7 +75,7 @@ class HostSizes:
         hidden_size: D.
         top_k: K, at most.
         max_tokens: Of a step.
-        dtype: Of tokens and weights.
+        dtype: Of tokens, and of weights that are not quantised.
     """
 
     num_experts: int

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from comet.experts.host_codes import CodeProducts
 from comet.kernels.expert_mailbox import (
     ANSWERED,
     EXPERTS,
@@ -67,7 +68,7 @@ class WorkerPlan:
         parent: Process that it ends with.
         num_cores: Threads that compute.
         num_experts: E, of all ranks.
-        layers: w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` of each.
+        layers: w1 ``(e, 2F, D)`` and w2 ``(e, D, F)`` of each, and the scales of both where they are quantised.
         first_expert: Number of the first of these e.
         mail: Words, tokens, weights, answer and counts of the mailbox.
     """
@@ -77,7 +78,7 @@ class WorkerPlan:
     num_cores: int
     num_experts: int
     first_expert: int
-    layers: Sequence[tuple[Place, Place]]
+    layers: Sequence[Sequence[Place]]
     mail: Sequence[Place]
 
     def to_json(self) -> str:
@@ -105,7 +106,8 @@ class Worker:
         # All pages are mapped now: a first read of an expert would take twenty times as long, in page faults.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = mmap.mmap(plan.file, os.fstat(plan.file).st_size, flags=flags)
-        self.layers = [(w1.view(memory), w2.view(memory)) for w1, w2 in plan.layers]
+        self.layers = [[part.view(memory) for part in parts] for parts in plan.layers]
+        self._codes = CodeProducts(plan.num_cores)
         _, self.tokens, self.weights, self.answer, self.counts = (place.view(memory) for place in plan.mail)
         start, length = plan.mail[0].offset, 4 * torch.Size(plan.mail[0].shape).numel()
         self.words = memoryview(memory)[start : start + length].cast("i")
@@ -138,11 +140,10 @@ class Worker:
         first = EXPERTS.value + self.plan.num_experts
         ids = torch.tensor(words[first : first + num_tokens * top_k].tolist()).view(num_tokens, top_k)
         weights = self.weights[: num_tokens * top_k].view(num_tokens, top_k)
-        w1, w2 = self.layers[layer]
         answer = self.answer[:num_tokens].zero_()
         for expert in experts:
-            place = expert - self.plan.first_expert
-            add_expert(answer, self.tokens[:num_tokens], weights.where(ids == expert, 0.0), w1[place], w2[place])
+            parts = [part[expert - self.plan.first_expert] for part in self.layers[layer]]
+            add_expert(answer, self.tokens[:num_tokens], weights.where(ids == expert, 0.0), *parts, codes=self._codes)
         self.counts += torch.tensor([num_experts, time.monotonic_ns() - started])
 
     def _order(self) -> None:
@@ -152,7 +153,9 @@ class Worker:
                 pass
 
 
-def add_expert(answer: Tensor, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> None:
+def add_expert(
+    answer: Tensor, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, *scales: Tensor, codes: CodeProducts
+) -> None:
     """Add one expert's outputs, each times its weight.
 
     Example (T = K = 1; were D = F = 1 legal): token ``[[1]]``, weights ``[[0.5]]``, w1 ``[[32], [2]]`` and w2
@@ -164,12 +167,18 @@ def add_expert(answer: Tensor, tokens: Tensor, weights: Tensor, w1: Tensor, w2: 
         weights: ``(T, K)`` float32; 0 where a token did not choose the expert.
         w1: ``(2F, D)``, gate rows first.
         w2: ``(D, F)``.
+        scales: Of w1 and of w2, where they are codes.
+        codes: Multiplies with these.
     """
     weight = weights.sum(1, keepdim=True)
     rows: Any = slice(None) if len(tokens) == 1 else weight[:, 0].nonzero()[:, 0]
-    gate, up = linear(tokens[rows], w1).float().chunk(2, dim=-1)
-    output = linear((silu(gate) * up).to(tokens.dtype), w2)
-    answer[rows] += weight[rows] * output.float()
+    gate, up = product(tokens[rows], w1, scales[:1], codes).chunk(2, dim=-1)
+    answer[rows] += weight[rows] * product((silu(gate) * up).to(tokens.dtype), w2, scales[1:], codes)
+
+
+def product(tokens: Tensor, weight: Tensor, scales: Sequence[Tensor], codes: CodeProducts) -> Tensor:
+    """``tokens @ weight.T`` in float32, of a weight in the tokens' type, or of codes that have scales."""
+    return codes(tokens, weight, *scales) if scales else linear(tokens, weight).float()
 
 
 def main() -> None:

@@ -129,7 +129,6 @@ def host_paths(
     hidden_size: int,
     *,
     host_cores: str,
-    quantised: bool,
     routers: Sequence[Routes] = (),
 ) -> Sequence[CachedPath]:
     """The paths of layers whose experts go to host memory, and what is to help them there (collective).
@@ -139,17 +138,16 @@ def host_paths(
         hold: Brings the experts of all layers to host memory, into a file of it where there is one.
         hidden_size: D.
         host_cores: Which cores compute some of the missing experts (``cores_of``).
-        quantised: Whether experts are stored so.
         routers: Of all layers, by which probable experts travel beside the layer before; empty: none do.
 
     Raises:
-        NotImplementedError: If memory cannot be pinned and there are routers; or see ``open_cores`` and
+        NotImplementedError: If memory cannot be pinned and there are routers; or see
             ``Slots.over_host``.
         UnavailableError: See ``Slots.over_host``.
         ValueError: See ``Slots.over_host`` and ``cores_of``.
     """
     sizes = HostSizes.of(hidden_size, slots.layout, slots.runner.decode.max_tokens, slots.dtype)
-    cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner, quantised=quantised)
+    cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner)
     paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
     if routers:
         prefetch_between(paths, [partial(probable, router) for router in routers])

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.budget import ExpertStoreKind
+from comet.experts.host_cores import check_setting
 from comet.graphs import GraphMode
 from comet.kernels.expert_tables import Policy
 from comet.quantize import MXType
@@ -105,10 +106,7 @@ class GenerateConfig(SpeculationConfig):
         require(
             file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
         )
-        require(
-            self.host_cores in ("auto", "off") or (self.host_cores.isdecimal() and int(self.host_cores) >= 1),
-            f"host_cores={self.host_cores!r} must be auto, off, or a number of cores",
-        )
+        check_setting(self.host_cores)
         dtypes = get_args(MXType)
         require(
             self.expert_dtype is None or self.expert_dtype in dtypes,

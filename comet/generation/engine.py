@@ -209,7 +209,6 @@ class GPTEngine:
                 lambda file: [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()],
                 moe.hidden_size,
                 host_cores=host_cores,
-                quantised=expert_dtype is not None,
                 routers=[layer.router for layer in model.moe_layers()] if expert_prefetch else (),
             )
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):

@@ -21,7 +21,17 @@ from comet.experts import ExpertCache
 from comet.generation.engine import GPTEngine
 from comet.group import make_expert_group
 from comet.kernels.expert_prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
-from comet.kernels.expert_tables import AHEAD_WORDS, BEGUN, GATE, NEEDED, NEXT, PLANNED, CacheTables, HostExperts
+from comet.kernels.expert_tables import (
+    AHEAD_WORDS,
+    BEGUN,
+    GATE,
+    NEEDED,
+    NEXT,
+    PLANNED,
+    CacheTables,
+    HostExperts,
+    pieces_of,
+)
 from comet.models.gpt import GPT
 
 TABLES = ("slots", "arriving", "last_used", "owners")
@@ -126,6 +136,7 @@ def test_the_examples_of_the_docs() -> None:
     assert tables.ahead[:, :2].tolist() == [[2, 4], [0, 1], [3, 0]]
     assert tables.slots.tolist() == [-1, -1, -1, -1, -1, 2]
     assert host.pieces == 10
+    assert [pieces_of([size]) for size in (65_536, 65_544, 12)] == [8, 9, 1]
     tables.header[NEXT.value] = 12
     tables.last_used[[5, 2, 1]] = 4
     assert take_over_torch(host, 4) == (-1, 2)

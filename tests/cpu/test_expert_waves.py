@@ -13,7 +13,7 @@ from tiers import slow_but
 
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
-from comet.kernels.expert_tables import PLANNED, CacheTables
+from comet.kernels.expert_tables import PLANNED, CacheTables, HostExperts
 from comet.kernels.expert_waves import count_waves, split_waves, split_waves_torch
 
 CPU = torch.device("cpu")
@@ -25,7 +25,8 @@ def test_the_examples_of_the_docs() -> None:
     assert count_waves(0, 16, 12) == 1
     tables = CacheTables.create(5, 2, CPU)
     tables.slots[4] = 0
-    found = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), tables, 2)
+    host = HostExperts(w1=torch.rand(5, 2, 1), w2=torch.rand(5, 1, 1), tables=tables)
+    found = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), host, 2)
     assert found.tolist() == [[[-1, 1], [4, -1]], [[3, -1], [-1, 3]]]
 
 
@@ -38,10 +39,11 @@ def split_both(rank: int, world_size: int) -> None:
         tables.slots[tables.ahead.fill_(int(held[0]))[0, :1].long()] = -1
         tables.header[PLANNED.value] = 1
         num_waves = count_waves(num_tokens * top_k, num_experts - 2, num_slots)
+        host = HostExperts(w1=torch.rand(num_experts - 2, 2, 1), w2=torch.rand(num_experts - 2, 1, 1), tables=tables)
         for dtype in (torch.int32, torch.int64):
             ids = torch.randint(-1, num_experts + 2, (num_tokens, top_k), generator=made).to(dtype)
-            found = split_waves(ids, tables, num_waves)[:, : ids.numel()].view(num_waves, num_tokens, top_k)
-            assert torch.equal(found, split_waves_torch(ids, tables, num_waves).int())
+            found = split_waves(ids, host, num_waves)[:, : ids.numel()].view(num_waves, num_tokens, top_k)
+            assert torch.equal(found, split_waves_torch(ids, host, num_waves).int())
             assert all(len(set(wave.flatten().tolist()) - {-1}) <= num_slots for wave in found)
             served = (ids > 0) & (ids < num_experts - 1)
             assert torch.equal(found.amax(0), ids.where(served, -1).int()), "each routed row in one wave"

@@ -117,8 +117,19 @@ def test_the_hosts_cores_compute_some_of_what_is_missing(mixtral):
             ValueError, match=r"host_cores=1 must (come with an expert_budget|be off with expert_store)"
         ):
             hf.load_pretrained(mixtral, **settings, host_cores="1")
-    with pytest.raises(NotImplementedError, match="host_cores=1 computes no quantised experts"):
-        hf.load_pretrained(mixtral, expert_budget=0.5, expert_dtype="mxfp8", host_cores="1")
+
+
+def test_the_hosts_cores_compute_from_block_fp8(tmp_path):
+    tiny_model("deepseek_v3", hidden_size=160, moe_intermediate_size=256).save_pretrained(tmp_path)
+    publish(tmp_path)
+    kept, loaded = (
+        hf.load_pretrained(tmp_path, expert_budget=0.5, keep_fp8=True, host_cores=cores) for cores in ("off", "1")
+    )
+    leave_all_to(cores_of(loaded))
+    ids = prompt(1, 12)
+    torch.testing.assert_close(logits_with_cache(loaded, ids, 1), logits_with_cache(kept, ids, 1), rtol=1e-4, atol=1e-4)
+    assert cache_report(loaded).hosted > 0
+    cores_of(loaded).close()
 
 
 def test_block_fp8_is_dequantised_as_it_is_read(tmp_path):

@@ -26,6 +26,7 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
 from comet.experts import ExpertCache, host_cores
+from comet.experts.host_codes import CodeProducts
 from comet.experts.host_cores import HostCores, cores_of, open_cores
 from comet.experts.host_profile import HostProfile, HostSizes
 from comet.experts.host_worker import add_expert
@@ -36,8 +37,10 @@ from comet.generation.experts import plan_experts
 from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
 from comet.kernels.expert_host import PLACE_HOST, worth_least
+from comet.kernels.expert_mailbox import EXPERTS
 from comet.kernels.expert_prefetch import plan_torch, travel_torch
 from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
+from comet.kernels.expert_waves import split_waves_torch
 from comet.models.gpt import GPT
 from comet.training.run import train
 
@@ -62,8 +65,8 @@ def cache_of(
     made = torch.Generator().manual_seed(case.seed)
     shapes = (2 * case.F, case.D), (case.D, case.F)
     w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:] / 8 for shape in shapes)
-    sizes = {"top_k": case.K, "max_tokens": case.T, "num_experts": case.E, "first_expert": first}
-    return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy)
+    sizes = {"top_k": case.K, "max_tokens": case.T, "first_expert": first}
+    return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy, quantised=case.quantised)
 
 
 def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
@@ -80,7 +83,9 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
     slots = min(case.T * case.K, case.E)
     first = int(slots < case.E)
     (mine, cores), (twin, other) = (cache_of(case, slots, PROFILE, policy, first) for _ in range(2))
-    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU, num_experts=case.E, first_expert=first)
+    resident = ExpertCache(
+        **mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=first
+    )
     hosted = 0
     for _ in range(6):
         tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
@@ -104,6 +109,69 @@ def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> 
         assert each.counts[0] == hosted > 0
         each.check()
         each.close()
+
+
+def compare_waves(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
+    """Steps in waves: as resident experts give them, as many hosted as the table says of all that the step misses."""
+    print("seed", case.seed)
+    made = torch.Generator().manual_seed(case.seed)
+    (mine, cores), (twin, other) = (cache_of(case, num_slots, PROFILE, policy, first=1) for _ in range(2))
+    resident = ExpertCache(**mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=1)
+    for step in range(5):
+        num_tokens = 1 if step == 3 else case.T  # a step of one wave in between
+        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
+        ids = torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32)
+        needed = set(ids.flatten().tolist()) - {-1, 0}
+        missing = [expert for expert in needed if mine.tables.slots[expert] < 0]
+        before = mine.tables.totals.clone()
+        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
+        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        found = warp_decode_torch(tokens, ids, weights, twin.weights)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for name in TABLES:
+            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
+        assert torch.equal(mine.tables.header, twin.tables.header)
+        hosted = int(cores.mail.share[num_tokens, len(missing)])
+        spent = (mine.tables.totals - before)[[0, 1, 7]].tolist()
+        assert spent == [len(needed), len(missing) - hosted, hosted], "each missing one fetched or hosted, once"
+        assert sum(bool(mine.tables.slots[expert] >= 0) for expert in missing) <= len(missing) - hosted
+        assert not (mine.tables.arriving == -2).any()
+    for each in (cores, other):
+        assert each.counts[0] == mine.tables.totals[7] > 0
+        each.check()
+        each.close()
+
+
+IN_WAVES = [
+    DecodeCase(name="vector", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=1),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2),
+    DecodeCase(name="by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=3),
+    DecodeCase(name="mxfp4", T=3, K=2, E=12, D=64, F=32, config=None, seed=5, quantised="mxfp4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        pytest.param(case, policy, id=f"{case.name}-{policy}", marks=[] if number == at else pytest.mark.slow)
+        for number, case in enumerate(IN_WAVES)
+        for at, policy in enumerate(POLICIES)
+    ],
+)
+def test_steps_in_waves_leave_misses_to_the_host(case: DecodeCase, policy: str) -> None:
+    run_ranks(compare_waves, 1, case, case.K + 1, policy, interpret=True)
+
+
+def test_the_example_of_waves_and_the_host() -> None:
+    case = DecodeCase(name="example", T=2, K=2, E=5, D=16, F=16)
+    cache, cores = cache_of(case, 2, SLOW_LINK)
+    cache.tables.slots[4], cache.tables.last_used[3] = 0, 1
+    waves = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), cache.host, 2, torch.ones(2, 2))
+    assert waves.tolist() == [[[3, -1], [4, 3]], [[-1, -1], [-1, -1]], [[3, -1], [4, 3]]]
+    assert cores.mail.words[EXPERTS.value] == 1
+    cores.close()
 
 
 def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
@@ -177,29 +245,36 @@ SPLITS = [
 ]
 
 
+SPLITS += [
+    pytest.param(replace(case, quantised=kind), "lru", id=kind, marks=[] if kind == "fp8" else pytest.mark.slow)
+    for kind in ("fp8", "mxfp8", "mxfp4")
+    for case in [DecodeCase(name=kind, T=3, K=2, E=12, D=160, F=32, config=None, seed=6)]
+]
+
+
 @pytest.mark.parametrize(("case", "policy"), SPLITS)
 def test_kernels_split_misses_as_their_twins_do(case: DecodeCase, policy: str) -> None:
     run_ranks(compare_steps, 1, case, policy, interpret=True)
 
 
-def engine_of(host_cores: str, group: ExpertGroup | None = None) -> GPTEngine:
+def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: str | None = None) -> GPTEngine:
     """A model that answers from few slots, and asks the host's cores for all that is missing."""
     if group is None:
         group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
     model = GPT(MODEL, group, seed=1, expert_device=CPU)
     drawn = torch.Generator().manual_seed(1)
     model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
-    engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores)
+    engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores, expert_dtype=expert_dtype)
     if engine.cores is not None:
         leave_all_to(engine.cores)
     return engine
 
 
-def compare_engines(group: ExpertGroup | None = None) -> None:
+def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None = None) -> None:
     """Texts with and without the host's cores: the same numbers, up to rounding, and other experts on the link."""
-    mine, plain = engine_of("2" if group else "1", group), engine_of("off", group)
+    mine, plain = (engine_of(cores, group, expert_dtype) for cores in ("2" if group else "1", "off"))
     drawn = torch.Generator().manual_seed(7)
-    ids = torch.randint(256, (1, 3), generator=drawn)  # in waves, which leave the host out
+    ids = torch.randint(256, (1, 3), generator=drawn)  # in waves
     found = [engine.prefill(ids, torch.tensor([3]), 30) for engine in (mine, plain)]
     for _ in range(6):
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -219,8 +294,9 @@ def compare_engines(group: ExpertGroup | None = None) -> None:
     mine.cores.close()
 
 
-def test_a_model_answers_from_slots_and_cores() -> None:
-    compare_engines()
+@pytest.mark.parametrize("expert_dtype", [None, "mxfp8", slow("mxfp4")])
+def test_a_model_answers_from_slots_and_cores(expert_dtype: str | None) -> None:
+    compare_engines(expert_dtype=expert_dtype)
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2}, slow({"tp": 2})], ids=["EP2", "TP2"])
@@ -247,10 +323,10 @@ def test_the_task_reports_what_the_cores_cost(tmp_path: Path) -> None:
     assert result["expert_cache"]["hosted"] >= 0
 
 
-def request_of(cache: ExpertCache) -> torch.Tensor:
-    """A step that misses all of its experts."""
-    ids = torch.arange(CASE.K, dtype=torch.int32)[None]
-    return warp_decode_torch(torch.ones(1, CASE.D), ids, torch.ones(1, CASE.K), cache.weights)
+def request_of(cache: ExpertCache, case: DecodeCase = CASE) -> torch.Tensor:
+    """A step that misses all of its experts, each token others."""
+    ids = torch.arange(case.T * case.K, dtype=torch.int32).view(case.T, case.K)
+    return warp_decode_torch(torch.ones(case.T, case.D), ids, torch.ones(case.T, case.K), cache.weights)
 
 
 def test_a_process_that_dies_is_named_before_the_next_step() -> None:
@@ -265,17 +341,40 @@ def test_a_process_that_dies_is_named_before_the_next_step() -> None:
     cores.close()
 
 
-def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline() -> None:
-    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+def test_a_prompt_asks_once_whether_the_cores_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In waves or streamed, whoever reads it; and it ends where they do not."""
+    engine = engine_of("1")
+    cores, asked = engine.cores, []
+    monkeypatch.setattr(HostCores, "raise_if_failed", lambda self: asked.append(self))
+    for length in (3, 20):
+        engine.prefill(torch.zeros(1, length, dtype=torch.int64), torch.tensor([length]), 30)
+        assert asked.pop() is cores
+        assert not asked
+    monkeypatch.undo()
+    cores.process.kill()
+    cores.process.wait()
+    with pytest.raises(HostComputeError, match="of layer"):
+        engine.prefill(torch.zeros(1, 20, dtype=torch.int64), torch.tensor([20]), 30)
+    cores.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [CASE, IN_WAVES[0], replace(CASE, D=64, F=32, quantised="mxfp4")],
+    ids=["one wave", "waves", "mxfp4"],
+)
+def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(case: DecodeCase) -> None:
+    cache, cores = cache_of(case, case.K, SLOW_LINK)
     os.kill(cores.process.pid, signal.SIGSTOP)
     set_deadline(cache, cores, 10**8)
-    assert torch.isnan(request_of(cache)).all(), "nobody takes this for a result"
+    assert torch.isnan(request_of(cache, case)).all(), "nobody takes this for a result"
     count = int(cache.tables.header[HOSTED.value])
     assert cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
-    experts = cache.tables.copies[0, CASE.K - count : CASE.K].tolist()
+    experts = cores.mail.words[EXPERTS.value : EXPERTS.value + count].tolist()
+    assert len(set(experts)) == case.T * case.K - 1, "one comes to the device"
     with pytest.raises(HostComputeError, match=rf"asked for were \{experts} of layer 0: the process is still at it"):
         cores.check()
-    request_of(cache)  # asks nobody any more
+    request_of(cache, case)  # asks nobody any more
     os.kill(cores.process.pid, signal.SIGCONT)
     cores.close()
 
@@ -336,7 +435,8 @@ def test_a_slow_host_is_left_out() -> None:
 
 def test_the_example_of_what_an_expert_adds() -> None:
     answer = torch.zeros(1, 1)
-    add_expert(answer, torch.ones(1, 1), torch.tensor([[0.5]]), torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]]))
+    w1, w2 = torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]])
+    add_expert(answer, torch.ones(1, 1), torch.tensor([[0.5]]), w1, w2, codes=CodeProducts(1))
     assert answer.tolist() == [[16.0]]
 
 
@@ -353,14 +453,14 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         4,
         16,
     ]
-    for setting in ("17", "0", "1", "many", "-3"):
-        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be auto, off, or a number from 2"):
+    for setting in ("17", "1"):
+        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be a number from 2"):
+            cores_of(setting, 2)
+    for setting in ("0", "many", "-3"):
+        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be auto, off, or a number of cores"):
             cores_of(setting, 2)
     sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
     assert open_cores("auto", sizes, CPU) is None, "the device is the host"
-    assert open_cores("auto", sizes, CPU, quantised=True) is None
-    with pytest.raises(NotImplementedError, match="host_cores=4 computes no quantised experts"):
-        open_cores("4", sizes, CPU, quantised=True)
     with pytest.raises(ValueError, match="host_cores='x' must be auto, off, or a number"):
         GenerateConfig(host_cores="x")
 

@@ -14,7 +14,7 @@ from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
 from comet.kernels.expert_cache import bring_torch
-from comet.kernels.expert_tables import POLICIES, CacheTables
+from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts
 from comet.kernels.expert_waves import count_waves, split_waves, split_waves_torch
 
 pytestmark = pytest.mark.gpu
@@ -137,9 +137,10 @@ def test_waves_equal_their_twin(num_tokens: int, num_waves: int) -> None:
     tables = CacheTables.create(E, 5, torch.device("cpu"), (3, E - 2))
     tables.slots[torch.randperm(E - 5, generator=made)[:5] + 3] = torch.arange(5, dtype=torch.int32)
     ids = torch.randint(-1, E, (num_tokens, K), generator=made, dtype=torch.int32)
-    on_device = replace(tables, state=tables.state.cuda())
+    host = HostExperts(w1=torch.rand(E, 2, 1), w2=torch.rand(E, 1, 1), tables=tables)
+    on_device = replace(host, tables=replace(tables, state=tables.state.cuda()))
     found = split_waves(ids.cuda(), on_device, num_waves)[:, : ids.numel()].view(num_waves, num_tokens, K)
-    assert torch.equal(found.cpu(), split_waves_torch(ids, tables, num_waves))
+    assert torch.equal(found.cpu(), split_waves_torch(ids, host, num_waves))
 
 
 @pytest.mark.parametrize("num_slots", [K, 13, E])

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from comet.decode import DecodeWeights, warp_decode_torch
 from comet.decode.runners import LocalRunner
+from comet.decode.twin import slot_weights
 from comet.errors import HostComputeError
 from comet.experts import CachedExperts, ExpertCache
 from comet.experts.host_cores import HostCores
 from comet.experts.host_profile import HostProfile
 
 pytestmark = pytest.mark.gpu
-E, K, D, F = 48, 4, 512, 208
+E, K, D, F = 48, 4, 512, 224
 CUDA = torch.device("cuda")
 SEED = 5
 
@@ -40,12 +41,21 @@ def weights_of(made: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> tu
 
 
 def opened(
-    made: torch.Generator, num_slots: int, num_tokens: int, profile: HostProfile = PROFILE, policy: str = "lru"
+    made: torch.Generator,
+    num_slots: int,
+    num_tokens: int,
+    profile: HostProfile = PROFILE,
+    policy: str = "lru",
+    quantised: str = "",
 ) -> tuple[ExpertCache, HostCores, DecodeWeights]:
     """A cache, its cores, and the same experts as float64 on the CPU."""
     w1, w2 = weights_of(made)
-    cache, cores = hosted_cache(w1, w2, num_slots, CUDA, top_k=K, max_tokens=num_tokens, profile=profile, policy=policy)
-    exact = DecodeWeights(w1=w1.double(), w2=w2.double(), slots=torch.arange(E, dtype=torch.int32))
+    options = {"top_k": K, "max_tokens": num_tokens, "profile": profile, "policy": policy, "quantised": quantised}
+    cache, cores = hosted_cache(w1, w2, num_slots, CUDA, **options)
+    slots = torch.arange(E, dtype=torch.int32)
+    stored = DecodeWeights(**cache.host.named_parts, slots=slots)
+    wide = zip(*(slot_weights(stored, slot, torch.float64) for slot in range(E)), strict=True)
+    exact = DecodeWeights(**dict(zip(("w1", "w2"), map(torch.stack, wide), strict=True)), slots=slots)
     return cache, cores, exact
 
 
@@ -57,12 +67,15 @@ def assert_close(output: Tensor, tokens: Tensor, ids: Tensor, weights: Tensor, e
     assert_as_good("step", output.cpu(), warp_decode_torch(*inputs, narrow), expected)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "score"])
-@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E)])
+@pytest.mark.parametrize(
+    ("policy", "quantised"),
+    [("lru", ""), ("lfu", ""), ("score", ""), ("lru", "fp8"), ("lru", "mxfp8"), ("lru", "mxfp4")],
+)
+@pytest.mark.parametrize(("num_tokens", "num_slots"), [(1, K), (1, 11), (2, 9), (5, 20), (11, E), (5, 6), (11, 13)])
 def test_steps_give_the_numbers_of_resident_experts(
-    num_tokens: int, num_slots: int, policy: str, made: torch.Generator
+    num_tokens: int, num_slots: int, policy: str, quantised: str, made: torch.Generator
 ) -> None:
-    cache, cores, exact = opened(made, num_slots, num_tokens, policy=policy)
+    cache, cores, exact = opened(made, num_slots, num_tokens, policy=policy, quantised=quantised)
     decode = LocalRunner(K, num_tokens).decode
     for _ in range(60):
         ids = torch.stack([torch.randperm(E + 1, generator=made)[:K] - 1 for _ in range(num_tokens)]).int().cuda()
@@ -79,11 +92,13 @@ def test_steps_give_the_numbers_of_resident_experts(
     cores.close()
 
 
-def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generator) -> None:
-    cache, cores, exact = opened(made, K + 2, 1, SLOW_LINK)
-    cached = CachedExperts(cache, LocalRunner(K, 1), K)
-    tokens = torch.randn(1, D, generator=made).bfloat16().cuda()
-    ids, weights = torch.zeros(1, K, dtype=torch.int32, device=CUDA), torch.rand(1, K, generator=made).cuda()
+@pytest.mark.parametrize("num_tokens", [1, 6], ids=["one wave", "four waves"])
+def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, made: torch.Generator) -> None:
+    cache, cores, exact = opened(made, K + 2, num_tokens, SLOW_LINK)
+    cached = CachedExperts(cache, LocalRunner(K, num_tokens), K)
+    tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
+    ids = torch.zeros(num_tokens, K, dtype=torch.int32, device=CUDA)
+    weights = torch.rand(num_tokens, K, generator=made).cuda()
     for _ in range(2):
         cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
     torch.cuda.synchronize()
@@ -91,8 +106,8 @@ def test_replayed_steps_give_the_numbers_of_resident_experts(made: torch.Generat
     with torch.cuda.graph(graph):
         out = cached(tokens, ids, weights, cache.weights.w1, cache.weights.w2)
     for _ in range(200):
-        ids.copy_(torch.randperm(E, generator=made)[:K].int()[None])
-        tokens.copy_(torch.randn(1, D, generator=made).bfloat16())
+        ids.copy_(torch.stack([torch.randperm(E, generator=made)[:K] for _ in range(num_tokens)]).int())
+        tokens.copy_(torch.randn(num_tokens, D, generator=made).bfloat16())
         graph.replay()
         assert_close(out, tokens, ids, weights, exact)
     cores.check()
@@ -142,11 +157,12 @@ def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(stopped: tup
     torch.cuda.synchronize()
 
 
-def test_what_this_machine_costs(made: torch.Generator) -> None:
+@pytest.mark.parametrize("quantised", ["", "fp8", "mxfp8", "mxfp4"])
+def test_what_this_machine_costs(quantised: str, made: torch.Generator) -> None:
     """The measured profile is of numbers above 0, and says for what it takes the cores."""
     w1, w2 = weights_of(made)
-    _, cores = hosted_cache(w1, w2, K, CUDA, top_k=K, max_tokens=4, profile=None)
-    print(cores.facts())
+    _, cores = hosted_cache(w1, w2, K, CUDA, top_k=K, max_tokens=4, profile=None, quantised=quantised)
+    print(quantised, cores.facts())
     assert cores.profile is not None
     assert cores.profile.link_ns > 0
     assert cores.profile.expert_ns > 0

@@ -166,7 +166,6 @@ def open_stores(
             lambda file: [HeldExperts.fill(reader, device, file) for reader in readers],
             config.hidden_size,
             host_cores=options.host_cores,
-            quantised=budget.stored is not None,
             routers=[router_of(gate_beside(model, name), config) for name in layers] if options.expert_prefetch else (),
         )
     else:
