@@ -6,10 +6,12 @@ as others are (``expert_prefetch``), with these differences.
 
 - A round is a run of drafts without another step between them. Whatever its tokens named, drafted with or planned,
   counts as used in the last draft that named it, and no plan of a draft displaces it: where nothing else has a slot,
-  the plan is empty. What the round named and is missing is planned again behind the next draft, after its own list.
+  the plan is empty. Misses of a later draft take it last by the policy ``lru``, and by what it is worth by the others.
+  What the round named and is missing is planned again behind the next draft, after its own list.
 - It travels until the next layer's step begins, behind the guess for that layer, and again in place of the guess for
   its own layer in the next pass: ``plan_kernel`` does nothing while a plan is outstanding. So a draft's plan, too,
-  travels only while no step of its stream fetches, and where a step's graph ends nothing travels.
+  travels only while no step of its stream fetches, and where a step's graph ends nothing travels; beside the model's
+  head and sampling the link is idle.
 - The next step of the layer takes over as ever, be it a draft, a verifying step or a plain one: an expert that the plan
   displaced is back in its slot, unless the other one has begun to travel there; then it is missing. But one that is
   half there and not needed is not dropped: it keeps its slot through that step, unless the step's own misses take it,
@@ -18,6 +20,7 @@ as others are (``expert_prefetch``), with these differences.
 - Whether an expert was worth its way is not known before the step that verifies. It is marked when it came, and counts
   as needed in the first step that needs it while it is there, or as not needed when it has lost its slot or the next
   round begins. Drafts have a count of their own, by which they rest.
+- Tokens that stream take over as a step that needs nothing: ``settle_torch``.
 - Drafts that are refused leave experts that were named last: they are given away last, and nothing else.
 
 What bounds it: the link to the host, while the layers behind leave it idle.

@@ -83,6 +83,17 @@ def cache_of(
     return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy, quantised=case.quantised)
 
 
+def two_caches(
+    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
+) -> tuple[ExpertCache, ExpertCache, HostCores]:
+    """``cache_of``, and a second cache of the same experts, in turn with which it asks the same process."""
+    mine, cores = cache_of(case, num_slots, profile, policy, first)
+    places = {"num_experts": case.E, "first_expert": first}
+    twin = ExpertCache(**mine.host.named_parts, num_slots=num_slots, device=CPU, policy=policy, **places)
+    twin.share_with(cores, 0)
+    return mine, twin, cores
+
+
 def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
     """For the answers that the cache waits for."""
     cores.mail = replace(cores.mail, timeout_ns=timeout_ns)

@@ -88,6 +88,7 @@ class DraftRouters:
     Attributes:
         layers: One for each layer.
         cached: Which experts drafts choose from, over ranks.
+        brings: Whether drafts bring experts for their verification, which displace others (``expect_drafts``).
 
     Raises:
         ValueError: If the numbers of experts do not fit the model, or there is no cache to choose from.
@@ -105,6 +106,7 @@ class DraftRouters:
             "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
         )
         self.cached: CachedOnRanks | None = None
+        self.brings = False
         chosen: Sequence[Tensor | None] = [None] * len(routers)
         if config.draft_cached_only:
             chosen = slots
@@ -114,7 +116,11 @@ class DraftRouters:
         numbers = config.experts_per_layer(min((each.config.top_k for each in routers), default=2), len(routers))
         self.layers = [DraftRouter(*each) for each in zip(routers, numbers, chosen, strict=True)]
 
-    def refresh(self) -> None:
-        """Ask all ranks what is cached, where drafts depend on it (collective); due behind any pass that fetched."""
-        if self.cached is not None:
+    def refresh(self, *, behind_draft: bool) -> None:
+        """Ask all ranks what is cached, where drafts depend on it (collective); due before every draft.
+
+        Args:
+            behind_draft: The last pass was a draft as well; drafts with cached experts only fetch nothing.
+        """
+        if self.cached is not None and (self.brings or not behind_draft):
             self.cached.refresh()

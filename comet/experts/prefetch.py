@@ -162,8 +162,13 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
         following = path.prefetch = Prefetch(path.cache, each, following, stream)
 
 
-def expect_drafts(paths: Sequence[CachedExperts | StagedExperts], drafts: SpeculationConfig) -> None:
-    """Let layers that bring experts bring those that their drafts leave out, too; before the first draft."""
-    for path in paths:
-        if isinstance(path, CachedExperts) and path.prefetch is not None:
-            path.prefetch.expect_drafts(path.top_k, cached_only=drafts.draft_cached_only)
+def expect_drafts(paths: Sequence[CachedExperts | StagedExperts], drafts: SpeculationConfig) -> bool:
+    """Let layers that bring experts bring those that their drafts leave out, too; returns whether any does.
+
+    To be called before the first draft.
+    """
+    brought = [path for path in paths if isinstance(path, CachedExperts) and path.prefetch is not None]
+    for path in brought:
+        assert path.prefetch is not None
+        path.prefetch.expect_drafts(path.top_k, cached_only=drafts.draft_cached_only)
+    return bool(brought)

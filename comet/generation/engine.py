@@ -211,8 +211,6 @@ class GPTEngine:
                 host_cores=host_cores,
                 routers=[layer.router for layer in model.moe_layers()] if expert_prefetch else (),
             )
-            if speculation is not None:
-                expect_drafts(self.stored, speculation)
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path
         self._cores = cores_of_paths(self.stored)
@@ -222,6 +220,7 @@ class GPTEngine:
         if speculation is not None:
             routers = [layer.router for layer in model.moe_layers()]
             self._drafts = DraftRouters(routers, speculation, [cache.weights.slots for cache in self.caches], group)
+            self._drafts.brings = expect_drafts(self.stored, speculation)
         self._cache: KeyValueCache | None = None
         self._passes = self._make_passes()
         self._steps = 0
@@ -278,11 +277,11 @@ class GPTEngine:
     def draft(self, ids: Tensor) -> Tensor:
         """``decode`` with few experts: those of ``speculation``.
 
-        Over ranks, drafts with cached experts only ask which are cached in the first one behind another pass, in one
-        collective (``CachedOnRanks``). They fetch nothing but what a plan for verification has displaced since then.
+        Drafts with cached experts only fetch nothing. So over ranks only the first one behind another pass asks which
+        experts are cached, in one collective (``CachedOnRanks``), or every one where experts travel for verification.
         """
-        if self._drafts is not None and not self._drafted:
-            self._drafts.refresh()
+        if self._drafts is not None:
+            self._drafts.refresh(behind_draft=self._drafted)
         return self._take(ids[:, None], drafts=True)[:, 0]
 
     @torch.no_grad()

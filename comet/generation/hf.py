@@ -90,7 +90,7 @@ class HFEngine:
             slots = [each.slots for each in self._experts if isinstance(each, StoredExperts)]
             self._drafts = DraftRouters(routers, speculation, slots, group)
             paths = [each.path for each in self._experts if isinstance(each, StoredExperts)]
-            expect_drafts([path for path in paths if path is not None], speculation)
+            self._drafts.brings = expect_drafts([path for path in paths if path is not None], speculation)
         for module in self._experts:
             module.register_forward_pre_hook(self._note_routing)
         self._routing: list[Tensor] = []
@@ -151,8 +151,8 @@ class HFEngine:
 
     def draft(self, ids: Tensor) -> Tensor:
         """``decode`` with few experts, see ``GPTEngine``."""
-        if self._drafts is not None and not self._drafted:
-            self._drafts.refresh()
+        if self._drafts is not None:
+            self._drafts.refresh(behind_draft=self._drafted)
         return self._take(self._room().draft, ids, drafts=True)
 
     def verify(self, ids: Tensor) -> Tensor:

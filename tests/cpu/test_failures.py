@@ -22,6 +22,7 @@ from late import come_late, passed
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
+from tiers import slow
 
 import comet.plain
 from comet.comm import Communicator
@@ -38,7 +39,6 @@ PIECES = ("plan", "layer0", "layer1", "barrier", "grad_hidden", "swiglu_backward
 ERRORS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), RuntimeError("a hook"), ValueError("a hook, too"),
 )  # fmt: skip
-SEEDS = range(12)
 PATIENCE_S = 120.0
 
 
@@ -121,8 +121,9 @@ def fail_and_retry(rank: int, world_size: int, seeds: range) -> None:
     moe.group.close()
 
 
-def test_twin_refuses_after_a_failure_and_is_right_after_a_restart() -> None:
-    run_ranks(fail_and_retry, 2, SEEDS)
+@pytest.mark.parametrize("seeds", [range(5), slow(range(5, 12))])
+def test_twin_refuses_after_a_failure_and_is_right_after_a_restart(seeds: range) -> None:
+    run_ranks(fail_and_retry, 2, seeds)
 
 
 def fail_late_on_kernels(rank: int, world_size: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import slow
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
@@ -115,7 +116,7 @@ def fp8(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("keep_fp8", [False, True])
+@pytest.mark.parametrize("keep_fp8", [slow(False), True])
 def test_block_fp8_on_one_and_two_ranks(fp8, keep_fp8):
     wanted = stock_texts(stock(fp8), fp8)
     alone, alone_bytes = continued(0, 1, str(fp8), 1, 1, keep_fp8)

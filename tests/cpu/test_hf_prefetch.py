@@ -18,6 +18,7 @@ from comet.experts.prefetch import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import StoredExperts, cache_report
+from comet.kernels.expert_tables import DRAFTED
 from comet.router import Router
 
 DRAFTS = SpeculationConfig(draft_experts=(1,), tau=0.0)
@@ -76,6 +77,8 @@ def test_drafts_and_verification_are_those_without_it_bit_for_bit(folder: Path) 
         for first, second in zip(*made, strict=True):
             assert torch.equal(first, second)
     assert cache_report(models[1]).prefetched_needed > before
+    experts = [each for each in models[1].modules() if isinstance(each, StoredExperts)]
+    assert all(each.path.cache.tables.header[DRAFTED.value] > 0 for each in experts), "drafts list what they leave out"
     check_reports(models)
 
 

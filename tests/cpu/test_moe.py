@@ -116,7 +116,7 @@ COPIED = [
 ]
 
 
-@pytest.mark.parametrize("path", ["twin", "fused"])
+@pytest.mark.parametrize("path", ["twin", slow("fused")])
 @pytest.mark.parametrize("case", slow_but(["ep2"], COPIED))
 def test_copied_rows_give_the_bits_of_pushed_rows(case: LayerCase, path: str) -> None:
     pushed, copied = (
@@ -289,7 +289,7 @@ def drop_on_rank(rank: int, world_size: int, path: str, transport: Transport) ->
     return found
 
 
-@pytest.mark.parametrize("transport", ["push", "copy"])
+@pytest.mark.parametrize("transport", ["push", slow("copy")])
 def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there(transport: Transport) -> None:
     fused = run_ranks(drop_on_rank, 2, "fused", transport, interpret=True, timeout=300)
     for found, wanted in zip(fused, run_ranks(drop_on_rank, 2, "twin", transport), strict=True):

@@ -74,6 +74,7 @@ def resume_on(
     return before, result, held_out(folder / "small" / "step-000005", job)
 
 
+@pytest.mark.slow
 def test_training_goes_on_over_another_number_of_nodes(tmp_path: Path) -> None:
     two, *others = run_ranks(first_runs, 4, tmp_path, timeout=300)
     assert [each["text"] for each in others] == [two["text"]] * 3

@@ -54,10 +54,10 @@ def test_the_examples_of_the_docs() -> None:
 
 
 def test_history_adds_up_what_followed_each_expert() -> None:
-    """Layer 0 needs {0, 1}, {0, 2}, {0, 1}, layer 1 {3, 4}, {4, 5} and then another. Before the third step 3 followed 0
-    and 1 once each, 4 followed 0 twice and 1 once, 5 followed 0 once: 4 (3), 3 (2), 5 (1)."""
-    found = history(trace_of([[[0, 1], [3, 4]], [[2, 0], [4, 5]], [[0, 1], [6, 7]]], 8))
-    assert found[2, 1].tolist() == [4, 3, 5, -1, -1, -1, -1, -1]
+    """Layer 0 needs {0, 1}, {0, 2}, {0, 1}, layer 1 {3, 4}, {4, 2} and then another. Before the third step 3 followed 0
+    and 1 once each, 4 followed 0 twice and 1 once, 2 followed 0 once: 4 (3), 3 (2), 2 (1)."""
+    found = history(trace_of([[[0, 1], [3, 4]], [[2, 0], [4, 2]], [[0, 1], [6, 7]]], 8))
+    assert found[2, 1].tolist() == [4, 3, 2, -1, -1, -1, -1, -1]
     assert found[1, 1].tolist() == [3, 4, -1, -1, -1, -1, -1, -1]
 
 
