@@ -240,12 +240,11 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
     """Measure experts that are stored in one type, a name of ``STORED``; all variants in turn."""
     config, stored = model(arguments.model), None if name == STORED[0] else cast(MXType, name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    wanted = [kind for kind in arguments.variants if stored is None or not kind.endswith(HOST_CORES)]
-    num_cores = max(usable_cores() - 1, 1) if any(kind.endswith(HOST_CORES) for kind in wanted) else 0
+    num_cores = max(usable_cores() - 1, 1) if any(kind.endswith(HOST_CORES) for kind in arguments.variants) else 0
     layers = Layers(config, arguments.layers, trace_of(arguments), device, dtype, stored, num_cores)
     slots = {budget: slots_of_budget(budget, config, arguments.layers, dtype, stored) for budget in arguments.budgets}
     expert, made = bytes_of_expert(config.hidden_size, config.ffn_size, dtype, stored), {}
-    for (budget, count), kind in product(slots.items(), wanted):
+    for (budget, count), kind in product(slots.items(), arguments.variants):
         with memory_limit(device, arguments.layers * count * expert + TABLES_BYTES):
             made[kind, budget] = layers.cached(count, kind)
     steps: dict[Any, Callable[[], Any]] = {"on_demand": layers.on_demand(), "resident": layers.resident()}

@@ -16,6 +16,7 @@ What bounds it: the host's memory (16 cores read experts of Qwen3 at 33 GB/s bes
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -207,6 +208,14 @@ def add_hosted_torch(partial: Tensor, host: HostExperts, tokens: Tensor, ids: Te
         return partial
     experts = host.mail.words[EXPERTS.value : EXPERTS.value + hosted].tolist()
     return partial + ask_torch(host.mail, layer, experts, tokens, ids, weights)
+
+
+def asked_by_host(mail: Mailbox) -> Mailbox:
+    """The mailbox for requests that the host makes itself, while the device makes none; ``mail.sequence`` comes behind.
+
+    A deadline that passes meanwhile is in ``mail.words`` alone.
+    """
+    return replace(mail, sequence=mail.words[REQUEST.value : REQUEST.value + 1].clone(), fault=mail.fault.cpu())
 
 
 def ask_torch(

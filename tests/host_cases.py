@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from decode_cases import QUANTISERS
+from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from torch import Tensor
 
 from comet.experts import ExpertCache
@@ -17,6 +17,21 @@ from comet.experts.store import HeldExperts
 PROFILE = HostProfile(link_ns=200, request_ns=20, expert_ns=290, full_request_ns=20, full_expert_ns=290)
 SLOW_LINK = replace(PROFILE, link_ns=1000)
 DEADLINE_S = 60.0  # for answers that come
+CPU = torch.device("cpu")
+CASES = [
+    DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
+    DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=replace(VECTOR, fold=True), seed=1),
+    DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=2),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
+    DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
+]
+CASE = CASES[0]
+IN_WAVES = [
+    DecodeCase(name="vector", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=1),
+    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2),
+    DecodeCase(name="by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=3),
+    DecodeCase(name="mxfp4", T=3, K=2, E=12, D=64, F=32, config=None, seed=5, quantised="mxfp4"),
+]
 
 
 def leave_all_to(cores: HostCores) -> None:
@@ -55,3 +70,32 @@ def hosted_cache(
     cores.start([held_experts], profile)
     cache.share_with(cores, 0)
     return cache, cores
+
+
+def cache_of(
+    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
+) -> tuple[ExpertCache, HostCores]:
+    """An empty cache of the case's experts from ``first`` on, and the cores that share them."""
+    made = torch.Generator().manual_seed(case.seed)
+    shapes = (2 * case.F, case.D), (case.D, case.F)
+    w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:] / 8 for shape in shapes)
+    sizes = {"top_k": case.K, "max_tokens": case.T, "first_expert": first}
+    return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy, quantised=case.quantised)
+
+
+def two_caches(
+    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
+) -> tuple[ExpertCache, ExpertCache, HostCores]:
+    """``cache_of``, and a second cache of the same experts, in turn with which it asks the same process."""
+    mine, cores = cache_of(case, num_slots, profile, policy, first)
+    places = {"num_experts": case.E, "first_expert": first}
+    twin = ExpertCache(**mine.host.named_parts, num_slots=num_slots, device=CPU, policy=policy, **places)
+    twin.share_with(cores, 0)
+    return mine, twin, cores
+
+
+def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
+    """For the answers that the cache waits for."""
+    cores.mail = replace(cores.mail, timeout_ns=timeout_ns)
+    cache.host = replace(cache.host, mail=cores.mail)
+    cache.weights = replace(cache.weights, host=cache.host)

@@ -20,6 +20,7 @@ from comet.decode.runners import Runner
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
 from comet.experts.host_cores import HostCores
+from comet.experts.host_prompts import PromptCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import PinnedSlots, StreamedExperts
 from comet.kernels.expert_tables import LAYER, POLICIES, CacheTables, HostExperts, Policy
@@ -129,13 +130,11 @@ class ExpertCache:
         }
         self.weights = DecodeWeights(**slots, slots=self.tables.slots, host=self.host)
         self.cores: HostCores | None = None
+        self.layer = 0
 
     def share_with(self, cores: HostCores, layer: int) -> None:
-        """Leave some missing experts to the host's cores, which were started with this store as number ``layer``.
-
-        Once a pass is enough to ask whether they still work, so layer 0 alone knows them.
-        """
-        self.cores = cores if layer == 0 else None
+        """Leave some missing experts to the host's cores, which were started with this store as number ``layer``."""
+        self.cores, self.layer = cores, layer
         self.tables.header[LAYER.value] = layer
         self.host = replace(self.host, mail=cores.mail)
         self.weights = replace(self.weights, host=self.host)
@@ -190,7 +189,10 @@ class CachedExperts:
 
     def __init__(self, cache: ExpertCache, runner: Runner, top_k: int) -> None:
         stream = runner.decode.copy_stream(cache.weights.w1.device)
-        self.stream = StreamedExperts(PinnedSlots(cache.host, cache.weights, cache.first_expert, stream))
+        cores = None
+        if cache.cores is not None:
+            cores = PromptCores(cache.cores, cache.layer, cache.tables, cache.first_expert)
+        self.stream = StreamedExperts(PinnedSlots(cache.host, cache.weights, cache.first_expert, stream), cores)
         self.cache = cache
         self.runner = runner
         self.top_k = top_k
@@ -199,7 +201,7 @@ class CachedExperts:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """See ``ExpertPath``; the weights of the layer are those of the cache."""
-        if self.cache.cores is not None:
+        if self.cache.cores is not None and self.cache.layer == 0:  # once a pass is enough
             self.cache.cores.raise_if_failed()
         if tokens.shape[0] > self.runner.decode.max_tokens:
             return self.runner.add_up(self.stream(tokens, top_k_ids, top_k_weights)).to(tokens.dtype)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from comet.kernels.expert_host import ask_torch
-from comet.kernels.expert_mailbox import REQUEST, Mailbox
+from comet.kernels.expert_host import ask_torch, asked_by_host
+from comet.kernels.expert_mailbox import Mailbox
 from comet.kernels.expert_parts import ExpertParts
 from comet.layout import ExpertLayout
 
@@ -55,14 +55,37 @@ class HostProfile:
         hosted = torch.arange(num_experts + 1)
         fetched = hosted[:, None] - hosted
         for num_tokens in range(1, max_tokens + 1):
-            grown = (num_tokens - 1) / max(max_tokens - 1, 1)
-            request = self.request_ns + grown * (self.full_request_ns - self.request_ns)
-            expert = self.expert_ns + grown * (self.full_expert_ns - self.expert_ns)
+            request, expert = self.costs_of(num_tokens, max_tokens)
             ends = torch.maximum((request + hosted * expert).where(hosted > 0, 0.0), fetched * self.link_ns)
             ends = ends.where((fetched > 0) | (hosted == 0), torch.inf)
             soonest = ends == ends.amin(1, keepdim=True)
             table[num_tokens] = hosted.where(soonest, num_experts).amin(1)
         return table
+
+    def costs_of(self, num_tokens: int, max_tokens: int) -> tuple[float, float]:
+        """Of a request of so many tokens, without its experts, and of each of them."""
+        grown = (num_tokens - 1) / max(max_tokens - 1, 1)
+        request = self.request_ns + grown * (self.full_request_ns - self.request_ns)
+        return request, self.expert_ns + grown * (self.full_expert_ns - self.expert_ns)
+
+    def share_of_prompt(self, num_tokens: Sequence[int], num_missing: int, max_tokens: int) -> int:
+        """How many experts of a prompt the host computes, each in a request of its own, so that all is done soonest.
+
+        Example: 200 us for an expert on the link, 290 on the cores and 20 a request: of 5 missing experts, three of
+        which have one token, the host computes two, 620 us, while three travel for 600.
+
+        Args:
+            num_tokens: Of the experts that it could compute, in the order in which it would.
+            num_missing: These and all others, at least one of which comes to the device.
+            max_tokens: Of a step.
+        """
+        host, best, soonest = 0.0, 0, num_missing * self.link_ns
+        for hosted, tokens in enumerate(num_tokens[: max(num_missing - 1, 0)], start=1):
+            host += sum(self.costs_of(tokens, max_tokens))
+            ends = max(host, (num_missing - hosted) * self.link_ns)
+            if ends < soonest:
+                best, soonest = hosted, ends
+        return best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +126,7 @@ def measure(mail: Mailbox, stores: Sequence[ExpertParts], sizes: HostSizes, devi
 
     An expert costs the host its part of a request of three, and what one alone takes beyond that is the request's.
     """
-    aside = replace(mail, sequence=mail.words[REQUEST.value : REQUEST.value + 1].clone(), fault=mail.fault.cpu())
+    aside = asked_by_host(mail)
     few = min(sizes.top_k, stores[0].w1.shape[0], 3)
     costs = []
     for num_tokens in (1, sizes.max_tokens):

@@ -19,6 +19,7 @@ from torch.nn.functional import silu
 from comet.autocast import product, without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
+from comet.experts.host_prompts import PromptCores
 from comet.kernels.expert_drafts import count_streamed_torch, settle_torch
 from comet.kernels.expert_tables import CLOCK, HostExperts
 from comet.layout import ExpertLayout
@@ -175,10 +176,11 @@ class StreamedExperts:
 
     Args:
         slots: Of the layer.
+        cores: Of the host, that compute some missing experts; ``None``: none do.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self.slots = slots
+    def __init__(self, slots: Slots, cores: PromptCores | None = None) -> None:
+        self.slots, self.cores = slots, cores
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
@@ -196,11 +198,14 @@ class StreamedExperts:
 
     def _visit_all(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Every row ``(R, D)`` through its expert, rows and results by expert."""
-        visits = plan_visits(counts, self.slots.owners())
+        owners = self.slots.owners()
+        hosted = [] if self.cores is None else self.cores.choose(counts, owners)
+        visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
         # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
         self.slots.give_away({visit.slot for visit in visits if visit.is_missing})
         parts, outputs = rows.split(list(counts)), torch.empty_like(rows)
         results = outputs.split(list(counts))
+        for_host = [parts[expert].cpu() for expert in hosted]  # before the device has more to do
         for visit in visits:
             if visit.is_missing:
                 self.slots.copy(visit)
@@ -209,4 +214,7 @@ class StreamedExperts:
             results[visit.expert].copy_(product(silu(gate) * up, w2))
             self.slots.release(visit)
         self.slots.take(visits)
+        if self.cores is not None and hosted:
+            for expert, output in zip(hosted, self.cores.compute(hosted, for_host), strict=True):
+                results[expert].copy_(output)
         return outputs

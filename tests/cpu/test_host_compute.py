@@ -1,10 +1,9 @@
-"""Missing experts computed on the host's cores, by the real process: kernels against twins, engines, faults."""
+"""Missing experts computed on the host's cores, by the real process: engines, faults, settings."""
 
 from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from decode_cases import MATRIX, VECTOR, DecodeCase
-from host_cases import DEADLINE_S, PROFILE, SLOW_LINK, hosted_cache, leave_all_to
+from decode_cases import DecodeCase
+from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, cache_of, leave_all_to, set_deadline
 from ranks import run_ranks
 from tiers import slow
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
-from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
 from comet.experts import ExpertCache, host_cores
@@ -38,233 +36,10 @@ from comet.generation.job import generate_job
 from comet.group import ExpertGroup, make_expert_group
 from comet.kernels.expert_host import PLACE_HOST, worth_least
 from comet.kernels.expert_mailbox import EXPERTS
-from comet.kernels.expert_prefetch import plan_torch, travel_torch
-from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
-from comet.kernels.expert_waves import split_waves_torch
+from comet.kernels.expert_tables import HOSTED
 from comet.models.gpt import GPT
+from comet.training.config import CommConfig
 from comet.training.run import train
-
-CPU = torch.device("cpu")
-TABLES = ("slots", "arriving", "last_used", "owners")
-CASES = [
-    DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
-    DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=replace(VECTOR, fold=True), seed=1),
-    DecodeCase(name="vector, two tokens", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=2),
-    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=3),
-    DecodeCase(name="matrix, by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=4),
-]
-
-
-CASE = CASES[0]
-
-
-def cache_of(
-    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
-) -> tuple[ExpertCache, HostCores]:
-    """An empty cache of the case's experts from ``first`` on, and the cores that share them."""
-    made = torch.Generator().manual_seed(case.seed)
-    shapes = (2 * case.F, case.D), (case.D, case.F)
-    w1, w2 = (torch.randn(case.E, *shape, generator=made)[first:] / 8 for shape in shapes)
-    sizes = {"top_k": case.K, "max_tokens": case.T, "first_expert": first}
-    return hosted_cache(w1, w2, num_slots, CPU, **sizes, profile=profile, policy=policy, quantised=case.quantised)
-
-
-def two_caches(
-    case: DecodeCase, num_slots: int, profile: HostProfile, policy: str = "lru", first: int = 0
-) -> tuple[ExpertCache, ExpertCache, HostCores]:
-    """``cache_of``, and a second cache of the same experts, in turn with which it asks the same process."""
-    mine, cores = cache_of(case, num_slots, profile, policy, first)
-    places = {"num_experts": case.E, "first_expert": first}
-    twin = ExpertCache(**mine.host.named_parts, num_slots=num_slots, device=CPU, policy=policy, **places)
-    twin.share_with(cores, 0)
-    return mine, twin, cores
-
-
-def set_deadline(cache: ExpertCache, cores: HostCores, timeout_ns: int) -> None:
-    """For the answers that the cache waits for."""
-    cores.mail = replace(cores.mail, timeout_ns=timeout_ns)
-    cache.host = replace(cache.host, mail=cores.mail)
-    cache.weights = replace(cache.weights, host=cache.host)
-
-
-def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
-    """Random steps by kernels and by twins: equal tables, equal splits, and the outputs of resident experts."""
-    print("seed", case.seed)
-    made = torch.Generator().manual_seed(case.seed)
-    slots = min(case.T * case.K, case.E)
-    first = int(slots < case.E)
-    mine, twin, cores = two_caches(case, slots, PROFILE, policy, first)
-    resident = ExpertCache(
-        **mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=first
-    )
-    hosted = 0
-    for _ in range(6):
-        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            warp_decode_torch(tokens, ids, weights, twin.weights), expected, rtol=1e-4, atol=1e-4
-        )
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
-        assert torch.equal(mine.tables.totals[:2], twin.tables.totals[:2])
-        assert torch.equal(mine.tables.header, twin.tables.header)
-        count, num_hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
-        assert num_hosted == cores.mail.share[case.T, count]
-        assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
-        assert (mine.tables.copies[1, count - num_hosted : count] == -1).all()
-        hosted += num_hosted
-    assert cores.counts[0] == 2 * hosted > 0
-    cores.check()
-    cores.close()
-
-
-def compare_waves(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
-    """Steps in waves: as resident experts give them, as many hosted as the table says of all that the step misses."""
-    print("seed", case.seed)
-    made = torch.Generator().manual_seed(case.seed)
-    mine, twin, cores = two_caches(case, num_slots, PROFILE, policy, first=1)
-    resident = ExpertCache(**mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=1)
-    for step in range(5):
-        num_tokens = 1 if step == 3 else case.T  # a step of one wave in between
-        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32)
-        needed = set(ids.flatten().tolist()) - {-1, 0}
-        missing = [expert for expert in needed if mine.tables.slots[expert] < 0]
-        before = mine.tables.totals.clone()
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        found = warp_decode_torch(tokens, ids, weights, twin.weights)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
-        torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
-        assert torch.equal(mine.tables.header, twin.tables.header)
-        hosted = int(cores.mail.share[num_tokens, len(missing)])
-        spent = (mine.tables.totals - before)[[0, 1, 7]].tolist()
-        assert spent == [len(needed), len(missing) - hosted, hosted], "each missing one fetched or hosted, once"
-        assert sum(bool(mine.tables.slots[expert] >= 0) for expert in missing) <= len(missing) - hosted
-        assert not (mine.tables.arriving == -2).any()
-    assert cores.counts[0] == 2 * mine.tables.totals[7] > 0
-    assert twin.tables.totals[7] == mine.tables.totals[7]
-    cores.check()
-    cores.close()
-
-
-IN_WAVES = [
-    DecodeCase(name="vector", T=2, K=3, E=24, D=64, F=32, config=VECTOR, seed=1),
-    DecodeCase(name="matrix", T=5, K=2, E=40, D=80, F=48, config=MATRIX, seed=2),
-    DecodeCase(name="by expert", T=8, K=2, E=12, D=32, F=16, config=MATRIX, seed=3),
-    DecodeCase(name="mxfp4", T=3, K=2, E=12, D=64, F=32, config=None, seed=5, quantised="mxfp4"),
-]
-
-
-@pytest.mark.parametrize(
-    ("case", "policy"),
-    [
-        pytest.param(case, policy, id=f"{case.name}-{policy}", marks=[] if number == at else pytest.mark.slow)
-        for number, case in enumerate(IN_WAVES)
-        for at, policy in enumerate(POLICIES)
-    ],
-)
-def test_steps_in_waves_leave_misses_to_the_host(case: DecodeCase, policy: str) -> None:
-    run_ranks(compare_waves, 1, case, case.K + 1, policy, interpret=True)
-
-
-def test_the_example_of_waves_and_the_host() -> None:
-    case = DecodeCase(name="example", T=2, K=2, E=5, D=16, F=16)
-    cache, cores = cache_of(case, 2, SLOW_LINK)
-    cache.tables.slots[4], cache.tables.last_used[3] = 0, 1
-    waves = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), cache.host, 2, torch.ones(2, 2))
-    assert waves.tolist() == [[[3, -1], [4, 3]], [[-1, -1], [-1, -1]], [[3, -1], [4, 3]]]
-    assert cores.mail.words[EXPERTS.value] == 1
-    cores.close()
-
-
-def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
-    """What came before its step half or whole is fetched as ever; the host computes others."""
-    print("seed", case.seed)
-    made, drawn = torch.Generator().manual_seed(case.seed), random.Random(case.seed)
-    mine, twin, cores = two_caches(case, case.T * case.K + 1, SLOW_LINK)
-    for cache in (mine, twin):
-        cache.expect_prefetch()
-    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU)
-    taken = asked = 0
-    for _ in range(8):
-        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
-        ids = torch.randint(case.E, (case.T, case.K), generator=made, dtype=torch.int32)
-        for cache in (mine, twin):
-            plan_torch(ids, cache.host)
-            travel_torch(cache.weights.parts, cache.host)
-        pieces = drawn.randint(0, int(mine.tables.header[NEXT.value]))
-        for cache in (mine, twin):  # all of them are there, but the step does not know of those behind
-            cache.tables.header[NEXT.value] = pieces
-        for copy in range(int(mine.tables.header[PLANNED.value])):
-            _, slot, former = mine.tables.ahead[:, copy].tolist()
-            if former >= 0 and pieces <= copy * mine.host.pieces:
-                for cache in (mine, twin):
-                    cache.weights.w1[slot], cache.weights.w2[slot] = cache.host.w1[former], cache.host.w2[former]
-        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
-        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-        warp_decode_torch(tokens, ids, weights, twin.weights)
-        for name in TABLES:
-            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
-        assert mine.tables.header[HOSTED.value] == twin.tables.header[HOSTED.value]
-        count, hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
-        taken += count > hosted > 0 and pieces % mine.host.pieces > 0
-        asked += hosted
-    assert taken > 0
-    assert cores.counts[0] == 2 * asked > 0
-    cores.close()
-
-
-def test_experts_on_their_way_are_fetched_and_others_computed() -> None:
-    run_ranks(compare_with_prefetch, 1, CASE, interpret=True)
-
-
-def wait_in_vain(rank: int, world_size: int) -> None:
-    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
-    os.kill(cores.process.pid, signal.SIGSTOP)
-    set_deadline(cache, cores, 10**8)
-    ids, tokens, weights = torch.arange(CASE.K, dtype=torch.int32)[None], torch.ones(1, CASE.D), torch.ones(1, CASE.K)
-    assert run_kernels(tokens, ids, weights, cache.weights, config=CASE.config).isnan().all()
-    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
-        cores.check()
-    cache.tables.slots.fill_(-1)
-    run_kernels(tokens, ids, weights, cache.weights, config=CASE.config)
-    assert cache.tables.header[HOSTED.value] == 0, "the host is asked no more"
-    os.kill(cores.process.pid, signal.SIGCONT)
-    cores.close()
-
-
-def test_kernels_end_by_the_deadline() -> None:
-    run_ranks(wait_in_vain, 1, interpret=True)
-
-
-QUICK = {("fold", "score"), ("matrix", "lru")}
-SPLITS = [
-    pytest.param(
-        case, policy, id=f"{case.name}-{policy}", marks=[] if (case.name, policy) in QUICK else pytest.mark.slow
-    )
-    for case in CASES
-    for policy in POLICIES
-]
-
-
-SPLITS += [
-    pytest.param(replace(case, quantised=kind), "lru", id=kind, marks=[] if kind == "fp8" else pytest.mark.slow)
-    for kind in ("fp8", "mxfp8", "mxfp4")
-    for case in [DecodeCase(name=kind, T=3, K=2, E=12, D=160, F=32, config=None, seed=6)]
-]
-
-
-@pytest.mark.parametrize(("case", "policy"), SPLITS)
-def test_kernels_split_misses_as_their_twins_do(case: DecodeCase, policy: str) -> None:
-    run_ranks(compare_steps, 1, case, policy, interpret=True)
 
 
 def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: str | None = None) -> GPTEngine:
@@ -283,6 +58,7 @@ def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: s
 def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None = None) -> None:
     """Texts with and without the host's cores: the same numbers, up to rounding, and other experts on the link."""
     mine, plain = (engine_of(cores, group, expert_dtype) for cores in ("2" if group else "1", "off"))
+    measured = mine.cores.profile
     drawn = torch.Generator().manual_seed(7)
     ids = torch.randint(256, (1, 3), generator=drawn)  # in waves
     found = [engine.prefill(ids, torch.tensor([3]), 30) for engine in (mine, plain)]
@@ -291,9 +67,11 @@ def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None =
         token = torch.randint(256, (1,), generator=drawn)
         found = [engine.decode(token) for engine in (mine, plain)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    compare_streamed(mine, plain, drawn)
     mine.check()
     with_host, without = mine.cache_report(), plain.cache_report()
     assert mine.cores is not None
+    assert measured.link_ns > 0 < measured.expert_ns
     assert with_host is not None
     assert without is not None
     assert with_host.needed == without.needed
@@ -302,6 +80,20 @@ def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None =
     assert with_host.fetched < without.fetched
     assert with_host.hits == 1 - (with_host.fetched + with_host.hosted) / with_host.needed
     mine.cores.close()
+
+
+def compare_streamed(mine: GPTEngine, plain: GPTEngine, drawn: torch.Generator) -> None:
+    """A prompt that streams leaves experts to the host, too, and steps go on behind it."""
+    mine.cores.profile = SLOW_LINK
+    before = mine.cache_report()
+    ids = torch.randint(256, (1, 20), generator=drawn)
+    found = [engine.prefill(ids, torch.tensor([20]), 30) for engine in (mine, plain)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    after, without = mine.cache_report(), plain.cache_report()
+    assert after.needed == without.needed
+    assert after.hosted > before.hosted
+    token = torch.randint(256, (1,), generator=drawn)
+    torch.testing.assert_close(*(engine.decode(token) for engine in (mine, plain)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("expert_dtype", [None, "mxfp8", slow("mxfp4")])
@@ -320,17 +112,22 @@ def engines_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> No
     group.close()
 
 
-def test_the_task_reports_what_the_cores_cost(tmp_path: Path) -> None:
+def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a profile that is given: what this machine measures, and how soon it starts a process, is its own affair."""
+    measured = HostProfile(link_ns=200e3, request_ns=20e3, expert_ns=290e3, full_request_ns=20e3, full_expert_ns=290e3)
+    monkeypatch.setattr(host_cores, "measure", lambda *given: measured)
+    monkeypatch.setattr(host_cores, "START_S", 3600.0)
     train(make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0), Rank())
     settings = GenerateConfig(
         source=str(tmp_path / "out"), prompt="1", max_new_tokens=4, temperature=0.0, expert_budget=0.5, host_cores="1"
     )
-    result = generate_job(replace(make_job(tmp_path, model=MODEL), generate=settings), Rank())
-    facts = result["expert_cache"]["host_cores"]
-    assert facts["cores"] == 1
-    assert facts["link_us"] > 0 < facts["expert_us"]
-    assert len(facts["share"]) == MOE.top_k + 1
-    assert result["expert_cache"]["hosted"] >= 0
+    job = make_job(tmp_path, model=MODEL, comm=CommConfig(timeout_s=3600.0))
+    found = generate_job(replace(job, generate=settings), Rank())["expert_cache"]
+    assert found["host_cores"] == {
+        "cores": 1, "link_us": 200, "request_us": 20, "expert_us": 290, "full_request_us": 20, "full_expert_us": 290,
+        "share": [0, 0, 1],
+    }  # fmt: skip
+    assert 0 <= found["hosted"] <= found["needed"] - found["fetched"]
 
 
 def request_of(cache: ExpertCache, case: DecodeCase = CASE) -> torch.Tensor:
@@ -348,6 +145,17 @@ def test_a_process_that_dies_is_named_before_the_next_step() -> None:
     process.wait()
     with pytest.raises(HostComputeError, match=r"the last ones asked for were .* of layer 0: the process ended with"):
         cores.raise_if_failed()
+    cores.close()
+
+
+def test_a_prompt_whose_answer_does_not_come_ends_by_its_deadline() -> None:
+    engine = engine_of("1")
+    cores = engine.cores
+    cores.profile, cores.mail = SLOW_LINK, replace(cores.mail, timeout_ns=10**8)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    with pytest.raises(HostComputeError, match=r"within 0\.1 s, .* \[\d+\] of layer 0: the process is still at it"):
+        engine.prefill(torch.arange(20)[None], torch.tensor([20]), 30)
+    os.kill(cores.process.pid, signal.SIGCONT)
     cores.close()
 
 
@@ -438,7 +246,17 @@ def test_the_example_of_a_table() -> None:
     assert full.share_table(2, 8)[2].tolist() == [0] * 9, "of two tokens the host takes too long"
 
 
+def test_the_example_of_a_prompt() -> None:
+    assert PROFILE.share_of_prompt([1, 1, 1], 5, 4) == 2
+    assert PROFILE.share_of_prompt([1] * 3, 3, 4) == 1, "one would come to the device, but two take the host longer"
+    assert SLOW_LINK.share_of_prompt([1, 2], 2, 4) == 1, "one comes to the device"
+    assert replace(PROFILE, full_expert_ns=2000).share_of_prompt([1, 4, 4], 5, 4) == 1, (
+        "those of many tokens take longer"
+    )
+
+
 def test_a_slow_host_is_left_out() -> None:
+    assert replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_of_prompt([1, 1, 1], 5, 4) == 0
     table = replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_table(4, 8)
     assert not table.any()
 

@@ -115,6 +115,23 @@ def test_replayed_steps_give_the_numbers_of_resident_experts(num_tokens: int, ma
     cores.close()
 
 
+@pytest.mark.parametrize("quantised", ["", "mxfp4"])
+def test_a_prompt_that_streams_and_steps_behind_it(quantised: str, made: torch.Generator) -> None:
+    """The host asks itself for experts of few tokens, and the device goes on from the number of its last request."""
+    cache, cores, exact = opened(made, 6, 4, SLOW_LINK, quantised=quantised)
+    cached, slots = CachedExperts(cache, LocalRunner(K, 4), K), cache.weights
+    for num_tokens in (4, 60, 1, 20, 4):
+        ids = torch.stack([torch.randperm(E, generator=made)[:K] for _ in range(num_tokens)]).int().cuda()
+        weights = torch.rand(ids.shape, generator=made).cuda()
+        tokens = torch.randn(num_tokens, D, generator=made).bfloat16().cuda()
+        before = cores.counts[0]
+        assert_close(cached(tokens, ids, weights, slots.w1, slots.w2), tokens, ids, weights, exact)
+        assert cores.counts[0] > before
+    assert int(cache.tables.totals[7]) == cores.counts[0]
+    cores.check()
+    cores.close()
+
+
 def test_steps_without_waiting_for_the_host_in_between(made: torch.Generator) -> None:
     """The host launches ahead: requests follow each other as fast as the process answers."""
     cache, cores, exact = opened(made, K, 1, SLOW_LINK)

@@ -1,0 +1,197 @@
+"""Missing experts that kernels leave to the host's cores: tables, splits and sums of kernels and of their twins."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_cases import DecodeCase
+from host_cases import CASE, CASES, CPU, IN_WAVES, PROFILE, SLOW_LINK, cache_of, set_deadline, two_caches
+from ranks import run_ranks
+
+from comet.decode.local import run_kernels
+from comet.decode.twin import warp_decode_torch
+from comet.errors import HostComputeError
+from comet.experts import ExpertCache
+from comet.kernels.expert_mailbox import EXPERTS
+from comet.kernels.expert_prefetch import plan_torch, travel_torch
+from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
+from comet.kernels.expert_waves import split_waves_torch
+
+TABLES = ("slots", "arriving", "last_used", "owners")
+
+
+def compare_steps(rank: int, world_size: int, case: DecodeCase, policy: str) -> None:
+    """Random steps by kernels and by twins: equal tables, equal splits, and the outputs of resident experts."""
+    print("seed", case.seed)
+    made = torch.Generator().manual_seed(case.seed)
+    slots = min(case.T * case.K, case.E)
+    first = int(slots < case.E)
+    mine, twin, cores = two_caches(case, slots, PROFILE, policy, first)
+    resident = ExpertCache(
+        **mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=first
+    )
+    hosted = 0
+    for _ in range(6):
+        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
+        ids = torch.randint(-1, case.E, (case.T, case.K), generator=made, dtype=torch.int32)
+        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
+        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            warp_decode_torch(tokens, ids, weights, twin.weights), expected, rtol=1e-4, atol=1e-4
+        )
+        for name in TABLES:
+            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        assert torch.equal(mine.tables.totals[:2], twin.tables.totals[:2])
+        assert torch.equal(mine.tables.header, twin.tables.header)
+        count, num_hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
+        assert num_hosted == cores.mail.share[case.T, count]
+        assert torch.equal(mine.tables.copies[:, :count], twin.tables.copies[:, :count])
+        assert (mine.tables.copies[1, count - num_hosted : count] == -1).all()
+        hosted += num_hosted
+    assert cores.counts[0] == 2 * hosted > 0
+    cores.check()
+    cores.close()
+
+
+def compare_waves(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:
+    """Steps in waves: as resident experts give them, as many hosted as the table says of all that the step misses."""
+    print("seed", case.seed)
+    made = torch.Generator().manual_seed(case.seed)
+    mine, twin, cores = two_caches(case, num_slots, PROFILE, policy, first=1)
+    resident = ExpertCache(**mine.host.named_parts, num_slots=case.E, device=CPU, num_experts=case.E, first_expert=1)
+    for step in range(5):
+        num_tokens = 1 if step == 3 else case.T  # a step of one wave in between
+        tokens, weights = (torch.rand(num_tokens, size, generator=made) for size in (case.D, case.K))
+        ids = torch.randint(-1, case.E, (num_tokens, case.K), generator=made, dtype=torch.int32)
+        needed = set(ids.flatten().tolist()) - {-1, 0}
+        missing = [expert for expert in needed if mine.tables.slots[expert] < 0]
+        before = mine.tables.totals.clone()
+        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
+        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        found = warp_decode_torch(tokens, ids, weights, twin.weights)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for name in TABLES:
+            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        torch.testing.assert_close(mine.tables.scores, twin.tables.scores)
+        assert torch.equal(mine.tables.header, twin.tables.header)
+        hosted = int(cores.mail.share[num_tokens, len(missing)])
+        spent = (mine.tables.totals - before)[[0, 1, 7]].tolist()
+        assert spent == [len(needed), len(missing) - hosted, hosted], "each missing one fetched or hosted, once"
+        assert sum(bool(mine.tables.slots[expert] >= 0) for expert in missing) <= len(missing) - hosted
+        assert not (mine.tables.arriving == -2).any()
+    assert cores.counts[0] == 2 * mine.tables.totals[7] > 0
+    assert twin.tables.totals[7] == mine.tables.totals[7]
+    cores.check()
+    cores.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        pytest.param(case, policy, id=f"{case.name}-{policy}", marks=[] if number == at == 1 else pytest.mark.slow)
+        for number, case in enumerate(IN_WAVES)
+        for at, policy in enumerate(POLICIES)
+    ],
+)
+def test_steps_in_waves_leave_misses_to_the_host(case: DecodeCase, policy: str) -> None:
+    run_ranks(compare_waves, 1, case, case.K + 1, policy, interpret=True)
+
+
+def test_the_example_of_waves_and_the_host() -> None:
+    case = DecodeCase(name="example", T=2, K=2, E=5, D=16, F=16)
+    cache, cores = cache_of(case, 2, SLOW_LINK)
+    cache.tables.slots[4], cache.tables.last_used[3] = 0, 1
+    waves = split_waves_torch(torch.tensor([[3, 1], [4, 3]]), cache.host, 2, torch.ones(2, 2))
+    assert waves.tolist() == [[[3, -1], [4, 3]], [[-1, -1], [-1, -1]], [[3, -1], [4, 3]]]
+    assert cores.mail.words[EXPERTS.value] == 1
+    cores.close()
+
+
+def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
+    """What came before its step half or whole is fetched as ever; the host computes others."""
+    print("seed", case.seed)
+    made, drawn = torch.Generator().manual_seed(case.seed), random.Random(case.seed)
+    mine, twin, cores = two_caches(case, case.T * case.K + 1, SLOW_LINK)
+    for cache in (mine, twin):
+        cache.expect_prefetch()
+    resident = ExpertCache(mine.host.w1, mine.host.w2, case.E, CPU)
+    taken = asked = 0
+    for _ in range(8):
+        tokens, weights = (torch.rand(case.T, size, generator=made) for size in (case.D, case.K))
+        ids = torch.randint(case.E, (case.T, case.K), generator=made, dtype=torch.int32)
+        for cache in (mine, twin):
+            plan_torch(ids, cache.host)
+            travel_torch(cache.weights.parts, cache.host)
+        pieces = drawn.randint(0, int(mine.tables.header[NEXT.value]))
+        for cache in (mine, twin):  # all of them are there, but the step does not know of those behind
+            cache.tables.header[NEXT.value] = pieces
+        for copy in range(int(mine.tables.header[PLANNED.value])):
+            _, slot, former = mine.tables.ahead[:, copy].tolist()
+            if former >= 0 and pieces <= copy * mine.host.pieces:
+                for cache in (mine, twin):
+                    cache.weights.w1[slot], cache.weights.w2[slot] = cache.host.w1[former], cache.host.w2[former]
+        output = run_kernels(tokens, ids, weights, mine.weights, config=case.config)
+        expected = warp_decode_torch(tokens, ids, weights, resident.weights)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        warp_decode_torch(tokens, ids, weights, twin.weights)
+        for name in TABLES:
+            assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
+        assert mine.tables.header[HOSTED.value] == twin.tables.header[HOSTED.value]
+        count, hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
+        asked += hosted
+        taken += count > hosted > 0 and pieces % mine.host.pieces > 0
+    assert taken > 0
+    assert cores.counts[0] == 2 * asked > 0
+    cores.close()
+
+
+def test_experts_on_their_way_are_fetched_and_others_computed() -> None:
+    run_ranks(compare_with_prefetch, 1, CASE, interpret=True)
+
+
+def wait_in_vain(rank: int, world_size: int) -> None:
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    set_deadline(cache, cores, 10**8)
+    ids, tokens, weights = torch.arange(CASE.K, dtype=torch.int32)[None], torch.ones(1, CASE.D), torch.ones(1, CASE.K)
+    assert run_kernels(tokens, ids, weights, cache.weights, config=CASE.config).isnan().all()
+    with pytest.raises(HostComputeError, match=r"within 0\.1 s"):
+        cores.check()
+    cache.tables.slots.fill_(-1)
+    run_kernels(tokens, ids, weights, cache.weights, config=CASE.config)
+    assert cache.tables.header[HOSTED.value] == 0, "the host is asked no more"
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
+
+
+def test_kernels_end_by_the_deadline() -> None:
+    run_ranks(wait_in_vain, 1, interpret=True)
+
+
+QUICK = {("fold", "score"), ("matrix", "lru")}
+SPLITS = [
+    pytest.param(
+        case, policy, id=f"{case.name}-{policy}", marks=[] if (case.name, policy) in QUICK else pytest.mark.slow
+    )
+    for case in CASES
+    for policy in POLICIES
+]
+
+
+SPLITS += [
+    pytest.param(replace(case, quantised=kind), "lru", id=kind, marks=[] if kind == "fp8" else pytest.mark.slow)
+    for kind in ("fp8", "mxfp8", "mxfp4")
+    for case in [DecodeCase(name=kind, T=3, K=2, E=12, D=160, F=32, config=None, seed=6)]
+]
+
+
+@pytest.mark.parametrize(("case", "policy"), SPLITS)
+def test_kernels_split_misses_as_their_twins_do(case: DecodeCase, policy: str) -> None:
+    run_ranks(compare_steps, 1, case, policy, interpret=True)
