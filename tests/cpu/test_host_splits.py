@@ -145,8 +145,8 @@ def compare_with_prefetch(rank: int, world_size: int, case: DecodeCase) -> None:
             assert torch.equal(getattr(mine.tables, name), getattr(twin.tables, name)), name
         assert mine.tables.header[HOSTED.value] == twin.tables.header[HOSTED.value]
         count, hosted = (int(mine.tables.header[word.value]) for word in (COUNT, HOSTED))
-        taken += count > hosted > 0 and pieces % mine.host.pieces > 0
         asked += hosted
+        taken += count > hosted > 0 and pieces % mine.host.pieces > 0
     assert taken > 0
     assert cores.counts[0] == 2 * asked > 0
     cores.close()
