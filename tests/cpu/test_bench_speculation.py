@@ -53,6 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "--source", str(folder / "out"), "--data", str(job.data.path), "--device", "cpu"
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu(
     trained: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def run_near_the_limit(rank: int, world_size: int, path: str, transport: Transpo
 
 
 @pytest.mark.parametrize(
-    ("path", "transport"), [("twin", "push"), ("twin", "copy"), ("fused", "push"), slow("fused", "copy")]
+    ("path", "transport"), [("twin", "push"), ("twin", "copy"), slow("fused", "push"), slow("fused", "copy")]
 )
 def test_layers_before_and_after(path: str, transport: Transport) -> None:
     found = run_ranks(run_near_the_limit, 2, path, transport, interpret=path == "fused", timeout=300)

@@ -107,7 +107,7 @@ CASES = [
         ("score", CASES[0]),
         slow("lru", CASES[1]),
         slow("score", CASES[1]),
-        ("lru", CASES[2]),
+        slow("lru", CASES[2]),
         slow("score", CASES[2]),
     ],
 )

@@ -215,7 +215,7 @@ def run_quantised(rank: int, world_size: int, kind: type, kernels: bool) -> dict
     return outcome
 
 
-@pytest.mark.parametrize(("kind", "kernels"), [(FP8, False), (MXFP8, False), (FP8, True), slow(MXFP8, True)])
+@pytest.mark.parametrize(("kind", "kernels"), [(FP8, False), (MXFP8, False), slow(FP8, True), slow(MXFP8, True)])
 def test_quantised_weights_are_refused_or_right(kind: type, kernels: bool) -> None:
     (outcome,) = run_ranks(run_quantised, 1, kind, kernels, interpret=kernels)
     check(outcome, refused=SIZES)

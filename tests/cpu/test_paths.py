@@ -48,6 +48,7 @@ def run_past_float16(rank: int, world_size: int) -> dict[str, list[float]]:
     return outcome
 
 
+@pytest.mark.slow
 def test_partial_sums_past_float16_are_infinite_or_added_first() -> None:
     """118784 - 59392 = 59392 is a float16, a partial sum of 118784 is none: where it is rounded the result says so."""
     for outcome in run_ranks(run_past_float16, 2, interpret=True):

@@ -53,7 +53,7 @@ def run_job(rank, world_size, job):
     return train(job, Rank(rank, world_size))
 
 
-@pytest.mark.parametrize(("world_size", "told"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("world_size", "told"), [slow(1, 0), (2, 1)])
 def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, tmp_path):
     job = make_job(tmp_path, ep=world_size, steps=9, eval_every=2)
     whole = run_ranks(run_job, world_size, replace(job, output_dir=str(tmp_path / "whole")))
