@@ -90,11 +90,15 @@ def free_port() -> int:
 
 
 def start_two_agents(*words: str, ranks: int = 1, program: Sequence[str] = (APP,)) -> list[subprocess.Popen[str]]:
-    """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each."""
+    """Two torchrun agents on this host, as on two nodes with ``ranks`` ranks each.
+
+    The first one has the rendezvous store, as the node of the endpoint has: of one host either might, and where that
+    agent ends the other one ends its ranks before they can say whom they miss.
+    """
     port = free_port()
     options = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-    program = ["-m", "torch.distributed.run", *options, "--rdzv-endpoint", f"localhost:{port}", *program]
-    return [start(*words, program=program) for _ in range(2)]
+    agent = ["-m", "torch.distributed.run", *options, "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf"]
+    return [start(*words, program=[*agent, f"is_host={is_host}", *program]) for is_host in ("true", "false")]
 
 
 def end_of(agents: Sequence[subprocess.Popen[str]]) -> list[tuple[int, list[str], list[str]]]:
