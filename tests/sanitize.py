@@ -165,6 +165,17 @@ def run_expert_cache(device: torch.device, dtype: torch.dtype) -> None:
                 assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
 
 
+def step_from_cache(cache: ExpertCache, needed: list[int], host: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """A step of one token that needs these experts, of which the slots then hold what ``host`` has."""
+    device = cache.weights.w1.device
+    ids, tokens = torch.tensor([needed], dtype=torch.int32, device=device), torch.randn(1, 32, device=device)
+    run_kernels(tokens.to(dtype), ids, torch.rand(ids.shape, device=device), cache.weights)
+    for expert in needed:
+        slot = int(cache.tables.slots[expert])
+        assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
+        assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
+
+
 def run_expert_prefetch(device: torch.device, dtype: torch.dtype) -> None:
     """A plan travels, and a step takes over what came."""
     host = [torch.randn(6, *size).to(dtype) for size in ((32, 32), (32, 16))]
@@ -173,12 +184,7 @@ def run_expert_prefetch(device: torch.device, dtype: torch.dtype) -> None:
     for guessed, needed in (([0, 5], [0, 5]), ([1, 2], [5, 2]), ([4, 3], [1, 0])):
         plan(torch.tensor([guessed], dtype=torch.int32, device=device), cache.weights.parts, cache.host)
         travel(cache.weights.parts, cache.host)
-        ids, tokens = torch.tensor([needed], dtype=torch.int32, device=device), torch.randn(1, 32, device=device)
-        run_kernels(tokens.to(dtype), ids, torch.rand(ids.shape, device=device), cache.weights)
-        for expert in needed:
-            slot = int(cache.tables.slots[expert])
-            assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
-            assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
+        step_from_cache(cache, needed, host, dtype)
 
 
 def run_expert_drafts(device: torch.device, dtype: torch.dtype) -> None:
@@ -187,22 +193,13 @@ def run_expert_drafts(device: torch.device, dtype: torch.dtype) -> None:
     cache, following = (ExpertCache(*host, 5, device) for _ in range(2))
     for each in (cache, following):
         each.expect_prefetch(drafts=True)
-
-    def step(needed: list[int]) -> None:
-        ids, tokens = torch.tensor([needed], dtype=torch.int32, device=device), torch.randn(1, 32, device=device)
-        run_kernels(tokens.to(dtype), ids, torch.rand(ids.shape, device=device), cache.weights)
-        for expert in needed:
-            slot = int(cache.tables.slots[expert])
-            assert torch.equal(cache.weights.w1[slot].cpu(), host[0][expert])
-            assert torch.equal(cache.weights.w2[slot].cpu(), host[1][expert])
-
     for named in ([0, 5, 1], [5, 2, 6]):
-        step(named[:1])
+        step_from_cache(cache, named[:1], host, dtype)
         ids = torch.tensor([named], dtype=torch.int32, device=device)
         plan_draft(ids, 1, cache.weights.parts, cache.host)
         travel(cache.weights.parts, cache.host, until=following.tables.header)
     before = int(cache.tables.totals[1])
-    step([1, 2])
+    step_from_cache(cache, [1, 2], host, dtype)
     assert int(cache.tables.totals[1]) == before
     assert int(cache.tables.totals[5]) == 2 + 1  # expert 5 was needed by the second draft
 
