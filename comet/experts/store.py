@@ -7,13 +7,15 @@ page-locked ("pinned") exactly as large as it is: torch's own pinned allocator r
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,7 @@ from comet.quantize import MX_BLOCK, MXType, quantize_mx
 
 logger = logging.getLogger(__name__)
 
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -163,21 +166,29 @@ class HeldExperts(ExpertParts):
 class PinnedMapping(mmap.mmap):
     """Memory that a GPU reads, until nobody refers to it any more."""
 
-    registered: tuple[Any, int] | None = None
+    registered: tuple[Any, Callable[[], int], int] | None = None
 
     def register(self, address: int, num_bytes: int) -> int:
         """Let the GPU read it; returns 0, or CUDA's error number."""
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(address, num_bytes, 0))
         if status == 0:
-            self.registered = runtime, address
+            self.registered = runtime, exchange_of_capture_mode(), address
             self.madvise(mmap.MADV_DONTFORK)  # a page that is copied on a write after a fork is not the GPU's page
         return status
 
     def __del__(self) -> None:
         if self.registered is not None:  # before the pages go
-            runtime, address = self.registered
+            runtime, exchange, address = self.registered
+            exchange()  # garbage is collected at any time, and in the midst of a capture CUDA refuses this, and ends it
             runtime.cudaHostUnregister(address)
+            exchange()
+
+
+def exchange_of_capture_mode() -> Callable[[], int]:
+    """What lets this thread do, until it is called again, what captures do not permit."""
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    return partial(exchange, ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 class MemoryFile:

@@ -17,6 +17,7 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights
 from comet.decode.runners import Decoder, LocalRunner
 from comet.errors import CommTimeoutError
+from comet.experts import store
 from comet.experts.budget import ExpertBudget
 from comet.experts.staged import Stage, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, Specs, host_memory
@@ -205,6 +206,7 @@ def test_memory_is_registered_with_cuda_until_nobody_refers_to_it(status: int, m
         cudaHostUnregister=lambda *given: calls.append(given),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(store, "exchange_of_capture_mode", lambda: lambda: calls.append("exchange"))
     memory, readable = host_memory((3, 5), torch.float32, torch.device("meta"))  # any device but the CPU
     assert readable == (status == 0)
     address = memory.data_ptr()
@@ -213,7 +215,7 @@ def test_memory_is_registered_with_cuda_until_nobody_refers_to_it(status: int, m
     assert calls == [(address, 60, 0)]
     assert part.sum() == 20
     del part
-    assert calls[1:] == [(address,)] * readable
+    assert calls[1:] == ["exchange", (address,), "exchange"] * readable
 
 
 EXAMPLE = MoEConfig(hidden_size=128, ffn_size=64, num_experts=64, top_k=6)

@@ -43,6 +43,21 @@ def test_memory_is_pinned_as_large_as_it_is_and_freed_again() -> None:
     assert again.is_pinned(), address
 
 
+def test_memory_may_go_in_the_midst_of_a_capture() -> None:
+    """As it does where garbage is collected then."""
+    memory, number = [host_memory((3, 1000), torch.float32, CUDA)[0]], torch.zeros(1, device=CUDA)
+    for mode in ("global", "thread_local"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            number += 1
+            memory.clear()
+            number += 1
+        graph.replay()
+        memory = [host_memory((3, 1000), torch.float32, CUDA)[0]]
+        assert memory[0].is_pinned()
+    assert number == 4
+
+
 @pytest.mark.parametrize("num_slots", [K, 9, E])
 def test_steps_from_either_store_equal_resident_experts_bit_for_bit(num_slots: int) -> None:
     made = torch.Generator().manual_seed(num_slots)
