@@ -58,6 +58,12 @@ class Place:
         flat = torch.frombuffer(memory, dtype=getattr(torch, self.dtype), count=count, offset=self.offset)
         return flat.view(*self.shape)
 
+    def words(self, memory: mmap.mmap) -> memoryview:
+        """Integers, of 4 or 8 bytes, which Python reads and writes sooner than torch does."""
+        size = getattr(torch, self.dtype).itemsize
+        end = self.offset + size * torch.Size(self.shape).numel()
+        return memoryview(memory)[self.offset : end].cast("q" if size == 8 else "i")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
@@ -106,11 +112,12 @@ class Worker:
         # All pages are mapped now: a first read of an expert would take twenty times as long, in page faults.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = mmap.mmap(plan.file, os.fstat(plan.file).st_size, flags=flags)
-        self.layers = [[part.view(memory) for part in parts] for parts in plan.layers]
+        stored = ([part.view(memory).unbind() for part in parts] for parts in plan.layers)
+        self.layers = [list(zip(*parts, strict=True)) for parts in stored]  # the parts of each expert
         self._codes = CodeProducts(plan.num_cores)
-        _, self.tokens, self.weights, self.answer, self.counts = (place.view(memory) for place in plan.mail)
-        start, length = plan.mail[0].offset, 4 * torch.Size(plan.mail[0].shape).numel()
-        self.words = memoryview(memory)[start : start + length].cast("i")
+        numbers, self.tokens, self.weights, self.answer = (place.view(memory) for place in plan.mail[:4])
+        self.numbers = numbers[EXPERTS.value :]
+        self.words, self.counts = (place.words(memory) for place in (plan.mail[0], plan.mail[4]))
         self._fence = threading.Lock()
 
     def serve(self) -> None:
@@ -136,15 +143,15 @@ class Worker:
         layer, num_experts, num_tokens, top_k = (
             words[place.value] for place in (OF_LAYER, NUM_EXPERTS, NUM_TOKENS, TOP_K)
         )
-        experts = words[EXPERTS.value : EXPERTS.value + num_experts].tolist()
-        first = EXPERTS.value + self.plan.num_experts
-        ids = torch.tensor(words[first : first + num_tokens * top_k].tolist()).view(num_tokens, top_k)
+        first, held = self.plan.num_experts, self.layers[layer]
+        wanted = self.numbers[:num_experts]
+        ids = self.numbers[first : first + num_tokens * top_k].view(num_tokens, top_k)
         weights = self.weights[: num_tokens * top_k].view(num_tokens, top_k)
-        answer = self.answer[:num_tokens].zero_()
-        for expert in experts:
-            parts = [part[expert - self.plan.first_expert] for part in self.layers[layer]]
-            add_expert(answer, self.tokens[:num_tokens], weights.where(ids == expert, 0.0), *parts, codes=self._codes)
-        self.counts += torch.tensor([num_experts, time.monotonic_ns() - started])
+        weights = weights.where(ids == wanted[:, None, None], 0.0).sum(2)
+        experts = [held[expert - self.plan.first_expert] for expert in wanted.tolist()]
+        sum_experts(self.answer[:num_tokens], self.tokens[:num_tokens], weights, experts, self._codes)
+        self.counts[0] += num_experts
+        self.counts[1] += time.monotonic_ns() - started
 
     def _order(self) -> None:
         """Keep what is read or written before in front of what comes behind, on any processor."""
@@ -153,32 +160,41 @@ class Worker:
                 pass
 
 
-def add_expert(
-    answer: Tensor, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, *scales: Tensor, codes: CodeProducts
+def sum_experts(
+    answer: Tensor, tokens: Tensor, weights: Tensor, experts: Sequence[Sequence[Tensor]], codes: CodeProducts
 ) -> None:
-    """Add one expert's outputs, each times its weight.
+    """Write the sum of some experts' outputs, each times its weight.
 
-    Example (T = K = 1; were D = F = 1 legal): token ``[[1]]``, weights ``[[0.5]]``, w1 ``[[32], [2]]`` and w2
-    ``[[0.5]]``: silu(32) is 32 in float32, so hidden is 64, the output 32, and 16 is added.
+    An expert of its own takes the two products and nothing else; the rest is done for all of them at once.
+
+    Example (T = 1; were D = F = 1 legal): token ``[[1]]``, weights ``[[0.5]]``, an expert of w1 ``[[32], [2]]`` and w2
+    ``[[0.5]]``: silu(32) is 32 in float32, so hidden is 64, the output 32, and the answer 16.
 
     Args:
         answer: ``(T, D)`` float32.
         tokens: ``(T, D)``.
-        weights: ``(T, K)`` float32; 0 where a token did not choose the expert.
-        w1: ``(2F, D)``, gate rows first.
-        w2: ``(D, F)``.
-        scales: Of w1 and of w2, where they are codes.
+        weights: ``(n, T)`` float32; 0 where a token did not choose the expert.
+        experts: Of each of these n, w1 ``(2F, D)``, gate rows first, w2 ``(D, F)``, and the scales of both where they
+            are codes.
         codes: Multiplies with these.
     """
-    weight = weights.sum(1, keepdim=True)
-    rows: Any = slice(None) if len(tokens) == 1 else weight[:, 0].nonzero()[:, 0]
-    gate, up = product(tokens[rows], w1, scales[:1], codes).chunk(2, dim=-1)
-    answer[rows] += weight[rows] * product((silu(gate) * up).to(tokens.dtype), w2, scales[1:], codes)
+    single = len(tokens) == 1
+    rows = [tokens] * len(experts) if single else [tokens[weight.nonzero()[:, 0]] for weight in weights]
+    wide = [product(each, w1, scales[:1], codes) for each, (w1, _, *scales) in zip(rows, experts, strict=True)]
+    gate, up = torch.cat(wide).float().chunk(2, dim=1)
+    hidden = (silu(gate) * up).to(tokens.dtype).split([len(each) for each in rows])
+    narrow = [product(each, w2, scales[1:], codes) for each, (_, w2, *scales) in zip(hidden, experts, strict=True)]
+    outputs = torch.cat(narrow).float()
+    if single:  # a fourth of the time, but where there are more tokens, a NaN would get into all of them
+        torch.mm(weights.T, outputs, out=answer)
+    else:
+        expert, token = weights.nonzero(as_tuple=True)
+        answer.zero_().index_add_(0, token, outputs * weights[expert, token, None])
 
 
 def product(tokens: Tensor, weight: Tensor, scales: Sequence[Tensor], codes: CodeProducts) -> Tensor:
-    """``tokens @ weight.T`` in float32, of a weight in the tokens' type, or of codes that have scales."""
-    return codes(tokens, weight, *scales) if scales else linear(tokens, weight).float()
+    """``tokens @ weight.T``, of a weight in the tokens' type and in that, or of codes that have scales in float32."""
+    return codes(tokens, weight, *scales) if scales else linear(tokens, weight)
 
 
 def main() -> None:

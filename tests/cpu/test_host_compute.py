@@ -27,7 +27,7 @@ from comet.experts import ExpertCache, host_cores
 from comet.experts.host_codes import CodeProducts
 from comet.experts.host_cores import HostCores, cores_of, open_cores
 from comet.experts.host_profile import HostProfile, HostSizes
-from comet.experts.host_worker import add_expert
+from comet.experts.host_worker import sum_experts
 from comet.experts.store import HeldExperts
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
@@ -261,11 +261,35 @@ def test_a_slow_host_is_left_out() -> None:
     assert not table.any()
 
 
-def test_the_example_of_what_an_expert_adds() -> None:
-    answer = torch.zeros(1, 1)
-    w1, w2 = torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]])
-    add_expert(answer, torch.ones(1, 1), torch.tensor([[0.5]]), w1, w2, codes=CodeProducts(1))
+def test_the_example_of_a_sum() -> None:
+    answer = torch.full((1, 1), torch.nan)
+    expert = torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]])
+    sum_experts(answer, torch.ones(1, 1), torch.tensor([[0.5]]), [expert], CodeProducts(1))
     assert answer.tolist() == [[16.0]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_is_of_the_experts_that_a_token_chose(num_tokens: int, dtype: torch.dtype) -> None:
+    """What an expert is, that others chose, does not get in: its output for this token may be no number."""
+    drawn = torch.Generator().manual_seed(1)
+    experts = [
+        tuple(torch.randn(*size, generator=drawn).to(dtype) / 4 for size in ((32, 16), (16, 16))) for _ in range(3)
+    ]
+    tokens = torch.randn(num_tokens, 16, generator=drawn).to(dtype)
+    weights = torch.rand(3, num_tokens, generator=drawn)
+    if num_tokens > 1:
+        weights[0, 0] = weights[1] = weights[2, 1] = 0  # the second one is nobody's
+        tokens[2], experts[1][0][:] = torch.nan, torch.nan
+    expected = torch.zeros(num_tokens, 16, dtype=torch.float64)
+    for weight, (w1, w2) in zip(weights.double(), experts, strict=True):
+        gate, up = (tokens.double() @ w1.double().T).chunk(2, dim=1)
+        added = weight[:, None] * (torch.nn.functional.silu(gate) * up @ w2.double().T)
+        expected += added.where(weight[:, None] != 0, 0.0)
+    answer = torch.full((num_tokens, 16), torch.nan)
+    sum_experts(answer, tokens, weights, experts, CodeProducts(1))
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(answer.double(), expected, rtol=close, atol=close, equal_nan=True)
 
 
 def test_those_worth_least_go_to_the_host() -> None:
