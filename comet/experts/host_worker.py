@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,6 +64,12 @@ class Place:
         count = torch.Size(self.shape).numel()
         flat = torch.frombuffer(memory, dtype=getattr(torch, self.dtype), count=count, offset=self.offset)
         return flat.view(*self.shape)
+
+    def words(self, memory: mmap.mmap) -> memoryview:
+        """Integers, of 4 or 8 bytes, which Python reads and writes sooner than torch does."""
+        size = getattr(torch, self.dtype).itemsize
+        end = self.offset + size * torch.Size(self.shape).numel()
+        return memoryview(memory)[self.offset : end].cast("q" if size == 8 else "i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +126,19 @@ class Worker:
     def __init__(self, plan: WorkerPlan, member: int, first: int) -> None:
         self.plan, self.member = plan, member
         memory = mmap.mmap(plan.file, os.fstat(plan.file).st_size, flags=mmap.MAP_SHARED)
-        self.layers = [[part.view(memory) for part in parts] for parts in plan.layers]
+        stored = [[part.view(memory) for part in parts] for parts in plan.layers]
+        self.layers = [list(zip(*(part.unbind() for part in parts), strict=True)) for parts in stored]  # by expert
         self._codes = CodeProducts(1)
-        _, self.tokens, self.weights, self.answer, self.counts = (place.view(memory) for place in plan.mail)
-        self.hidden = plan.hidden.view(memory)
-        self.words, self._progress = (words_of(memory, place) for place in (plan.mail[0], plan.progress))
+        numbers, self.tokens, self.weights, self.answer = (place.view(memory) for place in plan.mail[:4])
+        self.numbers, self.hidden = numbers[EXPERTS.value :], plan.hidden.view(memory)
+        self.words, self.counts = (place.words(memory) for place in (plan.mail[0], plan.mail[4]))
+        self._progress = plan.progress.words(memory)
         self._fence, self._parent = threading.Lock(), first if member else plan.parent
         self._units = share_of(self.hidden.shape[2], member, plan.num_cores)
         self._columns = share_of(self.answer.shape[1], member, plan.num_cores)
-        for w1, w2, *_ in self.layers:
-            for rows in self._rows_of(w1):
-                touch(w1[:, rows])
-            touch(w2[:, self._columns])
+        for w1, w2, *_ in chain.from_iterable(self.layers):
+            for part in (*(w1[rows] for rows in self._rows_of(w1)), w2[self._columns]):
+                touch(part)
 
     def serve(self) -> None:
         """Until the parent says so, or is gone."""
@@ -158,31 +166,39 @@ class Worker:
         layer, num_experts, num_tokens, top_k = (
             words[place.value] for place in (OF_LAYER, NUM_EXPERTS, NUM_TOKENS, TOP_K)
         )
-        experts = torch.tensor(words[EXPERTS.value : EXPERTS.value + num_experts].tolist())
-        first = EXPERTS.value + self.plan.num_experts
-        ids = torch.tensor(words[first : first + num_tokens * top_k].tolist()).view(num_tokens, top_k)
+        first, held, wanted = self.plan.num_experts, self.layers[layer], self.numbers[:num_experts]
+        ids = self.numbers[first : first + num_tokens * top_k].view(num_tokens, top_k)
         weights = self.weights[: num_tokens * top_k].view(num_tokens, top_k)
-        shares = weights.where(ids == experts[:, None, None], 0.0).sum(2, keepdim=True)  # (m, T, 1)
-        rows: list[Any] = [slice(None) if num_tokens == 1 else share[:, 0].nonzero()[:, 0] for share in shares]
-        numbers = (experts - self.plan.first_expert).tolist()
-        for place, (number_held, chose) in enumerate(zip(numbers, rows, strict=True)):
-            parts, tokens = [part[number_held] for part in self.layers[layer]], self.tokens[:num_tokens][chose]
-            hidden = hidden_units(tokens, *parts[::2], rows=self._rows_of(parts[0]), codes=self._codes)
-            self.hidden[place, : len(tokens), self._units] = hidden
+        weights = weights.where(ids == wanted[:, None, None], 0.0).sum(2)
+        experts = [held[expert - self.plan.first_expert] for expert in wanted.tolist()]
+        rows = rows_of(self.tokens[:num_tokens], weights)
+        for place, hidden in enumerate(self._hidden_units(rows, experts)):
+            self.hidden[place, : len(hidden), self._units] = hidden
         self._tell(2 * number)
         self._wait_for_all(2 * number)
-        answer = self.answer[:num_tokens, self._columns].zero_()
-        for place, (number_held, chose) in enumerate(zip(numbers, rows, strict=True)):
-            parts, share = [part[number_held] for part in self.layers[layer]], shares[place][chose]
-            hidden = self.hidden[place, : len(share)]
-            answer[chose] += share * product(hidden, parts[1], parts[3:], self._columns, self._codes)
+        narrow = [
+            product(self.hidden[place, : len(chosen)], w2, scales[1:], self._columns, self._codes)
+            for place, (chosen, (_, w2, *scales)) in enumerate(zip(rows, experts, strict=True))
+        ]
+        weighted_sum(torch.cat(narrow).float(), weights, self.answer[:num_tokens, self._columns])
         if not self.member:
-            self.counts += torch.tensor([num_experts, time.monotonic_ns() - started])
+            self.counts[0] += num_experts
+            self.counts[1] += time.monotonic_ns() - started
         self._tell(2 * number + 1)
+
+    def _hidden_units(self, rows: Sequence[Tensor], experts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """This process's ``(R, U)`` of each expert, of its tokens ``(R, D)``."""
+        gates, ups = [], []
+        for tokens, (w1, _, *scales) in zip(rows, experts, strict=True):
+            gate, up = (product(tokens, w1, scales[:1], part, self._codes) for part in self._rows_of(w1))
+            gates.append(gate)
+            ups.append(up)
+        hidden = silu(torch.cat(gates).float()) * torch.cat(ups).float()
+        return hidden.to(self.hidden.dtype).split([len(tokens) for tokens in rows])
 
     def _rows_of(self, w1: Tensor) -> tuple[slice, slice]:
         """Rows of gate and of up that make this process's hidden units."""
-        units, half = self._units, w1.shape[-2] // 2
+        units, half = self._units, len(w1) // 2
         return units, slice(half + units.start, half + units.stop)
 
     def _tell(self, progress: int) -> None:
@@ -216,11 +232,6 @@ class Worker:
                 pass
 
 
-def words_of(memory: mmap.mmap, place: Place) -> memoryview:
-    """The int32 words of a place."""
-    return memoryview(memory)[place.offset : place.offset + 4 * torch.Size(place.shape).numel()].cast("i")
-
-
 def share_of(size: int, member: int, num_members: int) -> slice:
     """One of N even parts of columns, by whole lines of memory.
 
@@ -232,31 +243,35 @@ def share_of(size: int, member: int, num_members: int) -> slice:
 
 
 def touch(part: Tensor) -> None:
-    """Let this process map the pages of ``(e, R, C)``; else the first read of an expert takes twenty times as long."""
-    for rows in part:
-        rows.flatten().view(torch.uint8)[:: mmap.PAGESIZE].sum()
+    """Let this process map the pages of ``(R, C)``; else the first read of an expert takes twenty times as long."""
+    part.flatten().view(torch.uint8)[:: mmap.PAGESIZE].sum()
 
 
-def hidden_units(tokens: Tensor, w1: Tensor, *scales: Tensor, rows: tuple[slice, slice], codes: CodeProducts) -> Tensor:
-    """``(T, U)``: silu(gate) times up, of the U rows of each.
+def rows_of(tokens: Tensor, weights: Tensor) -> list[Tensor]:
+    """The tokens ``(R, D)`` of each expert, of ``(T, D)`` and ``(n, T)`` weights, 0 where a token did not choose it."""
+    return [tokens] * len(weights) if len(tokens) == 1 else [tokens[weight.nonzero()[:, 0]] for weight in weights]
 
-    Example (T = 1; were D = F = 1 legal): token ``[[1]]`` and w1 ``[[32], [2]]``, rows 0 and 1: silu(32) is 32 in
-    float32, so ``[[64]]``.
+
+def weighted_sum(outputs: Tensor, weights: Tensor, answer: Tensor) -> None:
+    """Write the sum of some experts' outputs, each times its weight.
+
+    Example: outputs ``[[32], [8]]``, of one token, and weights ``[[0.5], [0.25]]``: 18.
 
     Args:
-        tokens: ``(T, D)``.
-        w1: ``(2F, D)``, gate rows first.
-        scales: Of w1, where it holds codes.
-        rows: Of gate, and of up.
-        codes: Multiplies with these.
+        outputs: ``(R, C)`` float32, the rows of each expert behind those of the one before.
+        weights: ``(n, T)`` float32, of the n experts; 0 where a token has no row.
+        answer: ``(T, C)`` float32.
     """
-    gate, up = (product(tokens, w1, scales, of_one, codes) for of_one in rows)
-    return (silu(gate) * up).to(tokens.dtype)
+    if len(answer) == 1:  # a fourth of the time, but where there are more tokens, a NaN would get into all of them
+        answer.copy_(weights.T @ outputs)
+    else:
+        expert, token = weights.nonzero(as_tuple=True)
+        answer.zero_().index_add_(0, token, outputs * weights[expert, token, None])
 
 
 def product(tokens: Tensor, weight: Tensor, scales: Sequence[Tensor], rows: slice, codes: CodeProducts) -> Tensor:
-    """``tokens @ weight[rows].T`` in float32, of a weight in the tokens' type, or of codes that have scales."""
-    return codes(tokens, weight, *scales, rows) if scales else linear(tokens, weight[rows]).float()
+    """``tokens @ weight[rows].T``, of a weight in the tokens' type and in that, or of codes with scales in float32."""
+    return codes(tokens, weight, scales[0], rows) if scales else linear(tokens, weight[rows])
 
 
 def main() -> None:

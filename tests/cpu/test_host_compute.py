@@ -35,10 +35,9 @@ from comet.config import ParallelConfig
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
 from comet.experts import ExpertCache, host_cores
-from comet.experts.host_codes import CodeProducts
 from comet.experts.host_cores import HostCores, cores_of, open_cores
 from comet.experts.host_profile import HostProfile, HostSizes
-from comet.experts.host_worker import hidden_units, share_of
+from comet.experts.host_worker import share_of, weighted_sum
 from comet.experts.store import HeldExperts
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
@@ -308,8 +307,9 @@ def test_a_slow_host_is_left_out() -> None:
 
 
 def test_the_examples_of_what_a_process_computes() -> None:
-    w1, rows = torch.tensor([[32.0], [2.0]]), (slice(0, 1), slice(1, 2))
-    assert hidden_units(torch.ones(1, 1), w1, rows=rows, codes=CodeProducts(1)).tolist() == [[64.0]]
+    answer = torch.zeros(1, 1)
+    weighted_sum(torch.tensor([[32.0], [8.0]]), torch.tensor([[0.5], [0.25]]), answer)
+    assert answer.tolist() == [[18.0]]
     assert [share_of(96, member, 2) for member in range(2)] == [slice(0, 32), slice(32, 96)]
     assert share_of(96, 0, 4) == slice(0, 0)
 
