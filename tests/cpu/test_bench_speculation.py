@@ -196,7 +196,7 @@ def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyP
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
     older = dict.fromkeys(("ids", "weights", "num_experts", "guessed"), 1)
     torch.save(older, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other.pt' must hold ids, weights, num_experts, guessed, guessed_in_two, as"):
+    with pytest.raises(ValueError, match=r"other.pt' must hold ids, guessed, guessed_in_two, weights, num_experts, as"):
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
     monkeypatch.setattr("offloaded.has_accelerate", lambda: False)
     with pytest.raises(UnavailableError, match="the variant accelerate needs accelerate and transformers"):
