@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import DecodeCase
-from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, cache_of, leave_all_to, set_deadline
+from host_cases import (
+    CASE,
+    CPU,
+    DEADLINE_S,
+    IN_WAVES,
+    NUM_CORES,
+    PROFILE,
+    SLOW_LINK,
+    cache_of,
+    leave_all_to,
+    set_deadline,
+)
 from ranks import run_ranks
 from tiers import slow
 from training_cases import MODEL, MOE, Rank, make_job
@@ -27,7 +38,7 @@ from comet.experts import ExpertCache, host_cores
 from comet.experts.host_codes import CodeProducts
 from comet.experts.host_cores import HostCores, cores_of, open_cores
 from comet.experts.host_profile import HostProfile, HostSizes
-from comet.experts.host_worker import add_expert
+from comet.experts.host_worker import hidden_units, share_of
 from comet.experts.store import HeldExperts
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
@@ -40,6 +51,13 @@ from comet.kernels.expert_tables import HOSTED
 from comet.models.gpt import GPT
 from comet.training.config import CommConfig
 from comet.training.run import train
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline, f"process {pid} outlives its parent"
+        time.sleep(0.02)
 
 
 def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: str | None = None) -> GPTEngine:
@@ -148,6 +166,36 @@ def test_a_process_that_dies_is_named_before_the_next_step() -> None:
     cores.close()
 
 
+@pytest.mark.parametrize("quantised", ["", "mxfp4", "fp8"])
+def test_processes_share_an_expert(quantised: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them, one of which has no hidden units of 64; experts of 160 rows in w2 have two blocks of scales."""
+    case = DecodeCase(name="shared", T=3, K=2, E=12, D=160, F=64, config=None, seed=7, quantised=quantised)
+    answers = []
+    for count in (1, 3):
+        monkeypatch.setitem(NUM_CORES, "cpu", count)
+        cache, cores = cache_of(case, case.E, SLOW_LINK)
+        leave_all_to(cores)
+        answers.append(request_of(cache, case))
+        assert cores.counts[0] == int(cache.tables.totals[7]) > case.K, "all were computed there"
+        cores.close()
+    torch.testing.assert_close(answers[0], answers[1])
+
+
+def test_one_of_the_processes_that_dies_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NUM_CORES, "cpu", 3)
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    process = cores.process
+    assert torch.isfinite(request_of(cache)).all()
+    others = [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(others) == 2
+    os.kill(others[0], signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    with pytest.raises(HostComputeError, match=r"ended with status 1 \(one of 3 processes ended with status -9\)"):
+        cores.raise_if_failed()
+    wait_until_gone(others[1])
+    cores.close()
+
+
 def test_a_prompt_whose_answer_does_not_come_ends_by_its_deadline() -> None:
     engine = engine_of("1")
     cores = engine.cores
@@ -225,17 +273,15 @@ def test_a_process_ends_with_its_parent() -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert child.returncode == -signal.SIGKILL, child.stderr
-    pid, deadline = int(child.stdout), time.monotonic() + DEADLINE_S
-    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < deadline, f"process {pid} outlives its parent"
-        time.sleep(0.02)
+    wait_until_gone(int(child.stdout))
 
 
-def test_a_process_that_does_not_start_says_why() -> None:
+def test_a_process_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comet.experts.host_cores.PROGRAM", "raise RuntimeError('no memory')")
     sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
-    cores = HostCores(-1, sizes, CPU, DEADLINE_S)
+    cores = HostCores(1, sizes, CPU, DEADLINE_S)
     held = HeldExperts.fill(HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True), CPU, cores.file)
-    with pytest.raises(HostComputeError, match=r"did not start \(RuntimeError: set_num_threads expects a positive"):
+    with pytest.raises(HostComputeError, match=r"did not start \(RuntimeError: no memory\)"):
         cores.start([held], PROFILE)
 
 
@@ -261,11 +307,19 @@ def test_a_slow_host_is_left_out() -> None:
     assert not table.any()
 
 
-def test_the_example_of_what_an_expert_adds() -> None:
-    answer = torch.zeros(1, 1)
-    w1, w2 = torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]])
-    add_expert(answer, torch.ones(1, 1), torch.tensor([[0.5]]), w1, w2, codes=CodeProducts(1))
-    assert answer.tolist() == [[16.0]]
+def test_the_examples_of_what_a_process_computes() -> None:
+    w1, rows = torch.tensor([[32.0], [2.0]]), (slice(0, 1), slice(1, 2))
+    assert hidden_units(torch.ones(1, 1), w1, rows=rows, codes=CodeProducts(1)).tolist() == [[64.0]]
+    assert [share_of(96, member, 2) for member in range(2)] == [slice(0, 32), slice(32, 96)]
+    assert share_of(96, 0, 4) == slice(0, 0)
+
+
+@pytest.mark.parametrize("size", [16, 80, 768, 2048])
+@pytest.mark.parametrize("num_members", [1, 3, 15, 64])
+def test_every_column_is_computed_once(size: int, num_members: int) -> None:
+    shares = [share_of(size, member, num_members) for member in range(num_members)]
+    assert [column for share in shares for column in range(size)[share]] == list(range(size))
+    assert all(share.start % 32 == 0 for share in shares if share.start < share.stop)
 
 
 def test_those_worth_least_go_to_the_host() -> None:
