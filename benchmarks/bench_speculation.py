@@ -109,11 +109,11 @@ class Run:
         self.link = link_gbs(self.device)
         self.variants: list[Timed] = []
         self.failures: list[Row] = []
-        self.plain = GenerateConfig(
+        self.plain = GenerateConfig(  # the cache alone: prefetch is a variant of its own
             max_new_tokens=min(arguments.tokens, self.context - PROMPT_BYTES),
             temperature=arguments.temperature, draft_experts=arguments.draft_experts,
             draft_tokens=arguments.draft_tokens, tau=arguments.tau, adaptive_tolerance=arguments.tolerance,
-            expert_budget=1.0,
+            expert_budget=1.0, expert_prefetch=False,
         )  # fmt: skip
         self.resident = self.make(RESIDENT, 1.0, {})
 
