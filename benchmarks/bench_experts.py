@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,7 +42,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
-from comet.experts.cache import bytes_of_expert, report_of
+from comet.experts.cache import OF_THE_CACHES, bytes_of_expert, report_of
 from comet.experts.host_cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host_profile import HostSizes
 from comet.experts.prefetch import prefetch_between
@@ -291,7 +291,7 @@ def trace_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
 def report_since(before: CacheReport, after: CacheReport) -> CacheReport:
     """What caches did between two reports."""
     first, last = asdict(before), asdict(after)
-    return CacheReport(slots=after.slots, **{name: last[name] - first[name] for name in last if name != "slots"})
+    return replace(after, **{name: last[name] - first[name] for name in last if name not in OF_THE_CACHES})
 
 
 def as_variant(step: Callable[[], Any], device: torch.device, *, graph: bool) -> Callable[[int], Any]:

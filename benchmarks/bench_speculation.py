@@ -13,8 +13,9 @@ its budget: device memory beside the dense weights, which all share, is limited 
 ``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
 model, in nats a token. What adaptive mode costs is measured on held-out text (``draft_quality.py``), with the loss of
 the best r experts; the routing of that text goes to ``routing.pt``, for ``bench_experts.py --trace``, and says what
-predictors of experts and ways to share slots are worth (``routing_predictors.py``). Results so far stand in ``--out``
-after every round, pictures at the end; the last line is JSON.
+predictors of experts and ways to share slots are worth (``routing_predictors.py``), and what drafts save of the bytes
+over the link (``draft_misses.py``). Results so far stand in ``--out`` after every round, pictures at the end; the last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 from bench_experts import link_gbs, names, shares
+from draft_misses import drafting_rows
 from draft_quality import measure_drafts, measure_top_r, record_routing
 from offloaded import has_accelerate, make_offloaded, require_accelerate
 from points import FAILURES, Ranks
@@ -107,11 +109,11 @@ class Run:
         self.link = link_gbs(self.device)
         self.variants: list[Timed] = []
         self.failures: list[Row] = []
-        self.plain = GenerateConfig(
+        self.plain = GenerateConfig(  # the cache alone: prefetch is a variant of its own
             max_new_tokens=min(arguments.tokens, self.context - PROMPT_BYTES),
             temperature=arguments.temperature, draft_experts=arguments.draft_experts,
             draft_tokens=arguments.draft_tokens, tau=arguments.tau, adaptive_tolerance=arguments.tolerance,
-            expert_budget=1.0,
+            expert_budget=1.0, expert_prefetch=False,
         )  # fmt: skip
         self.resident = self.make(RESIDENT, 1.0, {})
 
@@ -259,7 +261,10 @@ class Run:
         if folder is not None:
             trace.save(folder / "routing.pt")
         routing = routing_facts(trace, self.arguments.budgets)
-        return {"drafts": drafts, "top_r": measure_top_r(self.model, batches, tokens), "routing": routing}
+        slots, draft_experts = [row["slots"] for row in routing["sharing"]], self.arguments.draft_experts[0]
+        fetched = drafting_rows(trace, slots, draft_experts, drafts["modes"][0]["acceptance"])
+        top_r = measure_top_r(self.model, batches, tokens)
+        return {"drafts": drafts, "top_r": top_r, "routing": routing, "fetched": fetched}
 
     def memory(self) -> int:
         """Bytes of the device's memory that this process uses."""
@@ -297,6 +302,7 @@ def tables_of(quality: Row) -> list[str]:
         "held-out, by r": quality["top_r"],
         "experts that are named before their layer and have no slot": quality["routing"]["predictors"],
         "hits, by who shares the slots": quality["routing"]["sharing"],
+        "experts that a layer fetches for a token, by drafts of a round": quality["fetched"],
     }
     return [
         f"{name}\n{table_of(rows, [column for column in rows[0] if column != 'chosen'], cell)}"

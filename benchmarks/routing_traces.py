@@ -21,7 +21,8 @@ from comet.kernels.expert_tables import POLICIES
 
 BEST = "next use"  # gives away what is used again last: no policy, but what none can exceed
 NEVER = 2**30
-FIELDS = ("ids", "weights", "num_experts", "guessed", "guessed_in_two")  # of a file
+IDS = ("ids", "guessed", "guessed_in_two")
+FIELDS = (*IDS, "weights", "num_experts")  # of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +45,12 @@ class Trace:
     guessed_in_two: Tensor | None = None
 
     def save(self, path: Path) -> None:
-        """Write it to a file."""
-        torch.save({name: getattr(self, name) for name in FIELDS}, path)
+        """Write it to a file, numbers of experts in 16 bits."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        torch.save(
+            {name: value.short() if name in IDS and value is not None else value for name, value in fields.items()},
+            path,
+        )
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -58,7 +63,9 @@ class Trace:
         found = torch.load(path, weights_only=True)
         known = isinstance(found, dict) and set(found) == set(FIELDS)
         require(known, f"trace={str(path)!r} must hold {', '.join(FIELDS)}, as bench_speculation.py writes it")
-        return cls(**found)
+        return cls(
+            **{name: value.long() if name in IDS and value is not None else value for name, value in found.items()}
+        )
 
 
 def made_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float) -> Tensor:

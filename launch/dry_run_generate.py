@@ -10,6 +10,7 @@ import torch
 
 from comet.decode import shared_columns
 from comet.experts.budget import ExpertBudget
+from comet.experts.prefetch import PrefetchSetting, prefetches
 from comet.generation.experts import expectation, plan_experts
 from comet.generation.source import is_hf_folder
 from comet.launch.dry_run import FLOAT32_BYTES, MIB, check_model_overlap, rank_parameters, resolved_yaml
@@ -24,7 +25,8 @@ from comet.workspace import WorkspaceShape, rank_pool_bytes
 def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
     """The text of a dry run; see ``comet.launch.dry_run.describe``."""
     kind = "GPUs" if on_gpu else "CPU ranks"
-    dtype = activation_dtype(job.generate.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = activation_dtype(job.generate.dtype, device)
     check_model_overlap(job, dtype, on_gpu=on_gpu)
     budget = plan_experts(job, dtype)
     needs = memory_needs(job, dtype, budget)
@@ -33,13 +35,13 @@ def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on
         f"tp={job.parallel.tp}, {max(len(job.generate.texts), 1)} sequences",
         "# memory of one rank, MiB, where every byte of a prompt is a token",
         *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()),
-        *([] if budget is None else describe_budget(job, budget, dtype)),
+        *([] if budget is None else describe_budget(job, budget, dtype, device)),
     ]
     return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
 
 
-def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) -> list[str]:
-    """What a budget puts in host memory and in files, and what uniform routing would make of it."""
+def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """What a budget puts in host memory and in files, whether it prefetches, and what uniform routing makes of it."""
     settings, gb = job.generate, 1e9
     link, memory = settings.link_gb_per_s, settings.memory_gb_per_s
     expected = expectation(job, budget, dtype, link and link * gb, memory and memory * gb)
@@ -60,8 +62,19 @@ def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype) ->
         f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers, by "
         f"{budget.policy}; MiB",
         *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()),
+        f"# prefetch: {prefetch_told(job.generate.expert_prefetch, budget, device)}",
         f"# expected if routing were uniform: hits {budget.expected_hits:.3f}, {told}",
     ]
+
+
+def prefetch_told(setting: PrefetchSetting, budget: ExpertBudget, device: torch.device) -> str:
+    """What ``expert_prefetch`` comes to.
+
+    Example: ``auto`` of a host store is "off (expert_prefetch=auto)" on a CPU.
+    """
+    is_on = prefetches(setting, device, readable=budget.store == "host")
+    condition = ", where host memory can be pinned" if is_on and device.type == "cuda" else ""
+    return f"{'on' if is_on else 'off'}{condition} (expert_prefetch={str(setting).lower()})"
 
 
 def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None = None) -> dict[str, int]:

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 # Most tokens of a decode step from caches where the caller does not say. A step has waves for the most experts that its
 # tokens may need; streaming visits only those that they do need, but waits for the routing.
 CACHED_DECODE_TOKENS = 16
+OF_THE_CACHES = ("slots", "prefetch")  # what reports repeat, and do not add up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheReport:
-    """What caches did so far.
+    """What caches did so far, but for ``OF_THE_CACHES``.
 
     Args:
         slots: Experts a layer's cache holds.
@@ -50,6 +51,7 @@ class CacheReport:
             bytes ``fetched_bytes`` has.
         hosted: Of the needed ones, how many were not there, either, and were computed on the host's cores.
         hosting_s: Seconds of these cores.
+        prefetch: Whether experts may travel before their step.
     """
 
     slots: int
@@ -62,6 +64,7 @@ class CacheReport:
     prefetched_bytes: int = 0
     hosted: int = 0
     hosting_s: float = 0.0
+    prefetch: bool = False
 
     @property
     def hits(self) -> float:
@@ -166,6 +169,7 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
         prefetched_bytes=8 * words,
         hosted=hosted,
         hosting_s=0.0 if caches[0].cores is None else caches[0].cores.counts[1],
+        prefetch=caches[0].host.prefetched,
     )
 
 

@@ -22,7 +22,7 @@ from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
 from comet.experts.host_codes import refuse_nan
 from comet.experts.host_profile import HostProfile, HostSizes, measure
-from comet.experts.host_worker import Place, WorkerPlan
+from comet.experts.host_worker import LINE_WORDS, Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.expert_host import PLACE_HOST
 from comet.kernels.expert_mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
@@ -39,12 +39,12 @@ FAULT_WORDS = 8
 
 
 class HostCores:
-    """A process that computes missing experts of all layers of a rank, from the memory they are stored in.
+    """Processes that compute missing experts of all layers of a rank, from the memory they are stored in.
 
-    It starts with ``start`` and ends with ``close``, or when nobody refers to this any more, or with this process.
+    They start with ``start`` and end with ``close``, or when nobody refers to this any more, or with this process.
 
     Args:
-        num_cores: Threads that compute.
+        num_cores: Processes that compute.
         sizes: Of requests.
         device: That asks.
         timeout_s: Deadline of an answer.
@@ -55,7 +55,7 @@ class HostCores:
         file: Where the experts have to be (``HeldExperts.fill``).
         mail: Of the caches that are served.
         profile: What experts cost, once it is measured.
-        process: That computes, once it is started.
+        process: The first of them, once it is started; it ends where another one does.
     """
 
     def __init__(
@@ -109,7 +109,10 @@ class HostCores:
             ValueError: If experts in block FP8 have a NaN.
         """
         refuse_nan(stores)
-        mail = self.mail
+        mail, sizes, w1, here = self.mail, self.sizes, stores[0].w1, torch.device("cpu")
+        most = min(len(w1), sizes.max_tokens * sizes.top_k)
+        hidden = host_memory((most, sizes.max_tokens, w1.shape[1] // 2), sizes.dtype, here, self.file)[0]
+        progress = host_memory((LINE_WORDS * self.num_cores,), torch.int32, here, self.file)[0]
         plan = WorkerPlan(
             file=self.file.descriptor,
             parent=os.getpid(),
@@ -118,6 +121,8 @@ class HostCores:
             first_expert=self.sizes.first_expert,
             layers=[[self._place(part) for part in store.parts] for store in stores],
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
+            hidden=self._place(hidden),
+            progress=self._place(progress),
         )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
         self.process = subprocess.Popen(

@@ -17,7 +17,7 @@ from comet.kernels.expert_parts import ExpertParts
 from comet.layout import ExpertLayout
 
 REPEATS = 8  # counted, of requests of a kind; as many come before
-PAUSE_S = 300e-6  # between requests, as between those of a step: meanwhile threads of the cores may go to sleep
+PAUSE_S = 300e-6  # between requests, about what a step has between those of two layers
 LEAST_GAIN = 0.1  # of the link's time alone: costs vary from step to step, and a step waits for the slower of two ends
 
 

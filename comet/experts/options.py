@@ -11,6 +11,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import DECODE_TOKENS
 from comet.experts.budget import ExpertBudget, ExpertStoreKind
 from comet.experts.cache import CACHED_DECODE_TOKENS
+from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.experts.staged import WHY_EAGER
 from comet.group import ExpertGroup
 from comet.kernels.expert_tables import Policy
@@ -22,7 +23,7 @@ class StoreOptions:
     """See ``GenerateConfig``.
 
     Raises:
-        ValueError: If one needs another, or excludes it.
+        ValueError: If one needs another, or excludes it; or ``expert_prefetch`` is not what it can be.
         NotImplementedError: If experts in files are to be prefetched.
     """
 
@@ -33,13 +34,15 @@ class StoreOptions:
     keep_fp8: bool = False
     expert_policy: Policy = "lru"
     host_cores: str = "off"
-    expert_prefetch: bool = False
+    expert_prefetch: PrefetchSetting = "auto"
 
     def __post_init__(self) -> None:
+        insists = prefetch_wanted(self.expert_prefetch)
+        without_store = {"keep_fp8"} if insists else {"keep_fp8", "expert_prefetch"}
         for each in fields(self):
             value = getattr(self, each.name)
             require(
-                self.in_store or value == each.default or each.name == "keep_fp8",
+                self.in_store or value == each.default or each.name in without_store,
                 f"{each.name}={value} must come with an expert_budget: without one all experts are in GPU memory",
             )
         require(
@@ -53,9 +56,10 @@ class StoreOptions:
             f"host_cores={self.host_cores} must be off with expert_store={self.expert_store}: experts in files are not "
             "computed on the host",
         )
-        if self.expert_prefetch:
+        if insists:
             raise NotImplementedError(
-                f"expert_prefetch=True must be False with expert_store={self.expert_store}: {WHY_EAGER}"
+                f"expert_prefetch={self.expert_prefetch} must be auto or false with expert_store={self.expert_store}: "
+                f"{WHY_EAGER}"
             )
 
     @classmethod

@@ -16,7 +16,7 @@ from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_
 from comet.experts.fitting import fit_slots, least_of_ranks
 from comet.experts.host_cores import HostCores, open_cores, started
 from comet.experts.host_profile import HostSizes
-from comet.experts.prefetch import prefetch_between, probable
+from comet.experts.prefetch import PrefetchSetting, prefetch_between, prefetches, probable
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
 from comet.group import ExpertGroup
@@ -129,7 +129,8 @@ def host_paths(
     hidden_size: int,
     *,
     host_cores: str,
-    routers: Sequence[Routes] = (),
+    expert_prefetch: PrefetchSetting,
+    routers: Callable[[], Sequence[Routes]],
 ) -> Sequence[CachedPath]:
     """The paths of layers whose experts go to host memory, and what is to help them there (collective).
 
@@ -138,19 +139,21 @@ def host_paths(
         hold: Brings the experts of all layers to host memory, into a file of it where there is one.
         hidden_size: D.
         host_cores: Which cores compute some of the missing experts (``cores_of``).
-        routers: Of all layers, by which probable experts travel beside the layer before; empty: none do.
+        expert_prefetch: Whether probable experts travel beside the layer before (``prefetches``).
+        routers: Called where they may: those of all layers, that say which are probable; none: none travel.
 
     Raises:
-        NotImplementedError: If memory cannot be pinned and there are routers; or see
-            ``Slots.over_host``.
+        NotImplementedError: If memory cannot be pinned and ``expert_prefetch`` insists; or see ``Slots.over_host``.
         UnavailableError: See ``Slots.over_host``.
         ValueError: See ``Slots.over_host`` and ``cores_of``.
     """
     sizes = HostSizes.of(hidden_size, slots.layout, slots.runner.decode.max_tokens, slots.dtype)
     cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner)
+    guides = routers() if prefetches(expert_prefetch, slots.device) else ()
     paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
-    if routers:
-        prefetch_between(paths, [partial(probable, router) for router in routers])
+    readable = all(isinstance(path, CachedExperts) for path in paths)
+    if guides and prefetches(expert_prefetch, slots.device, readable=readable):
+        prefetch_between(paths, [partial(probable, router) for router in guides])
     return paths
 
 

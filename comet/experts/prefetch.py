@@ -12,11 +12,12 @@ what of them is missing travels as well (``comet.kernels.expert_drafts``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from comet.config import SpeculationConfig
+from comet.config import SpeculationConfig, require
 from comet.experts.cache import CachedExperts, ExpertCache
 from comet.experts.staged import WHY_EAGER, StagedExperts
 from comet.kernels.expert_drafts import plan_draft, plan_draft_torch
@@ -26,6 +27,36 @@ from comet.router import Routes
 
 # (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
 Predict = Callable[[Tensor], Tensor]
+PrefetchSetting = bool | Literal["auto", "true", "false"]
+
+
+def prefetch_wanted(setting: PrefetchSetting) -> bool | None:
+    """Whether ``expert_prefetch`` insists on prefetch or excludes it; ``None``: it is ``auto``.
+
+    Raises:
+        ValueError: If it is neither a bool nor one of the three words.
+    """
+    words = {"auto": None, "true": True, "false": False}
+    word = str(setting).lower() if isinstance(setting, bool) else setting
+    require(isinstance(word, str) and word in words, f"expert_prefetch={setting!r} must be one of {', '.join(words)}")
+    return words[word]
+
+
+def prefetches(setting: PrefetchSetting, device: torch.device, *, readable: bool = True) -> bool:
+    """Whether experts of a host store are to travel before their step.
+
+    Example: ``auto`` says yes on a GPU that reads the store itself, and no on a CPU or where the host brings experts.
+
+    Args:
+        setting: ``expert_prefetch``; ``true`` says yes in any case, ``false`` no.
+        device: That computes.
+        readable: Whether it reads the host's memory itself.
+
+    Raises:
+        ValueError: See ``prefetch_wanted``.
+    """
+    wanted = prefetch_wanted(setting)
+    return readable and device.type == "cuda" if wanted is None else wanted
 
 
 class Prefetch:
@@ -153,7 +184,7 @@ def prefetch_between(paths: Sequence[CachedExperts | StagedExperts], predict: Se
     """
     cached = [path for path in paths if isinstance(path, CachedExperts)]
     if len(cached) < len(paths):
-        raise NotImplementedError(f"expert_prefetch=True must be False where {WHY_EAGER}")
+        raise NotImplementedError(f"expert_prefetch=True must be auto or false where {WHY_EAGER}")
     device = cached[0].cache.weights.w1.device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     following: Prefetch | None = None

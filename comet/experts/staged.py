@@ -214,13 +214,14 @@ class StagedCache:
         self._slots = OrderedDict((expert, slot) for expert, slot in self._slots.items() if slot not in slots)
         self._free = [slot for slot, owner in enumerate(self.owners()) if owner < 0]
 
-    def copy(self, visit: Visit) -> None:
+    def copy(self, visits: Sequence[Visit]) -> None:
         """See ``Slots``; waits for the device, because the stage may give the place to another expert next."""
         started = time.perf_counter()
-        self._copy(visit.expert, visit.slot, non_blocking=False)
+        for visit in visits:
+            self._copy(visit.expert, visit.slot, non_blocking=False)
         self.fetching_s += time.perf_counter() - started
 
-    def release(self, visit: Visit) -> None:
+    def release(self, visits: Sequence[Visit]) -> None:
         """See ``Slots``; a copy comes behind all that the device was given before it."""
 
     def take(self, visits: Sequence[Visit]) -> None:

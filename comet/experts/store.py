@@ -270,8 +270,8 @@ def warn_pageable(num_bytes: int, layer: HeldExperts, device: torch.device) -> N
     logger.warning(
         "%.3f GB of host memory for experts cannot be pinned (ulimit -l, a container's limit, or too little of it): "
         "the GPU cannot read experts there itself, so the host copies every missing one, first to pinned memory and "
-        "then to the GPU (measured: %.3f ms for an expert of %.3f MB), and waits for the GPU in every layer; decode "
-        "steps are not replayed from a CUDA graph",
+        "then to the GPU (measured: %.3f ms for an expert of %.3f MB), and waits for the GPU in every layer; no expert "
+        "is prefetched, and decode steps are not replayed from a CUDA graph",
         num_bytes / 1e9,
         seconds * 1e3,
         layer.expert_bytes / 1e6,

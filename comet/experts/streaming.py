@@ -1,8 +1,9 @@
 """Many tokens at once from an expert cache, as a prompt brings them: missing experts stream through the slots.
 
-Experts that have a slot are computed first. Then each missing one travels into a slot that is free, or whose expert has
-been computed, while the products of those before it run. No other memory holds experts, so a prompt of any length stays
-within the budget. The host waits for the routing of every layer, and for nothing else unless it brings experts itself.
+Experts that have a slot are computed first. Then the missing ones travel, half as many at once as there are slots, into
+slots that are free, or whose experts have been computed, while the products of the half before run. No other memory
+holds experts, so a prompt of any length stays within the budget. The host waits for the routing of every layer, and for
+nothing else unless it brings experts itself.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.autocast import product, without_autocast
+from comet.autocast import without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.experts.host_prompts import PromptCores
 from comet.kernels.expert_drafts import count_streamed_torch, settle_torch
 from comet.kernels.expert_tables import CLOCK, HostExperts
 from comet.layout import ExpertLayout
-from comet.plain import dispatch_rows, make_exchange, weighted_sum
+from comet.plain import dispatch_rows, grouped_matmul, make_exchange, weighted_sum
+
+MOST_ROWS = 8192  # of visits that are computed at once, unless one alone has more
+FLOATING_BYTES = 2**27  # of quantised experts that are dequantised at once, unless one alone has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,31 @@ def plan_visits(counts: Sequence[int], owners: Sequence[int]) -> list[Visit]:
     return visits
 
 
+def group_visits(visits: Sequence[Visit], counts: Sequence[int], most: int, most_missing: int) -> list[list[Visit]]:
+    """Visits that follow each other and are computed at once, all of them there or all missing; each group by slot.
+
+    Example: visits of experts 3 (there), 2, 0 and 1 (missing) in slots 1, 2, 0 and 1, at most two missing ones at once:
+    expert 3; then 0 in slot 0 and 2 in slot 2; then 1.
+
+    Args:
+        visits: As they are planned.
+        counts: Routed rows of each expert; those of a group are ``MOST_ROWS`` at most.
+        most: Experts of a group.
+        most_missing: Of one that is copied.
+    """
+    groups: list[list[Visit]] = []
+    rows = 0
+    for visit in visits:
+        rows += counts[visit.expert]
+        limit = min(most, most_missing) if visit.is_missing else most
+        if groups and groups[-1][0].is_missing == visit.is_missing and len(groups[-1]) < limit and rows <= MOST_ROWS:
+            groups[-1].append(visit)
+        else:
+            groups.append([visit])
+            rows = counts[visit.expert]
+    return [sorted(group, key=lambda visit: visit.slot) for group in groups]
+
+
 class Slots(Protocol):
     """The slots of a layer's cache, and where experts come from that have none.
 
@@ -83,12 +113,12 @@ class Slots(Protocol):
         """Let no expert have these slots any more, because copies follow that may fail."""
         ...
 
-    def copy(self, visit: Visit) -> None:
-        """Copy an expert into its slot, once that is free; what the current stream is given next finds it there."""
+    def copy(self, visits: Sequence[Visit]) -> None:
+        """Copy experts into their slots, once these are free, before what the current stream is given next."""
         ...
 
-    def release(self, visit: Visit) -> None:
-        """Let the slot be overwritten once the current stream has come here."""
+    def release(self, visits: Sequence[Visit]) -> None:
+        """Let their slots be overwritten once the current stream has come here."""
         ...
 
     def take(self, visits: Sequence[Visit]) -> None:
@@ -132,23 +162,23 @@ class PinnedSlots:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def copy(self, visit: Visit) -> None:
+    def copy(self, visits: Sequence[Visit]) -> None:
         """See ``Slots``."""
-        if self._stream is None:
-            for host, slots in self._pairs:
-                slots[visit.slot].copy_(host[visit.expert])
-            return
-        if visit.slot in self._free:
-            self._stream.wait_event(self._free[visit.slot])
-        with torch.cuda.stream(self._stream):
-            for host, slots in self._pairs:
+        stream = self._stream
+        if stream is not None:
+            for event in {self._free[visit.slot] for visit in visits if visit.slot in self._free}:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            for visit, (host, slots) in product(visits, self._pairs):
                 slots[visit.slot].copy_(host[visit.expert], non_blocking=True)
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def release(self, visit: Visit) -> None:
+    def release(self, visits: Sequence[Visit]) -> None:
         """See ``Slots``."""
         if self._stream is not None:
-            self._free[visit.slot] = torch.cuda.current_stream(self._stream.device).record_event()
+            event = torch.cuda.current_stream(self._stream.device).record_event()
+            self._free.update((visit.slot, event) for visit in visits)
 
     def take(self, visits: Sequence[Visit]) -> None:
         """See ``Slots``."""
@@ -172,7 +202,7 @@ class PinnedSlots:
 class StreamedExperts:
     """Routed experts of a layer for many tokens, through the slots of its cache.
 
-    Quantised ones are dequantised one at a time, to the tokens' type.
+    Quantised ones are dequantised to the tokens' type, those of a group at once.
 
     Args:
         slots: Of the layer.
@@ -203,18 +233,48 @@ class StreamedExperts:
         visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
         # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
         self.slots.give_away({visit.slot for visit in visits if visit.is_missing})
-        parts, outputs = rows.split(list(counts)), torch.empty_like(rows)
-        results = outputs.split(list(counts))
-        for_host = [parts[expert].cpu() for expert in hosted]  # before the device has more to do
-        for visit in visits:
-            if visit.is_missing:
-                self.slots.copy(visit)
-            w1, w2 = slot_weights(self.slots.weights, visit.slot, rows.dtype)
-            gate, up = product(parts[visit.expert], w1).chunk(2, dim=-1)
-            results[visit.expert].copy_(product(silu(gate) * up, w2))
-            self.slots.release(visit)
+        groups = group_visits(visits, counts, self._most_at_once(rows.dtype), max(len(owners) // 2, 1))
+        places = torch.arange(len(rows)).split(list(counts))  # of each expert's rows
+        order = [*(visit.expert for group in groups for visit in group), *hosted]
+        index = torch.cat([torch.arange(0), *(places[expert] for expert in order)]).to(rows.device)
+        for_groups, for_host = rows[index].split([len(rows) - (num := sum(counts[each] for each in hosted)), num])
+        for_host = for_host.cpu()  # before the device has more to do
+        results = self._compute(for_groups, groups, counts)
         self.slots.take(visits)
         if self.cores is not None and hosted:
-            for expert, output in zip(hosted, self.cores.compute(hosted, for_host), strict=True):
-                results[expert].copy_(output)
+            results += self.cores.compute(hosted, for_host.split([counts[expert] for expert in hosted]))
+        outputs = torch.empty_like(rows)
+        outputs[index] = torch.cat([rows[:0], *(each.to(rows) for each in results)])
         return outputs
+
+    def _compute(self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int]) -> list[Tensor]:
+        """Outputs of the rows ``(R, D)`` of each group, which follow each other."""
+        weights, whole = self.slots.weights, self._is_floating(rows.dtype)
+        sizes = []  # rows of every slot, or of those of the group
+        for group in groups:
+            of_slots = {visit.slot: counts[visit.expert] for visit in group}
+            sizes.append([of_slots.get(slot, 0) for slot in range(len(weights.w1))] if whole else [*of_slots.values()])
+        ends = torch.tensor([end for each in sizes for end in accumulate(each)], dtype=torch.int32).to(rows.device)
+        outputs = []
+        parts = zip(rows.split(list(map(sum, sizes))), ends.split(list(map(len, sizes))), strict=True)
+        for group, each, (part, part_ends) in zip(groups, sizes, parts, strict=True):
+            if group[0].is_missing:
+                self.slots.copy(group)
+            w1, w2 = weights.w1, weights.w2
+            if not whole:
+                w1, w2 = slot_weights(weights, [visit.slot for visit in group], rows.dtype)
+            gate, up = grouped_matmul(part, w1, tuple(each), part_ends).chunk(2, dim=-1)
+            outputs.append(grouped_matmul(silu(gate) * up, w2, tuple(each), part_ends))
+            self.slots.release(group)
+        return outputs
+
+    def _is_floating(self, dtype: torch.dtype) -> bool:
+        """Whether products of rows of a type take the slots as they are."""
+        return self.slots.weights.w1.dtype == dtype
+
+    def _most_at_once(self, dtype: torch.dtype) -> int:
+        """Experts of a group."""
+        weights = self.slots.weights
+        if self._is_floating(dtype):
+            return len(weights.w1)
+        return max(FLOATING_BYTES // (3 * weights.hidden_size * weights.ffn_size * dtype.itemsize), 1)

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.budget import ExpertStoreKind
 from comet.experts.host_cores import check_setting
+from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.graphs import GraphMode
 from comet.kernels.expert_tables import Policy
 from comet.quantize import MXType
@@ -43,9 +44,10 @@ class GenerateConfig(SpeculationConfig):
         host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
         expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
             least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
-        expert_prefetch: With a budget and the host store, whether the experts that a layer will probably need, by what
-            its router says of the tokens of the layer before, travel beside that layer; with ``speculate``, what
-            drafts leave out of their K experts as well, for the pass that verifies.
+        expert_prefetch: With a budget, whether the experts that a layer will probably need, by what its router says of
+            the tokens of the layer before, travel beside that layer; with ``speculate``, what drafts leave out of their
+            K experts as well, for the pass that verifies. ``auto``, where a GPU reads them from the host store itself;
+            ``true``, there and on a CPU, or not at all; ``false``, never. It changes no step's numbers.
         expert_dtype: With a budget, what experts are quantised to as they are read: ``mxfp8`` or
             ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
         host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some
@@ -79,7 +81,7 @@ class GenerateConfig(SpeculationConfig):
     expert_store: ExpertStoreKind = "host"
     host_budget: float | None = None
     expert_policy: Policy = "lru"
-    expert_prefetch: bool = False
+    expert_prefetch: PrefetchSetting = "auto"
     expert_dtype: MXType | None = None
     host_cores: str = "off"
     link_gb_per_s: float | None = None
@@ -107,6 +109,7 @@ class GenerateConfig(SpeculationConfig):
             file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
         )
         check_setting(self.host_cores)
+        prefetch_wanted(self.expert_prefetch)
         dtypes = get_args(MXType)
         require(
             self.expert_dtype is None or self.expert_dtype in dtypes,
@@ -120,10 +123,6 @@ class GenerateConfig(SpeculationConfig):
         ):
             value = getattr(self, name)
             require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
-        require(
-            self.expert_budget is not None or not self.expert_prefetch,
-            "expert_prefetch=True must come with expert_budget: without one all experts are in GPU memory",
-        )
         require(
             self.expert_budget is not None or not self.draft_cached_only,
             "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",

@@ -26,7 +26,7 @@ from comet.experts import (
 )
 from comet.experts.host_cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
-from comet.experts.prefetch import expect_drafts
+from comet.experts.prefetch import PrefetchSetting, expect_drafts
 from comet.experts.speculation import DraftingModel
 from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
@@ -163,7 +163,7 @@ class GPTEngine:
             they stay as they are.
         expert_policy: With ``expert_slots``: whose slot a missing expert takes (``ExpertCache``).
         expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
-            layer before it, and for verification those that drafts leave out.
+            layer before it, and for verification those that drafts leave out (``prefetches``).
         host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
         speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
             ``None``: neither is called.
@@ -182,7 +182,7 @@ class GPTEngine:
         expert_slots: int | None = None,
         expert_dtype: MXType | None = None,
         expert_policy: Policy = "lru",
-        expert_prefetch: bool = False,
+        expert_prefetch: PrefetchSetting = "auto",
         host_cores: str = "off",
         speculation: SpeculationConfig | None = None,
     ) -> None:
@@ -209,7 +209,8 @@ class GPTEngine:
                 lambda file: [take_experts(layer, expert_dtype, file) for layer in model.moe_layers()],
                 moe.hidden_size,
                 host_cores=host_cores,
-                routers=[layer.router for layer in model.moe_layers()] if expert_prefetch else (),
+                expert_prefetch=expert_prefetch,
+                routers=lambda: [layer.router for layer in model.moe_layers()],
             )
         for layer, path in zip(model.moe_layers(), self._experts or self.stored, strict=True):
             layer.experts = path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from comet.config import require
 from comet.experts.budget import ExpertBudget
-from comet.experts.cache import CacheReport
+from comet.experts.cache import OF_THE_CACHES, CacheReport
 from comet.experts.options import StoreOptions
 from comet.generation.source import is_hf_folder
 from comet.group import ExpertGroup
@@ -72,12 +72,12 @@ def expectation(
 def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:
     """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
     first, last = asdict(before), asdict(after)
-    spent = {name: last[name] - first[name] for name in last if name != "slots"}
+    spent = {name: last[name] - first[name] for name in last if name not in OF_THE_CACHES}
     if group.world_size > 1:
         summed = torch.tensor(list(spent.values()), dtype=torch.float64, device=group.device)
         dist.all_reduce(summed)
         spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
         for name in ("fetching_s", "hosting_s"):
             spent[name] /= group.world_size
-    report = type(after)(slots=after.slots, **spent)
+    report = replace(after, **spent)
     return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}

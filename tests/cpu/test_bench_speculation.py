@@ -177,6 +177,16 @@ def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.Captur
     assert all(row["failure"] == "left out: the time was over" for row in rows[1:])
 
 
+def test_who_names_no_prefetch_has_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default would prefetch on a GPU."""
+    monkeypatch.setattr(bench_speculation.Run, "make", lambda run, *_: None)
+    monkeypatch.setattr(bench_speculation, "link_gbs", lambda _: 1.0)
+    model, ranks = SimpleNamespace(config=SMALL), SimpleNamespace(device=torch.device("cpu"))
+    run = bench_speculation.Run(bench_speculation.parse(trained), model, ranks, torch.zeros(1))  # type: ignore[arg-type]
+    found = {name: replace(run.plain, **changes).expert_prefetch for name, changes in KINDS.items()}
+    assert found == {name: "prefetch" in name for name in KINDS}
+
+
 def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
         main([*trained, "--variants", "cache,lru"])
@@ -186,7 +196,7 @@ def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyP
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
     older = dict.fromkeys(("ids", "weights", "num_experts", "guessed"), 1)
     torch.save(older, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other.pt' must hold ids, weights, num_experts, guessed, guessed_in_two, as"):
+    with pytest.raises(ValueError, match=r"other.pt' must hold ids, guessed, guessed_in_two, weights, num_experts, as"):
         bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
     monkeypatch.setattr("offloaded.has_accelerate", lambda: False)
     with pytest.raises(UnavailableError, match="the variant accelerate needs accelerate and transformers"):

@@ -127,7 +127,7 @@ def test_longer_prompts_stream_each_expert_once_between_staged_steps(num_slots: 
 def test_prompts_and_steps_of_a_rank_find_an_expert_in_the_stage_by_one_number() -> None:
     reader = Recorded(9)
     cache = StagedCache(reader, Stage(8, reader.specs, CPU), 0, 2, CPU, num_experts=20, first_expert=10)
-    cache.copy(Visit(4, 0, True))
+    cache.copy([Visit(4, 0, True)])
     cache.bring(torch.tensor([[14]]))
     assert reader.asked == [4]
 

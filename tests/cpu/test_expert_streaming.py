@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from comet.config import ParallelConfig
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights
-from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache
-from comet.experts.streaming import Visit, plan_visits
+from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
+from comet.experts.streaming import Visit, group_visits, plan_visits
 from comet.generation.engine import GPTEngine
 from comet.group import make_expert_group
 from comet.layout import ExpertLayout
@@ -71,8 +73,37 @@ def test_every_needed_expert_is_visited_once_and_no_slot_is_taken_before_its_exp
     assert computed == {expert for expert, count in enumerate(counts) if count}
 
 
+def test_the_example_of_groups() -> None:
+    visits = [Visit(3, 1, False), Visit(2, 2, True), Visit(0, 0, True), Visit(1, 1, True)]
+    assert group_visits(visits, [1, 1, 1, 1], 3, 2) == [[visits[0]], [visits[2], visits[1]], [visits[3]]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_that_follow_each_other_copy_to_different_slots(seed: int) -> None:
+    """So one travels while the other is computed."""
+    made = torch.Generator().manual_seed(seed)
+    num_slots = 3 + seed
+    counts = torch.randint(0, 4000, (30,), generator=made).tolist()
+    owners = torch.randperm(30, generator=made)[:num_slots].tolist()
+    visits = plan_visits(counts, owners)
+    groups = group_visits(visits, counts, num_slots, num_slots // 2)
+    assert [sorted(group, key=visits.index) for group in groups] == [
+        [visit for visit in visits if visit in group] for group in groups
+    ]
+    assert sorted((visit for group in groups for visit in group), key=visits.index) == visits
+    for group, following in pairwise(groups):
+        assert len({visit.is_missing for visit in group}) == 1
+        assert len(group) == 1 or sum(counts[visit.expert] for visit in group) <= streaming.MOST_ROWS
+        if group[0].is_missing:
+            assert not {visit.slot for visit in group} & {visit.slot for visit in following}
+
+
 @pytest.mark.parametrize("num_slots", [K, 5, E])
-def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(num_slots: int) -> None:
+@pytest.mark.parametrize("num_rows", [9, streaming.MOST_ROWS])
+def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
+    num_rows: int, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "MOST_ROWS", num_rows)
     w1, w2, made = made_experts(num_slots)
     cache = ExpertCache(w1, w2, num_slots, torch.device("cpu"))
     path = CachedExperts(cache, LocalRunner(K, CACHED_DECODE_TOKENS), K)
@@ -91,7 +122,9 @@ def test_streamed_experts_equal_the_plain_path_bit_for_bit_between_decode_steps(
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
-def test_quantised_experts_stream_as_they_decode(kind: MXType) -> None:
+@pytest.mark.parametrize("num_bytes", [1, 2 * 3 * D * 2 * F * 4, streaming.FLOATING_BYTES])
+def test_quantised_experts_stream_as_they_decode(num_bytes: int, kind: MXType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "FLOATING_BYTES", num_bytes)
     w1, w2, made = made_experts(11)
     packed = [quantize_mx(weight, kind) for weight in (w1, w2.repeat(1, 1, 2))]
     parts = {name: each.elements for name, each in zip(("w1", "w2"), packed, strict=True)}
@@ -115,10 +148,10 @@ def test_a_copy_that_fails_leaves_no_slot_that_is_taken_for_what_it_does_not_hol
     slots = path.stream.slots
     original, left = slots.copy, iter([True, True, False])
 
-    def copy(visit: Visit) -> None:
+    def copy(visits: Sequence[Visit]) -> None:
         if not next(left):
             raise OSError("the file is gone")
-        original(visit)
+        original(visits)
 
     monkeypatch.setattr(slots, "copy", copy)
     inputs = routed(made, 30)

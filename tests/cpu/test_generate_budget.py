@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -29,7 +30,7 @@ from comet.integrations.hf.static import StaticDecoder
 from comet.kernels.expert_tables import HostExperts
 from comet.launch.cli import main
 from comet.launch.config import compose, default_ranks
-from comet.launch.dry_run_generate import memory_needs
+from comet.launch.dry_run_generate import memory_needs, prefetch_told
 from comet.training.run import train
 
 GREEDY = GenerateConfig(prompts=("def f(x):", "a", "the quick brown fox"), max_new_tokens=6, temperature=0.0)
@@ -83,6 +84,7 @@ def test_the_job_writes_the_same_and_repeats_what_was_expected(store, qwen, tmp_
     assert cache["hits"] == 1 - cache["fetched"] / cache["needed"]
     assert cache["fetched_bytes"] == cache["fetched"] * EXPERT
     assert ("staged_bytes" in cache) == (store == "file")
+    assert cache["prefetch"] is False, "on a CPU, unless it is asked for"
     assert (cache["expected_tokens_per_second"] is None) == (store == "file")
     assert (cache["link_gb_per_s"], cache["memory_gb_per_s"]) == (50, 2000)
     assert found["weight_bytes_per_step"] == whole["weight_bytes_per_step"]
@@ -141,6 +143,22 @@ def test_a_dry_run_says_what_fits_where(qwen, tmp_path, capsys, monkeypatch):
     assert "tokens/s not known: they depend on how fast the files are read" in text
 
 
+def test_a_dry_run_says_whether_experts_are_prefetched(qwen, capsys, monkeypatch):
+    words = [f"generate.source={qwen}", "generate.prompt=ab", "generate.expert_budget=0.5"]
+    files = [f"generate.{name}={value}" for name, value in FILE.items()]
+    for given, told in (
+        ([], "off (expert_prefetch=auto)"),
+        (["generate.expert_prefetch=true"], "on (expert_prefetch=true)"),
+        (["generate.expert_prefetch=false"], "off (expert_prefetch=false)"),
+        (files, "off (expert_prefetch=auto)"),
+    ):
+        assert f"\n# prefetch: {told}\n" in dry_run(capsys, monkeypatch, *words, *given)[1]
+    gpu, store = torch.device("cuda"), SimpleNamespace(store="host")
+    assert prefetch_told("auto", store, gpu) == "on, where host memory can be pinned (expert_prefetch=auto)"
+    assert prefetch_told(True, store, gpu) == "on, where host memory can be pinned (expert_prefetch=true)"
+    assert prefetch_told("auto", SimpleNamespace(store="file"), gpu) == "off (expert_prefetch=auto)"
+
+
 def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys, monkeypatch):
     words = [f"generate.source={qwen}", "generate.prompt=ab", f"generate.expert_budget={2 * 4 * EXPERT}"]
     found = {}
@@ -188,8 +206,10 @@ MISTAKES = [
     ),
     (
         ["=0.5", "generate.expert_prefetch=true", *(f"generate.{name}={value}" for name, value in FILE.items())],
-        "expert_prefetch=True must be False with expert_store=file: the host brings missing experts",
+        "expert_prefetch=True must be auto or false with expert_store=file: the host brings missing experts",
     ),
+    (["=null", "generate.expert_prefetch=true"], "generate.expert_prefetch=True must come with an expert_budget"),
+    (["=0.5", "generate.expert_prefetch=on"], "generate: expert_prefetch='on' must be one of auto, true, false"),
     (["=0.5", "generate.expert_dtype=mxfp4", "generate.keep_fp8=true"], "generate.expert_dtype=mxfp4 must be None"),
     (["=null", "generate.expert_dtype=mxfp4"], "generate.expert_dtype=mxfp4 must come with an expert_budget"),
     (["=0.5", "generate.expert_dtype=int4"], "generate.expert_dtype='int4' must be one of mxfp8, mxfp4, None"),
@@ -315,5 +335,5 @@ def test_ranks_of_a_folder_have_a_budget_each(qwen, tmp_path):
         cache = mine["expert_cache"]
         assert other["expert_cache"] == cache
         assert (cache["store"], cache["slots"]) == (store, slots)
-        assert (cache["prefetched_needed"] > 0) == (store == "host")
+        assert (cache["prefetched_needed"] > 0) == cache["prefetch"] == (store == "host")
         assert cache["fetched_bytes"] == cache["fetched"] * EXPERT // (2 if store == "host" else 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hf_cases import VOCABULARY, greedy, logits_with_cache, prompt, tiny_model
 from torch import Tensor
 
 from comet.config import SpeculationConfig
-from comet.experts.prefetch import probable
+from comet.experts.prefetch import prefetches, probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import StoredExperts, cache_report
@@ -32,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
-def load(folder: Path, *, prefetch: bool) -> Any:
+def load(folder: Path, *, prefetch: bool | str) -> Any:
     return hf.load_pretrained(folder, expert_budget=0.5, expert_prefetch=prefetch)
 
 
@@ -104,5 +106,30 @@ def test_a_layer_is_asked_what_the_gate_behind_it_says(folder: Path, monkeypatch
 def test_a_gate_without_a_weight_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comet.integrations.hf.gates.GATE", "up_proj")
     assert load(folder, prefetch=False) is not None
-    with pytest.raises(ValueError, match=r"mlp\.up_proj \(Identity\) must have a weight .* expert_prefetch=False"):
+    with pytest.raises(ValueError, match=r"mlp\.up_proj \(Identity\) must have a weight .* expert_prefetch=false"):
         load(folder, prefetch=True)
+
+
+def test_auto_is_off_on_a_cpu_and_on_where_a_gpu_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [load(folder, prefetch="auto")]
+    decide_as_on_a_gpu(monkeypatch)
+    models.append(load(folder, prefetch="auto"))
+    assert [cache_report(model).prefetch for model in models] == [False, True]
+    assert torch.equal(*[greedy(model, prompt(2, 3)) for model in models])
+    check_reports(models)
+
+
+def test_auto_names_a_gate_without_a_weight_and_is_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("comet.integrations.hf.gates.GATE", "up_proj")
+    decide_as_on_a_gpu(monkeypatch)
+    with caplog.at_level(logging.WARNING, "comet"):
+        assert not cache_report(load(folder, prefetch="auto")).prefetch
+    (record,) = caplog.records
+    assert re.search(r"expert_prefetch=auto prefetches no expert: .*mlp\.up_proj \(Identity\)", record.message)
+
+
+def decide_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, gpu, **named))

@@ -65,4 +65,4 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_nan([HeldExperts(w1.elements, w2.elements, True, w1.scales, w2.scales)])
     monkeypatch.setattr(host_codes, "NUMBERS_PER_CORE", 8)
     with pytest.raises(ValueError, match="contraction=16 must be at most 8"):
-        CodeProducts(1)(torch.ones(1, 16), w1.elements[0], w1.scales[0])
+        CodeProducts(1)(torch.ones(1, 16), w1.elements[0], w1.scales[0], slice(0, 1))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_speculation import tables_of
+from draft_misses import DRAFTS, drafting_rows, fetched_per_token
 from draft_quality import record_routing
 from routing_predictors import (
     history,
@@ -53,6 +54,19 @@ def test_the_examples_of_the_docs() -> None:
     assert pool_hits(trace_of([[[0], [1]], [[0], [1]], [[0], [0]]], 2), 2) == [0, 2, 1]
 
 
+def test_what_drafts_fetch() -> None:
+    ids = [[0, 1], [0, 2], [0, 1], [0, 2]]
+    assert fetched_per_token(ids, 2, 1, 1, 1.0) == 5 / 4, "the example of the docs"
+    assert fetched_per_token(ids, 2, 1, 0, 1.0) == 5 / 4, "0 and 1, and one in each step behind"
+    assert fetched_per_token(ids, 3, 1, 1, 1.0) == 3 / 4, "everything once"
+    assert fetched_per_token(ids, 3, 1, 1, 0.0) == 3 / 3, "three rounds of one token each"
+    rows = drafting_rows(trace_of([[step] for step in ids], 4), [2, 3], 1, 1.0)
+    assert [(row["slots"], row["drafts"]) for row in rows] == [
+        (size, drafts) for size in (2, 3) for drafts in DRAFTS[:3]
+    ]
+    assert rows[0]["x_fewer"] == 1
+
+
 def test_history_adds_up_what_followed_each_expert() -> None:
     """Layer 0 needs {0, 1}, {0, 2}, {0, 1}, layer 1 {3, 4}, {4, 2} and then another. Before the third step 3 followed 0
     and 1 once each, 4 followed 0 twice and 1 once, 2 followed 0 once: 4 (3), 3 (2), 2 (1)."""
@@ -86,7 +100,7 @@ def test_predictors_count_what_has_no_slot() -> None:
     assert predictor_rows(replace(trace, guessed_in_two=None), [1]) == []
     facts = routing_facts(trace, [0.25, 1.0])
     assert facts["predictors"] == rows, "nothing is missing where all experts have slots"
-    printed = tables_of({"drafts": {"modes": []}, "top_r": [], "routing": facts})
+    printed = tables_of({"drafts": {"modes": []}, "top_r": [], "routing": facts, "fetched": []})
     assert [table.partition("\n")[0] for table in printed] == [
         "experts that are named before their layer and have no slot",
         "hits, by who shares the slots",

@@ -97,6 +97,7 @@ def test_a_folder_with_a_budget_answers_as_the_whole_model_does(store: dict, tmp
     assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))
     assert torch.equal(greedy(loaded, ids[:, :1]), greedy(whole, ids[:, :1]))
     assert cache_report(loaded).fetched > 0
+    assert cache_report(loaded).prefetch == (not store), "the default, auto"
 
 
 @pytest.mark.parametrize("settings", [{"keep_fp8": True}, {"expert_dtype": "mxfp4"}])
@@ -123,7 +124,8 @@ def test_memory_that_cannot_be_pinned_is_copied_by_the_host(
 ) -> None:
     """CUDA refuses an address that is registered already; the next kernel must not be blamed for it."""
     tiny_model("mixtral").save_pretrained(tmp_path)
-    whole = hf.load_pretrained(tmp_path, device="cuda", **(settings and {"expert_budget": 1.0, **settings}))
+    resident = {"expert_budget": 1.0, "expert_prefetch": False, **settings} if settings else {}
+    whole = hf.load_pretrained(tmp_path, device="cuda", **resident)
     register = comet.experts.store.PinnedMapping.register
 
     def twice(mapping, address, num_bytes):
@@ -134,5 +136,6 @@ def test_memory_that_cannot_be_pinned_is_copied_by_the_host(
     with caplog.at_level(logging.WARNING, "comet"):
         loaded = hf.load_pretrained(tmp_path, device="cuda", expert_budget=0.5, **settings)
     assert "cannot be pinned" in caplog.text
+    assert not cache_report(loaded).prefetch
     ids = prompt(1, 20).cuda()
     assert torch.equal(logits_with_cache(loaded, ids, 1), logits_with_cache(whole, ids, 1))

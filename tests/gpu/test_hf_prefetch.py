@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 FAMILIES = {"qwen3_moe": {"num_hidden_layers": 6, "mlp_only_layers": [2]}, "deepseek_v3": {"num_hidden_layers": 5}}
 
 
-def load(family: str, dtype: torch.dtype, folder: Path, *, prefetch: bool) -> Any:
+def load(family: str, dtype: torch.dtype, folder: Path, *, prefetch: bool | str) -> Any:
     if not (folder / "config.json").is_file():
         tiny_model(family, dtype, **FAMILIES[family]).save_pretrained(folder)
     return hf.load_pretrained(folder, device="cuda", dtype=dtype, expert_budget=0.5, expert_prefetch=prefetch)
@@ -63,7 +63,8 @@ def test_steps_and_verification_are_those_without_it_bit_for_bit(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_writes_what_it_writes_without_it(family: str, tmp_path: Path) -> None:
-    models = [load(family, torch.bfloat16, tmp_path, prefetch=prefetch) for prefetch in (False, True)]
+    models = [load(family, torch.bfloat16, tmp_path, prefetch=prefetch) for prefetch in (False, "auto")]
+    assert [cache_report(model).prefetch for model in models] == [False, True]
     for batch, length in ((1, 1), (2, 9), (1, 3)):
         assert torch.equal(*[greedy(model, prompt(batch, length).cuda()) for model in models])
     assert cache_report(models[1]).prefetched_needed > 0

@@ -39,7 +39,7 @@ def engine_of(dtype: torch.dtype, drafts: SpeculationConfig | None, cuda_graph: 
     model = GPT(CONFIG, group, seed=1, expert_device=torch.device("cpu"))
     drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
     model.head.weight.data.copy_(drawn * 0.3)
-    return GPTEngine(model, group, expert_slots=6, speculation=drafts, cuda_graph=cuda_graph)
+    return GPTEngine(model, group, expert_slots=6, expert_prefetch=False, speculation=drafts, cuda_graph=cuda_graph)
 
 
 def made_by(engine: GPTEngine, mode: str) -> Generated:

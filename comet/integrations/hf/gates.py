@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, require
+from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf.families import moe_config
 from comet.router import Router, Routes
+
+logger = logging.getLogger(__name__)
 
 GATE = "gate"  # in the MoE blocks of all families, beside their experts
 BIAS = "e_score_correction_bias"
@@ -34,7 +38,7 @@ def gate_beside(model: nn.Module, experts: str) -> nn.Module:
     require(
         isinstance(weight, Tensor) and weight.ndim == 2,
         f"{name} ({type(gate).__name__}) must have a weight (E, D), by which drafts and prefetch route: set "
-        "speculate='off' and expert_prefetch=False",
+        "speculate='off' and expert_prefetch=false",
     )
     return gate
 
@@ -64,6 +68,22 @@ def router_of(gate: nn.Module, config: MoEConfig) -> Router:
     router.weight = gate.weight  # type: ignore[assignment]
     router.selection_bias = getattr(gate, BIAS, None)
     return router
+
+
+def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: PrefetchSetting) -> list[Router]:
+    """The routers by which the experts of all layers, given by name, are prefetched.
+
+    Raises:
+        ValueError: See ``gate_beside``; with ``auto`` the log says it, and there are no routers.
+    """
+    config = routing_config(model.config)
+    try:
+        return [router_of(gate_beside(model, name), config) for name in experts]
+    except ValueError as error:
+        if prefetch_wanted(expert_prefetch):
+            raise
+        logger.warning("expert_prefetch=auto prefetches no expert: %s", error)
+        return []
 
 
 @contextmanager

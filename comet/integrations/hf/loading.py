@@ -79,8 +79,8 @@ def load_pretrained(
             superfluous or of a wrong shape; everything about experts is known before anything is read. If a budget is
             too small, too large for the device with the fewest experts that serve a token, or a file changes while it
             is read.
-        NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or ``expert_prefetch`` with
-            a ``file`` store or memory that cannot be pinned.
+        NotImplementedError: If an ``expert_budget`` comes with a group over several nodes, or ``expert_prefetch=True``
+            with a ``file`` store or memory that cannot be pinned.
         UnavailableError: If transformers is missing.
     """
     require_transformers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from comet.experts.store import HeldExperts, QuantisedReader, Specs
 from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.gates import gate_beside, router_of, routing_config
+from comet.integrations.hf.gates import routers_beside
 from comet.integrations.hf.stored import SCALES
 from comet.layout import ExpertLayout
 
@@ -160,13 +161,13 @@ def open_stores(
     to = options.expert_dtype
     readers = [reader if to is None else QuantisedReader(reader, to) for reader in layers.values()]
     if budget.store == "host":
-        config = routing_config(model.config)
         paths = host_paths(
             slots,
             lambda file: [HeldExperts.fill(reader, device, file) for reader in readers],
-            config.hidden_size,
+            model.config.hidden_size,
             host_cores=options.host_cores,
-            routers=[router_of(gate_beside(model, name), config) for name in layers] if options.expert_prefetch else (),
+            expert_prefetch=options.expert_prefetch,
+            routers=partial(routers_beside, model, list(layers), options.expert_prefetch),
         )
     else:
         paths = slots.over_readers(readers, budget.places, files)

@@ -1,0 +1,115 @@
+"""``expert_prefetch``: what ``auto``, ``true`` and ``false`` come to, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from training_cases import MODEL, MOE
+
+from comet.config import ParallelConfig
+from comet.experts.options import StoreOptions
+from comet.experts.prefetch import prefetch_wanted, prefetches
+from comet.experts.store import HeldExperts
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.group import ExpertGroup, make_expert_group
+from comet.models.gpt import GPT
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FILE: dict[str, Any] = {"expert_store": "file", "host_budget": 0.75}
+
+
+@pytest.fixture
+def group() -> Iterator[ExpertGroup]:
+    made = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens a store decides as if its device were a GPU."""
+    monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, GPU, **named))
+
+
+def decode(group: ExpertGroup, **settings: Any) -> tuple[torch.Tensor, GPTEngine]:
+    """Logits of a step behind twelve others."""
+    model = GPT(MODEL, group, seed=1, expert_device=CPU)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    engine = GPTEngine(model, group, expert_slots=MOE.top_k, **settings)
+    engine.prefill(torch.tensor([[3]]), torch.tensor([1]), 30)
+    return [engine.decode(torch.tensor([17 * step % 256])) for step in range(13)][-1], engine
+
+
+def test_auto_is_on_where_a_gpu_reads_the_store() -> None:
+    for device in (CPU, GPU):
+        for readable in (True, False):
+            assert prefetches("auto", device, readable=readable) == (device == GPU and readable)
+            for setting in (True, "true"):
+                assert prefetches(setting, device, readable=readable), "refused elsewhere, and not left out"
+            for setting in (False, "false"):
+                assert not prefetches(setting, device, readable=readable)
+
+
+@pytest.mark.parametrize("setting", ["on", "True", "", None, 1, 0.0, [], ("auto",)])
+def test_another_value_is_named(setting: Any) -> None:
+    for made in (GenerateConfig, StoreOptions):
+        for budget in (None, 0.5):
+            with pytest.raises(ValueError, match=r"^expert_prefetch=.* must be one of auto, true, false") as caught:
+                made(expert_budget=budget, expert_prefetch=setting)
+            assert f"expert_prefetch={setting!r} " in str(caught.value)
+
+
+def test_the_three_words_and_bools() -> None:
+    assert GenerateConfig().expert_prefetch == StoreOptions().expert_prefetch == "auto"
+    wanted = {"auto": None, "true": True, "false": False, True: True, False: False}
+    for setting, meaning in wanted.items():
+        assert prefetch_wanted(setting) is meaning
+        options = StoreOptions.of(GenerateConfig(expert_budget=0.5, expert_prefetch=setting))
+        assert options.expert_prefetch == setting
+
+
+@pytest.mark.parametrize("setting", [True, "true"])
+def test_true_is_refused_where_it_cannot_be(setting: Any) -> None:
+    with pytest.raises(ValueError, match=f"^expert_prefetch={setting} must come with an expert_budget"):
+        StoreOptions(expert_prefetch=setting)
+    with pytest.raises(NotImplementedError, match=f"^expert_prefetch={setting} must be auto or false with .*=file"):
+        StoreOptions(expert_budget=0.5, expert_prefetch=setting, **FILE)
+
+
+@pytest.mark.parametrize("setting", ["auto", "false", False])
+def test_the_others_never_are(setting: Any) -> None:
+    assert not StoreOptions(expert_prefetch=setting).in_store
+    assert StoreOptions(expert_budget=0.5, expert_prefetch=setting, **FILE).in_store
+
+
+@pytest.mark.parametrize(("setting", "is_on"), [("auto", False), ("false", False), ("true", True), (True, True)])
+def test_on_a_cpu_it_is_on_for_whoever_says_so(setting: Any, is_on: bool, group: ExpertGroup) -> None:
+    report = decode(group, expert_prefetch=setting)[1].cache_report()
+    assert (report.prefetch, report.prefetched > 0) == (is_on, is_on)
+
+
+def test_the_default_is_auto(group: ExpertGroup, as_on_a_gpu: None) -> None:
+    logits, engine = decode(group)
+    assert engine.cache_report().prefetch
+    assert engine.cache_report().prefetched_needed > 0
+    without, engine = decode(group, expert_prefetch=False)
+    assert not engine.cache_report().prefetch
+    assert engine.cache_report().prefetched == 0
+    assert torch.equal(logits, without)
+
+
+def test_auto_is_off_where_memory_cannot_be_pinned(
+    group: ExpertGroup, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(HeldExperts, "hold", lambda parts, *_: HeldExperts(**parts, readable=False))
+    with caplog.at_level(logging.WARNING, "comet"):
+        report = decode(group, expert_prefetch="auto")[1].cache_report()
+    assert (report.prefetch, report.prefetched) == (False, 0)
+    assert [record.message.count("no expert is prefetched") for record in caplog.records] == [1]
+    with pytest.raises(NotImplementedError, match="expert_prefetch=True must be auto or false where the host brings"):
+        decode(group, expert_prefetch="true")
