@@ -72,7 +72,7 @@ def prefetch_told(setting: PrefetchSetting, budget: ExpertBudget, device: torch.
 
     Example: ``auto`` of a host store is "off (expert_prefetch=auto)" on a CPU.
     """
-    is_on = prefetches(setting, device, readable=budget.store == "host")
+    is_on = prefetches(setting, device, useful=budget.store == "host" and budget.slots < budget.held)
     condition = ", where host memory can be pinned" if is_on and device.type == "cuda" else ""
     return f"{'on' if is_on else 'off'}{condition} (expert_prefetch={str(setting).lower()})"
 

@@ -149,10 +149,11 @@ def host_paths(
     """
     sizes = HostSizes.of(hidden_size, slots.layout, slots.runner.decode.max_tokens, slots.dtype)
     cores = open_cores(host_cores, sizes, slots.device, runner=slots.runner)
-    guides = routers() if prefetches(expert_prefetch, slots.device) else ()
+    some_missing = slots.num_slots < slots.layout.experts_local
+    guides = routers() if prefetches(expert_prefetch, slots.device, useful=some_missing) else ()
     paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
     readable = all(isinstance(path, CachedExperts) for path in paths)
-    if guides and prefetches(expert_prefetch, slots.device, readable=readable):
+    if guides and prefetches(expert_prefetch, slots.device, useful=readable and some_missing):
         prefetch_between(paths, [partial(probable, router) for router in guides])
     return paths
 

@@ -42,7 +42,7 @@ def prefetch_wanted(setting: PrefetchSetting) -> bool | None:
     return words[word]
 
 
-def prefetches(setting: PrefetchSetting, device: torch.device, *, readable: bool = True) -> bool:
+def prefetches(setting: PrefetchSetting, device: torch.device, *, useful: bool = True) -> bool:
     """Whether experts of a host store are to travel before their step.
 
     Example: ``auto`` says yes on a GPU that reads the store itself, and no on a CPU or where the host brings experts.
@@ -50,13 +50,13 @@ def prefetches(setting: PrefetchSetting, device: torch.device, *, readable: bool
     Args:
         setting: ``expert_prefetch``; ``true`` says yes in any case, ``false`` no.
         device: That computes.
-        readable: Whether it reads the host's memory itself.
+        useful: Whether it reads the host's memory itself, and some expert has no slot.
 
     Raises:
         ValueError: See ``prefetch_wanted``.
     """
     wanted = prefetch_wanted(setting)
-    return readable and device.type == "cuda" if wanted is None else wanted
+    return useful and device.type == "cuda" if wanted is None else wanted
 
 
 class Prefetch:

@@ -48,11 +48,11 @@ def decode(group: ExpertGroup, **settings: Any) -> tuple[torch.Tensor, GPTEngine
 def test_auto_is_on_where_a_gpu_reads_the_store() -> None:
     for device in (CPU, GPU):
         for readable in (True, False):
-            assert prefetches("auto", device, readable=readable) == (device == GPU and readable)
+            assert prefetches("auto", device, useful=readable) == (device == GPU and readable)
             for setting in (True, "true"):
-                assert prefetches(setting, device, readable=readable), "refused elsewhere, and not left out"
+                assert prefetches(setting, device, useful=readable), "refused elsewhere, and not left out"
             for setting in (False, "false"):
-                assert not prefetches(setting, device, readable=readable)
+                assert not prefetches(setting, device, useful=readable)
 
 
 @pytest.mark.parametrize("setting", ["on", "True", "", None, 1, 0.0, [], ("auto",)])
