@@ -110,8 +110,7 @@ class HostCores:
         """
         refuse_nan(stores)
         mail, sizes, w1, here = self.mail, self.sizes, stores[0].w1, torch.device("cpu")
-        most = min(len(w1), sizes.max_tokens * sizes.top_k)
-        hidden = host_memory((most, sizes.max_tokens, w1.shape[1] // 2), sizes.dtype, here, self.file)[0]
+        wide = host_memory((sizes.max_tokens * sizes.top_k, w1.shape[1]), torch.float32, here, self.file)[0]
         progress = host_memory((LINE_WORDS * self.num_cores,), torch.int32, here, self.file)[0]
         plan = WorkerPlan(
             file=self.file.descriptor,
@@ -121,7 +120,7 @@ class HostCores:
             first_expert=self.sizes.first_expert,
             layers=[[self._place(part) for part in store.parts] for store in stores],
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
-            hidden=self._place(hidden),
+            wide=self._place(wide),
             progress=self._place(progress),
         )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is

@@ -171,10 +171,10 @@ def test_a_process_that_dies_is_named_before_the_next_step() -> None:
 
 @pytest.mark.parametrize("quantised", ["", "mxfp4", "fp8"])
 def test_processes_share_an_expert(quantised: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of them, one of which has no hidden units of 64; experts of 160 rows in w2 have two blocks of scales."""
-    case = DecodeCase(name="shared", T=3, K=2, E=12, D=160, F=64, config=None, seed=7, quantised=quantised)
+    """Five of them, one of which has no rows of 64 in w1; experts of 160 rows in w2 have two blocks of scales."""
+    case = DecodeCase(name="shared", T=3, K=2, E=12, D=160, F=32, config=None, seed=7, quantised=quantised)
     answers = []
-    for count in (1, 3):
+    for count in (1, 5):
         monkeypatch.setitem(NUM_CORES, "cpu", count)
         cache, cores = cache_of(case, case.E, SLOW_LINK)
         leave_all_to(cores)
@@ -350,8 +350,8 @@ def test_the_examples_of_what_a_process_computes() -> None:
     answer = torch.zeros(1, 1)
     weighted_sum(torch.tensor([[32.0], [8.0]]), torch.tensor([[0.5], [0.25]]), answer)
     assert answer.tolist() == [[18.0]]
-    assert [share_of(96, member, 2) for member in range(2)] == [slice(0, 32), slice(32, 96)]
-    assert share_of(96, 0, 4) == slice(0, 0)
+    assert [share_of(48, member, 2) for member in range(2)] == [slice(0, 16), slice(16, 48)]
+    assert share_of(48, 0, 4) == slice(0, 0)
 
 
 @pytest.mark.parametrize("size", [16, 80, 768, 2048])
@@ -359,7 +359,7 @@ def test_the_examples_of_what_a_process_computes() -> None:
 def test_every_column_is_computed_once(size: int, num_members: int) -> None:
     shares = [share_of(size, member, num_members) for member in range(num_members)]
     assert [column for share in shares for column in range(size)[share]] == list(range(size))
-    assert all(share.start % 32 == 0 for share in shares if share.start < share.stop)
+    assert all(share.start % 16 == 0 for share in shares if share.start < share.stop)
 
 
 def test_a_sum_is_of_the_experts_that_a_token_chose() -> None:
