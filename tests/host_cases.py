@@ -14,8 +14,10 @@ from comet.experts.host_profile import HostProfile, HostSizes
 from comet.experts.store import HeldExperts
 
 # Of 1 to 8 missing experts the host computes 0, 1, 1, 1, 2, 2, 3 and 3; where the link is slow, 0, 1, 2, 3, 4, 5, ...
-PROFILE = HostProfile(link_ns=200, request_ns=20, expert_ns=290, full_request_ns=20, full_expert_ns=290)
-SLOW_LINK = replace(PROFILE, link_ns=1000)
+PROFILE = HostProfile(
+    link_ns=200, shared_link_ns=200, request_ns=20, expert_ns=290, full_request_ns=20, full_expert_ns=290
+)
+SLOW_LINK = replace(PROFILE, link_ns=1000, shared_link_ns=1000)
 DEADLINE_S = 60.0  # for answers that come
 CPU = torch.device("cpu")
 NUM_CORES = {"cpu": 1, "cuda": 2}

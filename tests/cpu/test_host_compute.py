@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
 from comet.experts import ExpertCache, host_cores
 from comet.experts.host_cores import HostCores, cores_of, open_cores
-from comet.experts.host_profile import HostProfile, HostSizes
-from comet.experts.host_worker import share_of, weighted_sum
+from comet.experts.host_profile import HostProfile, HostSizes, Link
+from comet.experts.host_worker import rows_of, share_of, weighted_sum
 from comet.experts.store import HeldExperts
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
@@ -131,7 +132,10 @@ def engines_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> No
 
 def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a profile that is given: what this machine measures, and how soon it starts a process, is its own affair."""
-    measured = HostProfile(link_ns=200e3, request_ns=20e3, expert_ns=290e3, full_request_ns=20e3, full_expert_ns=290e3)
+    measured = HostProfile(
+        link_ns=200e3, shared_link_ns=220e3, request_ns=20e3, expert_ns=290e3, full_request_ns=20e3,
+        full_expert_ns=290e3,
+    )  # fmt: skip
     monkeypatch.setattr(host_cores, "measure", lambda *given: measured)
     monkeypatch.setattr(host_cores, "START_S", 3600.0)
     train(make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0), Rank())
@@ -141,8 +145,8 @@ def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytes
     job = make_job(tmp_path, model=MODEL, comm=CommConfig(timeout_s=3600.0))
     found = generate_job(replace(job, generate=settings), Rank())["expert_cache"]
     assert found["host_cores"] == {
-        "cores": 1, "link_us": 200, "request_us": 20, "expert_us": 290, "full_request_us": 20, "full_expert_us": 290,
-        "share": [0, 0, 1],
+        "cores": 1, "link_us": 200, "shared_link_us": 220, "request_us": 20, "expert_us": 290, "full_request_us": 20,
+        "full_expert_us": 290, "share": [0, 0, 1],
     }  # fmt: skip
     assert 0 <= found["hosted"] <= found["needed"] - found["fetched"]
 
@@ -287,6 +291,8 @@ def test_a_process_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch)
 def test_the_example_of_a_table() -> None:
     assert PROFILE.share_table(2, 8)[1].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3]
     assert SLOW_LINK.share_table(1, 6)[1].tolist() == [0, 0, 1, 2, 3, 4, 5], "one comes to the device"
+    assert replace(PROFILE, expert_ns=345).share_table(1, 8)[1].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3]
+    assert replace(PROFILE, shared_link_ns=370).share_table(1, 3)[1].tolist() == [0, 0, 0, 0]
     full = replace(PROFILE, full_request_ns=20, full_expert_ns=2000)
     assert full.share_table(2, 8)[2].tolist() == [0] * 9, "of two tokens the host takes too long"
 
@@ -295,6 +301,9 @@ def test_the_example_of_a_prompt() -> None:
     assert PROFILE.share_of_prompt([1, 1, 1], 5, 4) == 2
     assert PROFILE.share_of_prompt([1] * 3, 3, 4) == 1, "one would come to the device, but two take the host longer"
     assert SLOW_LINK.share_of_prompt([1, 2], 2, 4) == 1, "one comes to the device"
+    assert replace(PROFILE, expert_ns=900).share_of_prompt([1, 1, 1], 5, 4) == 0, "it saves less than a tenth"
+    assert replace(PROFILE, shared_link_ns=240).share_of_prompt([1, 1, 1], 5, 4) == 2
+    assert replace(PROFILE, shared_link_ns=300).share_of_prompt([1], 5, 4) == 0, "four take longer than five did"
     assert replace(PROFILE, full_expert_ns=2000).share_of_prompt([1, 4, 4], 5, 4) == 1, (
         "those of many tokens take longer"
     )
@@ -304,6 +313,37 @@ def test_a_slow_host_is_left_out() -> None:
     assert replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_of_prompt([1, 1, 1], 5, 4) == 0
     table = replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_table(4, 8)
     assert not table.any()
+
+
+class Mark:
+    """An event of a stream at some milliseconds, on a clock that the test sets."""
+
+    now = 0.0
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return self.at <= Mark.now
+
+    def elapsed_time(self, other: Mark) -> float:
+        assert self.at <= other.at
+        return other.at - self.at
+
+
+def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
+    """Five copies of 1 ms before and behind a request, and of 3 ms beside it; one that is too short has the next."""
+    link = Link([HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True)], CPU)
+    assert link.cost(0, 0) == link.alone_ns > 0, "there is no link"
+    link._stream, link._marks = SimpleNamespace(synchronize=lambda: None), [Mark(at) for at in (1, 2, 5, 8, 9, 10)]
+    seen = []
+    for Mark.now in (0, 1, 2.5, 8.5, 20):
+        seen.append(link.arrived())
+    assert seen == [0, 0, 1, 3, 5]
+    assert link.cost(1, 3) == 3e6
+    assert link.cost(2, 2) == 3e6
+    assert link.cost(3, 5) == 1e6
+    assert link.cost(5, 5) == 1e6, "all were there before it began"
 
 
 def test_the_examples_of_what_a_process_computes() -> None:
@@ -320,6 +360,20 @@ def test_every_column_is_computed_once(size: int, num_members: int) -> None:
     shares = [share_of(size, member, num_members) for member in range(num_members)]
     assert [column for share in shares for column in range(size)[share]] == list(range(size))
     assert all(share.start % 32 == 0 for share in shares if share.start < share.stop)
+
+
+def test_a_sum_is_of_the_experts_that_a_token_chose() -> None:
+    """A row that is no number gets into the answer of its own token only; one of the experts is nobody's."""
+    drawn = torch.Generator().manual_seed(1)
+    tokens, matrices = torch.randn(3, 8, generator=drawn), torch.randn(4, 5, 8, generator=drawn)
+    tokens[2] = torch.nan
+    weights = torch.rand(4, 3, generator=drawn)
+    weights[0, 0] = weights[1] = weights[2, 1] = 0
+    answer = torch.full((3, 5), torch.nan)
+    rows = rows_of(tokens, weights)
+    weighted_sum(torch.cat([each @ matrix.T for each, matrix in zip(rows, matrices, strict=True)]), weights, answer)
+    torch.testing.assert_close(answer[:2], torch.einsum("nt,td,ncd->tc", weights[:, :2], tokens[:2], matrices))
+    assert answer[2].isnan().all()
 
 
 def test_those_worth_least_go_to_the_host() -> None:

@@ -182,5 +182,6 @@ def test_what_this_machine_costs(quantised: str, made: torch.Generator) -> None:
     print(quantised, cores.facts())
     assert cores.profile is not None
     assert cores.profile.link_ns > 0
+    assert cores.profile.shared_link_ns > 0
     assert cores.profile.expert_ns > 0
     cores.close()
