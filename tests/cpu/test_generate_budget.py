@@ -153,10 +153,10 @@ def test_a_dry_run_says_whether_experts_are_prefetched(qwen, capsys, monkeypatch
         (files, "off (expert_prefetch=auto)"),
     ):
         assert f"\n# prefetch: {told}\n" in dry_run(capsys, monkeypatch, *words, *given)[1]
-    gpu, store = torch.device("cuda"), SimpleNamespace(store="host")
+    gpu, store = torch.device("cuda"), SimpleNamespace(store="host", slots=4, held=8)
     assert prefetch_told("auto", store, gpu) == "on, where host memory can be pinned (expert_prefetch=auto)"
     assert prefetch_told(True, store, gpu) == "on, where host memory can be pinned (expert_prefetch=true)"
-    assert prefetch_told("auto", SimpleNamespace(store="file"), gpu) == "off (expert_prefetch=auto)"
+    assert prefetch_told("auto", SimpleNamespace(store="file", slots=4, held=8), gpu) == "off (expert_prefetch=auto)"
 
 
 def test_a_budget_in_bytes_holds_more_quantised_experts(qwen, tmp_path, capsys, monkeypatch):
