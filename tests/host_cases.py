@@ -20,7 +20,6 @@ PROFILE = HostProfile(
 SLOW_LINK = replace(PROFILE, link_ns=1000, shared_link_ns=1000)
 DEADLINE_S = 60.0  # for answers that come
 CPU = torch.device("cpu")
-NUM_CORES = {"cpu": 1, "cuda": 2}
 CASES = [
     DecodeCase(name="vector", T=1, K=3, E=9, D=80, F=48, config=VECTOR, seed=1),
     DecodeCase(name="fold", T=1, K=3, E=9, D=80, F=48, config=replace(VECTOR, fold=True), seed=1),
@@ -62,7 +61,7 @@ def hosted_cache(
     held, _, hidden_size = w1.shape
     places = {"num_experts": first_expert + held, "first_expert": first_expert}
     sizes = HostSizes(**places, hidden_size=hidden_size, top_k=top_k, max_tokens=max_tokens, dtype=w1.dtype)
-    cores = HostCores(NUM_CORES[device.type], sizes, device, DEADLINE_S)
+    cores = HostCores(2 if device.type == "cuda" else 1, sizes, device, DEADLINE_S)
     parts = {"w1": w1, "w2": w2}
     if quantised:
         packed = {name: QUANTISERS[quantised](weight) for name, weight in parts.items()}

@@ -36,29 +36,28 @@ class CodeProducts:
         self._halves = torch.empty(num_cores * NUMBERS_PER_CORE, dtype=torch.int16)
         self._numbers = torch.empty(num_cores * NUMBERS_PER_CORE)
 
-    def __call__(self, tokens: Tensor, elements: Tensor, scales: Tensor, of_rows: slice) -> Tensor:
-        """``tokens @ matrix[of_rows].T``.
+    def __call__(self, tokens: Tensor, elements: Tensor, scales: Tensor) -> Tensor:
+        """``tokens @ matrix.T``.
 
         Args:
             tokens: ``(T, K)``.
             elements: ``(N, K)`` float8_e4m3fn, or ``(N, K / 2)`` uint8 of MXFP4.
             scales: ``(N, K / 32)`` uint8 or ``(ceil(N / 128), ceil(K / 128))`` float32, none of them NaN.
-            of_rows: ``first : end``.
 
         Returns:
-            ``(T, end - first)`` float32.
+            ``(T, N)`` float32.
         """
-        per_byte, num_bytes = 2 if elements.dtype == CODES else 1, elements.shape[1]
+        per_byte, (num_rows, num_bytes) = 2 if elements.dtype == CODES else 1, elements.shape
         multiple = (E2M1_BITS if per_byte == 2 else E4M3_BITS)[2]
         # The low halves of all bytes come first, then the high ones.
         inputs = tokens.float().unflatten(1, (num_bytes, per_byte)).transpose(1, 2).flatten(1)
-        output = inputs.new_empty(len(tokens), of_rows.stop - of_rows.start)
+        output = inputs.new_empty(len(tokens), num_rows)
         most = len(self._numbers) // inputs.shape[1]
         require(most > 0, f"contraction={inputs.shape[1]} must be at most {len(self._numbers)} for the host's cores")
-        for first in range(of_rows.start, of_rows.stop, most):
-            rows = slice(first, min(first + most, of_rows.stop))
+        for first in range(0, num_rows, most):
+            rows = slice(first, min(first + most, num_rows))
             numbers = self.numbers(elements[rows], scales_of(scales, rows), per_byte)
-            output[:, first - of_rows.start : rows.stop - of_rows.start] = linear(inputs, numbers.flatten(1))
+            output[:, rows] = linear(inputs, numbers.flatten(1))
         return output.mul_(multiple)
 
     def numbers(self, elements: Tensor, scales: Tensor, per_byte: int) -> Tensor:

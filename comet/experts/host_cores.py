@@ -22,7 +22,7 @@ from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
 from comet.experts.host_codes import refuse_nan
 from comet.experts.host_profile import HostProfile, HostSizes, measure
-from comet.experts.host_worker import LINE_WORDS, Place, WorkerPlan
+from comet.experts.host_worker import Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.expert_host import PLACE_HOST
 from comet.kernels.expert_mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
@@ -39,12 +39,12 @@ FAULT_WORDS = 8
 
 
 class HostCores:
-    """Processes that compute missing experts of all layers of a rank, from the memory they are stored in.
+    """A process that computes missing experts of all layers of a rank, from the memory they are stored in.
 
-    They start with ``start`` and end with ``close``, or when nobody refers to this any more, or with this process.
+    It starts with ``start`` and ends with ``close``, or when nobody refers to this any more, or with this process.
 
     Args:
-        num_cores: Processes that compute.
+        num_cores: Threads that compute.
         sizes: Of requests.
         device: That asks.
         timeout_s: Deadline of an answer.
@@ -55,7 +55,7 @@ class HostCores:
         file: Where the experts have to be (``HeldExperts.fill``).
         mail: Of the caches that are served.
         profile: What experts cost, once it is measured.
-        process: The first of them, once it is started; it ends where another one does.
+        process: That computes, once it is started.
     """
 
     def __init__(
@@ -109,9 +109,7 @@ class HostCores:
             ValueError: If experts in block FP8 have a NaN.
         """
         refuse_nan(stores)
-        mail, sizes, w1, here = self.mail, self.sizes, stores[0].w1, torch.device("cpu")
-        wide = host_memory((sizes.max_tokens * sizes.top_k, w1.shape[1]), torch.float32, here, self.file)[0]
-        progress = host_memory((LINE_WORDS * self.num_cores,), torch.int32, here, self.file)[0]
+        mail = self.mail
         plan = WorkerPlan(
             file=self.file.descriptor,
             parent=os.getpid(),
@@ -120,8 +118,6 @@ class HostCores:
             first_expert=self.sizes.first_expert,
             layers=[[self._place(part) for part in store.parts] for store in stores],
             mail=[self._place(part) for part in (mail.words, mail.tokens, mail.weights, mail.answer, self._counts)],
-            wide=self._place(wide),
-            progress=self._place(progress),
         )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is open as long as the process is
         self.process = subprocess.Popen(

@@ -115,7 +115,7 @@ def test_steps_differ_on_one_gpu() -> None:
 
 def test_figures_example() -> None:
     medians = {"comet": 0.4, "triton0": 1.2, "triton1": 0.8, "dependent=1": 0.3, "transformers_eager": 4.0}
-    timings = {name: Timing(median, median, median) for name, median in medians.items()}
+    timings = {name: Timing(median, median, median, median) for name, median in medians.items()}
     row = figures(timings, {"comet": (0.1, 0.9), "triton1": (0.2, 0.8)}, 4, 2e8, 4.0)
     assert (row["comet_us"], row["triton_us"], row["transformers_eager_us"]) == pytest.approx((100, 200, 1000))
     assert (row["best"], row["best_us"]) == ("dependent=1", pytest.approx(75))
@@ -123,7 +123,7 @@ def test_figures_example() -> None:
     assert (row["x_triton"], row["x_transformers"]) == pytest.approx((200 / 75, 1000 / 75))
     assert (row["torch_us"], row["x_torch"], row["added_us"], row["fused_us"]) == (None, None, None, None)
     assert (row["comet_error"], row["triton_error"], row["triton_cosine"]) == (0.1, 0.2, 0.8)
-    over_ranks = {name: Timing(median, median, median) for name, median in (("comet", 0.4), ("local", 0.38))}
+    over_ranks = {name: Timing(median, median, median, median) for name, median in (("comet", 0.4), ("local", 0.38))}
     assert figures(over_ranks, {}, 4, 2e8, 4.0)["added_us"] == pytest.approx(5)
     assert figures(over_ranks, {}, 4, 2e8, 4.0)["best"] == "comet"
 

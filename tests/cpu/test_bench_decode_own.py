@@ -161,7 +161,7 @@ def test_outputs_stand_side_by_side() -> None:
 
 def test_own_figures_example() -> None:
     medians = {"comet": 0.4, "local": 0.38, "own": 0.42, "own_nccl": 0.6, "own_fused": 0.3}
-    timings = {name: Timing(median, median, median) for name, median in medians.items()}
+    timings = {name: Timing(median, median, median, median) for name, median in medians.items()}
     row = figures(timings, {}, 4, 2e8, 4.0)
     assert (row["added_us"], row["own_added_us"]) == pytest.approx((5, 10))
     assert (row["own_us"], row["own_nccl_us"], row["own_fused_us"]) == pytest.approx((105, 150, 75))

@@ -114,12 +114,12 @@ def test_bytes_of_a_step() -> None:
 
 
 def test_path_rows_example() -> None:
-    timings = {"comet": Timing(4, 3, 5), "comet_graph": Timing(2, 2, 2)}
+    timings = {"comet": Timing(4, 3, 5, 4), "comet_graph": Timing(2, 2, 2, 2)}
     rows = path_rows(timings, {"comet": 1.0}, {"hf_eager": "too hot"}, steps=8, batch=2, num_bytes=1e9)
     assert [row["path"] for row in rows] == ["comet_graph", "comet", "hf_eager"]
     fast, slow, failed = rows
     assert (slow["ms"], slow["tokens_per_s"], slow["tbs"], slow["cosine"]) == (0.5, 4000, 2, 1)
-    assert slow["quantiles"] == {"median_ms": 0.5, "p10_ms": 0.375, "p90_ms": 0.625}
+    assert slow["quantiles"] == {"median_ms": 0.5, "p10_ms": 0.375, "p90_ms": 0.625, "mean_ms": 0.5}
     assert (fast["tokens_per_s"], fast["cosine"]) == (8000, None)
     assert (failed["failure"], failed["ms"], failed["tbs"]) == ("too hot", None, None)
 

@@ -51,9 +51,9 @@ def test_products_are_those_of_the_exact_numbers(
     packed = QUANTISERS[kind](weight)
     tokens = torch.randn(3, 192, generator=drawn).to(dtype)
     products = CodeProducts(1)
-    for rows in (slice(0, 300), slice(96, 290), slice(64, 64), slice(0, 300)):  # in the same memory
-        found = products(tokens, packed.elements, packed.scales, rows)
-        expected = tokens.double() @ packed.dequantize(torch.float64)[rows].T
+    for _ in range(2):  # in the same memory
+        found = products(tokens, packed.elements, packed.scales)
+        expected = tokens.double() @ packed.dequantize(torch.float64).T
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -65,4 +65,4 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_nan([HeldExperts(w1.elements, w2.elements, True, w1.scales, w2.scales)])
     monkeypatch.setattr(host_codes, "NUMBERS_PER_CORE", 8)
     with pytest.raises(ValueError, match="contraction=16 must be at most 8"):
-        CodeProducts(1)(torch.ones(1, 16), w1.elements[0], w1.scales[0], slice(0, 1))
+        CodeProducts(1)(torch.ones(1, 16), w1.elements[0], w1.scales[0])
