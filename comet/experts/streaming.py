@@ -193,10 +193,15 @@ class PinnedSlots:
             there = (visit.expert + self.first_expert for visit in visits if not visit.is_missing)
             count_streamed_torch(self._host, self._index(there))
         counts = len(visits), sum(visit.is_missing for visit in visits)
-        tables.totals[:2] += torch.tensor(counts, device=tables.state.device)
+        tables.totals[:2] += self._index(counts)
 
     def _index(self, numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=self._tables.state.device)
+        return send(torch.tensor(list(numbers), dtype=torch.int64), self._tables.state.device)
+
+
+def send(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device: CUDA stages them at once, so that nobody waits for what the device has to do."""
+    return numbers.to(device, non_blocking=True)
 
 
 class StreamedExperts:
@@ -236,7 +241,7 @@ class StreamedExperts:
         groups = group_visits(visits, counts, self._most_at_once(rows.dtype), max(len(owners) // 2, 1))
         places = torch.arange(len(rows)).split(list(counts))  # of each expert's rows
         order = [*(visit.expert for group in groups for visit in group), *hosted]
-        index = torch.cat([torch.arange(0), *(places[expert] for expert in order)]).to(rows.device)
+        index = send(torch.cat([torch.arange(0), *(places[expert] for expert in order)]), rows.device)
         for_groups, for_host = rows[index].split([len(rows) - (num := sum(counts[each] for each in hosted)), num])
         for_host = for_host.cpu()  # before the device has more to do
         results = self._compute(for_groups, groups, counts)
@@ -254,7 +259,7 @@ class StreamedExperts:
         for group in groups:
             of_slots = {visit.slot: counts[visit.expert] for visit in group}
             sizes.append([of_slots.get(slot, 0) for slot in range(len(weights.w1))] if whole else [*of_slots.values()])
-        ends = torch.tensor([end for each in sizes for end in accumulate(each)], dtype=torch.int32).to(rows.device)
+        ends = send(torch.tensor([end for each in sizes for end in accumulate(each)], dtype=torch.int32), rows.device)
         outputs = []
         parts = zip(rows.split(list(map(sum, sizes))), ends.split(list(map(len, sizes))), strict=True)
         for group, each, (part, part_ends) in zip(groups, sizes, parts, strict=True):
