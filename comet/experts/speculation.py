@@ -151,33 +151,55 @@ class Speculation:
         for_drafts, for_verdict, for_next = next(self._draws).split([longest, longest, 1], dim=1)
         length = min(self._next_length, most_tokens - 1)
 
-        before = self.model.lengths.clone()
-        draft = self.draft(last, torch.tensor(active, device=last.device), length, for_drafts)
-        self.model.rewind(before)
-        likely = self.sampling.probabilities(self.verify(draft.ids), draft.seen)
-        p = self.sampling.certain(likely)
-        decided = of_first_rank(self._decide(draft, likely, p, for_verdict, for_next[:, 0]))
-        accepted, following = decided[:, 1], decided[:, 2]
-        self.model.rewind(before + 1 + accepted)
-        if draft.seen is not None:
-            self.sampling.seen = with_token(at(draft.seen, accepted), following)
-
-        rows = torch.cat([decided, draft.ids[:, 1:]], dim=1).tolist()  # waits for the round
+        if length:
+            draft = self._drafted(last, active, length, for_drafts)
+            decided, ids = self._verified(draft, for_verdict, for_next[:, 0]), draft.ids
+        else:
+            decided, ids = self._step(last, for_next[:, 0]), last[:, None]
+        rows = torch.cat([decided, ids[:, 1:]], dim=1).tolist()  # waits for the round
         going = [row[:2] for row, goes_on in zip(rows, active, strict=True) if goes_on]
-        self.report.add(draft.ids.shape[1], going, agreed=sum(row[3] for row in rows))
+        self.report.add(ids.shape[1], going, agreed=sum(row[3] for row in rows))
         self._next_length = rows[0][4]
         self._length.record(length, self._clock() - started, [number for _, number in going])
-        return following, [[*drafts[:number], token] for _, number, token, _, _, *drafts in rows]
+        return decided[:, 2], [[*drafts[:number], token] for _, number, token, _, _, *drafts in rows]
 
-    def _decide(self, draft: Draft, likely: Tensor, p: Tensor, for_verdict: Tensor, for_next: Tensor) -> Tensor:
+    def _step(self, last: Tensor, for_next: Tensor) -> Tensor:
+        """What ``_verified`` returns for a plain step, which has nothing to take back."""
+        likely = self.sampling.probabilities(self.model.decode(last), self.sampling.seen)
+        following = pick(self.sampling.certain(likely), for_next)
+        decided = torch.zeros(len(last), 5, dtype=torch.int64, device=last.device)
+        decided[:, 2], decided[:, 4] = following, self._length.choose()
+        decided = of_first_rank(decided)
+        self.sampling.seen = with_token(self.sampling.seen, decided[:, 2])
+        return decided
+
+    def _drafted(self, last: Tensor, active: Sequence[bool], length: int, draws: Tensor) -> Draft:
+        """``draft``, of which the model keeps nothing."""
+        before = self.model.lengths.clone()
+        draft = self.draft(last, torch.tensor(active).to(last.device, non_blocking=True), length, draws)
+        self.model.rewind(before)
+        return draft
+
+    def _verified(self, draft: Draft, for_verdict: Tensor, for_next: Tensor) -> Tensor:
         """``(B, 5)`` int64: proposed and accepted drafts, the next token, ``agreement``, the length of the next round.
 
         That length follows the rounds before this one, whose time nobody knows yet: so no rank waits for its host here.
         """
+        before = self.model.lengths.clone()
+        likely = self.sampling.probabilities(self.model.verify(draft.ids), draft.seen)
+        p = self.sampling.certain(likely)
         accepted, weights = verdict(self.config, draft, likely, p, for_verdict)
-        agreed, following = agreement(draft, p, accepted, for_verdict), pick(weights, for_next)
+        agreed = accepted
+        if self.config.speculate == "adaptive":
+            agreed = agreement(draft, p, accepted, for_verdict)
         length = torch.full_like(accepted, self._length.choose())
-        return torch.stack([draft.proposed.sum(1), accepted, following, agreed, length], dim=1)
+        decided = torch.stack([draft.proposed.sum(1), accepted, pick(weights, for_next), agreed, length], dim=1)
+        decided = of_first_rank(decided)
+        accepted, following = decided[:, 1], decided[:, 2]
+        self.model.rewind(before + 1 + accepted)
+        if draft.seen is not None:
+            self.sampling.seen = with_token(at(draft.seen, accepted), following)
+        return decided
 
     def draft(self, last: Tensor, drafting: Tensor, length: int, draws: Tensor) -> Draft:
         """Draw up to ``length`` tokens of each sequence that is ``drafting (B,)`` in passes with few experts."""
@@ -204,10 +226,6 @@ class Speculation:
             q=q,
             seen=None if seen[0] is None else torch.stack([each for each in seen if each is not None], dim=1),
         )
-
-    def verify(self, ids: Tensor) -> Tensor:
-        """``(B, g + 1, V)`` logits with all experts; without drafts by the step of plain decoding."""
-        return self.model.verify(ids) if ids.shape[1] > 1 else self.model.decode(ids[:, 0])[:, None]
 
 
 def verdict(config: SpeculationConfig, draft: Draft, likely: Tensor, p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
