@@ -43,8 +43,8 @@ from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
 from comet.experts.cache import OF_THE_CACHES, bytes_of_expert, report_of
-from comet.experts.host_cores import TIMEOUT_S, HostCores, usable_cores
-from comet.experts.host_profile import HostSizes
+from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
+from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
 from comet.launch.cli import Parser

@@ -9,8 +9,8 @@ from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from torch import Tensor
 
 from comet.experts import ExpertCache
-from comet.experts.host_cores import HostCores
-from comet.experts.host_profile import HostProfile, HostSizes
+from comet.experts.host.cores import HostCores
+from comet.experts.host.profile import HostProfile, HostSizes
 from comet.experts.store import HeldExperts
 
 # Of 1 to 8 missing experts the host computes 0, 1, 1, 1, 2, 2, 3 and 3; where the link is slow, 0, 1, 2, 3, 4, 5, ...

@@ -19,8 +19,8 @@ from comet.config import MoEConfig, require
 from comet.decode.runners import Runner
 from comet.decode.weights import DecodeWeights
 from comet.errors import UnavailableError
-from comet.experts.host_cores import HostCores
-from comet.experts.host_prompts import PromptCores
+from comet.experts.host.cores import HostCores
+from comet.experts.host.prompts import PromptCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import PinnedSlots, StreamedExperts
 from comet.kernels.expert_tables import LAYER, POLICIES, CacheTables, HostExperts, Policy

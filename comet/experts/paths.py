@@ -14,8 +14,8 @@ from comet.decode.runners import Runner
 from comet.errors import UnavailableError
 from comet.experts.cache import CachedExperts, CacheReport, ExpertCache, report_of
 from comet.experts.fitting import fit_slots, least_of_ranks
-from comet.experts.host_cores import HostCores, open_cores, started
-from comet.experts.host_profile import HostSizes
+from comet.experts.host.cores import HostCores, open_cores, started
+from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import PrefetchSetting, prefetch_between, prefetches, probable
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable

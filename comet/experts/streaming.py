@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from comet.autocast import without_autocast
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
-from comet.experts.host_prompts import PromptCores
+from comet.experts.host.prompts import PromptCores
 from comet.kernels.expert_drafts import count_streamed_torch, settle_torch
 from comet.kernels.expert_tables import CLOCK, HostExperts
 from comet.layout import ExpertLayout

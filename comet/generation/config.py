@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from comet.config import SpeculationConfig, SpeculationMode, require
 from comet.experts.budget import ExpertStoreKind
-from comet.experts.host_cores import check_setting
+from comet.experts.host.cores import check_setting
 from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.graphs import GraphMode
 from comet.kernels.expert_tables import Policy

@@ -24,7 +24,7 @@ from comet.experts import (
     DraftRouters,
     ExpertCache,
 )
-from comet.experts.host_cores import HostCores
+from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.prefetch import PrefetchSetting, expect_drafts
 from comet.experts.speculation import DraftingModel

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from comet.config import SpeculationConfig, require
 from comet.experts import CacheReport, DraftRouters
-from comet.experts.host_cores import HostCores
+from comet.experts.host.cores import HostCores
 from comet.experts.prefetch import expect_drafts
 from comet.generation.text import TokenizerCodec
 from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode

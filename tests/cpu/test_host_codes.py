@@ -7,8 +7,8 @@ import pytest
 import torch
 from decode_cases import E2M1, QUANTISERS
 
-from comet.experts import host_codes
-from comet.experts.host_codes import E2M1_BITS, E4M3_BITS, CodeProducts, refuse_nan
+from comet.experts.host import codes as host_codes
+from comet.experts.host.codes import E2M1_BITS, E4M3_BITS, CodeProducts, refuse_nan
 from comet.experts.store import HeldExperts
 from comet.quantize import quantize_fp8
 

@@ -24,11 +24,12 @@ from training_cases import MODEL, MOE, Rank, make_job
 from comet.config import ParallelConfig
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
-from comet.experts import ExpertCache, host_cores
-from comet.experts.host_codes import CodeProducts
-from comet.experts.host_cores import HostCores, cores_of, open_cores
-from comet.experts.host_profile import HostProfile, HostSizes, Link
-from comet.experts.host_worker import sum_experts
+from comet.experts import ExpertCache
+from comet.experts.host import cores as host_cores
+from comet.experts.host.codes import CodeProducts
+from comet.experts.host.cores import HostCores, cores_of, open_cores
+from comet.experts.host.profile import HostProfile, HostSizes, Link
+from comet.experts.host.worker import sum_experts
 from comet.experts.store import HeldExperts
 from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine

@@ -18,8 +18,8 @@ from comet.decode.runners import LocalRunner
 from comet.decode.twin import slot_weights
 from comet.errors import HostComputeError
 from comet.experts import CachedExperts, ExpertCache
-from comet.experts.host_cores import HostCores
-from comet.experts.host_profile import HostProfile
+from comet.experts.host.cores import HostCores
+from comet.experts.host.profile import HostProfile
 
 pytestmark = pytest.mark.gpu
 E, K, D, F = 48, 4, 512, 224

@@ -16,7 +16,7 @@ from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
 from comet.experts.cache import CacheReport
-from comet.experts.host_cores import HostCores
+from comet.experts.host.cores import HostCores
 from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.staged import StagedExperts

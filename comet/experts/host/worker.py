@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from comet.experts.host_codes import CodeProducts
+from comet.experts.host.codes import CodeProducts
 from comet.kernels.expert_mailbox import (
     ANSWERED,
     EXPERTS,

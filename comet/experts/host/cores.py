@@ -20,9 +20,9 @@ from torch import Tensor
 from comet.config import require
 from comet.decode.runners import ReplicatedRunner, Runner
 from comet.errors import HostComputeError, UnavailableError
-from comet.experts.host_codes import refuse_nan
-from comet.experts.host_profile import HostProfile, HostSizes, measure
-from comet.experts.host_worker import Place, WorkerPlan
+from comet.experts.host.codes import refuse_nan
+from comet.experts.host.profile import HostProfile, HostSizes, measure
+from comet.experts.host.worker import Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
 from comet.kernels.expert_host import PLACE_HOST
 from comet.kernels.expert_mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
@@ -30,7 +30,7 @@ from comet.kernels.expert_parts import ExpertParts
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "from comet.experts.host_worker import main; main()"
+PROGRAM = "from comet.experts.host.worker import main; main()"
 START_S = 120.0  # until torch is imported, on a busy machine
 POLL_S = 0.01
 END_S = 5.0

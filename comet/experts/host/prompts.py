@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet.experts.host_cores import HostCores
+from comet.experts.host.cores import HostCores
 from comet.kernels.expert_host import ask_torch, asked_by_host
 from comet.kernels.expert_tables import CLOCK, CacheTables
 
