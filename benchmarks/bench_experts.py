@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,7 +41,7 @@ from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, CacheReport, ExpertCache, slots_of_budget
-from comet.experts.cache import OF_THE_CACHES, bytes_of_expert, report_of
+from comet.experts.cache import bytes_of_expert, report_of
 from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
@@ -264,7 +263,7 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
         {"stored": name, "variant": variant, "us": microseconds[variant]} for variant in ("on_demand", "resident")
     ]
     for kind, budget in made:
-        us, report = microseconds[kind, budget], report_since(*(each[kind, budget] for each in reports))
+        us, report = microseconds[kind, budget], reports[1][kind, budget].since(reports[0][kind, budget])
         bytes_of_step = link_bytes(report) / report.needed * config.top_k * arguments.layers
         bound = max(microseconds["resident"], bytes_of_step / (link * 1e3))
         rows.append(
@@ -290,12 +289,6 @@ def trace_of(arguments: argparse.Namespace) -> tuple[Tensor, Tensor | None]:
     recorded = Trace.load(arguments.trace)
     ids = resized_trace(recorded, config, layers, steps)
     return ids, resized_guesses(recorded, ids, config.num_experts)
-
-
-def report_since(before: CacheReport, after: CacheReport) -> CacheReport:
-    """What caches did between two reports."""
-    first, last = asdict(before), asdict(after)
-    return replace(after, **{name: last[name] - first[name] for name in last if name not in OF_THE_CACHES})
 
 
 def as_variant(step: Callable[[], Any], device: torch.device, *, graph: bool) -> Callable[[int], Any]:

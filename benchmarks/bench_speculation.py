@@ -1,7 +1,7 @@
 """Decode a trained model with experts beyond GPU memory: by every mechanism, and what speculation costs in quality.
 
     comet train model=moe_600m train.batch_size=32 train.steps=400 train.lr=1e-3 output_dir=outputs/moe
-    python benchmarks/bench_speculation.py --source outputs/moe --seconds 230 --out outputs/speculation
+    python benchmarks/bench_speculation.py --source outputs/moe --budgets 0.1,0.3 --seconds 230 --out outputs/found
 
 Continues texts that training did not see, one at a time. *on_demand* keeps no expert from one token to the next,
 *cache* does (by the policy or stored as the type behind it), *conservative* and *adaptive* draft with

@@ -10,38 +10,14 @@ Letters: E experts, K experts of a token, S slots of a layer.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from routing_traces import Trace
+from routing_traces import Trace, UsedLast
 
 Row = dict[str, Any]
 MOST_STEPS = 2000  # of a trace that are played
 DRAFTS = (0, 1, 2, 4)
-
-
-class Slots:
-    """Experts of one layer that have a slot, the one used longest ago first.
-
-    Args:
-        size: S; a step that needs more leaves the last S of its experts.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._held: OrderedDict[int, None] = OrderedDict()
-
-    def use(self, experts: Iterable[int]) -> int:
-        """Take a step; returns how many of its experts had no slot."""
-        missing = 0
-        for expert in dict.fromkeys(experts):
-            missing += expert not in self._held
-            self._held[expert] = None
-            self._held.move_to_end(expert)
-        while len(self._held) > self.size:
-            self._held.popitem(last=False)
-        return missing
 
 
 def drafting_rows(trace: Trace, slots: Sequence[int], draft_experts: int, acceptance: float) -> list[Row]:
@@ -82,7 +58,7 @@ def fetched_per_token(ids: Sequence[Sequence[int]], size: int, draft_experts: in
         drafts: d of a round, fewer than N.
         right: Chance that one is right.
     """
-    held, drawn = Slots(size), random.Random(0)
+    held, drawn = UsedLast(size), random.Random(0)
     at = fetched = 0
     while at + drafts < len(ids):
         for token in ids[at : at + drafts]:

@@ -14,13 +14,12 @@ Letters: N steps, L layers, E experts, K experts of a token, S slots of a layer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-from routing_traces import Trace, one_hot, replay, reuse_distances
+from routing_traces import Trace, UsedLast, one_hot, replay, reuse_distances
 from torch import Tensor
 
 from comet.kernels.expert_prefetch import MOST_AHEAD
@@ -165,16 +164,9 @@ def pool_hits(trace: Trace, size: int) -> list[int]:
     Example (two layers, K = 1, two slots): steps ``[[0], [1]]``, ``[[0], [1]]`` and ``[[0], [0]]`` hit 0, 2 and 1
     times: expert 0 of layer 1 is another one.
     """
-    held: OrderedDict[tuple[int, int], None] = OrderedDict()
-    hits = []
+    held, hits = UsedLast(size), []
     for step in trace.ids.tolist():
-        count = 0
-        for layer, experts in enumerate(step):
-            for expert in sorted(experts, reverse=True):  # of one step the lower numbers stay longer, as in ``replay``
-                count += (layer, expert) in held
-                held[layer, expert] = None
-                held.move_to_end((layer, expert))
-            while len(held) > size:
-                held.popitem(last=False)
-        hits.append(count)
+        # Of one step the lower numbers stay longer, as in ``replay``.
+        missing = [held.use((layer, expert) for expert in sorted(of, reverse=True)) for layer, of in enumerate(step)]
+        hits.append(sum(map(len, step)) - sum(missing))
     return hits

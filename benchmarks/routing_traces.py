@@ -8,7 +8,8 @@ Letters: N steps, L layers, E experts, K experts of a token, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,29 @@ def made_trace(config: MoEConfig, num_layers: int, num_steps: int, sticky: float
         ids = torch.where(keeps, ids, drawn)
         steps.append(ids)
     return torch.stack(steps)
+
+
+class UsedLast:
+    """Slots that keep what was used last.
+
+    Args:
+        size: How many; a step that needs more leaves the last of what it needs.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._held: OrderedDict[Hashable, None] = OrderedDict()
+
+    def use(self, experts: Iterable[Hashable]) -> int:
+        """Take a step; returns how many of its experts had no slot."""
+        missing = 0
+        for expert in dict.fromkeys(experts):
+            missing += expert not in self._held
+            self._held[expert] = None
+            self._held.move_to_end(expert)
+        while len(self._held) > self.size:
+            self._held.popitem(last=False)
+        return missing
 
 
 def reuse_distances(ids: Sequence[Sequence[int]], num_experts: int) -> list[list[int]]:

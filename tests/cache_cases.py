@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from decode_cases import QUANTISERS, DecodeCase
@@ -12,10 +13,17 @@ from comet.comm import make_communicator
 from comet.decode import RankDecode
 from comet.decode.weights import DecodeWeights
 from comet.experts import ExpertCache
+from comet.experts.prefetch import prefetches
 from comet.kernels.expert_tables import HostExperts
 
 TABLES = ("slots", "arriving", "last_used", "owners")
 CPU = torch.device("cpu")
+
+
+def decide_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let whoever opens a store decide on prefetch as if its device were a GPU."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, gpu, **named))
 
 
 def cache_of(

@@ -9,8 +9,8 @@ bit for bit, but for those of longer prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -70,6 +70,11 @@ class CacheReport:
     def hits(self) -> float:
         """Share of the needed experts that were there; 1 before the first step."""
         return 1 - (self.fetched + self.hosted) / self.needed if self.needed else 1.0
+
+    def since(self, before: Self) -> Self:
+        """What was done after another report."""
+        first, last = asdict(before), asdict(self)
+        return replace(self, **{name: last[name] - first[name] for name in last if name not in OF_THE_CACHES})
 
     @property
     def prefetch_precision(self) -> float | None:

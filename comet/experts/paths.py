@@ -153,7 +153,7 @@ def host_paths(
     guides = routers() if prefetches(expert_prefetch, slots.device, useful=some_missing) else ()
     paths = replace(slots, cores=cores).over_host(hold(None if cores is None else cores.file))
     readable = all(isinstance(path, CachedExperts) for path in paths)
-    if guides and prefetches(expert_prefetch, slots.device, useful=readable and some_missing):
+    if guides and prefetches(expert_prefetch, slots.device, useful=readable):
         prefetch_between(paths, [partial(probable, router) for router in guides])
     return paths
 

@@ -152,8 +152,11 @@ class Speculation:
         length = min(self._next_length, most_tokens - 1)
 
         if length:
-            draft = self._drafted(last, active, length, for_drafts)
-            decided, ids = self._verified(draft, for_verdict, for_next[:, 0]), draft.ids
+            before = self.model.lengths.clone()
+            drafting = torch.tensor(active).to(last.device, non_blocking=True)
+            draft = self.draft(last, drafting, length, for_drafts)
+            self.model.rewind(before)
+            decided, ids = self._verified(draft, before, for_verdict, for_next[:, 0]), draft.ids
         else:
             decided, ids = self._step(last, for_next[:, 0]), last[:, None]
         rows = torch.cat([decided, ids[:, 1:]], dim=1).tolist()  # waits for the round
@@ -173,19 +176,11 @@ class Speculation:
         self.sampling.seen = with_token(self.sampling.seen, decided[:, 2])
         return decided
 
-    def _drafted(self, last: Tensor, active: Sequence[bool], length: int, draws: Tensor) -> Draft:
-        """``draft``, of which the model keeps nothing."""
-        before = self.model.lengths.clone()
-        draft = self.draft(last, torch.tensor(active).to(last.device, non_blocking=True), length, draws)
-        self.model.rewind(before)
-        return draft
-
-    def _verified(self, draft: Draft, for_verdict: Tensor, for_next: Tensor) -> Tensor:
+    def _verified(self, draft: Draft, before: Tensor, for_verdict: Tensor, for_next: Tensor) -> Tensor:
         """``(B, 5)`` int64: proposed and accepted drafts, the next token, ``agreement``, the length of the next round.
 
         That length follows the rounds before this one, whose time nobody knows yet: so no rank waits for its host here.
         """
-        before = self.model.lengths.clone()
         likely = self.sampling.probabilities(self.model.verify(draft.ids), draft.seen)
         p = self.sampling.certain(likely)
         accepted, weights = verdict(self.config, draft, likely, p, for_verdict)

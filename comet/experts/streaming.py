@@ -242,12 +242,13 @@ class StreamedExperts:
         places = torch.arange(len(rows)).split(list(counts))  # of each expert's rows
         order = [*(visit.expert for group in groups for visit in group), *hosted]
         index = send(torch.cat([torch.arange(0), *(places[expert] for expert in order)]), rows.device)
-        for_groups, for_host = rows[index].split([len(rows) - (num := sum(counts[each] for each in hosted)), num])
-        for_host = for_host.cpu()  # before the device has more to do
+        for_host = [counts[expert] for expert in hosted]
+        for_groups, *rows_on_host = rows[index].split([len(rows) - sum(for_host), *for_host])
+        rows_on_host = [part.cpu() for part in rows_on_host]  # before the device has more to do
         results = self._compute(for_groups, groups, counts)
         self.slots.take(visits)
         if self.cores is not None and hosted:
-            results += self.cores.compute(hosted, for_host.split([counts[expert] for expert in hosted]))
+            results += self.cores.compute(hosted, rows_on_host)
         outputs = torch.empty_like(rows)
         outputs[index] = torch.cat([rows[:0], *(each.to(rows) for each in results)])
         return outputs

@@ -71,13 +71,13 @@ def expectation(
 
 def cache_facts(before: CacheReport, after: CacheReport, group: ExpertGroup) -> dict[str, Any]:
     """What caches did between two reports of this rank, summed over ranks; seconds are their mean (collective)."""
-    first, last = asdict(before), asdict(after)
-    spent = {name: last[name] - first[name] for name in last if name not in OF_THE_CACHES}
+    report = after.since(before)
     if group.world_size > 1:
+        spent = {name: value for name, value in asdict(report).items() if name not in OF_THE_CACHES}
         summed = torch.tensor(list(spent.values()), dtype=torch.float64, device=group.device)
         dist.all_reduce(summed)
         spent = {name: type(spent[name])(value) for name, value in zip(spent, summed.tolist(), strict=True)}
         for name in ("fetching_s", "hosting_s"):
             spent[name] /= group.world_size
-    report = replace(after, **spent)
+        report = replace(report, **spent)
     return asdict(report) | {"hits": report.hits, "prefetch_precision": report.prefetch_precision}

@@ -12,11 +12,12 @@ import torch
 
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
+from cache_cases import decide_as_on_a_gpu
 from hf_cases import VOCABULARY, greedy, logits_with_cache, prompt, tiny_model
 from torch import Tensor
 
 from comet.config import SpeculationConfig
-from comet.experts.prefetch import prefetches, probable
+from comet.experts.prefetch import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import StoredExperts, cache_report
@@ -128,8 +129,3 @@ def test_auto_names_a_gate_without_a_weight_and_is_off(
         assert not cache_report(load(folder, prefetch="auto")).prefetch
     (record,) = caplog.records
     assert re.search(r"expert_prefetch=auto prefetches no expert: .*mlp\.up_proj \(Identity\)", record.message)
-
-
-def decide_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
-    monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, gpu, **named))

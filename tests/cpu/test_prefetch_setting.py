@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_cases import decide_as_on_a_gpu
 from training_cases import MODEL, MOE
 
 from comet.config import ParallelConfig
@@ -32,8 +33,7 @@ def group() -> Iterator[ExpertGroup]:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens a store decides as if its device were a GPU."""
-    monkeypatch.setattr("comet.experts.paths.prefetches", lambda setting, _, **named: prefetches(setting, GPU, **named))
+    decide_as_on_a_gpu(monkeypatch)
 
 
 def decode(group: ExpertGroup, **settings: Any) -> tuple[torch.Tensor, GPTEngine]:
