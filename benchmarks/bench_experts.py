@@ -17,6 +17,10 @@ compute some of those that are missing (not quantised ones).
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
 the link of this run. All are timed in turn; rank 0 prints a table and, as the last line, JSON, also to ``--out``.
+
+``--prompt 1000`` measures prompts of so many tokens, too, one after the other through the caches of the first of the
+variants. Their *bound* is ``max(products, missing bytes / link)``, *products* the two grouped ones with all experts in
+GPU memory in bfloat16, and nothing else.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
 from comet.launch.cli import Parser
+from comet.plain import grouped_matmul
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
@@ -188,6 +193,40 @@ class Layers:
 
         return step
 
+    def prompt(self, num_tokens: int, caches: Sequence[ExpertCache]) -> Callable[[int], Any]:
+        """A prompt through caches, for which the host waits for the routing of each layer."""
+        layers = [CachedExperts(cache, self.runner, self.config.top_k) for cache in caches]
+        tokens, ids, weights = self.prompt_tokens(num_tokens)
+
+        def read(_: int) -> None:
+            for layer, parts in zip(layers, self.host, strict=True):
+                layer(tokens, ids, weights, parts["w1"], parts["w2"])
+
+        return read
+
+    def products(self, num_tokens: int) -> Callable[[int], Any]:
+        """The products of a prompt, of rows that are in the order of their experts, which are on the device."""
+        config = self.config
+        _, ids, _ = self.prompt_tokens(num_tokens)
+        counts = ids.flatten().bincount(minlength=config.num_experts)
+        rows = torch.randn(ids.numel(), config.hidden_size, device=self.device, dtype=self.token.dtype)
+        sizes = (2 * config.ffn_size, config.hidden_size), (config.hidden_size, config.ffn_size)
+        w1, w2 = (rows.new_ones(config.num_experts, *size) for size in sizes)
+        named = tuple(counts.tolist()), counts.cumsum(0).int()
+
+        def multiply(_: int) -> None:
+            for _ in self.host:
+                grouped_matmul(grouped_matmul(rows, w1, *named)[:, : config.ffn_size], w2, *named)
+
+        return multiply
+
+    def prompt_tokens(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ``(T, D)`` of a prompt, their experts ``(T, K)``, all equally likely, and weights ``(T, K)``."""
+        config, drawn = self.config, torch.Generator().manual_seed(0)
+        ids = torch.rand(num_tokens, config.num_experts, generator=drawn).topk(config.top_k).indices.int()
+        tokens = self.token.expand(num_tokens, -1).contiguous()
+        return tokens, ids.to(self.device), self.weights.expand(num_tokens, -1).contiguous()
+
 
 def host_experts(config: MoEConfig, device: torch.device, dtype: torch.dtype, stored: MXType | None) -> dict[str, Any]:
     """Random experts of one layer in pinned memory, quantised on the device: w1 and w2, and their scales."""
@@ -273,6 +312,36 @@ def rows_of(arguments: argparse.Namespace, name: str, device: torch.device, link
              "of_bound": bound / us, "link_gbs": bytes_of_step / (us * 1e3),
              "x_on_demand": microseconds["on_demand"] / us}
         )  # fmt: skip
+    if arguments.prompt:
+        caches = {budget: made[arguments.variants[0], budget][1] for budget in arguments.budgets}
+        prompts = prompt_rows(layers, arguments.prompt, caches, link, arguments.rounds)
+        rows += [{"stored": name} | row for row in prompts]
+    return rows
+
+
+def prompt_rows(
+    layers: Layers, num_tokens: int, caches: dict[float, list[ExpertCache]], link: float, rounds: int
+) -> list[Row]:
+    """Time prompts through the caches of each budget, and the products of one alone."""
+    config, num_layers = layers.config, len(layers.host)
+    variants: dict[Any, Callable[[int], Any]] = {budget: layers.prompt(num_tokens, caches[budget]) for budget in caches}
+    products = layers.products(num_tokens)
+    variants["products"] = capture(products, rotate=1) if layers.device.type == "cuda" else products
+    for read in variants.values():
+        read(0)  # so that the slots hold what a prompt leaves there
+    before = {budget: report_of(caches[budget]) for budget in caches}
+    timings = time_interleaved(variants, rounds=rounds, barrier=lambda: None, rotate=1, device=layers.device)
+    microseconds = {name: timing.median_ms * 1e3 for name, timing in timings.items()}
+    name, num_needed = f"prompt of {num_tokens}", num_layers * config.num_experts
+    rows: list[Row] = [{"variant": f"{name}, products", "us": microseconds["products"]}]
+    for budget, held in caches.items():
+        report, us = report_of(held).since(before[budget]), microseconds[budget]
+        num_bytes = link_bytes(report) / report.needed * num_needed
+        bound = max(microseconds["products"], num_bytes / (link * 1e3))
+        rows.append(
+            {"variant": name, "budget": budget, "slots": held[0].num_slots, "hits": report.hits, "us": us,
+             "bound_us": bound, "of_bound": bound / us, "link_gbs": num_bytes / (us * 1e3)}
+        )  # fmt: skip
     return rows
 
 
@@ -327,10 +396,12 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=20, help=f"counted calls of {STEPS_PER_CALL} steps, at least; whole traces"
     )
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of prompts that are measured, too; 0: none are")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args(command_line)
     model(arguments.model)
+    require(arguments.prompt == 0 or arguments.prompt > 1, f"prompt={arguments.prompt} must be 0 or at least 2")
     for name in arguments.stored:
         require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
     for name in arguments.variants:

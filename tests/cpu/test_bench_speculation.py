@@ -150,6 +150,15 @@ def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], 
     assert json.loads(line)["trace"] == "made, sticky=0.5"
 
 
+def test_prompts_beside_their_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--steps", "4", "--rounds", "1", "--prompt", "40"]
+    bench_experts.main([*words, "--budgets", "0.5,1.0"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    products, *prompts = (row for row in rows if row["variant"].startswith("prompt of 40"))
+    assert products["us"] > 0
+    assert [(row["budget"], row["hits"]) for row in prompts] == [(0.5, 0.5), (1.0, 1)], "every expert is needed"
+
+
 def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
     trained: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
