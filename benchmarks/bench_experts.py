@@ -215,7 +215,7 @@ class Layers:
         named = tuple(counts.tolist()), counts.cumsum(0).int()
 
         def multiply(_: int) -> None:
-            for _ in self.host:
+            for _layer in self.host:
                 grouped_matmul(grouped_matmul(rows, w1, *named)[:, : config.ffn_size], w2, *named)
 
         return multiply
