@@ -38,7 +38,8 @@ E4M3_MAX_EXPONENT = 8
 E4M3_SATURATES_ABOVE = 464.0  # half way between 448 and the 480 that e4m3 has no code for; the tie goes to 448
 FLOAT16_MX_MAX = 61440.0  # 240 * 2^8; what e4m3 has next is 256 * 2^8 = 65536, which float16 does not have
 E2M1_MAX_EXPONENT = 2
-E2M1_IN_E4M3 = 64.0  # an e2m1 number's bits in the fields of an e4m3 number are its 64th, for the biases are 1 and 7
+PAIRS = {2: torch.int32, 4: torch.int64, 8: torch.complex128}  # by the bytes of a number: what two of them fit in
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by their codes
 E8M0_BIAS = 127
 E8M0_NAN = 255
 FLOAT32_FRACTION_BITS = 23
@@ -111,9 +112,9 @@ class MXFP4:
         Scales above 2^125, which the quantiser never makes, may give infinity. ``out`` is memory for the result, of
         its shape and dtype.
         """
-        codes = torch.stack((self.elements & 15, self.elements >> 4), dim=-1).flatten(-2)
-        in_e4m3 = ((codes & 8) << 4 | (codes & 7) << 2).view(torch.float8_e4m3fn)
-        return _times_e8m0(_memory_for(in_e4m3, dtype, out).mul_(E2M1_IN_E4M3), self.scales)
+        pairs = _numbers_of_bytes(self.elements.device, dtype)[self.elements.int()]
+        numbers = pairs.view(dtype)
+        return _times_e8m0(numbers if out is None else _memory_for(numbers, dtype, out), self.scales)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -343,6 +344,12 @@ def _by_row(scales: Tensor, rows: int, block_rows: int) -> Tensor:
     """``(..., N, C)`` of ``(..., ceil(N / block_rows), C)``; a view where every row has its own."""
     *outer, columns = scales.shape
     return scales.unsqueeze(-2).expand(*outer, block_rows, columns).flatten(-3, -2)[..., :rows, :]
+
+
+def _numbers_of_bytes(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``(256,)``: the two e2m1 numbers of each byte, low half first, in a type as wide as both."""
+    numbers = torch.tensor([(E2M1[byte & 15], E2M1[byte >> 4]) for byte in range(256)], dtype=dtype)
+    return numbers.view(PAIRS[dtype.itemsize]).flatten().to(device, non_blocking=True)
 
 
 def _memory_for(elements: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -201,12 +201,14 @@ def plan_draft_torch(ids: Tensor, steps: int, host: HostExperts) -> None:
 def settle_torch(host: HostExperts) -> int:
     """Take over a plan where no step does, but tokens stream; returns how many experts that came are not judged."""
     header = host.tables.header
-    planned, half, unused = header[[PLANNED.value, HALF.value, UNUSED.value]].tolist()
-    if planned or half:
+    words = header.tolist()
+    unused = words[UNUSED.value]
+    if words[PLANNED.value] or words[HALF.value]:
         take_over_torch(host, NEVER.value)
         count_use_torch(header, drop_half_torch(host), 0, OF_DRAFTS.value)
         unused = int(header[UNUSED.value])
-    header[DRAFTED.value] = 0  # the round is over
+    if words[DRAFTED.value]:
+        header[DRAFTED.value] = 0  # the round is over
     return unused
 
 

@@ -1,6 +1,6 @@
 """What the GPU and the host know of an expert cache: tables, where experts come from, constants of its kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -93,6 +93,14 @@ class CacheTables:
     def owners(self) -> Tensor:
         """``(S,)`` in ``[-1, E)``: expert of each slot, -1 while it is empty."""
         return self._after_experts(0, 1)
+
+    def words_of(self, experts: Collection[int], slots: Collection[int]) -> list[int]:
+        """Places in ``state`` of the slots of experts, of the same while they arrive, and of the owners of slots.
+
+        Example (E = 8): experts 2 and 5, slot 1: ``[2, 5, 10, 13, 25]``.
+        """
+        arriving = (self.num_experts + expert for expert in experts)
+        return [*experts, *arriving, *(3 * self.num_experts + slot for slot in slots)]
 
     @property
     def copies(self) -> Tensor:

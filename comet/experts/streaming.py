@@ -9,7 +9,7 @@ nothing else unless it brings experts itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Protocol
@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.autocast import without_autocast
+from comet.collectives import accumulator_dtype
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.experts.host.prompts import PromptCores
 from comet.kernels.expert_drafts import count_streamed_torch, settle_torch
 from comet.kernels.expert_tables import CLOCK, HostExperts
-from comet.layout import ExpertLayout
-from comet.plain import dispatch_rows, grouped_matmul, make_exchange, weighted_sum
+from comet.plain import grouped_matmul
 
 MOST_ROWS = 8192  # of visits that are computed at once, unless one alone has more
+NOWHERE = 2**15 - 1  # the place of rows that this rank does not serve
 FLOATING_BYTES = 2**27  # of quantised experts that are dequantised at once, unless one alone has more
 
 
@@ -141,24 +142,25 @@ class PinnedSlots:
     ) -> None:
         self.weights, self.first_expert, self.num_held = weights, first_expert, host.w1.shape[0]
         self._host, self._tables = host, host.tables
+        self._owners: list[int] = []  # of all, as ``owners`` found them
         self._num_unused = 0  # experts that travelled for drafts and were not needed since
-        self._pairs = list(zip(host.parts, weights.parts, strict=True))
+        self._pairs = [(host, slots.unbind()) for host, slots in zip(host.parts, weights.parts, strict=True)]
         self._stream = stream
         self._free: dict[int, torch.cuda.Event] = {}
 
     def owners(self) -> list[int]:
         """See ``Slots``; what travelled for a step is there then."""
         self._num_unused = settle_torch(self._host)
-        return [max(owner - self.first_expert, -1) for owner in self._tables.owners.tolist()]
+        self._owners = self._tables.owners.tolist()
+        return [max(owner - self.first_expert, -1) for owner in self._owners]
 
     def give_away(self, slots: Collection[int]) -> None:
         """See ``Slots``; copies come behind what the current stream has been given so far."""
-        tables, places = self._tables, self._index(slots)
-        former = tables.owners[places].long()
-        for table in (tables.slots, tables.arriving):
-            table[former[former >= 0]] = -1
-        tables.owners[places] = -1
         self._free.clear()
+        if not slots:
+            return
+        former = [self._owners[slot] for slot in slots if self._owners[slot] >= 0]
+        self._tables.state.index_fill_(0, self._send(self._tables.words_of(former, slots)), -1)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -183,25 +185,49 @@ class PinnedSlots:
     def take(self, visits: Sequence[Visit]) -> None:
         """See ``Slots``."""
         held = {visit.slot: visit.expert + self.first_expert for visit in visits if visit.is_missing}
-        tables, slots, experts = self._tables, self._index(held), self._index(held.values())
-        for table in (tables.slots, tables.arriving):
-            table[experts] = slots.int()
-        tables.owners[slots] = experts.int()
-        needed = self._index(visit.expert + self.first_expert for visit in visits)
+        there = [visit.expert + self.first_expert for visit in visits if not visit.is_missing]
+        fetched = [visit.expert + self.first_expert for visit in visits if visit.is_missing]
+        tables, words = self._tables, self._tables.words_of(held.values(), held)
+        lists = words, [*held, *held, *held.values()], [*there, *fetched], [len(visits), len(fetched)]
+        places, values, needed, counts = self._send([each for many in lists for each in many]).split([*map(len, lists)])
+        tables.state.index_copy_(0, places, values.int())
         tables.last_used[needed] = tables.header[CLOCK.value]
         if self._num_unused:
-            there = (visit.expert + self.first_expert for visit in visits if not visit.is_missing)
-            count_streamed_torch(self._host, self._index(there))
-        counts = len(visits), sum(visit.is_missing for visit in visits)
-        tables.totals[:2] += self._index(counts)
+            count_streamed_torch(self._host, needed[: len(there)])
+        tables.totals[:2] += counts
 
-    def _index(self, numbers: Iterable[int]) -> Tensor:
-        return send(torch.tensor(list(numbers), dtype=torch.int64), self._tables.state.device)
+    def _send(self, numbers: Sequence[int]) -> Tensor:
+        return send(torch.tensor(numbers, dtype=torch.int64), self._tables.state.device)
 
 
 def send(numbers: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on a device: CUDA stages them at once, so that nobody waits for what the device has to do."""
     return numbers.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Visits:
+    """What a layer does for its tokens.
+
+    Args:
+        counts: Routed rows of each expert of this rank.
+        all: On the device, one after the other.
+        groups: The same.
+        hosted: Experts that the host's cores compute.
+    """
+
+    counts: Sequence[int]
+    all: Sequence[Visit]
+    groups: Sequence[Sequence[Visit]]
+    hosted: Sequence[int]
+
+    def places(self, num_held: int) -> list[int]:
+        """Of rows by their bins: those of groups come one after the other, then those of the host."""
+        order = [*(visit.expert for group in self.groups for visit in group), *self.hosted]
+        places = [NOWHERE] * (num_held + 2)
+        for place, expert in enumerate(order):
+            places[1 + expert] = place
+        return places
 
 
 class StreamedExperts:
@@ -219,39 +245,45 @@ class StreamedExperts:
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor) -> Tensor:
         """``(T, D)``, ``(T, K)``, ``(T, K)`` float32 -> ``(T, D)`` float32: what this rank's experts contribute."""
-        num_experts = self.slots.num_held
-        ids = top_k_ids - self.slots.first_expert
-        ids = ids.masked_fill((ids < 0) | (ids >= num_experts), -1)
-        layout = ExpertLayout(num_experts=num_experts, top_k=ids.shape[1], ep=1, tp=1, rank=0)
+        num_tokens, top_k = top_k_ids.shape
         with without_autocast(tokens.device):
-            exchange = make_exchange(ids, layout, None)
-            rows = dispatch_rows(tokens, exchange, None)
-            outputs = self._visit_all(rows, exchange.expert_counts)
-            return weighted_sum(
-                outputs.to(torch.promote_types(tokens.dtype, torch.float32)), ids, top_k_weights, exchange
-            )
+            bins = self._bins(top_k_ids)
+            counts = bins.new_zeros(self.slots.num_held + 2).scatter_add_(0, bins, torch.ones_like(bins))
+            visits = self._plan(counts.tolist()[1:-1], tokens.dtype)  # the host waits for the device here
+            # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
+            self.slots.give_away({visit.slot for visit in visits.all if visit.is_missing})
+            places = send(torch.tensor(visits.places(self.slots.num_held), dtype=torch.int16), tokens.device)[bins]
+            order = places.argsort(stable=True)[: sum(visits.counts)]
+            rows = tokens.index_select(0, order // top_k)
+            outputs = torch.cat([rows[:0], *self._visit_all(rows, visits)]).to(accumulator_dtype(tokens.dtype))
+            entries = outputs.new_zeros(num_tokens * top_k, tokens.shape[1]).index_copy_(0, order, outputs)
+            is_served = (places < NOWHERE).view_as(top_k_ids)
+            weights = top_k_weights.to(outputs.dtype).where(is_served, 0.0)  # what a masked slot weighs does no harm
+            return (entries.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1)
 
-    def _visit_all(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Every row ``(R, D)`` through its expert, rows and results by expert."""
+    def _bins(self, top_k_ids: Tensor) -> Tensor:
+        """``(T * K,)`` int64: 1 + the number among this rank's experts; 0 or the last one for those of others."""
+        return (top_k_ids.flatten() + (1 - self.slots.first_expert)).clamp_(0, self.slots.num_held + 1).long()
+
+    def _plan(self, counts: Sequence[int], dtype: torch.dtype) -> _Visits:
+        """For tokens of a type; waits for the device."""
         owners = self.slots.owners()
         hosted = [] if self.cores is None else self.cores.choose(counts, owners)
         visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
-        # Before a copy may begin, so that whatever fails on the way no slot is taken for what it does not hold.
-        self.slots.give_away({visit.slot for visit in visits if visit.is_missing})
-        groups = group_visits(visits, counts, self._most_at_once(rows.dtype), max(len(owners) // 2, 1))
-        places = torch.arange(len(rows)).split(list(counts))  # of each expert's rows
-        order = [*(visit.expert for group in groups for visit in group), *hosted]
-        index = send(torch.cat([torch.arange(0), *(places[expert] for expert in order)]), rows.device)
+        groups = group_visits(visits, counts, self._most_at_once(dtype), max(len(owners) // 2, 1))
+        return _Visits(counts, visits, groups, hosted)
+
+    def _visit_all(self, rows: Tensor, visits: _Visits) -> list[Tensor]:
+        """Every row ``(R, D)`` through its expert, rows and results in the order of the visits."""
+        counts, hosted = visits.counts, visits.hosted
         for_host = [counts[expert] for expert in hosted]
-        for_groups, *rows_on_host = rows[index].split([len(rows) - sum(for_host), *for_host])
+        for_groups, *rows_on_host = rows.split([len(rows) - sum(for_host), *for_host])
         rows_on_host = [part.cpu() for part in rows_on_host]  # before the device has more to do
-        results = self._compute(for_groups, groups, counts)
-        self.slots.take(visits)
+        results = self._compute(for_groups, visits.groups, counts)
+        self.slots.take(visits.all)
         if self.cores is not None and hosted:
-            results += self.cores.compute(hosted, rows_on_host)
-        outputs = torch.empty_like(rows)
-        outputs[index] = torch.cat([rows[:0], *(each.to(rows) for each in results)])
-        return outputs
+            results += [each.to(rows) for each in self.cores.compute(hosted, rows_on_host)]
+        return results
 
     def _compute(self, rows: Tensor, groups: Sequence[Sequence[Visit]], counts: Sequence[int]) -> list[Tensor]:
         """Outputs of the rows ``(R, D)`` of each group, which follow each other."""
