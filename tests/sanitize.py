@@ -24,6 +24,7 @@ from itertools import product
 import torch
 from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs
+from dequantize_cases import SIZES, check_dequantize
 from emulated import emulated_group
 from fp8_cases import compare, float32_products, layer_of, tensor_core_products
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
@@ -222,6 +223,13 @@ def run_quantised_cache(device: torch.device, dtype: torch.dtype) -> None:
                     assert torch.equal(there.view(torch.uint8), parts[name][expert].view(torch.uint8))
 
 
+def run_dequantize(device: torch.device, dtype: torch.dtype) -> None:
+    """Slots of every kind, of less than a block, and of several and a part of one."""
+    for kind, sizes in SIZES.items():
+        for rows, columns in sizes[:2]:
+            check_dequantize(kind, rows, columns, dtype, device)
+
+
 def run_host_cores(device: torch.device, dtype: torch.dtype) -> None:
     """Some of the missing experts are computed by a process of the host; with three slots three tokens take waves."""
     w1, w2 = (torch.randn(6, *size).to(dtype) for size in ((64, 32), (32, 32)))
@@ -314,6 +322,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], bool]] = {
     "expert_prefetch": (run_expert_prefetch, False),
     "expert_drafts": (run_expert_drafts, False),
     "quantised_cache": (run_quantised_cache, False),
+    "dequantize": (run_dequantize, False),
     "host_cores": (run_host_cores, False),
     "router": (lambda device, dtype: run_router(device), False),
     "rank_decode": (run_rank_decodes, False),

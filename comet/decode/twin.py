@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -84,8 +84,8 @@ def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWei
         yield _entry_slots(wave, weights)
 
 
-def slot_weights(weights: DecodeWeights, slot: int | Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """w1 ``(2F, D)`` and w2 ``(D, F)`` of a slot, or of each of several, in a floating type.
+def slot_weights(weights: DecodeWeights, slot: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """w1 ``(2F, D)`` and w2 ``(D, F)`` of a slot, or of each of ``slot (n,)``, in a floating type.
 
     Quantised ones are dequantised as by ``comet.quantize``.
 

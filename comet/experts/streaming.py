@@ -20,9 +20,11 @@ from torch.nn.functional import silu
 
 from comet.autocast import without_autocast
 from comet.collectives import accumulator_dtype
+from comet.config import resolve_kernels
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.experts.host.prompts import PromptCores
+from comet.kernels.dequantize import dequantize_slots
 from comet.kernels.expert_drafts import count_streamed_torch, settle_torch
 from comet.kernels.expert_tables import CLOCK, HostExperts
 from comet.plain import grouped_matmul
@@ -205,6 +207,24 @@ def send(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.to(device, non_blocking=True)
 
 
+def floating_slots(
+    weights: DecodeWeights, slots: Tensor, dtype: torch.dtype, *, use_kernels: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """w1 ``(n, 2F, D)`` and w2 ``(n, D, F)`` of some slots in a floating type; never waits for the device.
+
+    Args:
+        weights: All slots.
+        slots: ``(n,)`` int32, on their device.
+        dtype: Of the result.
+        use_kernels: A Triton kernel dequantises (on a GPU, or in the interpreter) instead of plain torch; ``None``:
+            where there is a GPU.
+    """
+    scales1, scales2 = weights.w1_scales, weights.w2_scales
+    if scales1 is None or scales2 is None or not resolve_kernels(slots.device, use_kernels):
+        return slot_weights(weights, slots, dtype)
+    return dequantize_slots(weights.w1, scales1, slots, dtype), dequantize_slots(weights.w2, scales2, slots, dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class _Visits:
     """What a layer does for its tokens.
@@ -292,15 +312,17 @@ class StreamedExperts:
         for group in groups:
             of_slots = {visit.slot: counts[visit.expert] for visit in group}
             sizes.append([of_slots.get(slot, 0) for slot in range(len(weights.w1))] if whole else [*of_slots.values()])
-        ends = send(torch.tensor([end for each in sizes for end in accumulate(each)], dtype=torch.int32), rows.device)
+        numbers = [end for each in sizes for end in accumulate(each)]
+        numbers += [visit.slot for group in groups for visit in group]
+        lengths = [*map(len, sizes), *map(len, groups)]
+        sent = send(torch.tensor(numbers, dtype=torch.int32), rows.device).split(lengths)
+        ends, slots = sent[: len(groups)], sent[len(groups) :]
         outputs = []
-        parts = zip(rows.split(list(map(sum, sizes))), ends.split(list(map(len, sizes))), strict=True)
-        for group, each, (part, part_ends) in zip(groups, sizes, parts, strict=True):
+        parts = zip(groups, sizes, rows.split(list(map(sum, sizes))), ends, slots, strict=True)
+        for group, each, part, part_ends, part_slots in parts:
             if group[0].is_missing:
                 self.slots.copy(group)
-            w1, w2 = weights.w1, weights.w2
-            if not whole:
-                w1, w2 = slot_weights(weights, [visit.slot for visit in group], rows.dtype)
+            w1, w2 = (weights.w1, weights.w2) if whole else floating_slots(weights, part_slots, rows.dtype)
             gate, up = grouped_matmul(part, w1, tuple(each), part_ends).chunk(2, dim=-1)
             outputs.append(grouped_matmul(silu(gate) * up, w2, tuple(each), part_ends))
             self.slots.release(group)
