@@ -9,33 +9,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bench_decode
 import pytest
-import start
 import torch
-from bench_decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
-from decode_report import crossovers, draw, figures, format_table, write_results
-from decode_steps import Step, Team, make_set, make_steps, open_team
-from decode_variants import (
-    EXPERT_CONFIGS,
-    Settings,
-    configs,
-    expert_counts,
-    find_library,
-    make_experts,
-    step_runs,
-    tile_table,
-    torch_experts,
-    triton_experts,
-)
-from points import Ranks
-from shapes import make_routing
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
 from comet.launch.distributed import LaunchContext
 from comet.layout import ExpertLayout
 from comet.tuner.timing import Timing
+
+import lib.start
+import suites.decode
+from baselines.decode import (
+    EXPERT_CONFIGS,
+    expert_counts,
+    find_library,
+    make_experts,
+    tile_table,
+    torch_experts,
+    triton_experts,
+)
+from lib.decode.report import crossovers, draw, figures, format_table, write_results
+from lib.decode.steps import Step, Team, make_set, make_steps, open_team
+from lib.ranks import Ranks
+from lib.shapes import make_routing
+from suites.decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
+from variants.decode import Settings, configs, step_runs
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, CPU, None)
@@ -202,14 +201,14 @@ def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: s
 
 
 def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "started_by_torchrun", lambda: False)
+    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: False)
     with pytest.raises(ValueError, match="ep=2 x tp=2: start 4 ranks with torchrun"):
-        bench_decode.main([*TINY, "--ep", "2", "--tp", "2"])
+        suites.decode.main([*TINY, "--ep", "2", "--tp", "2"])
     context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    monkeypatch.setattr(start, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(start, "current_context", lambda: context)
+    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(lib.start, "current_context", lambda: context)
     with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 1"):
-        bench_decode.main(TINY)
+        suites.decode.main(TINY)
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ def test_without_transformers_one_line_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     words = [*TINY, "--tokens", "2", "--variants", "comet,transformers", "--out", str(tmp_path)]
-    bench_decode.run(parse(words), ALONE)
+    suites.decode.run(parse(words), ALONE)
     output = capsys.readouterr()
     (line,) = [line for line in output.err.splitlines() if "transformers" in line]
     assert line.startswith("no columns of transformers: ModuleNotFoundError: ")
@@ -279,7 +278,7 @@ def test_what_waits_is_launched_without_a_graph(monkeypatch: pytest.MonkeyPatch)
     modes, captured, launched = ["warn"], [], []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(bench_decode, "capture", lambda variant, rotate: captured.append(variant) or variant)
+    monkeypatch.setattr(suites.decode, "capture", lambda variant, rotate: captured.append(variant) or variant)
 
     def waits(index: int) -> torch.Tensor:
         if modes[-1] == "error":
@@ -342,7 +341,7 @@ def test_a_group_that_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no memory")
 
-    monkeypatch.setattr("decode_steps.make_expert_group", fail)
+    monkeypatch.setattr("lib.decode.steps.make_expert_group", fail)
     with open_team(SMALL, ParallelConfig(), max_tokens=2, wants_fused=True, ranks=ALONE) as team:
         row = measure_point(team, [steps_of(SMALL, 2)[0].set], 2, Settings(variants=("comet", "fused"), rounds=1))
     assert row["failures"] == {"group": "ValueError: no memory"}

@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from bench_decode import Checked, check_variant
-from decode_report import crossovers, figures
-from decode_steps import Step, Team, make_set, make_steps, open_team
-from decode_variants import OWN, Settings, fill, in_place, own_runs, share_of, slots_of, step_runs
-from points import Ranks
 from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
@@ -17,6 +12,12 @@ from comet.decode.gathered import Batch
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layout import ExpertLayout
 from comet.tuner.timing import Timing
+
+from lib.decode.report import OWN, crossovers, figures
+from lib.decode.steps import Step, Team, make_set, make_steps, open_team
+from lib.ranks import Ranks
+from suites.decode import Checked, check_variant
+from variants.decode import Settings, fill, in_place, own_runs, share_of, slots_of, step_runs
 
 CPU = torch.device("cpu")
 SMALL = MoEConfig(num_experts=12, top_k=2, hidden_size=64, ffn_size=64)

@@ -9,19 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_decode
 import pytest
 import torch
 import torch.distributed as dist
-from bench_decode import Checked, check_variant, measure_point, parse
-from decode_steps import Team, make_set, make_steps
-from decode_variants import OVER_RANKS, Settings
-from points import Ranks
 from ranks import run_ranks
 
 from comet.config import MoEConfig
 from comet.layout import ExpertLayout
 from comet.reference import reference_experts
+
+import suites.decode
+from lib.decode.steps import Team, make_set, make_steps
+from lib.ranks import Ranks
+from suites.decode import Checked, check_variant, measure_point, parse
+from variants.decode import OVER_RANKS, Settings
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
     except ImportError:
         functions = None
-    command = [sys.executable, str(ROOT / "benchmarks/bench_decode.py"), *TINY, "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "benchmarks/bench.py"), "decode", *TINY, "--out", str(tmp_path)]
     command += ["--weights", "bf16,mxfp8,fp8,mxfp4", "--tokens", "1,3", "--try", "dependent=1"]
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
@@ -71,10 +72,10 @@ def test_an_interrupted_run_keeps_what_it_had(
             raise KeyboardInterrupt
         return measure_point(team, sets, num_tokens, settings)
 
-    monkeypatch.setattr(bench_decode, "measure_point", interrupted)
+    monkeypatch.setattr(suites.decode, "measure_point", interrupted)
     words = [*TINY, "--tokens", "1,2,3", "--variants", "comet", "--out", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
-        bench_decode.run(parse(words), ALONE)
+        suites.decode.run(parse(words), ALONE)
     for text in ((tmp_path / "bench_decode.json").read_text(), capsys.readouterr().out.splitlines()[-1]):
         rows = json.loads(text)["rows"]
         assert [row["tokens"] for row in rows] == [1, 2]
@@ -119,7 +120,7 @@ def test_ranks_hold_one_model_and_equal_tokens(ep: int, tp: int) -> None:
 
 
 def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
-    bench_decode.run(parse(words), Ranks(rank, CPU, dist.group.WORLD))
+    suites.decode.run(parse(words), Ranks(rank, CPU, dist.group.WORLD))
 
 
 def check_rows(folder: Path, ep: int, tp: int, tokens: list[int]) -> list[dict[str, Any]]:
@@ -171,7 +172,7 @@ def test_ranks_that_disagree_are_not_timed() -> None:
 @pytest.mark.slow
 def test_torchrun_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bench_decode.py"), *TINY, "--ep", "2", "--tokens", "1,3,128"]
+    command += [str(ROOT / "benchmarks" / "bench.py"), "decode", *TINY, "--ep", "2", "--tokens", "1,3,128"]
     command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,16 +6,18 @@ import math
 
 import pytest
 import torch
-from bench_moe import checked_variants, parse
-from fp8 import deviation, noise, quantize_layer
-from points import Ranks, Settings, make_inputs, open_layer
 from ranks import run_ranks
-from report import COLUMNS
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.paths import SymmetricPath
 from comet.quantize import quantize_fp8
+
+from lib.moe.fp8 import deviation, noise, quantize_layer
+from lib.moe.layer import Settings, make_inputs, open_layer
+from lib.moe.report import COLUMNS
+from lib.ranks import Ranks
+from suites.moe import checked_variants, parse
 
 VARIANTS = ("comet", "plain", "comet_fp8", "comet_fp8_graph")
 CONFIG = MoEConfig(num_experts=4, top_k=2, hidden_size=256, ffn_size=128)

@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bench_generate import differs_over_ranks, parse, path_rows, prepare, room, step_bytes
-from bench_generate import run as run_benchmark
 from generate_cases import graphs_on_cpu
-from generate_paths import Paths, draws_on, library_version, make_gpt, make_library_model, model_config
-from points import Ranks
 from ranks import run_ranks
 
 from comet.config import ParallelConfig
 from comet.group import make_expert_group
 from comet.models.gpt import GPT
 from comet.tuner.timing import Timing
+
+from baselines.library import library_version, make_library_model
+from lib.gpt import draws_on, make_gpt, model_config
+from lib.ranks import Ranks
+from suites.generate import differs_over_ranks, parse, path_rows, prepare, room, step_bytes
+from suites.generate import run as run_benchmark
+from variants.generate import Paths
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -95,7 +98,7 @@ def test_generate_of_the_library_takes_the_same_steps() -> None:
 
 @torch.no_grad()
 def test_without_transformers_comet_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generate_paths.library_version", lambda: None)
+    monkeypatch.setattr("variants.generate.library_version", lambda: None)
     gpt = tiny_gpt(1)
     makers = Paths(gpt).makers(contents_of(gpt, 1, 5), 64, with_graphs=True)
     assert list(makers) == ["comet_graph", "comet"]
@@ -150,7 +153,7 @@ def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: s
 
 
 def test_run_on_a_cpu(tmp_path: Path) -> None:
-    program = [sys.executable, str(ROOT / "benchmarks/bench_generate.py"), "--device", "cpu", "--model", "tiny"]
+    program = [sys.executable, str(ROOT / "benchmarks/bench.py"), "generate", "--device", "cpu", "--model", "tiny"]
     settings = ["--layers", "1", "--contexts", "8,40", "--batch", "2", "--rounds", "2", "--steps", "3"]
     child = subprocess.run(
         [*program, *settings, "--out", str(tmp_path)], capture_output=True, text=True, check=False, cwd=tmp_path
@@ -195,7 +198,7 @@ def test_expert_parallel_run(tmp_path: Path) -> None:
 def test_torchrun_end_to_end(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     child = subprocess.run(
-        [*program, str(ROOT / "benchmarks/bench_generate.py"), *SMALL, "--tp", "2", "--out", str(tmp_path)],
+        [*program, str(ROOT / "benchmarks/bench.py"), "generate", *SMALL, "--tp", "2", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

@@ -10,18 +10,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import bench_moe
-import points
 import pytest
 import torch
-from bench_moe import checked_variants, parse, progress
-from points import Graph, Layer, LayerVariant, Ranks, Settings, Shared, draw_weights, make_inputs, open_layer, record
 from recorded_layers import LaterExperts, record_on_cpu
-from report import COLUMNS, append_csv, as_json, draw, format_summary, format_table, set_aside, summary
-from shapes import model, parse_overlap
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+
+import suites.moe
+import variants.layer
+from lib.moe.layer import Layer, Settings, draw_weights, make_inputs, open_layer
+from lib.moe.report import COLUMNS, as_json, draw, format_summary, format_table, summary
+from lib.ranks import Ranks
+from lib.report import append_csv, set_aside
+from lib.shapes import model, parse_overlap
+from suites.moe import checked_variants, parse, progress
+from variants.layer import Graph, LayerVariant, Shared, record
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALONE = Ranks(0, CPU, None)
@@ -79,7 +83,7 @@ def replayed(recorded: list[LayerVariant], *, stale: bool) -> Callable[[LayerVar
 @pytest.mark.parametrize("stale", [False, True])
 def test_graphs_are_recorded_once_and_compared_at_every_routing(monkeypatch: pytest.MonkeyPatch, stale: bool) -> None:
     recorded: list[LayerVariant] = []
-    monkeypatch.setattr(bench_moe, "record", replayed(recorded, stale=stale))
+    monkeypatch.setattr(suites.moe, "record", replayed(recorded, stale=stale))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     settings, shared = settings_of("comet", "comet_graph", "plain", "comm_comet"), Shared()
     gpu = PretendedGPU(0, CUDA, None)
@@ -129,7 +133,7 @@ def test_a_record_keeps_the_output_of_the_first_set(monkeypatch: pytest.MonkeyPa
         assert [run(index) for index in (*range(rotate), *range(rotate))] == [None] * (2 * rotate)
         return calls.append
 
-    monkeypatch.setattr(points, "capture", capture)
+    monkeypatch.setattr(variants.layer, "capture", capture)
     graph = record(variant, 3)
     assert [int(tensor) for tensor in graph.first()] == [40]
     assert calls == [0, 1, 2, 0, 1, 2, 0]
@@ -254,11 +258,11 @@ def test_a_layer_is_opened_once_and_an_interrupted_run_keeps_its_rows(
             raise KeyboardInterrupt
         return measure_point(layer, num_tokens, settings, *rest)
 
-    measure_point = bench_moe.measure_point
-    monkeypatch.setattr(bench_moe, "open_layer", counted)
-    monkeypatch.setattr(bench_moe, "measure_point", interrupted)
+    measure_point = suites.moe.measure_point
+    monkeypatch.setattr(suites.moe, "open_layer", counted)
+    monkeypatch.setattr(suites.moe, "measure_point", interrupted)
     words = [*WORDS, "--out", str(tmp_path)]
-    bench_moe.run(*parse(words), ALONE)
+    suites.moe.run(*parse(words), ALONE)
     assert len(opened) == 1
     points = [(16, "hot"), (16, "uniform"), (8, "hot"), (8, "uniform")]
     assert measured == points
@@ -269,7 +273,7 @@ def test_a_layer_is_opened_once_and_an_interrupted_run_keeps_its_rows(
     assert printed.out.splitlines()[-2].startswith("Compared at 4 of 4 points: ")
     assert "tiny 8 hot: done in " in printed.err
     with pytest.raises(KeyboardInterrupt):
-        bench_moe.run(*parse(words), ALONE)
+        suites.moe.run(*parse(words), ALONE)
     with (tmp_path / "bench_moe.csv").open() as file:
         assert [(int(row["tokens"]), row["routing"]) for row in csv.DictReader(file)] == points[:3]
     with (tmp_path / "bench_moe.1.csv").open() as file:

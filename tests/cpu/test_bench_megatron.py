@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from bench_megatron import checked, parse, torch_grouped_gemm, train
-from bench_megatron import run as run_benchmark
-from points import Ranks
 from ranks import run_ranks
 from torch import nn
+
+from lib.ranks import Ranks
+from suites.megatron import checked, parse, torch_grouped_gemm, train
+from suites.megatron import run as run_benchmark
 
 CPU = torch.device("cpu")
 

@@ -9,25 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench_experts
-import bench_speculation
 import pytest
 import torch
-from bench_experts import HOST_CORES
-from bench_speculation import ACCELERATE, KINDS, main
-from draft_quality import draft_passes, measure_drafts, whole_pass
-from draft_statistics import Rounds, kept_drafts, of_positions
-from offloaded import first_token_s, has_accelerate, make_offloaded, tokens_per_s
-from routing_traces import (
-    BEST,
-    Trace,
-    made_trace,
-    replayed_hits,
-    resized_guesses,
-    resized_trace,
-    reuse_by_distance,
-    reuse_distances,
-)  # fmt: skip
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import MoEConfig, SpeculationConfig
@@ -38,6 +21,24 @@ from comet.generation.engine import GPTEngine
 from comet.kernels.expert_cache import bring_torch
 from comet.kernels.expert_tables import POLICIES
 from comet.training.run import train
+
+import suites.experts
+import suites.speculation
+from baselines.offloaded import first_token_s, has_accelerate, make_offloaded, tokens_per_s
+from lib.drafts.quality import draft_passes, measure_drafts, whole_pass
+from lib.drafts.statistics import Rounds, kept_drafts, of_positions
+from lib.routing.traces import (
+    BEST,
+    Trace,
+    made_trace,
+    replayed_hits,
+    resized_guesses,
+    resized_trace,
+    reuse_by_distance,
+    reuse_distances,
+)
+from suites.experts import HOST_CORES
+from suites.speculation import ACCELERATE, KINDS, main
 
 SEED = 7
 SMALL = replace(MODEL, context=96, num_layers=1, moe=replace(MOE, num_experts=8, top_k=3, shared_ffn_size=32))
@@ -57,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def test_a_run_on_a_cpu(
     trained: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_speculation, "HELDOUT_SHAPE", (2, 2, 24))
+    monkeypatch.setattr(suites.speculation, "HELDOUT_SHAPE", (2, 2, 24))
     kinds = [name for name in KINDS if name != ACCELERATE or has_accelerate()]
     words = ["--budgets", "0.5", "--tokens", "8", "--rounds", "1", "--temperature", "0", "--variants", ",".join(kinds)]
     main([*trained, *words, "--out", str(tmp_path)])
@@ -83,7 +84,7 @@ def test_a_run_on_a_cpu(
     for name in PICTURES:
         assert str(tmp_path / f"{name}.png") in out
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-    kinds = [name for name in bench_experts.KINDS if not name.endswith(HOST_CORES)]
+    kinds = [name for name in suites.experts.KINDS if not name.endswith(HOST_CORES)]
     replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
 
 
@@ -117,7 +118,7 @@ def check_quality(found: dict) -> None:
 def test_host_cores_at_another_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = small_trace()
     replace(trace, guessed=trace.ids.roll(1, dims=2)).save(tmp_path / "routing.pt")
-    kinds = [name for name in bench_experts.KINDS if name.endswith(HOST_CORES)]
+    kinds = [name for name in suites.experts.KINDS if name.endswith(HOST_CORES)]
     rows = replay_elsewhere(tmp_path / "routing.pt", kinds, capsys)
     assert all(0 <= row["hosted"] <= 1 for row in rows)
 
@@ -127,8 +128,8 @@ def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFix
     words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--budgets", "0.5,1.0", "--steps", "6"]
     words += ["--variants", ",".join(kinds), "--rounds", "1"]
     with pytest.raises(ValueError, match=r"variants='cache \+ prefetch.* must come with --trace"):
-        bench_experts.main(words)
-    bench_experts.main([*words, "--trace", str(path)])
+        suites.experts.main(words)
+    suites.experts.main([*words, "--trace", str(path)])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["trace"] == str(path)
     kept = [row for row in found["rows"] if row["variant"] in kinds]
@@ -142,7 +143,7 @@ def replay_elsewhere(path: Path, kinds: Sequence[str], capsys: pytest.CaptureFix
 
 def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--budgets", "0.5", "--steps", "4", "--rounds", "1"]
-    bench_experts.main([*words, "--stored", "bf16,mxfp8,mxfp4", "--out", str(tmp_path)])
+    suites.experts.main([*words, "--stored", "bf16,mxfp8,mxfp4", "--out", str(tmp_path)])
     line = capsys.readouterr().out.splitlines()[-1]
     assert (tmp_path / "bench_experts.json").read_text() == line + "\n"
     rows = json.loads(line)["rows"]
@@ -152,7 +153,7 @@ def test_made_routing_and_every_stored_type(capsys: pytest.CaptureFixture[str], 
 
 def test_prompts_beside_their_bound(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--steps", "4", "--rounds", "1", "--prompt", "40"]
-    bench_experts.main([*words, "--budgets", "0.5,1.0"])
+    suites.experts.main([*words, "--budgets", "0.5,1.0"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     products, *prompts = (row for row in rows if row["variant"].startswith("prompt of 40"))
     assert products["us"] > 0
@@ -162,7 +163,7 @@ def test_prompts_beside_their_bound(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_variant_that_fails_has_a_row_and_the_others_go_on(
     trained: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_speculation, "HELDOUT_SHAPE", (1, 2, 24))
+    monkeypatch.setattr(suites.speculation, "HELDOUT_SHAPE", (1, 2, 24))
     monkeypatch.setattr("comet.generation.engine.QuantisedReader", fails)
     words = ["--budgets", "0.5", "--tokens", "4", "--rounds", "1", "--temperature", "0"]
     main([*trained, *words, "--variants", "cache mxfp8,cache"])
@@ -178,7 +179,7 @@ def fails(*_: object) -> None:
 
 
 def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = bench_speculation.parse([*trained, "--variants", "cache", "--seconds", "0", "--rounds", "1"])
+    arguments = suites.speculation.parse([*trained, "--variants", "cache", "--seconds", "0", "--rounds", "1"])
     assert arguments.seconds == 0
     main([*trained, "--budgets", "0.5,0.1", "--variants", "cache", "--tokens", "4", "--rounds", "1", "--seconds", "0"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
@@ -188,10 +189,10 @@ def test_what_is_left_out_says_why(trained: Sequence[str], capsys: pytest.Captur
 
 def test_who_names_no_prefetch_has_none(trained: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The default would prefetch on a GPU."""
-    monkeypatch.setattr(bench_speculation.Run, "make", lambda run, *_: None)
-    monkeypatch.setattr(bench_speculation, "link_gbs", lambda _: 1.0)
+    monkeypatch.setattr(suites.speculation.Run, "make", lambda run, *_: None)
+    monkeypatch.setattr(suites.speculation, "link_gbs", lambda _: 1.0)
     model, ranks = SimpleNamespace(config=SMALL), SimpleNamespace(device=torch.device("cpu"))
-    run = bench_speculation.Run(bench_speculation.parse(trained), model, ranks, torch.zeros(1))  # type: ignore[arg-type]
+    run = suites.speculation.Run(suites.speculation.parse(trained), model, ranks, torch.zeros(1))  # type: ignore[arg-type]
     found = {name: replace(run.plain, **changes).expert_prefetch for name, changes in KINDS.items()}
     assert found == {name: "prefetch" in name for name in KINDS}
 
@@ -200,14 +201,14 @@ def test_names_that_are_none(trained: Sequence[str], monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="variants='lru' must be one of on_demand, cache, cache lfu"):
         main([*trained, "--variants", "cache,lru"])
     with pytest.raises(ValueError, match=r"variants='lru' must be one of cache, cache lfu, cache \+ prefetch"):
-        bench_experts.main(["--variants", "lru"])
-    with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench_speculation.py wrote"):
-        bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
+        suites.experts.main(["--variants", "lru"])
+    with pytest.raises(ValueError, match=r"trace='.*none.pt' must be a file that bench.py speculation wrote"):
+        suites.experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "none.pt")])
     older = dict.fromkeys(("ids", "weights", "num_experts", "guessed"), 1)
     torch.save(older, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other.pt' must hold ids, guessed, guessed_in_two, weights, num_experts, as"):
-        bench_experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
-    monkeypatch.setattr("offloaded.has_accelerate", lambda: False)
+        suites.experts.main(["--device", "cpu", "--model", "tiny", "--trace", str(tmp_path / "other.pt")])
+    monkeypatch.setattr("baselines.offloaded.has_accelerate", lambda: False)
     with pytest.raises(UnavailableError, match="the variant accelerate needs accelerate and transformers"):
         main([*trained, "--variants", "accelerate"])
 
@@ -388,7 +389,7 @@ def test_a_quantised_variant_leaves_the_experts_to_the_others() -> None:
     model, group = make_model(SMALL, max_tokens=64)
     whole = [weight.clone() for layer in model.moe_layers() for weight in layer.expert_weights()]
     settings = GenerateConfig(expert_budget=1.0, expert_dtype="mxfp8")
-    engine = bench_speculation.Run.engine(SimpleNamespace(model=model), 8, settings)  # type: ignore[arg-type]
+    engine = suites.speculation.Run.engine(SimpleNamespace(model=model), 8, settings)  # type: ignore[arg-type]
     assert engine.caches[0].weights.w1_scales is not None
     left = [weight for layer in model.moe_layers() for weight in layer.expert_weights()]
     assert all(torch.equal(*pair) for pair in zip(whole, left, strict=True))

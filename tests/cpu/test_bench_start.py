@@ -8,16 +8,18 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import bench_moe
 import pytest
-import record_timeline
-import start
 import torch
-from points import Ranks
-from start import tell, whole_numbers, words
 from tiers import slow
 
 from comet.launch.distributed import LaunchContext
+
+import lib.start
+import suites.moe
+import suites.timeline
+from lib.arguments import whole_numbers, words
+from lib.ranks import Ranks
+from lib.start import tell
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -26,16 +28,15 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("bench_moe.py", "--ep", "3"), "nproc=2 must equal ep x tp = 3"),
-        slow(("record_timeline.py", "--modelz", "x"), "unrecognized arguments: --modelz x"),
-        slow(("bench_decode.py", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
-        slow(("bench_generate.py", "--contexts", "0"), "contexts=[0] must each be at least 1"),
+        (("moe", "--ep", "3"), "nproc=2 must equal ep x tp = 3"),
+        slow(("timeline", "--modelz", "x"), "unrecognized arguments: --modelz x"),
+        slow(("decode", "--tokens", "a"), "argument --tokens: invalid whole_numbers value: 'a'"),
+        slow(("generate", "--contexts", "0"), "contexts=[0] must each be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:
-    script, *options = words
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / script), *options, "--device", "cpu"]
+    command += [str(ROOT / "benchmarks" / "bench.py"), *words, "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
     assert "ValueError" not in done.stderr
@@ -50,7 +51,7 @@ def test_words_example() -> None:
 def test_whole_numbers_example() -> None:
     assert whole_numbers("8,32") == [8, 32]
     with pytest.raises(ValueError, match="argument --tokens: invalid whole_numbers value: 'abc'"):
-        bench_moe.parse(["--tokens", "abc"])
+        suites.moe.parse(["--tokens", "abc"])
 
 
 def test_rank_0_tells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,23 +60,23 @@ def test_rank_0_tells(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "rank 0: done\n")
 
 
-@pytest.mark.parametrize("benchmark", [bench_moe, record_timeline])
+@pytest.mark.parametrize("benchmark", [suites.moe, suites.timeline])
 def test_ranks_are_those_of_torchrun(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--ep", "2", "--tp", "2", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(benchmark, "started_by_torchrun", lambda: False)
     with pytest.raises(ValueError, match="start the benchmark with torchrun: it sets rank and world size"):
         benchmark.main(words)
     context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    for module in (benchmark, start):
+    for module in (benchmark, lib.start):
         monkeypatch.setattr(module, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(start, "current_context", lambda: context)
+    monkeypatch.setattr(lib.start, "current_context", lambda: context)
     with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 4"):
         benchmark.main(words)
     assert not (tmp_path / "out").exists(), "nothing was measured"
 
 
 def test_a_timeline_of_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_timeline.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(record_timeline, "open_layer", None)  # comes after the check
+    monkeypatch.setattr(suites.timeline.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(suites.timeline, "open_layer", None)  # comes after the check
     with pytest.raises(ValueError, match="device=cpu must be used with TRITON_INTERPRET=1: only kernels record"):
-        record_timeline.run(*record_timeline.parse([]), Ranks(0, CPU, None))
+        suites.timeline.run(*suites.timeline.parse([]), Ranks(0, CPU, None))

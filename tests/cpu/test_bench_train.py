@@ -11,21 +11,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_train
 import pytest
 import torch
 import torch.distributed as dist
-from bench_train import HEADS, SwitchedModel, deviations, figures, format_table, model_config, parse, row_norms, summary
 from generate_cases import all_experts, graphs_on_cpu
-from points import Ranks
 from ranks import run_ranks
-from shapes import MODELS
 from torch import Tensor
 
 from comet.config import ParallelConfig
 from comet.group import make_expert_group
 from comet.paths import SymmetricPath
 from comet.plain import plain_experts
+
+import suites.train
+from lib.ranks import Ranks
+from lib.shapes import MODELS
+from suites.train import (
+    HEADS,
+    SwitchedModel,
+    deviations,
+    figures,
+    format_table,
+    model_config,
+    parse,
+    row_norms,
+    summary,
+)
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -81,15 +92,15 @@ def test_every_variant_starts_from_the_same_weights(dtype: torch.dtype) -> None:
     model = make_model(dtype)
     assert {parameter.dtype for parameter in model.gpt.parameters()} == {dtype}
     first = model.first_steps("comet")
-    usable, failures, errors = bench_train.checked(model, ("comet", "comet_graph", "plain", "rest"), ALONE)
+    usable, failures, errors = suites.train.checked(model, ("comet", "comet_graph", "plain", "rest"), ALONE)
     assert (usable, list(failures)) == (["plain", "comet", "rest"], ["comet_graph"])
     assert failures["comet_graph"].startswith("RuntimeError: there are no graphs: ")
-    assert 0 <= errors["loss_error"] <= bench_train.LOSS_TOLERANCE[dtype]
-    assert 0 < errors["gradient_error"] <= bench_train.GRADIENT_TOLERANCE[dtype] / 2
+    assert 0 <= errors["loss_error"] <= suites.train.LOSS_TOLERANCE[dtype]
+    assert 0 < errors["gradient_error"] <= suites.train.GRADIENT_TOLERANCE[dtype] / 2
     again = model.first_steps("comet")
     assert torch.equal(again[0], first[0])
     assert all(map(torch.equal, again[1], first[1]))
-    assert len(set(first[0].tolist())) == bench_train.CHECKED_STEPS  # other batches, other weights
+    assert len(set(first[0].tolist())) == suites.train.CHECKED_STEPS  # other batches, other weights
     assert model.first_steps("rest")[0][0] != first[0][0]  # even the first loss depends on the layers
 
 
@@ -108,7 +119,7 @@ def test_a_variant_runs_its_own_path_only() -> None:
     model.start_anew()
     drawn = model.layers[1].w1.detach().clone()
     model.step("rest", 0)  # the experts' gradients are all alike: each weight decays, and is one learning rate less
-    rate = bench_train.LEARNING_RATE
+    rate = suites.train.LEARNING_RATE
     torch.testing.assert_close(model.layers[1].w1, drawn * (1 - 0.1 * rate) - rate, rtol=0, atol=1e-3 * rate)
 
 
@@ -150,13 +161,13 @@ def test_wrong_steps_are_not_timed(wrong: Any) -> None:
         lambda *inputs, layer=layer: wrong(*inputs, layer.layout, None)  # type: ignore[misc]
         for layer in model.layers
     ]
-    usable, failures, errors = bench_train.checked(model, ("comet", "plain"), ALONE)
+    usable, failures, errors = suites.train.checked(model, ("comet", "plain"), ALONE)
     assert (usable, list(failures), errors) == (["plain"], ["comet"], {})
     assert "differ from those of the plain path by " in failures["comet"]
 
 
 def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
-    bench_train.run(parse(words), Ranks(rank, CPU, dist.group.WORLD))
+    suites.train.run(parse(words), Ranks(rank, CPU, dist.group.WORLD))
 
 
 def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
@@ -170,7 +181,7 @@ def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
 
     def meets_deadline(path: SymmetricPath, tokens: Tensor, *rest: Any) -> Tensor:
         calls.append(len(tokens))
-        if rank == 1 and calls.count(32) == 2 * bench_train.CHECKED_STEPS + 1:
+        if rank == 1 and calls.count(32) == 2 * suites.train.CHECKED_STEPS + 1:
             path.workspace.fault[:6] = torch.tensor([1, 2, 0, 17, 41, 40])
         return call(path, tokens, *rest)
 
@@ -198,7 +209,7 @@ def test_what_fails_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bench_train.py"), *TINY, "--tokens", "64,32", "--out", str(tmp_path)]
+    command += [str(ROOT / "benchmarks" / "bench.py"), "train", *TINY, "--tokens", "64,32", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

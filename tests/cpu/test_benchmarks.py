@@ -9,29 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_moe
 import pytest
 import torch
 import torch.distributed as dist
-from baselines import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table
-from bench_moe import parse
-from decode_steps import open_team
-from points import Ranks, attempt, relative_error
 from ranks import run_ranks
-from report import (
-    COLUMNS,
-    append_csv,
-    as_json,
-    balanced_rows,
-    draw,
-    figures,
-    format_table,
-    geometric_mean,
-    layer_flops,
-    link_bytes,
-    rows_to_ranks,
-)
-from shapes import MODELS, make_routing, model
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, rank_slots
@@ -39,6 +20,26 @@ from comet.layout import ExpertLayout
 from comet.paths import SymmetricPath
 from comet.plain import plain_experts
 from comet.reference import reference_experts, shard_experts
+
+import suites.moe
+from baselines.layer import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table
+from lib.decode.steps import open_team
+from lib.moe.layer import relative_error
+from lib.moe.report import (
+    COLUMNS,
+    as_json,
+    balanced_rows,
+    draw,
+    figures,
+    format_table,
+    layer_flops,
+    link_bytes,
+    rows_to_ranks,
+)
+from lib.ranks import Ranks, attempt
+from lib.report import append_csv, geometric_mean
+from lib.shapes import MODELS, make_routing, model
+from suites.moe import parse
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -290,7 +291,7 @@ TINY = ["--device", "cpu", "--models", "tiny", "--ep", "2", "--rounds", "2"]
 @pytest.mark.slow
 def test_forward_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bench_moe.py"), *TINY, "--out", str(tmp_path)]
+    command += [str(ROOT / "benchmarks" / "bench.py"), "moe", *TINY, "--out", str(tmp_path)]
     command += ["--tokens", "32,16", "--routing", "zipf"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -310,7 +311,7 @@ def test_forward_end_to_end(tmp_path: Path) -> None:
 
 
 def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
-    bench_moe.run(*parse(words), Ranks(rank, CPU, dist.group.WORLD))
+    suites.moe.run(*parse(words), Ranks(rank, CPU, dist.group.WORLD))
 
 
 def test_backward_and_a_variant_that_fails(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_backward_and_a_variant_that_fails(tmp_path: Path) -> None:
 
 def run_with_fault(rank: int, world_size: int, words: list[str]) -> int:
     """A rank of a run in which a wait on rank 1 meets its deadline in the timed rounds; how often it opened a layer."""
-    call, opening, calls, opened = SymmetricPath.__call__, bench_moe.open_layer, [], []
+    call, opening, calls, opened = SymmetricPath.__call__, suites.moe.open_layer, [], []
 
     def meets_deadline(path: SymmetricPath, *inputs: torch.Tensor) -> torch.Tensor:
         calls.append(path)
@@ -339,7 +340,7 @@ def run_with_fault(rank: int, world_size: int, words: list[str]) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SymmetricPath, "__call__", meets_deadline)
-        patch.setattr(bench_moe, "open_layer", counted)
+        patch.setattr(suites.moe, "open_layer", counted)
         run_on_rank(rank, world_size, words)
     return len(opened)
 

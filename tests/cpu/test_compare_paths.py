@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare_paths import (
+from ranks import run_ranks
+from training_cases import Rank, make_job
+
+from comet.training.run import train
+
+from suites.compare_paths import (
     EARLY_STEPS,
     WINDOW_STEPS,
     WINDOW_TOLERANCE,
@@ -22,10 +27,6 @@ from compare_paths import (
     main,
     pairwise,
 )
-from ranks import run_ranks
-from training_cases import Rank, make_job
-
-from comet.training.run import train
 
 DTYPES = (torch.float32, torch.bfloat16)
 FALLING = [5.5 - 0.02 * step for step in range(60)]

@@ -6,10 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench_speculation import tables_of
-from draft_misses import DRAFTS, drafting_rows, fetched_per_token
-from draft_quality import record_routing
-from routing_predictors import (
+from torch import Tensor
+from training_cases import MODEL, make_model
+
+from comet.config import MoEConfig
+
+from lib.drafts.misses import DRAFTS, drafting_rows, fetched_per_token
+from lib.drafts.pictures import routing_facts
+from lib.drafts.quality import record_routing
+from lib.routing.predictors import (
     history,
     hit_curves,
     judged,
@@ -19,12 +24,8 @@ from routing_predictors import (
     sharing_rows,
     unequal_slots,
 )
-from routing_traces import Trace, made_trace, replay, replayed_hits
-from speculation_pictures import routing_facts
-from torch import Tensor
-from training_cases import MODEL, make_model
-
-from comet.config import MoEConfig
+from lib.routing.traces import Trace, made_trace, replay, replayed_hits
+from suites.speculation import tables_of
 
 
 def trace_of(steps: list, num_experts: int, **guesses: Tensor) -> Trace:

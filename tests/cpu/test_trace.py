@@ -329,7 +329,7 @@ def test_a_cpu_records_under_the_interpreter_only() -> None:
 @pytest.mark.slow
 def test_benchmark_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "benchmarks" / "record_timeline.py"), "--device", "cpu", "--model", "tiny", "--ep", "2"]
+    script = [str(ROOT / "benchmarks" / "bench.py"), "timeline", "--device", "cpu", "--model", "tiny", "--ep", "2"]
     options = ["--tokens", "20", "--split", "comm_blocks=2,num_panels=2", "--out", str(tmp_path / "out")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

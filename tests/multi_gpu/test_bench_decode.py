@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import bench_decode
 import pytest
 import torch
 import torch.distributed as dist
 from gpus import ON_GPUS, backend_of, gpu_of
-from points import Ranks
 from ranks import run_ranks
+
+import suites.decode
+from lib.ranks import Ranks
 
 SMALL = "--models tiny --tokens 1,3,16 --rounds 2 --variants".split()
 DECODES = {"comet", "local", "own"}
@@ -21,7 +22,7 @@ BY_NCCL = {"local_nccl", "own_nccl"}  # which refuses ranks that share a GPU; gl
 def on_gpu(rank: int, world_size: int, commands: list[list[str]]) -> None:
     torch.cuda.set_device(gpu_of(rank))
     for words in commands:
-        bench_decode.run(bench_decode.parse(words), Ranks(rank, torch.device(gpu_of(rank)), dist.group.WORLD))
+        suites.decode.run(suites.decode.parse(words), Ranks(rank, torch.device(gpu_of(rank)), dist.group.WORLD))
 
 
 @pytest.mark.multi_gpu(n=2)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import bench_generate
 import pytest
 import torch
 import torch.distributed as dist
 from gpus import ON_GPUS, gpu_of
-from points import Ranks
 from ranks import run_ranks
+
+import suites.generate
+from lib.ranks import Ranks
 
 SMALL = "--model tiny --layers 2 --contexts 8,40 --batch 2 --rounds 1 --steps 4".split()
 
@@ -19,7 +20,7 @@ SMALL = "--model tiny --layers 2 --contexts 8,40 --batch 2 --rounds 1 --steps 4"
 def on_gpu(rank: int, world_size: int, commands: list[list[str]]) -> None:
     torch.cuda.set_device(gpu_of(rank))
     for words in commands:
-        bench_generate.run(bench_generate.parse(words), Ranks(rank, torch.device(gpu_of(rank)), dist.group.WORLD))
+        suites.generate.run(suites.generate.parse(words), Ranks(rank, torch.device(gpu_of(rank)), dist.group.WORLD))
 
 
 @pytest.mark.multi_gpu(n=2, own=True)

@@ -1,0 +1,1 @@
+"""Rivals: what other libraries, or a careful user of torch, would do."""

@@ -1,0 +1,194 @@
+"""Other ways to compute the experts of a decode step: transformers' modules, and grouped GEMMs over sorted rows.
+
+Letters: T tokens, K, D, F, E experts (all held), J = T * K routed rows, B rows of a tile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from comet.kernels.arguments import TileTable
+from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
+
+from lib.decode.report import PREFIX
+from lib.decode.steps import Step
+from lib.ranks import FAILURES
+
+LOOP = "eager"  # the module's own loop over experts, under no name in the registry
+OURS = "comet"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The installed transformers: its version and the names of its experts implementations.
+
+    ``unavailable`` collects, during a run, those that cannot work here, and why: they are not tried again.
+    """
+
+    version: str
+    names: tuple[str, ...]
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def runs(self, steps: Sequence[Step]) -> dict[str, Callable[[int], Tensor]]:
+        """Every implementation as a function of the number of the step."""
+        ids = [step.ids.long() for step in steps]  # what the library's routers give
+        return {f"{PREFIX}{name}": self._run(name, steps, ids) for name in self.names}
+
+    def _run(self, name: str, steps: Sequence[Step], ids: Sequence[Tensor]) -> Callable[[int], Tensor]:
+        modules = [make_experts(name, step) for step in steps]
+
+        def run(index: int) -> Tensor:
+            if name in self.unavailable:
+                raise RuntimeError(self.unavailable[name])
+            try:
+                output: Tensor = modules[index](steps[index].tokens, ids[index], steps[index].routing_weights)
+            except (RuntimeError, ValueError):
+                raise  # this shape, or the memory of this moment
+            except Exception as error:  # a package or a downloaded kernel is missing: anything may be raised
+                lines = str(error).strip().splitlines() or [""]
+                self.unavailable[name] = f"{type(error).__name__}: {lines[0]}"
+                raise RuntimeError(self.unavailable[name]) from error
+            return output
+
+        return run
+
+
+def find_library() -> Library | None:
+    """The transformers installed here; ``None``, and a line that says so, without one that has implementations."""
+    try:
+        import transformers
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+    except FAILURES as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        print(f"no columns of transformers: {type(error).__name__}: {reason}", file=sys.stderr, flush=True)
+        return None
+    assert issubclass(Qwen3MoeExperts, nn.Module)
+    names = [name for name in ALL_EXPERTS_FUNCTIONS if name not in (LOOP, OURS)]
+    return Library(transformers.__version__, (LOOP, *names))
+
+
+def make_experts(name: str, step: Step) -> nn.Module:
+    """The library's module over the weights of a step, not a copy, that computes by the implementation ``name``."""
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    weights = step.set.plain
+    config = Qwen3MoeConfig(
+        num_experts=weights.num_experts,
+        num_experts_per_tok=step.ids.shape[1],
+        hidden_size=weights.hidden_size,
+        moe_intermediate_size=weights.ffn_size,
+        hidden_act="silu",
+    )
+    config._experts_implementation = name
+    with torch.device("meta"):
+        experts: Any = Qwen3MoeExperts(config)
+    for field_name, weight in (("gate_up_proj", weights.w1), ("down_proj", weights.w2)):
+        wanted = tuple(getattr(experts, field_name).shape)
+        if wanted != tuple(weight.shape):
+            raise ValueError(f"{field_name} of shape {tuple(weight.shape)} must be {wanted} for transformers")
+        setattr(experts, field_name, nn.Parameter(weight, requires_grad=False))
+    module: nn.Module = experts.eval()
+    return module
+
+
+BLOCK_ROWS = 16
+# Tile shapes that are all timed; the fastest counts.
+EXPERT_CONFIGS = (
+    GemmConfig(block_n=64, block_k=64, num_stages=5, num_warps=4),
+    GemmConfig(block_n=128, block_k=64, num_stages=4, num_warps=4),
+    GemmConfig(block_n=128, block_k=128, num_stages=3, num_warps=8),
+)
+
+
+def torch_experts(tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Sort the routed rows by expert, two of torch's grouped GEMMs, weighted sum.
+
+    Args:
+        tokens: ``(T, D)``.
+        ids: ``(T, K)`` int32 in ``[0, E)``.
+        routing_weights: ``(T, K)`` float32.
+        w1: ``(E, 2F, D)``.
+        w2: ``(E, D, F)``.
+
+    Returns:
+        ``(T, D)``.
+    """
+    order = ids.flatten().argsort(stable=True)
+    ends = expert_counts(ids, w1.shape[0]).cumsum(0).to(torch.int32)
+    gate, up = torch._grouped_mm(tokens[order // ids.shape[1]], w1.mT, offs=ends).chunk(2, dim=1)
+    rows = torch._grouped_mm(silu(gate) * up, w2.mT, offs=ends)
+    outputs = torch.empty_like(rows)
+    outputs[order] = rows
+    return weighted_sum(outputs, routing_weights)
+
+
+def triton_experts(
+    tokens: Tensor, ids: Tensor, routing_weights: Tensor, w1: Tensor, w2: Tensor, config: GemmConfig
+) -> Tensor:
+    """Sort and pad the routed rows into tiles, Comet's grouped GEMM twice, weighted sum; see ``torch_experts``."""
+    gemm = group_gemm if tokens.is_cuda else group_gemm_torch
+    table, places = tile_table(ids, w1.shape[0])
+    num_rows = table.row_ids.shape[0]
+    pre = tokens.new_empty(num_rows, w1.shape[1])
+    gemm(tokens, w1, pre, table, gather=True, layout="nk", config=config)
+    gate, up = pre.chunk(2, dim=1)
+    rows = tokens.new_empty(num_rows, w2.shape[1])
+    gemm(silu(gate) * up, w2, rows, table, gather=False, layout="nk", config=config)
+    return weighted_sum(rows[places], routing_weights)
+
+
+def weighted_sum(outputs: Tensor, routing_weights: Tensor) -> Tensor:
+    """``(J, D)`` outputs in (token, k) order, weighted in float32 and added per token."""
+    by_token = outputs.view(*routing_weights.shape, -1).float()
+    return (by_token * routing_weights[..., None]).sum(1).to(outputs.dtype)
+
+
+def expert_counts(ids: Tensor, num_experts: int) -> Tensor:
+    """``(E,)`` routed rows of each expert, on the device; ids ``[[2, 0], [2, 1]]`` of 4 give ``[1, 1, 2, 0]``."""
+    experts = torch.arange(num_experts, device=ids.device)
+    return (ids.flatten()[:, None] == experts).sum(0)
+
+
+def tile_table(ids: Tensor, num_experts: int) -> tuple[TileTable, Tensor]:
+    """Tiles of 16 rows, expert by expert, without asking the device how many there are.
+
+    Example: ids ``[[2, 0], [2, 1]]``: tiles (expert, first row, rows) (0, 0, 1), (1, 16, 1), (2, 32, 2), row ids
+    0, 1 at 32 and 33, places ``[32, 0, 33, 16]``.
+
+    Returns:
+        The table, and ``(J,)`` where each routed row's output is.
+    """
+    num_rows, top_k = ids.numel(), ids.shape[1]
+    most_tiles = min(num_rows, num_experts) + num_rows // BLOCK_ROWS
+    counts = expert_counts(ids, num_experts)
+    tiles_of = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    tile_ends = tiles_of.cumsum(0)
+    tile = torch.arange(most_tiles, device=ids.device)
+    expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=num_experts - 1)
+    in_expert = tile - (tile_ends - tiles_of)[expert]
+    valid = (counts[expert] - in_expert * BLOCK_ROWS).clamp(0, BLOCK_ROWS)
+    order = ids.flatten().argsort(stable=True)
+    sorted_ids = ids.flatten()[order].long()
+    rank = torch.arange(num_rows, device=ids.device) - (counts.cumsum(0) - counts)[sorted_ids]
+    sorted_places = (tile_ends - tiles_of)[sorted_ids] * BLOCK_ROWS + rank
+    row_ids = torch.zeros(most_tiles * BLOCK_ROWS, dtype=torch.int32, device=ids.device)
+    row_ids[sorted_places] = (order // top_k).to(torch.int32)
+    places = torch.empty_like(order)
+    places[order] = sorted_places
+    table = TileTable(
+        tiles=torch.stack([expert, tile * BLOCK_ROWS, valid, torch.zeros_like(tile)], dim=1).to(torch.int32),
+        num_tiles=tile_ends[-1:].to(torch.int32),
+        row_ids=row_ids,
+        counters=row_ids[:0],
+        block_rows=BLOCK_ROWS,
+    )
+    return table, places

@@ -1,0 +1,1 @@
+"""What suites share: ranks, shapes, routing, time, tables and pictures."""

@@ -1,0 +1,1 @@
+"""Decode steps with their weights, and what their times say."""

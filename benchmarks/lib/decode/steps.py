@@ -1,0 +1,237 @@
+"""What the decode benchmark runs: ranks and what of Comet they share, sets of weights, steps with their routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.config import MoEConfig, ParallelConfig
+from comet.decode import MAX_DECODE_TOKENS, DecodeWeights, RankDecode, rank_slots
+from comet.decode.twin import slot_weights
+from comet.group import ExpertGroup, make_expert_group
+from comet.layout import ExpertLayout
+from comet.paths import ExpertPath, make_path
+from comet.quantize import FP8, MXFP4, MXFP8, quantize_fp8, quantize_mxfp4, quantize_mxfp8
+from comet.reference import rank_partial
+
+from lib.ranks import Ranks, T, attempt
+from lib.shapes import make_routing
+
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Of Comet, for one model: the group, its fused path (on a CPU the twin), and decode where there are more ranks.
+
+    ``decode`` is for tokens that all ranks hold, ``own`` for tokens of their own, by the most that a rank brings.
+    """
+
+    group: ExpertGroup
+    fused: ExpertPath
+    decode: RankDecode | None
+    own: dict[int, RankDecode] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Team:
+    """One model on this rank; ``shared`` is ``None`` where nobody asked for it or for the reason in ``failures``."""
+
+    config: MoEConfig
+    layout: ExpertLayout
+    ranks: Ranks
+    shared: Shared | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_alone(self) -> bool:
+        """One rank, W = 1."""
+        return self.layout.world_size == 1
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over the ranks, in place (collective)."""
+        if not self.is_alone:
+            dist.all_reduce(part, group=self.ranks.process_group)
+        return part
+
+    def own_decode(self, max_tokens: int) -> RankDecode:
+        """Decode of at most so many tokens of each rank's own: a step takes blocks for all of them, present or not.
+
+        Made at the first call, which is collective.
+        """
+        assert self.shared is not None
+        if max_tokens not in self.shared.own:
+            self.shared.own[max_tokens] = RankDecode(
+                self.shared.group.comm, hidden_size=self.config.hidden_size, max_tokens=max_tokens, replicated=False
+            )
+        return self.shared.own[max_tokens]
+
+    def check(self) -> None:
+        """Raise what went wrong on the device so far; waits for it."""
+        if self.shared is not None:
+            self.shared.group.workspace.check()
+            for decode in (self.shared.decode, *self.shared.own.values()):
+                if decode is not None:
+                    decode.check()
+
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """``points.attempt`` with what the ranks share."""
+        return attempt(action, self.ranks, None if self.shared is None else self.shared.group.workspace)
+
+
+@contextmanager
+def open_team(
+    config: MoEConfig, parallel: ParallelConfig, *, max_tokens: int, wants_fused: bool, ranks: Ranks
+) -> Iterator[Team]:
+    """Build what is needed, release its symmetric memory at the end (collective)."""
+    layout = ExpertLayout.create(config, parallel, ranks.rank)
+    shared, failure = None, ""
+    if wants_fused or layout.world_size > 1:
+        shared, failure = attempt(partial(_build, config, parallel, max_tokens, ranks), ranks)
+    failures = {"group": failure} if failure else {}
+    yield Team(config=config, layout=layout, ranks=ranks, shared=shared, failures=failures)
+    if shared is not None:
+        shared.group.close()
+
+
+def _build(config: MoEConfig, parallel: ParallelConfig, max_tokens: int, ranks: Ranks) -> Shared:
+    group = make_expert_group(
+        config,
+        parallel,
+        max_tokens=-(-max_tokens // parallel.world_size),
+        dtype=ranks.dtype,
+        device=ranks.device,
+        timeout_s=TIMEOUT_S,
+    )
+    fused = make_path("fused" if ranks.device.type == "cuda" else "twin", config, group)
+    decode = None
+    if parallel.world_size > 1:
+        decode = RankDecode(group.comm, hidden_size=config.hidden_size, max_tokens=min(max_tokens, MAX_DECODE_TOKENS))
+    return Shared(group=group, fused=fused, decode=decode)
+
+
+QUANTISERS: dict[str, Callable[[Tensor], MXFP8 | MXFP4 | FP8]] = {
+    "mxfp8": quantize_mxfp8, "mxfp4": quantize_mxfp4, "fp8": quantize_fp8
+}  # fmt: skip
+WEIGHTS = ("bf16", *QUANTISERS)
+SEEDS_PER_RANK = 1000
+StepRun = Callable[[int], Tensor]  # a way to run a step, by its number
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """What is decoded, and the same numbers in the dtype of the tokens for paths that take no other.
+
+    Without quantisation both are one. The numbers of block FP8 are rounded there.
+    """
+
+    weights: DecodeWeights
+    plain: DecodeWeights
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's inputs, equal on all ranks, with this rank's part of one set of weights."""
+
+    tokens: Tensor
+    ids: Tensor
+    routing_weights: Tensor
+    set: WeightSet
+    layout: ExpertLayout
+
+    @property
+    def weights(self) -> DecodeWeights:
+        """What is decoded."""
+        return self.set.weights
+
+    @property
+    def touched(self) -> list[int]:
+        """The distinct experts of this step that this rank holds."""
+        first = self.layout.first_expert
+        return [expert for expert in self.ids.unique().tolist() if 0 <= expert - first < self.layout.experts_local]
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes this rank holds of them, their scales among them."""
+        weights = self.weights
+        tensors = (weights.w1, weights.w2, weights.w1_scales, weights.w2_scales)
+        return len(self.touched) * sum(tensor[0].nbytes for tensor in tensors if tensor is not None)
+
+    def exact(self) -> Tensor:
+        """What this rank adds to the output, in float64, from the very numbers that are decoded; touched experts only.
+
+        Does not read the slot table, so that it finds out a wrong one.
+        """
+        touched, first = self.touched, self.layout.first_expert
+        tokens = self.tokens.double()
+        if not touched:
+            return torch.zeros_like(tokens)
+        by_slot = [slot_weights(self.weights, expert - first, torch.float64) for expert in touched]
+        w1, w2 = (torch.stack(of_slots) for of_slots in zip(*by_slot, strict=True))
+        places = torch.full((self.layout.num_experts,), -1, device=tokens.device)
+        places[touched] = torch.arange(len(touched), device=tokens.device)
+        ids = places[self.ids.long()]
+        return rank_partial(tokens, ids, self.routing_weights.double(), w1, w2, first_expert=0)
+
+
+def make_weights(
+    config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int
+) -> DecodeWeights:
+    """One rank's part of one set of random weights, drawn by itself."""
+    generator = torch.Generator(device).manual_seed(seed + SEEDS_PER_RANK * layout.rank)
+    experts, hidden, ffn = layout.experts_local, config.hidden_size, config.ffn_size // layout.tp
+    w1 = torch.empty(experts, 2 * ffn, hidden, device=device, dtype=dtype)
+    w2 = torch.empty(experts, hidden, ffn, device=device, dtype=dtype)
+    for weight, fan_in in ((w1, hidden), (w2, config.ffn_size)):
+        weight.normal_(std=fan_in**-0.5, generator=generator)
+    return DecodeWeights(w1=w1, w2=w2, slots=rank_slots(layout, device))
+
+
+def make_set(
+    config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int, kind: str
+) -> WeightSet:
+    """``make_weights``, quantised for the ``WEIGHTS`` that ``QUANTISERS`` has."""
+    plain = make_weights(config, layout, device, dtype, seed)
+    if kind not in QUANTISERS:
+        return WeightSet(plain, plain)
+    fields: dict[str, Tensor] = {}
+    for name, weight in (("w1", plain.w1), ("w2", plain.w2)):
+        packed = []
+        for expert in weight:  # one by one, because the quantiser works in float32
+            packed.append(QUANTISERS[kind](expert))
+            expert.copy_(packed[-1].dequantize(dtype))
+        fields[name] = torch.stack([each.elements.view(torch.uint8) for each in packed])
+        fields[name] = fields[name].view(packed[0].elements.dtype)
+        fields[f"{name}_scales"] = torch.stack([each.scales for each in packed])
+    w1, w2, w1_scales, w2_scales = (fields[name] for name in ("w1", "w2", "w1_scales", "w2_scales"))
+    return WeightSet(DecodeWeights(w1=w1, w2=w2, slots=plain.slots, w1_scales=w1_scales, w2_scales=w2_scales), plain)
+
+
+def make_steps(
+    config: MoEConfig, layout: ExpertLayout, sets: Sequence[WeightSet], num_tokens: int, routing: str
+) -> list[Step]:
+    """One step per set of weights, each with its own tokens; the routing differs as well, but not over ranks.
+
+    Over ranks the same one is the slowest in every step then: a sum of steps is as long as its slowest rank says.
+    """
+    steps = []
+    for seed, weight_set in enumerate(sets):
+        device, dtype = weight_set.plain.w1.device, weight_set.plain.w1.dtype
+        ids, routing_weights = make_routing(
+            routing,
+            num_tokens=num_tokens,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            seed=seed if layout.world_size == 1 else 0,
+            device=device,
+        )
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.randn(num_tokens, config.hidden_size, device=device, generator=generator).to(dtype)
+        steps.append(Step(tokens, ids, routing_weights, weight_set, layout))
+    return steps

@@ -1,0 +1,1 @@
+"""What drafts of speculative decoding are worth."""

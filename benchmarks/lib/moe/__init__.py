@@ -1,0 +1,1 @@
+"""A MoE layer with its inputs, and what its times say."""

@@ -1,0 +1,202 @@
+"""The layer of a point, its inputs, and how far apart two outputs are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from comet.comm.handshake import gather
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.group import ExpertGroup, make_expert_group
+from comet.layout import ExpertLayout
+from comet.moe import MoE
+from comet.paths import SymmetricPath
+from comet.workspace import Workspace
+
+from lib.moe.fp8 import FP8Layer, fits, quantize_layer
+from lib.moe.report import FP8_VARIANTS, VARIANTS
+from lib.ranks import ELSEWHERE, Ranks, attempt
+from lib.shapes import make_routing
+
+ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
+SEEDS_PER_RANK = 1000
+WEIGHT_SEED = 1_000_000  # far from those of tokens, which would be rows of the weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What is measured, apart from model and tokens.
+
+    Args:
+        parallel: EP and TP.
+        max_tokens: Most tokens of any point.
+        routing: Kind of routing (see ``routing.make_routing``) of the inputs drawn next.
+        backward: Forward + backward instead of forward.
+        path: Path of Comet's layer.
+        overlap: How its kernels share the GPU; ``None`` takes the defaults.
+        variants: Names of what to measure.
+    """
+
+    parallel: ParallelConfig
+    max_tokens: int
+    routing: str = "uniform"
+    backward: bool = False
+    path: str = "auto"
+    overlap: OverlapConfig | None = None
+    variants: tuple[str, ...] = VARIANTS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """The layer under test: ``w1 (e, 2F/TP, D)``, ``w2 (e, D, F/TP)``, and Comet's module over the same memory.
+
+    ``moe`` is ``None`` where it could not be built, for the reason in ``failures``, or was not asked for; ``fp8`` where
+    it was not, or D or F/TP is no multiple of 128, or the path is another than Comet's own.
+    """
+
+    config: MoEConfig
+    layout: ExpertLayout
+    w1: Tensor
+    w2: Tensor
+    moe: MoE | None
+    fp8: FP8Layer | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def pool(self) -> Workspace | None:
+        """What a failure may leave something in."""
+        return None if self.moe is None else self.moe.group.workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """``ROTATE`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``, and output gradients ``(T, D)``."""
+
+    tokens: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+    grads: list[Tensor]
+
+
+class DrawnInPlace(MoE):
+    """Comet's layer with weights drawn on its device: on the host, billions of numbers take longer than a run."""
+
+    def reset_parameters(self, seed: int) -> None:
+        """Draw the experts; routing is given, so what the router holds does not matter."""
+        draw_weights(*self.expert_weights(), self.config, self.group.rank)
+
+
+@contextmanager
+def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[Layer]:
+    """Build the layer, release its memory at the end; a layer Comet cannot build still serves the baselines."""
+    layout = ExpertLayout.create(config, settings.parallel, ranks.rank)
+    built, failure = None, ""
+    if any(name.startswith("comet") for name in settings.variants):
+        built, failure = attempt(partial(_build_comet, config, settings, ranks), ranks)
+    if built is None:
+        w1, w2 = _own_weights(config, layout, ranks)
+        yield Layer(
+            config=config, layout=layout, w1=w1, w2=w2, moe=None, failures={"comet": failure} if failure else {}
+        )
+        return
+    group, moe = built
+    w1, w2 = moe.expert_weights()
+    w1 = w1.flatten(1, 2)
+    fp8 = None
+    if set(FP8_VARIANTS) & set(settings.variants) and isinstance(moe.experts, SymmetricPath) and fits(config, layout):
+        fp8 = quantize_layer(moe.experts, w1, w2)
+    yield Layer(config=config, layout=layout, w1=w1, w2=w2, moe=moe, fp8=fp8)
+    group.close()
+
+
+@torch.no_grad()
+def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, rank: int) -> None:
+    """Fill both where they are: normal, of variance 1 / D and 1 / F; every rank draws its own."""
+    generator = torch.Generator(w1.device).manual_seed(WEIGHT_SEED + rank)
+    w1.normal_(0, config.hidden_size**-0.5, generator=generator)
+    w2.normal_(0, config.ffn_size**-0.5, generator=generator)
+
+
+def make_inputs(config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks) -> Inputs:
+    """Draw the input sets of this rank."""
+    inputs = Inputs([], [], [], [])
+    for index in range(ROTATE):
+        generator = torch.Generator(ranks.device).manual_seed(_seed(index, ranks))
+        for tensors in (inputs.tokens, inputs.grads):
+            drawn = torch.randn(num_tokens, config.hidden_size, generator=generator, device=ranks.device)
+            tensors.append(drawn.to(ranks.dtype))
+        ids, weights = _draw_routing(index, config, num_tokens, settings, ranks)
+        inputs.ids.append(ids)
+        inputs.weights.append(weights)
+    return inputs
+
+
+def reroute(inputs: Inputs, config: MoEConfig, settings: Settings, ranks: Ranks) -> None:
+    """Overwrite ids and weights by those ``make_inputs`` draws for ``settings.routing``; tokens are the same anyway."""
+    for index, old in enumerate(zip(inputs.ids, inputs.weights, strict=True)):
+        new = _draw_routing(index, config, len(old[0]), settings, ranks)
+        for before, after in zip(old, new, strict=True):
+            before.copy_(after)
+
+
+def find_fault(layer: Layer, ranks: Ranks) -> str:
+    """What the kernels of any rank have noted to have gone wrong since the layer was made, or ""; collective.
+
+    They give up waiting without an error, and those after them do not even begin: times of such a layer mean nothing.
+    """
+    if layer.moe is None:
+        return ""
+    _, failure = attempt(layer.moe.group.workspace.check, ranks)
+    if not failure or ranks.process_group is None:
+        return failure
+    return next(text for text in gather(ranks.process_group, failure) if text != ELSEWHERE)
+
+
+def relative_error(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
+    """Largest deviation relative to the root mean square, over all tensors; ``[3, 5]`` against ``[3, 4]``: 0.283."""
+    errors = [0.0]
+    for one, other in zip(actual, wanted, strict=True):
+        one, other = one.detach().flatten().float(), other.detach().flatten().float()
+        scale = max(other.norm().item() / math.sqrt(max(other.numel(), 1)), 1e-30)
+        deviation = (one - other).abs().max().item() if one.numel() else 0.0
+        errors.append(deviation / scale if math.isfinite(deviation) else math.inf)
+    return max(errors)
+
+
+def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> tuple[ExpertGroup, MoE]:
+    group = make_expert_group(
+        config, settings.parallel, max_tokens=settings.max_tokens, dtype=ranks.dtype, device=ranks.device
+    )
+    moe = DrawnInPlace(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
+    return group, moe
+
+
+def _own_weights(config: MoEConfig, layout: ExpertLayout, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    experts, width = layout.experts_local, config.ffn_size // layout.tp
+    w1 = torch.empty(experts, 2 * width, config.hidden_size, device=ranks.device, dtype=ranks.dtype)
+    w2 = torch.empty(experts, config.hidden_size, width, device=ranks.device, dtype=ranks.dtype)
+    draw_weights(w1, w2, config, ranks.rank)
+    return w1, w2
+
+
+def _seed(index: int, ranks: Ranks) -> int:
+    return ranks.rank * SEEDS_PER_RANK + index
+
+
+def _draw_routing(
+    index: int, config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    return make_routing(
+        settings.routing,
+        num_tokens=num_tokens,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        seed=_seed(index, ranks),
+        device=ranks.device,
+    )

@@ -1,0 +1,61 @@
+"""The ranks that measure, and what becomes of a failure on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from triton import TritonError
+
+from comet.tuner.measure import recover
+from comet.workspace import Workspace
+
+# What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)
+T = TypeVar("T")
+ELSEWHERE = "failed on another rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank, its device and the group; the group is ``None`` for a rank alone."""
+
+    rank: int
+    device: torch.device
+    process_group: ProcessGroup | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is measured: bf16 on GPUs; float32 on CPUs, which are there to try the benchmark."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def worst(self, value: float) -> float:
+        """Maximum over the ranks."""
+        on_device = torch.tensor([value], dtype=torch.float32, device=self.device)
+        if self.process_group is not None:
+            dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self.process_group)
+        return on_device.item()
+
+
+def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:
+    """Run an action that all ranks run; its value and "" if it succeeded on all of them, else ``None`` and why not.
+
+    From a failure the ranks of ``pool`` recover: whatever it left there, what is tried next finds them in step.
+    """
+    value: T | None = None
+    failure = ""
+    try:
+        value = action()
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+    except FAILURES as error:
+        failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if ranks.worst(float(bool(failure))):
+        if pool is not None:
+            recover(pool, ranks.process_group)
+        return None, failure or ELSEWHERE
+    return value, ""

@@ -1,0 +1,1 @@
+"""Routing of texts, made or recorded, and what follows from it."""

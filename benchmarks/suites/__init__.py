@@ -1,0 +1,1 @@
+"""One file a suite: what is measured, its options, and what is printed."""

@@ -1,0 +1,200 @@
+"""Two trees of this repository against each other, in one process: host time, and on a GPU device time, of a call.
+
+``python benchmarks/bench.py compare-trees --base FOLDER`` takes another commit from a folder (``git worktree add FOLDER
+b0a0273``) and runs both by turns. The figures are medians of the ratios of neighbouring rounds, this tree's over the
+other's. Without a GPU kernels are not run: what remains is what the host does for a call but for the launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+HERE = Path(__file__).resolve().parents[2]
+# Model: D, F, E, K and dense decode tokens; of the issue's three shapes one of four ranks has a quarter of the experts.
+SHAPES = {"qwen3": (2048, 768, 32, 8), "mixtral": (4096, 14336, 2, 2), "phi": (4096, 6400, 4, 2)}
+SMALL = {"small": (256, 128, 8, 2)}
+FORWARD_TOKENS, DECODE_TOKENS = 2048, 1
+
+
+class Tree:
+    """One tree's ``comet`` package; ``active`` makes it the one that imports find."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = tempfile.TemporaryDirectory()
+        package = Path(self.root.name) / "comet"
+        package.mkdir()
+        parts = [*(folder / "comet").iterdir(), *(folder / name for name in ("kernels", "launch", "configs"))]
+        for part in parts:
+            (package / part.name).symlink_to(part)
+        self.modules: dict[str, ModuleType] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Imports find this tree's modules and no others."""
+        installed = take_modules()
+        sys.path.insert(0, self.root.name)
+        sys.modules.update(self.modules)
+        try:
+            yield
+        finally:
+            self.modules = take_modules()
+            sys.path.remove(self.root.name)
+            sys.modules.update(installed)
+
+
+def take_modules() -> dict[str, ModuleType]:
+    """The modules of ``comet`` that are imported, which are no longer so."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "comet"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def calls(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name, on the active tree's layer."""
+    from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
+    from comet.decode import DecodeScratch, DecodeWeights, RankDecode
+
+    hidden, ffn, experts, top_k = shape
+    config = MoEConfig(hidden_size=hidden, ffn_size=ffn, num_experts=experts, top_k=top_k)
+    tokens = FORWARD_TOKENS if device.type == "cuda" else 128
+    group = make_expert_group(config, ParallelConfig(), max_tokens=tokens, dtype=dtype, device=device)
+    moe = MoE(config, group, path="fused", param_dtype=dtype)
+    torch.manual_seed(0)  # both trees route alike
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    with torch.no_grad():
+        routing = moe.router(x)
+    routed = (routing.top_k_ids, routing.top_k_weights.detach())
+    weights = DecodeWeights(
+        w1=moe.w1.detach().flatten(1, 2), w2=moe.w2.detach(),
+        slots=torch.arange(experts, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    decode = RankDecode(group.comm, hidden_size=hidden, use_kernels=True)
+    scratch = DecodeScratch.create(weights, top_k, dtype, max_tokens=DECODE_TOKENS)
+    if device.type == "cpu":
+        setattr(decode, "check", lambda: None)  # noqa: B010 - on a GPU no step looks whether others were late
+    few = (x[:DECODE_TOKENS], routed[0][:DECODE_TOKENS], routed[1][:DECODE_TOKENS])
+
+    def forward() -> None:
+        with torch.no_grad():
+            moe.routed_experts(x, *routed)
+
+    def layer() -> None:
+        with torch.no_grad():
+            moe(x)
+
+    def backward() -> None:
+        moe.routed_experts(x, *routed).backward(x)
+
+    return {
+        "layer": layer,
+        "routed experts": forward,
+        "routed experts, with backward": backward,
+        "decode step": lambda: decode(*few, weights, scratch=scratch),
+    }
+
+
+def training_step(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    """A step of the active tree's ``comet train`` on its default model, on one rank."""
+    from comet import make_expert_group
+    from comet.launch.config import compose, make_job
+    from comet.models.gpt import GPT
+    from comet.training.loop import Trainer, make_optimizer
+
+    job = make_job(compose(["parallel=single"]), 1)
+    tokens = job.train.batch_size * job.model.context
+    group = make_expert_group(job.model.moe, job.parallel, max_tokens=tokens, dtype=dtype, device=device)
+    model = GPT(job.model, group)
+    text = torch.randint(256, (2**20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    steps = itertools.cycle(range(job.train.steps))
+    trainer = Trainer(model, make_optimizer(model, job.train), group, text, job.train)
+    return lambda: trainer.step(next(steps))
+
+
+def measure(call: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
+    """Microseconds of the host and of the device for a call, over ``count`` calls."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - start) / count * 1e6, float("nan")
+    torch.cuda.synchronize()
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(60_000_000)  # about 30 ms, so that no call waits for the host
+    first.record()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    host = (time.perf_counter() - start) / count * 1e6
+    last.record()
+    torch.cuda.synchronize()
+    return host, first.elapsed_time(last) / count * 1e3
+
+
+def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device: torch.device, rounds: int) -> dict:
+    """Medians of both trees' times, and of the ratios of neighbouring rounds."""
+    count = 10 if device.type == "cuda" else 100
+    found: list[list[tuple[float, float]]] = []
+    for turn in range(rounds + 1):
+        order = (0, 1) if turn % 2 else (1, 0)
+        times = [(0.0, 0.0)] * 2
+        for which in order:
+            with trees[which].active():
+                times[which] = measure(pair[which], count, device)
+        if turn:  # the first compiles
+            found.append(times)
+
+    def figures(part: int) -> dict[str, float]:
+        ours, theirs = ([times[which][part] for times in found] for which in (0, 1))
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        return {"us": round(statistics.median(ours), 2), "base_us": round(statistics.median(theirs), 2),
+                "ratio": round(ratio, 4)}  # fmt: skip
+
+    row: dict[str, Any] = {"call": name, "host": figures(0)}
+    if device.type == "cuda":
+        row["device"] = figures(1)
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def main(command_line: Sequence[str]) -> None:
+    """Compare, print a line for each call, and all of them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True, help="folder with the other tree")
+    parser.add_argument("--rounds", type=int, default=30, help="times each tree has its turn")
+    options = parser.parse_args(command_line)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        triton.knobs.runtime.interpret = True
+        InterpretedFunction.run = InterpretedFunction.__call__ = lambda *_, **__: None
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    trees, rows = [Tree(HERE), Tree(options.base)], []
+    for model, shape in (SHAPES if device.type == "cuda" else SMALL).items():
+        pairs = []
+        for tree in trees:
+            with tree.active():
+                pairs.append(calls(shape, device, dtype))
+        rows += [compare(f"{model}: {name}", [pair[name] for pair in pairs], trees, device, options.rounds)
+                 for name in pairs[0]]  # fmt: skip
+        del pairs
+    if device.type == "cuda":
+        steps = []
+        for tree in trees:
+            with tree.active():
+                steps.append(training_step(device, dtype))
+        rows.append(compare("training step", steps, trees, device, options.rounds))
+    print(json.dumps({"task": "compare_trees", "device": str(device), "rows": rows}))

@@ -1,0 +1,321 @@
+"""Decode: microseconds and TB/s of distinct touched weight bytes, warp decode against every other way to do it.
+
+    python benchmarks/bench.py decode --models qwen3_30b_a3b,mixtral_8x7b --tokens 1,2,4,8,16,32,64,128,256
+    python benchmarks/bench.py decode --weights bf16,fp8,mxfp8,mxfp4 --variants comet,triton
+    python benchmarks/bench.py decode --try form=matrix,gate_up.rows=64 --try dependent=1 --tokens 1,4
+    torchrun --nproc-per-node 4 benchmarks/bench.py decode --ep 4 --tokens 1,8,32
+    torchrun --nproc-per-node 2 benchmarks/bench.py decode --ep 2 --tokens 2,16,64 --variants comet,local,own
+    python benchmarks/bench.py decode --device cpu --models tiny --tokens 1,3
+
+One timed call runs a step on each of several weight sets, so that L2 does not flatter; a step's time is a part of it.
+On a GPU the call is a CUDA graph, but for variants that wait for the device (``no_graph`` names them). All variants run
+interleaved (``comet.tuner.timing``) after their output was compared with float64. ``--try`` adds a variant: the
+selected blocks with some fields changed. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every row,
+at the end ``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON.
+Variants, columns and protocol: ``RESULTS.md`` beside this file.
+
+``--tokens`` are those of a step. Over ranks all of them hold these; but for ``own``, ``own_nccl`` and ``own_fused``
+(data-parallel attention) each rank brings its share: of 16 over 2 ranks 8 each.
+
+Quantised ``--weights``: bytes are those of elements and scales, errors relative to the quantised numbers; the other
+paths, which take no such weights, run on the same numbers in the dtype of the tokens (block FP8 rounded to it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.config import MoEConfig, ParallelConfig, require
+from comet.decode import MAX_DECODE_TOKENS
+from comet.launch.cli import Parser
+from comet.tuner.timing import Variant, capture, rank_barrier
+
+from baselines.decode import find_library
+from lib.arguments import whole_numbers, words
+from lib.decode.report import OWN, PREFIX, draw, figures, format_table, write_results
+from lib.decode.steps import WEIGHTS, StepRun, Team, WeightSet, make_set, make_steps, open_team
+from lib.ranks import Ranks
+from lib.report import Row
+from lib.roofs import read_roof_tbs
+from lib.shapes import MODELS, ROUTINGS
+from lib.start import gather_facts, release, start_ranks, tell
+from lib.timing import time_by_protocol
+from variants.decode import ON_ONE_GPU, OVER_RANKS, Settings, configs, in_place, step_runs
+
+FLUSH_BYTES = 2**28
+# Root mean square of the error relative to float64; rounding explains a tenth of it, one wrong token in 64 the double.
+TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}
+WAITS = "makes the host wait for the device"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Variants that run and are right, as they are timed, with their errors; the others under ``failures``.
+
+    ``no_graph`` says which of them are launched by the host, and why.
+    """
+
+    variants: dict[str, Variant] = field(default_factory=dict)
+    accuracy: dict[str, tuple[float, float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    no_graph: dict[str, str] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def measure_point(team: Team, sets: Sequence[WeightSet], num_tokens: int, settings: Settings) -> Row:
+    """Check and time all variants at one number of tokens (collective)."""
+    ranks = team.ranks
+    steps = make_steps(team.config, team.layout, sets, num_tokens, settings.routing)
+    exact = team.total(steps[0].exact())
+    checked = Checked(failures=dict(team.failures))
+    for name, run in step_runs(team, steps, settings).items():
+        check_variant(name, run, exact, len(steps), team, checked)
+    opening = flush_and_meet(ranks)
+    timings = time_by_protocol(checked.variants, ranks, rounds=settings.rounds, opening=opening, leads=False)
+    _, failure = team.attempt(team.check)
+    if failure:
+        checked.failures["after timing"] = failure
+    touched = ranks.worst(sum(step.touched_bytes for step in steps) / len(steps))
+    row = figures(timings, checked.accuracy, len(steps), touched, settings.roof_tbs)
+    return row | {"no_graph": checked.no_graph, "failures": checked.failures}
+
+
+def check_variant(name: str, run: StepRun, exact: Tensor, num_steps: int, team: Team, checked: Checked) -> None:
+    """Run a variant once, compare it, and make of it what is timed (collective)."""
+    ranks = team.ranks
+    output, failure = team.attempt(partial(run, 0))
+    if output is not None:
+        accuracy, failure = judge(name, output, exact, team)
+    timed: tuple[Variant, str] | None = None
+    if not failure:
+        form = partial(timed_form, run, num_steps, ranks.device, may_wait=name.startswith(PREFIX))
+        timed, failure = team.attempt(form)
+    if failure or timed is None:
+        checked.failures[name] = failure
+        return
+    checked.variants[name], checked.accuracy[name] = timed[0], accuracy
+    if timed[1]:
+        checked.no_graph[name] = timed[1]
+
+
+def judge(name: str, output: Tensor, exact: Tensor, team: Team) -> tuple[tuple[float, float], str]:
+    """Error and cosine of the worst rank, and why the output cannot be right ("" if it can; collective).
+
+    Of ``local`` the sum over ranks is compared, of ``OWN`` the outputs of all ranks side by side, and ``comet`` has to
+    give all ranks the same bits.
+    """
+    ranks = team.ranks
+    if name in OWN:
+        output = team.total(in_place(output, exact, team.layout))
+    error, cosine = compare(team.total(output.double()) if name == "local" else output, exact)
+    limit = TOLERANCE[ranks.dtype]
+    is_wrong = ranks.worst(float(not error <= limit))  # also when it is no number
+    accuracy = (ranks.worst(error), -ranks.worst(-cosine))
+    if is_wrong:
+        return accuracy, f"error {accuracy[0]:.3g} relative to float64 is above {limit}"
+    if name == "comet" and not team.is_alone:
+        first = output.clone()
+        dist.broadcast(first, src=0, group=ranks.process_group)
+        if ranks.worst(float(not torch.equal(first, output))):
+            return accuracy, "ranks have different bits"
+    return accuracy, ""
+
+
+def timed_form(run: StepRun, num_steps: int, device: torch.device, *, may_wait: bool) -> tuple[Variant, str]:
+    """What is timed, a step on every set of weights, as a CUDA graph; where that cannot be, as it is, and why."""
+    every_step = partial(run_all, run, num_steps)
+    if device.type != "cuda":
+        return every_step, ""
+    if may_wait and host_waits(run):
+        return every_step, WAITS
+    return capture(every_step, rotate=1), ""
+
+
+def host_waits(run: StepRun) -> bool:
+    """Whether a step makes the host wait for the device; found out before a graph is tried, and broken, with it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(0)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
+def run_all(run: StepRun, num_steps: int, _: int) -> None:
+    """One step on every set of weights: what is timed."""
+    for index in range(num_steps):
+        run(index)
+
+
+def flush_and_meet(ranks: Ranks) -> Callable[[], None]:
+    """Read more than L2 holds, then wait, on the device, for all ranks."""
+    flush = torch.empty(FLUSH_BYTES // 4 if ranks.device.type == "cuda" else 4, device=ranks.device)
+    meet = rank_barrier(ranks.device, ranks.process_group)
+
+    def barrier() -> None:
+        flush.sum()
+        meet()
+
+    return barrier
+
+
+def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Root mean square of the error relative to the exact output, and the least cosine similarity of a token.
+
+    Example: output [[3, 4]] against [[3, 5]]: sqrt(1 / 34) = 0.1715 and 29 / sqrt(25 * 34) = 0.9947.
+    """
+    error = (output.double() - exact).norm() / exact.norm()
+    cosine = torch.cosine_similarity(output.double(), exact, dim=1).min()
+    return error.item(), cosine.item()
+
+
+SHAPES = {
+    "qwen3_30b_a3b": MODELS["qwen3_30b_a3b"],
+    "gemma4_like": MoEConfig(num_experts=128, top_k=8, hidden_size=2816, ffn_size=704),
+    "mixtral_8x7b": MODELS["mixtral_8x7b"],
+    "deepseek_v3_slice": MoEConfig(num_experts=64, top_k=8, hidden_size=7168, ffn_size=2048),
+    "tiny": MODELS["tiny"],
+}
+SETS = 4  # for each rank, which holds a part of the experts: a call has as many bytes, and more steps that absorb skew
+MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
+
+
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure all points, model by model; rank 0 reports (collective)."""
+    start = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    library = find_library() if "transformers" in arguments.variants else None
+    facts = gather_facts(ranks) | {
+        "read_roof_tbs": read_roof_tbs(ranks),
+        "sets": SETS * arguments.parallel.world_size,
+        "transformers": None if library is None else library.version,
+    }
+    settings = Settings(
+        variants=arguments.variants,
+        trials=arguments.trials,
+        routing=arguments.routing,
+        rounds=arguments.rounds,
+        library=library,
+        roof_tbs=facts["read_roof_tbs"],
+    )
+    rows: list[Row] = []
+    line = ""
+    try:
+        for row in measure(arguments, settings, ranks):
+            rows.append(row)
+            if ranks.rank == 0:
+                line = write_results(arguments.out, rows, facts)
+            point = f"{row['model']} {row['weights']} {row['tokens']}"
+            tell(ranks, f"{point}: done after {time.monotonic() - start:.0f} s")
+    finally:
+        if rows and ranks.rank == 0:
+            print(format_table(rows), flush=True)
+            draw(arguments.out / "bench_decode.png", rows, settings.roof_tbs)
+            print(line, flush=True)
+
+
+def measure(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> Iterator[Row]:
+    """One row after the other (collective); a point that fails is one, too."""
+    parallel = arguments.parallel
+    for name in arguments.models:
+        opening = open_team(
+            SHAPES[name],
+            parallel,
+            max_tokens=max(arguments.tokens),
+            wants_fused="fused" in settings.variants,
+            ranks=ranks,
+        )
+        with opening as team:
+            for kind in arguments.weights:
+                keys: Row = {"model": name, "weights": kind, "ep": parallel.ep, "tp": parallel.tp}
+                yield from (keys | row for row in measure_weights(team, kind, arguments.tokens, settings))
+                release(ranks)
+
+
+def measure_weights(team: Team, kind: str, tokens: Sequence[int], settings: Settings) -> Iterator[Row]:
+    """The rows of one kind of weights, which live only here."""
+    ranks = team.ranks
+    make = partial(make_set, team.config, team.layout, ranks.device, ranks.dtype, kind=kind)
+    sets = [make(seed=seed) for seed in range(SETS * team.layout.world_size)]
+    for num_tokens in tokens:
+        row, failure = team.attempt(partial(measure_point, team, sets, num_tokens, settings))
+        yield {"tokens": num_tokens} | (row or {"failures": {"point": failure}})
+        release(ranks)
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; raises ``ValueError`` for what does not exist or does not go together."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help=", ".join(SHAPES))
+    parser.add_argument(
+        "--weights", type=words, default=("bf16",), help=", ".join(WEIGHTS) + "; bf16 is float32 on a CPU"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=whole_numbers,
+        default=[1, 2, 4, 8, 16, 32, 64],
+        help="of a step; over ranks equal on all of them, or (own, own_nccl, own_fused) each rank's share of them",
+    )
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
+    parser.add_argument(
+        "--variants",
+        type=words,
+        default=None,
+        help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all of them by default",
+    )
+    parser.add_argument(
+        "--try", dest="trials", action="append", default=[], help="form=matrix,down.rows=64,dependent=1"
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="counted calls of each variant")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench_decode"))
+    arguments = parser.parse_args(command_line)
+    arguments.trials = [dict(pair.split("=", 1) for pair in trial.split(",")) for trial in arguments.trials]
+    arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
+    known = ON_ONE_GPU if arguments.parallel.world_size == 1 else OVER_RANKS
+    arguments.variants = arguments.variants or known
+    check(arguments, known)
+    return arguments
+
+
+def check(arguments: argparse.Namespace, known: Sequence[str]) -> None:
+    """Raise ``ValueError`` naming the argument, its value and its rule."""
+    for name in arguments.models:
+        require(name in SHAPES, f"models={name!r} must be one of {', '.join(SHAPES)}")
+        arguments.parallel.check(SHAPES[name])
+    for kind in arguments.weights:
+        require(kind in WEIGHTS, f"weights={kind!r} must be one of {', '.join(WEIGHTS)}")
+    for name in arguments.variants:
+        ranks = f"ep={arguments.ep} x tp={arguments.tp}"
+        require(name in known, f"variants={name!r} must be one of {', '.join(known)} for {ranks}")
+    require(arguments.routing in ROUTINGS, f"routing={arguments.routing!r} must be one of {', '.join(ROUTINGS)}")
+    for number in arguments.tokens:
+        require(number >= 1, f"tokens={number} must be at least 1")
+        require(
+            number <= MAX_DECODE_TOKENS or any(name in MANY_TOKENS for name in arguments.variants),
+            f"tokens={number} must be at most {MAX_DECODE_TOKENS} for variants={','.join(arguments.variants)}",
+        )
+    for trial in arguments.trials:
+        configs(SHAPES["tiny"], 2, torch.bfloat16, [trial])
+
+
+def main(command_line: Sequence[str]) -> None:
+    """One rank of the benchmark."""
+    arguments = parse(command_line)
+    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))

@@ -1,0 +1,320 @@
+"""Whole decode steps: tokens/s over context lengths, Comet with and without a CUDA graph, and transformers.
+
+    python benchmarks/bench.py generate --model qwen3_30b_a3b --layers 4 --contexts 128,1024,4096,16384
+    torchrun --nproc-per-node 4 benchmarks/bench.py generate --ep 4 --layers 4
+    python benchmarks/bench.py generate --device cpu --model tiny --layers 1 --contexts 8,40
+
+A timed call takes ``--steps`` decode steps (embedding, all layers, logits, most probable token) from the end of a
+context of random keys and values; a step's time is its part of the call. All paths run interleaved
+(``comet.tuner.timing``) on the same random weights, made on the device:
+
+    comet, comet_graph                 Comet's GPT, launched kernel by kernel, and replayed from a CUDA graph
+    hf_comet, hf_comet_graph           transformers' Qwen3-MoE with Comet's experts (its attention, its small kernels)
+    hf_grouped_mm, hf_batched_mm, ...  the same with transformers' own experts; its loop over experts (hf_eager) asks
+                                       the device which of them were hit, so it cannot be captured
+    hf_generate                        ``model.generate`` with static cache and default experts, not compiled: the
+                                       compiler takes minutes. Its preparations count, once for all steps of a call
+
+Over ranks (``--ep``, ``--tp``, with torchrun) the experts are shared, all else is on every rank, and Comet's GPT runs
+alone: the library's models hold all experts. The slowest rank counts, and all have to get the same bits.
+
+Bytes are those of the weights a step touches (each distinct expert once; over ranks, of the rank that touches the most)
+and of the keys and values of the context; the roof is a read measured in the same run. ``cosine`` compares the logits
+of the first step with those of ``comet``. Rank 0 writes ``bench_generate.csv``, ``.png`` and ``.json`` to ``--out``,
+prints a table and, as the last line, the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comet.config import ParallelConfig, require
+from comet.decode import MAX_DECODE_TOKENS
+from comet.graphs import WARM_CALLS
+from comet.group import make_expert_group
+from comet.launch.cli import Parser
+from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT
+from comet.tables import aligned
+from comet.tuner.timing import Timing, Variant, rank_barrier
+
+from baselines.library import library_version
+from lib.arguments import whole_numbers
+from lib.gpt import ATTENTION, make_gpt, model_config
+from lib.ranks import Ranks, attempt
+from lib.report import Row, cell
+from lib.roofs import read_roof_tbs
+from lib.shapes import MODELS
+from lib.start import gather_facts, start_ranks, tell
+from lib.timing import time_by_protocol
+from variants.generate import COMET, Paths, StepPath, Stepwise
+
+COLUMNS = (
+    "model", "layers", "ep", "tp", "batch", "context",
+    "path", "ms", "tokens_per_s", "mbytes", "tbs", "of_roof", "cosine", "failure",
+)  # fmt: skip
+IN_JSON_ONLY = ("quantiles",)
+
+
+def path_rows(
+    timings: Mapping[str, Timing],
+    cosines: Mapping[str, float],
+    failures: Mapping[str, str],
+    *,
+    steps: int,
+    batch: int,
+    num_bytes: float,
+) -> list[Row]:
+    """One row per path, the fastest first, those that failed last.
+
+    Example: comet 4 ms for 8 steps of 2 sequences that touch 1e9 bytes each: 0.5 ms per step, 4000 tokens/s, 2 TB/s.
+
+    Args:
+        timings: Of a call, by path.
+        cosines: Of the logits, by path.
+        failures: Why a path was not timed.
+        steps: Of a call.
+        batch: Sequences.
+        num_bytes: What a step touches.
+
+    Returns:
+        Rows without what is the same for all.
+    """
+    found = []
+    for name, timing in sorted(timings.items(), key=lambda item: item[1].median_ms):
+        step = timing.of_one(steps)
+        row: Row = {"path": name, "ms": step.median_ms, "tokens_per_s": batch * 1e3 / step.median_ms}
+        row |= {"mbytes": num_bytes / 1e6, "tbs": num_bytes / (step.median_ms * 1e9)}
+        row |= {"cosine": cosines.get(name), "failure": None}
+        found.append(row | {"quantiles": asdict(step)})
+    for name, failure in failures.items():
+        found.append(
+            dict.fromkeys(COLUMNS[COLUMNS.index("path") :])
+            | {"path": name, "cosine": cosines.get(name), "failure": failure}
+        )
+    return found
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """One aligned line per row."""
+    shown = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    return "\n".join(aligned([shown, *([cell(row.get(name), near_one=6) for name in shown] for row in rows)]))
+
+
+def write(folder: Path, rows: Sequence[Row], facts: Row) -> str:
+    """All rows so far, as ``bench_generate.csv`` and ``.json``; returns the line of JSON."""
+    with (folder / "bench_generate.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    line = json.dumps({"facts": facts, "rows": list(rows)})
+    (folder / "bench_generate.json").write_text(line + "\n")
+    return line
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Tokens per second over the length of the context, a line for each path; dashed where a graph is replayed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in dict.fromkeys(row["path"] for row in rows):
+        points = [(row["context"], row["tokens_per_s"]) for row in rows if row["path"] == name and row["tokens_per_s"]]
+        style = "o--" if name.endswith("_graph") else "o-"
+        axes.plot([x for x, _ in points], [y for _, y in points], style, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("positions of the context")
+    axes.set_ylabel("tokens per second")
+    axes.set_title("{model}, {layers} layers, EP{ep} x TP{tp}, batch {batch}".format(**rows[0]))
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+ALIGNMENT = 64  # positions a cache has room for
+LEAST_COSINE = 0.9  # experts of nearly equal probability change places where the router is rounded differently
+
+
+def measure_context(
+    paths: Paths, context: int, arguments: argparse.Namespace, roof_tbs: float, ranks: Ranks
+) -> list[Row]:
+    """Check and time every path at one length of the context (collective)."""
+    gpt = paths.gpt
+    device, config = gpt.rotary.device, gpt.config
+    generator = torch.Generator(device).manual_seed(context)
+    shape = (2, config.num_layers, arguments.batch, config.num_kv_heads, context, config.head_width)
+    contents = torch.randn(shape, generator=generator, device=device, dtype=gpt.dtype)
+    first = torch.randint(config.vocab_size, (arguments.batch,), generator=generator, device=device)
+    num_places = room(context, arguments.steps)
+    ready, cosines, failures = prepare(paths, contents, first, num_places, ranks)
+    meet = rank_barrier(device, ranks.process_group)
+
+    def rewind() -> None:
+        for path in ready.values():
+            path.rewind()
+        meet()
+
+    variants: dict[str, Variant] = {
+        name: partial(take_steps, path, first, arguments.steps) for name, path in ready.items()
+    }
+    timings = time_by_protocol(variants, ranks, rounds=arguments.rounds, opening=rewind, leads=False, warmup=1)
+    num_bytes = ranks.worst(step_bytes(gpt, contents, first, num_places, arguments.steps))
+    keys: Row = {"model": config.name, "layers": config.num_layers, "ep": arguments.ep, "tp": arguments.tp}
+    keys |= {"batch": arguments.batch, "context": context}
+    found = path_rows(timings, cosines, failures, steps=arguments.steps, batch=arguments.batch, num_bytes=num_bytes)
+    return [keys | row | {"of_roof": None if row["tbs"] is None else row["tbs"] / roof_tbs} for row in found]
+
+
+def room(context: int, steps: int) -> int:
+    """Positions of a cache: the context and the steps from it, those of the warm-up too."""
+    return -(-(context + max(steps, WARM_CALLS + 2)) // ALIGNMENT) * ALIGNMENT
+
+
+def take_steps(path: StepPath, first: Tensor, steps: int, index: int) -> Tensor:
+    """What is timed."""
+    return path.decode(first, steps)
+
+
+def prepare(
+    paths: Paths, contents: Tensor, first: Tensor, num_places: int, ranks: Ranks
+) -> tuple[dict[str, StepPath], dict[str, float], dict[str, str]]:
+    """Every path that works, warm and captured; the cosine of its first logits and Comet's; what failed and why."""
+    ready: dict[str, StepPath] = {}
+    cosines: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    reference: Tensor | None = None
+    pool = paths.gpt.moe_layers()[0].group.workspace
+    makers = paths.makers(contents, num_places, with_graphs=contents.is_cuda)
+    for name in sorted(makers, key=lambda name: name != COMET):
+        made, failure = attempt(partial(warm_path, makers[name], first), ranks, pool)
+        if made is None:
+            failures[name] = failure
+            continue
+        path, logits = made
+        reference = logits if name == COMET else reference
+        if logits is not None and reference is not None:
+            cosines[name] = torch.cosine_similarity(logits.double(), reference.double(), dim=1).min().item()
+        if logits is not None and differs_over_ranks(logits, ranks):
+            failures[name] = "ranks have different bits"
+        elif cosines.get(name, 1.0) < LEAST_COSINE:
+            failures[name] = f"its logits are not Comet's: cosine {cosines[name]:.4f}"
+        else:
+            ready[name] = path
+    return ready, cosines, failures
+
+
+def differs_over_ranks(logits: Tensor, ranks: Ranks) -> bool:
+    """Whether a rank has other bits than rank 0 (collective)."""
+    first = logits.clone()
+    if ranks.process_group is not None:
+        dist.broadcast(first, src=0, group=ranks.process_group)
+    return bool(ranks.worst(float(not torch.equal(first, logits))))
+
+
+def warm_path(maker: Callable[[], StepPath], first: Tensor) -> tuple[StepPath, Tensor | None]:
+    """A path after its first steps, and the logits of the very first, where it shows them."""
+    path = maker()
+    path.rewind()
+    logits = path.step(first) if isinstance(path, Stepwise) else None
+    path.decode(first, WARM_CALLS + 1)
+    return path, logits
+
+
+def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps: int) -> float:
+    """Bytes a rank touches in a step on average: weights (distinct experts, rows of the embedding), keys and values."""
+    layout = gpt.moe_layers()[0].layout
+    mine = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    _, _, batch, _, positions, _ = contents.shape
+    held = KeyValueCache(gpt.config, num_sequences=batch, length=num_places, dtype=gpt.dtype, device=contents.device)
+    held.keys[:, :, :, :positions], held.values[:, :, :, :positions] = contents
+    held.lengths.fill_(positions)
+    ids, touched = first, 0
+    for _ in range(steps):
+        output = gpt.decode(ids, held)
+        touched += int((output.expert_load[:, mine] > 0).sum())
+        ids = output.logits[:, 0].argmax(-1)
+    embedding, (w1, w2) = gpt.embedding.weight, gpt.moe_layers()[0].expert_weights()
+    dense = sum(weight.nbytes for weight in gpt.dense_parameters()) - embedding.nbytes + batch * embedding[0].nbytes
+    context = contents.nbytes * (1 + (steps + 1) / 2 / positions)
+    return dense + touched / steps * (w1[0].nbytes + w2[0].nbytes) + context
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure all contexts; rank 0 reports (collective)."""
+    config = model_config(arguments.model, arguments.layers, room(max(arguments.contexts), arguments.steps))
+    group = make_expert_group(
+        config.moe, arguments.parallel, max_tokens=MAX_DECODE_TOKENS, dtype=ranks.dtype, device=ranks.device
+    )
+    gpt = make_gpt(config, group)
+    paths = Paths(gpt)
+    facts = gather_facts(ranks) | {
+        "read_roof_tbs": read_roof_tbs(ranks),
+        "transformers": library_version(),
+        "parameters": gpt.num_parameters(),
+        "steps": arguments.steps,
+        "rounds": arguments.rounds,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    line = ""
+    for context in arguments.contexts:
+        rows += measure_context(paths, context, arguments, facts["read_roof_tbs"], ranks)
+        paths.check()
+        gc.collect()  # graphs keep their memory
+        if ranks.rank == 0:
+            line = write(arguments.out, rows, facts)
+        tell(ranks, f"context {context}: done")
+    if ranks.rank == 0:
+        draw(arguments.out / "bench_generate.png", rows)
+        print(format_table(rows))
+        print(line, flush=True)
+    group.close()
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small or too large."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3_30b_a3b", help=", ".join(ATTENTION))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--contexts",
+        type=whole_numbers,
+        default=[128, 1024, 4096, 16384],
+        help="positions before the first timed step",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once, on all ranks")
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a timed call")
+    parser.add_argument("--rounds", type=int, default=5, help="counted calls of each path")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench_generate"))
+    arguments = parser.parse_args(command_line)
+    require(arguments.model in ATTENTION, f"model={arguments.model!r} must be one of {', '.join(ATTENTION)}")
+    for name in ("layers", "batch", "steps", "rounds"):
+        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
+    require(min(arguments.contexts) >= 1, f"contexts={arguments.contexts} must each be at least 1")
+    most = MAX_DECODE_TOKENS
+    require(arguments.batch <= most, f"batch={arguments.batch} must be at most {most}, which warp decode takes")
+    arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
+    arguments.parallel.check(MODELS[arguments.model])
+    return arguments
+
+
+def main(command_line: Sequence[str]) -> None:
+    """One rank of the benchmark."""
+    arguments = parse(command_line)
+    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))

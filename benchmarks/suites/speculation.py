@@ -1,0 +1,387 @@
+"""Decode a trained model with experts beyond GPU memory: by every mechanism, and what speculation costs in quality.
+
+    comet train model=moe_600m train.batch_size=32 train.steps=400 train.lr=1e-3 output_dir=outputs/moe
+    python benchmarks/bench.py speculation --source outputs/moe --budgets 0.1,0.3 --seconds 230 --out outputs/found
+
+Continues texts that training did not see, one at a time. *on_demand* keeps no expert from one token to the next,
+*cache* does (by the policy or stored as the type behind it), *conservative* and *adaptive* draft with
+``--draft-experts`` of the K experts and verify with all; ``cached`` behind them: drafts take experts that have a slot.
+*accelerate* moves experts of transformers' model (``offloaded.py``). *resident* has a slot for every expert, which
+``of_resident`` compares with. All are timed in turn, for ``--seconds`` or ``--rounds`` texts, and each was made within
+its budget: device memory beside the dense weights, which all share, is limited to the slots and ``--workspace-mb``.
+
+``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
+model, in nats a token. What adaptive mode costs is measured on held-out text (``draft_quality.py``), with the loss of
+the best r experts; the routing of that text goes to ``routing.pt``, for ``bench.py experts --trace``, and says what
+predictors of experts and ways to share slots are worth (``routing_predictors.py``), and what drafts save of the bytes
+over the link (``draft_misses.py``). Results so far stand in ``--out`` after every round, pictures at the end; the last
+line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet.config import ParallelConfig, require
+from comet.experts import ExpertCache, slots_of_budget
+from comet.experts.cache import bytes_of_expert
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.generation.source import find_source, model_of
+from comet.generation.text import ByteCodec
+from comet.group import make_expert_group
+from comet.launch.cli import Parser
+from comet.launch.failures import one_line
+from comet.models.gpt import GPT
+from comet.paths import ExpertPath
+from comet.sharding import local
+from comet.training.checkpoint import load_weights
+from comet.training.config import DataConfig
+from comet.training.data import read_corpus
+
+from baselines.offloaded import has_accelerate, make_offloaded, require_accelerate
+from lib.arguments import shares, words
+from lib.drafts.misses import drafting_rows
+from lib.drafts.pictures import draw_all, routing_facts
+from lib.drafts.quality import measure_drafts, measure_top_r, record_routing
+from lib.ranks import FAILURES, Ranks
+from lib.report import Row, cell, table_of
+from lib.roofs import link_gbs
+from lib.start import memory_limit, release, start_ranks, tell
+from variants.speculation import Accelerated, OnDemand, Timed, Variant, score
+
+COLUMNS = (
+    "variant", "budget", "slots", "hits", "tokens_per_s", "x_on_demand", "of_resident", "first_token_ms",
+    "mb_per_token", "link_share", "prefetch_precision", "hosted",
+    "acceptance", "tokens_per_round", "nll", "device_mb", "failure",
+)  # fmt: skip
+ON_DEMAND, RESIDENT, ACCELERATE = "on_demand", "resident", "accelerate"
+# A variant is a line: its name, and how its settings of ``comet generate`` differ from those of a plain cache.
+KINDS: dict[str, dict[str, Any]] = {
+    ON_DEMAND: {},
+    "cache": {},
+    "cache lfu": dict(expert_policy="lfu"),
+    "cache score": dict(expert_policy="score"),
+    "cache + prefetch": dict(expert_prefetch=True),
+    "cache + host cores": dict(host_cores="auto"),
+    "cache + prefetch + host cores": dict(expert_prefetch=True, host_cores="auto"),
+    "cache mxfp8": dict(expert_dtype="mxfp8"),
+    "cache mxfp4": dict(expert_dtype="mxfp4"),
+    "conservative": dict(speculate="conservative"),
+    "conservative cached": dict(speculate="conservative", draft_cached_only=True),
+    "conservative + prefetch": dict(speculate="conservative", expert_prefetch=True),
+    "adaptive": dict(speculate="adaptive"),
+    "adaptive + prefetch": dict(speculate="adaptive", expert_prefetch=True),
+    "adaptive cached": dict(speculate="adaptive", draft_cached_only=True),
+    ACCELERATE: {},
+}
+TO_THE_ENGINE = ("expert_dtype", "expert_policy", "expert_prefetch", "host_cores")  # settings, by the same names
+PROMPT_BYTES = 64
+FIRST_TOKEN_BYTES = 1000
+HELDOUT_SHAPE = (4, 8, 512)  # batches of texts of tokens
+LEAST_PROMPTS = 64
+MAKING = 0.6  # of the seconds, after which no further variant is made
+
+
+class Run:
+    """All variants over one model, and the rows of the table.
+
+    Args:
+        arguments: Of the command line.
+        model: Its experts in host memory.
+        ranks: This rank.
+        heldout: ``(H,)`` uint8, text that training did not see.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, model: GPT, ranks: Ranks, heldout: Tensor) -> None:
+        self.arguments, self.model, self.ranks, self.heldout = arguments, model, ranks, heldout
+        self.device, self.context = ranks.device, model.config.context
+        self.link = link_gbs(self.device)
+        self.variants: list[Timed] = []
+        self.failures: list[Row] = []
+        self.plain = GenerateConfig(  # the cache alone: prefetch is a variant of its own
+            max_new_tokens=min(arguments.tokens, self.context - PROMPT_BYTES),
+            temperature=arguments.temperature, draft_experts=arguments.draft_experts,
+            draft_tokens=arguments.draft_tokens, tau=arguments.tau, adaptive_tolerance=arguments.tolerance,
+            expert_budget=1.0, expert_prefetch=False,
+        )  # fmt: skip
+        self.resident = self.make(RESIDENT, 1.0, {})
+
+    def make(self, name: str, budget: float, changes: dict[str, Any]) -> Timed:
+        """One variant, warm, made within its budget."""
+        model, settings = self.model, replace(self.plain, **changes)
+        layers, moe, stored = len(model.moe_layers()), model.config.moe, settings.expert_dtype
+        slots = slots_of_budget(budget, moe, layers, model.dtype, stored)
+        expert = bytes_of_expert(moe.hidden_size, moe.ffn_size, model.dtype, stored)
+        with memory_limit(self.device, layers * slots * expert + self.arguments.workspace_mb * 2**20):
+            before = self.memory()
+            if name == ACCELERATE:
+                made: Timed = Accelerated(name, budget, make_offloaded(model, budget))
+            else:
+                engine = self.engine(slots, settings)
+                paths: list[ExpertPath] = [*engine.stored]
+                if name == ON_DEMAND:
+                    caches = [cache for cache in engine.caches if isinstance(cache, ExpertCache)]
+                    paths = [OnDemand(cache, engine.runner, moe.top_k) for cache in caches]
+                made = Variant(name, budget, slots, settings, engine, paths)
+            made.warm(self.prompt(0), self.context)
+            made.read(self.long_prompt())
+            made.device_mb = (self.memory() - before) / 2**20
+        made.first_tokens_s = []
+        return made
+
+    def engine(self, slots: int, settings: GenerateConfig) -> GPTEngine:
+        """An engine with caches of its own; the model keeps its experts, also where they were quantised."""
+        layers = self.model.moe_layers()
+        whole = [(layer, local(layer.w1).data, local(layer.w2).data) for layer in layers]
+        is_first = self.model.rotary.is_cuda and not whole[0][1].is_pinned()  # which pins them for all
+        try:
+            return GPTEngine(
+                self.model, layers[0].group, expert_slots=slots,
+                speculation=None if settings.speculate == "off" else settings,
+                **{name: getattr(settings, name) for name in TO_THE_ENGINE},
+            )  # fmt: skip
+        finally:
+            for layer, w1, w2 in () if is_first else whole:
+                local(layer.w1).data, local(layer.w2).data = w1, w2
+
+    def make_all(self, deadline: float) -> None:
+        """All that is asked for, until the time is over; what fails or is left out has a row that says why."""
+        for budget, name in self.wanted():
+            if time.perf_counter() > deadline:
+                self.failures.append({"variant": name, "budget": budget, "failure": "left out: the time was over"})
+                continue
+            started, told = time.perf_counter(), "ready"
+            try:
+                self.variants.append(self.make(name, budget, KINDS[name]))
+            except FAILURES as error:
+                told = self.fail(name, budget, error)
+            release(self.ranks)
+            tell(self.ranks, f"{name} at {budget}: {told}, {time.perf_counter() - started:.1f} s")
+        self.variants.append(self.resident)
+
+    def wanted(self) -> Iterator[tuple[float, str]]:
+        """Budgets and names; what keeps nothing depends on no budget."""
+        for budget in self.arguments.budgets:
+            for name in self.arguments.variants:
+                if name != ON_DEMAND or budget == min(self.arguments.budgets):
+                    yield budget, name
+
+    def time_all(self, deadline: float) -> None:
+        """Texts in turn, then first tokens; prints what is known after each round."""
+        with memory_limit(self.device, self.arguments.workspace_mb * 2**20):
+            for number in range(1, self.arguments.rounds + 1):
+                if number > 1 and time.perf_counter() > deadline:
+                    break
+                for variant in [*self.variants]:
+                    try:
+                        variant.run(self.prompt(number), self.context, seed=number)
+                        variant.read(self.long_prompt())
+                    except FAILURES as error:
+                        self.variants.remove(variant)
+                        tell(self.ranks, self.fail(variant.name, variant.budget, error))
+                tell(self.ranks, f"round {number}\n{table_of(self.rows(), COLUMNS, cell)}")
+                self.write({"rows": self.rows()})
+
+    def fail(self, name: str, budget: float, error: Exception) -> str:
+        """Note in one line why a variant has no result."""
+        self.failures.append({"variant": name, "budget": budget, "failure": one_line(error)})
+        return one_line(error)
+
+    def rows(self) -> list[Row]:
+        """What the table says so far."""
+        return [*map(self.row, self.variants), *self.failures]
+
+    def row(self, variant: Timed) -> Row:
+        """What the table says of a variant."""
+        rate = variant.tokens_per_s
+        slowest = next((each for each in self.variants if each.name == ON_DEMAND), None)
+        row: Row = {
+            "variant": variant.name, "budget": variant.budget, "tokens_per_s": rate,
+            "x_on_demand": rate / slowest.tokens_per_s if slowest else None,
+            "of_resident": rate / self.resident.tokens_per_s, "device_mb": variant.device_mb,
+            "first_token_ms": 1e3 * median(variant.first_tokens_s),
+        }  # fmt: skip
+        if isinstance(variant, Accelerated):
+            return row
+        made = sum(run.new_tokens for run in variant.runs)
+        spent = {name: sum(each[name] or 0 for each in variant.spent) for name in variant.spent[0]}
+        per_token = (spent["fetched_bytes"] + spent["prefetched_bytes"]) / made
+        row |= {
+            "slots": variant.slots, "hits": 1 - (spent["fetched"] + spent["hosted"]) / spent["needed"],
+            "mb_per_token": per_token / 1e6,
+            "link_share": per_token * rate / (self.link * 1e9),
+            "hosted": spent["hosted"] / spent["needed"],
+            "prefetch_precision": spent["prefetched_needed"] / spent["prefetched"] if spent["prefetched"] else None,
+        }  # fmt: skip
+        facts = [run.speculation for run in variant.runs if run.speculation is not None]
+        if facts:
+            drafted = sum(each["drafted"] for each in facts)
+            row |= {
+                "acceptance": sum(each["accepted"] for each in facts) / max(drafted, 1),
+                "tokens_per_round": made / sum(each["rounds"] for each in facts),
+                "speculation": facts,
+            }
+        return row
+
+    def scored_rows(self) -> list[Row]:
+        """The rows with the loss of the texts."""
+        assert isinstance(self.resident, Variant)
+        self.resident.take_over()
+        rows = []
+        for variant, row in zip(chain(self.variants, self.failures), self.rows(), strict=True):
+            if isinstance(variant, Variant):
+                scores = [score(self.model, prompt, run.texts[0])
+                          for prompt, run in zip(variant.prompts, variant.runs, strict=True)]  # fmt: skip
+                row["nll"] = sum(scores) / len(scores)
+            rows.append(row)
+        return rows
+
+    def quality(self, folder: Path | None) -> Row:
+        """What drafts are worth on held-out text; its routing goes to ``routing.pt``."""
+        assert isinstance(self.resident, Variant)
+        self.resident.take_over()
+        count, size, length = HELDOUT_SHAPE
+        length = min(length, self.context, len(self.heldout) - 2)
+        starts = self.starts(count * size, length + 1, seed=1)
+        texts = torch.stack([self.heldout[start : start + length + 1].long() for start in starts]).to(self.device)
+        batches, tokens = texts.split(size), ByteCodec().num_tokens
+        drafts = measure_drafts(self.model, batches, self.plain, self.arguments.tolerances, tokens)
+        trace = record_routing(self.model, [batch[:, :-1] for batch in batches])
+        if folder is not None:
+            trace.save(folder / "routing.pt")
+        routing = routing_facts(trace, self.arguments.budgets)
+        slots, draft_experts = [row["slots"] for row in routing["sharing"]], self.arguments.draft_experts[0]
+        fetched = drafting_rows(trace, slots, draft_experts, drafts["modes"][0]["acceptance"])
+        top_r = measure_top_r(self.model, batches, tokens)
+        return {"drafts": drafts, "top_r": top_r, "routing": routing, "fetched": fetched}
+
+    def memory(self) -> int:
+        """Bytes of the device's memory that this process uses."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def prompt(self, number: int) -> str:
+        """Held-out text number so and so."""
+        start = self.starts(max(number + 1, LEAST_PROMPTS), PROMPT_BYTES, seed=0)[number]
+        return bytes(self.heldout[start : start + PROMPT_BYTES].tolist()).decode("latin1")
+
+    def long_prompt(self) -> Tensor:
+        """``(1, P)`` held-out text, P 1,000 where the context has room for it."""
+        return self.heldout[None, : min(FIRST_TOKEN_BYTES, self.context)].long().to(self.device)
+
+    def starts(self, count: int, length: int, seed: int) -> list[int]:
+        """Where texts of a length begin."""
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randint(len(self.heldout) - length, (count,), generator=drawn).tolist()
+
+    def write(self, found: Row) -> str:
+        """One line of JSON, also in ``--out``."""
+        facts: Row = {"task": "bench_speculation", "model": self.model.config.name, "link_gbs": self.link}
+        facts |= {"source": str(self.arguments.source), "workspace_mb": self.arguments.workspace_mb}
+        facts |= {"device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"}
+        line = json.dumps(facts | found)
+        if self.arguments.out is not None:
+            (self.arguments.out / "bench_speculation.json").write_text(line + "\n")
+        return line
+
+
+def tables_of(quality: Row) -> list[str]:
+    """What was found on held-out text, as it is printed; a table that has no rows is left out."""
+    found = {
+        "held-out, by T": quality["drafts"]["modes"],
+        "held-out, by r": quality["top_r"],
+        "experts that are named before their layer and have no slot": quality["routing"]["predictors"],
+        "hits, by who shares the slots": quality["routing"]["sharing"],
+        "experts that a layer fetches for a token, by drafts of a round": quality["fetched"],
+    }
+    return [
+        f"{name}\n{table_of(rows, [column for column in rows[0] if column != 'chosen'], cell)}"
+        for name, rows in found.items()
+        if rows
+    ]
+
+
+@torch.no_grad()
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure, print and draw."""
+    started = time.perf_counter()
+    source, device, out = find_source(str(arguments.source)), ranks.device, arguments.out
+    require(source.checkpoint is not None, f"source={str(arguments.source)!r} must hold checkpoints of comet train")
+    assert source.checkpoint is not None
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    config = model_of(source)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=PROMPT_BYTES, dtype=dtype, device=device)
+    model = GPT(config, group, expert_device=torch.device("cpu"))
+    load_weights(model, source.checkpoint)
+    heldout = read_corpus(DataConfig(path=arguments.data), config.context).heldout
+    timed = Run(arguments, model, ranks, heldout)
+    timed.make_all(started + MAKING * arguments.seconds)
+    timed.time_all(started + arguments.seconds)
+    rows = timed.scored_rows()
+    timed.write({"rows": rows})
+    quality = timed.quality(out)
+    tables = [table_of(rows, COLUMNS, cell), *tables_of(quality)]
+    print("\n".join(tables))
+    line = timed.write({"rows": rows} | quality)
+    if out is not None:
+        (out / "bench_speculation.txt").write_text("\n".join(tables) + "\n")
+        for path in draw_all(out, quality["drafts"], quality["top_r"], quality["routing"], rows):
+            print(path)
+    print(line)
+    group.close()
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``1,2`` of a command line as ``(1, 2)``."""
+    return tuple(map(int, text.split(",")))
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; raises ``ValueError`` for an unknown variant, or for accelerate where it is missing."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, help="an output folder of comet train")
+    parser.add_argument("--data", default=None, help="as data.path of the training (default: the standard library)")
+    parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3, 0.5, 1.0), help="shares of the experts")
+    parser.add_argument(
+        "--variants", type=words, default=None, help=f"all that are installed, or of {', '.join(KINDS)}"
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--rounds", type=int, default=5, help="texts, at most")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no variant or text is begun")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--draft-experts", type=numbers, default=(2,))
+    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--tau", type=float, default=0.4)
+    parser.add_argument("--tolerance", type=float, default=0.3, help="T of adaptive mode in the table")
+    parser.add_argument("--tolerances", type=shares, default=(0.1, 0.3, 0.5, 0.9), help="T whose cost is measured")
+    parser.add_argument("--workspace-mb", type=int, default=512, help="device memory of a variant beside its slots")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args(command_line)
+    if arguments.variants is None:
+        arguments.variants = tuple(name for name in KINDS if name != ACCELERATE or has_accelerate())
+    for name in arguments.variants:
+        require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
+    if ACCELERATE in arguments.variants:
+        require_accelerate()
+    return arguments
+
+
+def main(command_line: Sequence[str]) -> None:
+    """The whole benchmark, which has one rank."""
+    arguments = parse(command_line)
+    start_ranks(ParallelConfig(), arguments.device, partial(run, arguments))

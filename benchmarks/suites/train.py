@@ -1,0 +1,376 @@
+"""A whole training step of a GPT made of MoE layers: through Comet, and through the plain path over NCCL.
+
+    torchrun --nproc-per-node 4 benchmarks/bench.py train --ep 4 --models qwen2_moe,qwen3_30b_a3b,deepseek_v3 \\
+        --tokens 2048,8192
+    torchrun --nproc-per-node 2 benchmarks/bench.py train --ep 2 --models qwen2_moe/2,qwen3_30b_a3b/2,deepseek_v3/2
+    torchrun --nproc-per-node 2 benchmarks/bench.py train --device cpu --models tiny --tokens 64 --context 32 --ep 2
+
+A step is the one of ``comet train``: a batch, forward, loss with the router's losses, backward, reduction and clipping
+of the gradients, AdamW; in bf16 on GPUs, parameters too. The variants are steps of one and the same model:
+
+    comet         every MoE layer through Comet, launched eagerly
+    comet_graph   the same, forward and backward pass replayed from one CUDA graph (``train.cuda_graph``); on GPUs only
+    plain         every MoE layer through all-to-all and grouped GEMMs
+    rest          without routed experts: what a step takes beside them
+
+A variant that fails, or whose first losses or gradients differ from those of ``plain`` by more than rounding explains,
+is not timed and stands under ``failures``; so does a point that fails, and the run goes on. Rank 0 writes
+``bench_train.csv`` (a row as soon as it is measured) and ``.json`` to ``--out``, prints a table and, as the last line,
+the run as JSON. Columns and protocol: ``RESULTS.md`` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet.config import ParallelConfig, require
+from comet.group import ExpertGroup, make_expert_group
+from comet.launch.cli import Parser
+from comet.models.config import NUM_BYTE_VALUES, ModelConfig
+from comet.models.gpt import GPT
+from comet.paths import ExpertPath, make_path
+from comet.sharding import local
+from comet.training.config import TrainConfig
+from comet.training.loop import StepMetrics, Trainer, make_optimizer
+
+from lib.arguments import whole_numbers, words
+from lib.gpt import draws_on
+from lib.ranks import Ranks, attempt
+from lib.report import Row, append_csv, cell, geometric_mean, set_aside, table_of
+from lib.shapes import model
+from lib.start import gather_facts, release, start_ranks, tell
+from lib.timing import time_by_protocol
+
+VARIANTS = ("comet", "comet_graph", "plain", "rest")
+# Fields of ModelConfig: the attention in front of each layer, as in ``configs/model``.
+HEADS: dict[str, dict[str, int]] = {
+    "mixtral_8x7b": dict(num_heads=32, num_kv_heads=8),
+    "qwen2_moe": dict(num_heads=16, num_kv_heads=16),
+    "phi35_moe": dict(num_heads=32, num_kv_heads=8),
+    "qwen3_30b_a3b": dict(num_heads=32, num_kv_heads=4, head_dim=128),
+    "deepseek_v3": dict(num_heads=128, num_kv_heads=128),
+    "tiny": dict(num_heads=4, num_kv_heads=4),
+}
+CHECKED_STEPS = 3  # graphs are captured in the second and replayed from then on
+LEARNING_RATE = 1e-4
+SCHEDULE_STEPS = 1000  # far more than the batches that are rotated: the learning rate stays where it starts
+TEXT_BYTES = 2**20
+# Losses, and of each step and parameter the norms of its gradient's rows.
+FirstSteps = tuple[Tensor, tuple[Tensor, ...]]
+
+
+def model_config(name: str, num_layers: int, context: int) -> ModelConfig:
+    """A GPT of layers called ``name`` (see ``shapes.model``) over bytes."""
+    moe, heads = model(name), HEADS[name.partition("/")[0]]
+    return ModelConfig(name=name, context=context, hidden_size=moe.hidden_size, num_layers=num_layers, moe=moe, **heads)
+
+
+class SwitchedModel:
+    """A model, its optimizer and its trainer; every step names the variant that runs the MoE layers.
+
+    Args:
+        config: Shape.
+        group: The ranks; all parameters have the type of its workspace.
+        batch_size: Sequences of ``config.context`` tokens per rank and step.
+        path: Path of the variants ``comet`` and ``comet_graph``.
+    """
+
+    def __init__(self, config: ModelConfig, group: ExpertGroup, *, batch_size: int, path: str = "auto") -> None:
+        self.group = group
+        with draws_on(group.device):
+            self.gpt = GPT(config, group, path=path)
+        cast_parameters(self.gpt, self.gpt.dtype)
+        settings = TrainConfig(steps=SCHEDULE_STEPS, batch_size=batch_size, lr=LEARNING_RATE)
+        self.optimizer = make_optimizer(self.gpt, settings)
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randint(NUM_BYTE_VALUES, (TEXT_BYTES,), generator=generator, dtype=torch.uint8)
+        make = partial(Trainer, self.gpt, self.optimizer, group, text)
+        self.trainer, self.replaying = make(replace(settings, cuda_graph="off")), make(settings)
+        self.layers = self.gpt.moe_layers()
+        self.own_paths: list[ExpertPath] = [layer.experts for layer in self.layers]
+        self.other_paths: dict[str, ExpertPath] = {"plain": make_path("plain", config.moe, group), "rest": no_experts}
+
+    def step(self, variant: str, index: int) -> StepMetrics:
+        """One optimizer step on batch ``index`` of each rank (collective)."""
+        for layer, own in zip(self.layers, self.own_paths, strict=True):
+            layer.experts = self.other_paths.get(variant, own)
+        return (self.replaying if variant == "comet_graph" else self.trainer).step(index)
+
+    @torch.no_grad()
+    def start_anew(self) -> None:
+        """Draw the weights of the start once more, where they are, and forget the moments.
+
+        The head is drawn too, which a GPT starts at zero: its first loss would depend on nothing else.
+        """
+        with draws_on(self.group.device):
+            for layer in self.layers:
+                layer.reset_parameters(0)
+            self.gpt.reset_parameters(0)
+            self.gpt.head.weight.copy_(torch.randn(self.gpt.head.weight.shape) * self.gpt.config.hidden_size**-0.5)
+        for parameter in self.gpt.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)  # gains of norms
+        for moments in self.optimizer.state.values():
+            for each in moments.values():
+                each.zero_()
+
+    def first_steps(self, variant: str) -> FirstSteps:
+        """Take steps from the start (collective).
+
+        Raises:
+            RuntimeError: If graphs were wanted and a step cannot be captured.
+        """
+        self.start_anew()
+        with noted_gradients(self.optimizer) as norms:
+            losses = [self.step(variant, index).loss for index in range(CHECKED_STEPS)]
+        if variant == "comet_graph" and self.replaying.why_eager:
+            raise RuntimeError(f"there are no graphs: {self.replaying.why_eager}")
+        return torch.stack(losses), tuple(norms)
+
+
+class NoExperts(torch.autograd.Function):
+    """Stands in for the experts where everything else of a step is timed: the tokens come back.
+
+    Gradients of the experts are written, as experts do, but with one number everywhere. Zeros would make AdamW slower,
+    whose divisions then take a longer way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        ctx.save_for_backward(w1, w2)
+        return tokens.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], *(torch.full_like(each, 1e-4) for each in ctx.saved_tensors)
+
+
+def no_experts(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """An ``ExpertPath``; see ``NoExperts``."""
+    found: Tensor = NoExperts.apply(tokens, w1, w2)
+    return found
+
+
+@torch.no_grad()
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give all parameters a type; tables such as the rotary one keep theirs."""
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            setattr(child, name, nn.Parameter(parameter.to(dtype)))
+
+
+@contextmanager
+def noted_gradients(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
+    """A list that gets, before each step taken inside, the norms of the rows of every gradient.
+
+    Rows count along the first dimension: of the experts' weights each expert is one.
+    """
+    norms: list[Tensor] = []
+
+    def note(*_: Any) -> None:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        norms.extend(row_norms(local(each.grad)) for each in parameters)
+
+    handle = optimizer.register_step_pre_hook(note)
+    try:
+        yield norms
+    finally:
+        handle.remove()
+
+
+def row_norms(gradient: Tensor) -> Tensor:
+    """``(N,)`` float32 of ``(N, ...)``; ``[[3, 4], [0, 1]]`` gives ``[5, 1]``."""
+    return torch.linalg.vector_norm(gradient.reshape(gradient.shape[0], -1), dim=1, dtype=torch.float32)
+
+
+ROTATE = 4  # batches
+# Largest deviations from the plain path that rounding can explain (bf16 on CPUs: 1e-4, and 0.06 where tokens whose
+# scores nearly tie go to other experts; a slot left out makes 1e-3 and 0.3).
+LOSS_TOLERANCE = {torch.bfloat16: 1e-3, torch.float32: 1e-4}
+GRADIENT_TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-2}
+FIGURES = ("tokens_s", "plain_tokens_s", "x_plain", "rest_share", "loss_error", "gradient_error")
+COLUMNS = ("model", "tokens", "layers", "ep", "tp", *(f"{name}_ms" for name in VARIANTS), *FIGURES, "failures")
+
+
+def checked(model: SwitchedModel, names: Sequence[str], ranks: Ranks) -> tuple[list[str], dict[str, str], Row]:
+    """The variants that run and agree with the plain path, why others do not, and the worst errors (collective)."""
+    usable: list[str] = []
+    failures: dict[str, str] = {}
+    errors: Row = {}
+    wanted: FirstSteps | None = None
+    for name in sorted(names, key=lambda name: name != "plain"):
+        found, failure = attempt(partial(model.first_steps, name), ranks, model.group.workspace)
+        if name == "plain":
+            wanted = found
+        elif name != "rest" and found is not None and wanted is not None:
+            of = {f"{part}_error": ranks.worst(error) for part, error in deviations(found, wanted).items()}
+            failure = why_wrong(of, model.gpt.dtype)
+            errors = errors if failure else {key: max(value, errors.get(key, 0.0)) for key, value in of.items()}
+        if failure:
+            failures[name] = failure
+        else:
+            usable.append(name)
+    return usable, failures, errors
+
+
+def deviations(found: FirstSteps, wanted: FirstSteps) -> dict[str, float]:
+    """Largest relative deviations: of a loss, and of the norms of a gradient's rows, taken together.
+
+    Example: losses ``[4, 2]`` and norms ``[3, 4]`` where ``[4, 4]`` and ``[3, 5]`` are wanted: 0.5 and 1 / 34 ** 0.5.
+    """
+    pairs = zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True)
+    errors = [((one - other).norm() / other.norm().clamp(min=1e-30)).item() for one, other in pairs]
+    finite = [error if math.isfinite(error) else math.inf for error in errors]
+    return {"loss": max(finite[: len(found[0])]), "gradient": max(finite[len(found[0]) :], default=0.0)}
+
+
+def why_wrong(errors: Row, dtype: torch.dtype) -> str:
+    """Why steps that deviate so much from the plain path's cannot be right; "" if they can."""
+    if errors["loss_error"] > LOSS_TOLERANCE[dtype]:
+        return f"losses differ from those of the plain path by {errors['loss_error']:.3g} of them"
+    if errors["gradient_error"] > GRADIENT_TOLERANCE[dtype]:
+        return f"gradients differ from those of the plain path by {errors['gradient_error']:.3g} of them"
+    return ""
+
+
+def measure_point(
+    config: ModelConfig, group: ExpertGroup, num_tokens: int, arguments: argparse.Namespace, ranks: Ranks
+) -> Row:
+    """Check and time all variants; collective."""
+    model = SwitchedModel(config, group, batch_size=num_tokens // config.context, path=arguments.path)
+    names = [name for name in arguments.variants if name != "comet_graph" or ranks.device.type == "cuda"]
+    usable, failures, errors = checked(model, names, ranks)
+    model.start_anew()
+    timings = time_by_protocol(
+        {name: partial(model.step, name) for name in usable}, ranks, rounds=arguments.rounds, rotate=ROTATE
+    )
+    group.workspace.check()
+    times_ms = {name: timing.median_ms for name, timing in timings.items()}
+    return (
+        {f"{name}_ms": value for name, value in times_ms.items()}
+        | figures(times_ms, model.trainer.tokens_per_step)
+        | errors
+        | {"failures": "; ".join(f"{name}: {reason}" for name, reason in failures.items())}
+        | {"quantiles": {name: asdict(timing) for name, timing in timings.items()}}
+    )
+
+
+def figures(times_ms: Mapping[str, float], num_tokens: int) -> Row:
+    """What follows from the times of a point; ``None`` where something was not measured.
+
+    Example: comet 5 ms, comet_graph 4, plain 8, rest 3, 1000 tokens of all ranks: 250,000 tokens/s, the plain path
+    125,000, Comet is 2 x as fast, and 0.75 of its step is not the experts.
+    """
+    comet = min((times_ms[name] for name in ("comet", "comet_graph") if name in times_ms), default=None)
+    plain, rest = times_ms.get("plain"), times_ms.get("rest")
+    return {
+        "tokens_s": None if comet is None else num_tokens / comet * 1e3,
+        "plain_tokens_s": None if plain is None else num_tokens / plain * 1e3,
+        "x_plain": None if comet is None or plain is None else plain / comet,
+        "rest_share": None if comet is None or rest is None else rest / comet,
+    }
+
+
+def measure(name: str, num_tokens: int, arguments: argparse.Namespace, ranks: Ranks) -> Row:
+    """The row of one point, with a group and a model of its own: what goes wrong here touches no other (collective)."""
+    start = time.perf_counter()
+    config = model_config(name, arguments.layers, arguments.context)
+    parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
+    make_group = partial(
+        make_expert_group, config.moe, parallel, max_tokens=num_tokens, dtype=ranks.dtype, device=ranks.device
+    )
+    group, failure = attempt(make_group, ranks)
+    found: Row | None = None
+    if group is not None:
+        found, failure = attempt(partial(measure_point, config, group, num_tokens, arguments, ranks), ranks)
+        group.close()
+    keys = {"model": name, "tokens": num_tokens, "layers": arguments.layers, "ep": arguments.ep, "tp": arguments.tp}
+    return keys | (found or {"failures": f"point: {failure}"}) | {"seconds": time.perf_counter() - start}
+
+
+def measure_all(arguments: argparse.Namespace, ranks: Ranks) -> Iterator[Row]:
+    """A row for each model and number of tokens; collective."""
+    for name, num_tokens in product(arguments.models, arguments.tokens):
+        yield measure(name, num_tokens, arguments, ranks)
+        release(ranks)
+
+
+def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure all points; rank 0 reports."""
+    if ranks.rank == 0:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        set_aside(arguments.out, "bench_train")
+    facts = gather_facts(ranks) | {"task": "bench_train", "context": arguments.context, "rounds": arguments.rounds}
+    rows: list[Row] = []
+    for row in measure_all(arguments, ranks):
+        rows.append(row)
+        if ranks.rank == 0:
+            append_csv(arguments.out / "bench_train.csv", [row], COLUMNS)
+        done = f"{row['model']} {row['tokens']}: done in {row['seconds']:.1f} s"
+        tell(ranks, "; ".join(filter(None, (done, row["failures"]))))
+    if ranks.rank == 0:
+        line = json.dumps(facts | summary(rows) | {"rows": rows})
+        (arguments.out / "bench_train.json").write_text(line + "\n")
+        print(format_table(rows), line, sep="\n", flush=True)
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """Mean and least ``x_plain``: of 2, 8 and a point that failed, 4 and 2."""
+    factors = [row["x_plain"] for row in rows if row.get("x_plain") is not None]
+    return {"geometric_mean": {"x_plain": geometric_mean(factors)}, "least_x_plain": min(factors, default=None)}
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """One aligned line per row, then the geometric mean."""
+    mean = {"model": "geometric mean"} | summary(rows)["geometric_mean"]
+    return table_of([*rows, mean], COLUMNS, cell)
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; raises ``ValueError`` for an unknown name or a number that does not fit."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help="comma-separated names of shapes.py")
+    parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="per rank and step, comma-separated")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--layers", type=int, default=2, help="blocks of the model, each with a MoE layer")
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--path", default="auto", help="path of Comet's layers: auto, fused, twin, plain, reference")
+    parser.add_argument("--variants", type=words, default=VARIANTS, help=",".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=10, help="counted steps of each variant")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/bench_train"), help="folder; an earlier run's files are renamed"
+    )
+    arguments = parser.parse_args(command_line)
+    for name in arguments.models:
+        ParallelConfig(ep=arguments.ep, tp=arguments.tp).check(model(name))
+    for name in arguments.variants:
+        require(name in VARIANTS, f"variants={name!r} must be one of {', '.join(VARIANTS)}")
+    for name in ("context", "layers", "rounds"):
+        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
+    for number in arguments.tokens:
+        require(
+            number >= 1 and number % arguments.context == 0,
+            f"tokens={number} must be a positive multiple of context={arguments.context}",
+        )
+    return arguments
+
+
+def main(command_line: Sequence[str]) -> None:
+    """One rank of the benchmark."""
+    arguments = parse(command_line)
+    start_ranks(ParallelConfig(ep=arguments.ep, tp=arguments.tp), arguments.device, partial(run, arguments))

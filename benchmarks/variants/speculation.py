@@ -1,0 +1,155 @@
+"""Ways to decode a trained model that bench_speculation times in turn, all over one model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet.experts import CachedExperts, CacheReport
+from comet.generation.config import GenerateConfig
+from comet.generation.engine import GPTEngine
+from comet.generation.experts import cache_facts
+from comet.generation.generate import Generated, encode_prompts, generate, warm_up
+from comet.generation.text import ByteCodec
+from comet.models.cache import KeyValueCache
+from comet.models.gpt import GPT
+from comet.paths import ExpertPath
+
+from baselines.offloaded import first_token_s, tokens_per_s
+from lib.drafts.quality import whole_pass
+
+ACCELERATE_TOKENS = 16
+
+
+class OnDemand(CachedExperts):
+    """Experts that are forgotten before every step."""
+
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """See ``CachedExperts``."""
+        tables = self.cache.tables
+        for table in (tables.slots, tables.arriving, tables.owners):
+            table.fill_(-1)
+        return super().__call__(tokens, top_k_ids, top_k_weights, w1, w2)
+
+
+@dataclass
+class Variant:
+    """One way to decode, and what was measured of it.
+
+    Args:
+        name: In the table.
+        budget: Share of the experts on the device.
+        slots: Experts of a layer on the device.
+        settings: Of ``generate``.
+        engine: Over the model that all variants share.
+        paths: That the model's layers take while this variant runs.
+        device_mb: Device memory that it took, dense weights apart.
+    """
+
+    name: str
+    budget: float
+    slots: int
+    settings: GenerateConfig
+    engine: GPTEngine
+    paths: list[ExpertPath]
+    device_mb: float | None = None
+    prompts: list[str] = field(default_factory=list)
+    runs: list[Generated] = field(default_factory=list)
+    first_tokens_s: list[float] = field(default_factory=list)
+    spent: list[dict[str, Any]] = field(default_factory=list)
+
+    def take_over(self) -> None:
+        """Let the model's layers be those of this variant."""
+        for layer, path in zip(self.engine.model.moe_layers(), self.paths, strict=True):
+            layer.experts = path
+
+    def warm(self, prompt: str, context: int) -> None:
+        """Compile, capture, and fill the caches."""
+        self.take_over()
+        self.settings = replace(self.settings, prompt=prompt)
+        warm_up(self.engine, encode_prompts(self.settings, ByteCodec(), context), self.settings, context=context)
+        self.run(prompt, context, seed=0)
+        self.prompts, self.runs, self.spent = [], [], []
+
+    def run(self, prompt: str, context: int, seed: int) -> None:
+        """Continue a prompt once, and count."""
+        self.take_over()
+        self.settings = replace(self.settings, prompt=prompt, seed=seed)
+        prompts = encode_prompts(self.settings, ByteCodec(), context)
+        reports: list[CacheReport | None] = []
+
+        def count(*_: object) -> None:
+            if not reports:  # the prompt has been read
+                reports.append(self.engine.cache_report())
+
+        made = generate(self.engine, ByteCodec(), prompts, self.settings, context=context, show=count)
+        before, after = reports[0], self.engine.cache_report()
+        assert before is not None, "all variants decode from caches"
+        assert after is not None
+        self.prompts.append(prompt)
+        self.runs.append(made)
+        self.spent.append(cache_facts(before, after, self.engine.model.moe_layers()[0].group))
+
+    def read(self, ids: Tensor) -> None:
+        """Time the first token behind a prompt ``(1, P)``."""
+        self.take_over()
+        model = self.engine.model
+        room: dict[str, Any] = dict(num_sequences=1, length=ids.shape[1], dtype=model.dtype, device=ids.device)
+        started = time.perf_counter()
+        length = torch.full((1,), ids.shape[1], device=ids.device)
+        model.prefill(ids, length, KeyValueCache(model.config, **room)).logits.argmax().item()
+        self.first_tokens_s.append(time.perf_counter() - started)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second behind the first one, the median over the prompts."""
+        return median((run.new_tokens - 1) / run.decode_s for run in self.runs)
+
+
+@dataclass
+class Accelerated:
+    """transformers' model, whose experts accelerate moves; as ``Variant``."""
+
+    name: str
+    budget: float
+    model: Any
+    device_mb: float | None = None
+    rates: list[float] = field(default_factory=list)
+    first_tokens_s: list[float] = field(default_factory=list)
+
+    def warm(self, prompt: str, context: int) -> None:
+        """See ``Variant``."""
+        self.run(prompt, context, seed=0)
+        self.rates = []
+
+    def run(self, prompt: str, context: int, seed: int) -> None:
+        """See ``Variant``."""
+        torch.manual_seed(seed)
+        ids = torch.tensor([ByteCodec().encode(prompt)], device=self.model.device)
+        self.rates.append(tokens_per_s(self.model, ids, min(ACCELERATE_TOKENS, context - ids.shape[1] - 1)))
+
+    def read(self, ids: Tensor) -> None:
+        """See ``Variant``."""
+        self.first_tokens_s.append(first_token_s(self.model, ids))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """See ``Variant``."""
+        return median(self.rates)
+
+
+Timed = Variant | Accelerated
+
+
+def score(model: GPT, prompt: str, text: str) -> float:
+    """Mean negative log-likelihood of a text's bytes behind a prompt, in nats, with all experts."""
+    codec = ByteCodec()
+    given, made = codec.encode(prompt), codec.encode(text)
+    ids = torch.tensor([[*given, *made]], device=model.rotary.device)
+    logits = whole_pass(model, ids[:, :-1])[0][0, len(given) - 1 :, : codec.num_tokens]
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, len(given) :]))
