@@ -1,6 +1,16 @@
-"""Words of a suite's command line."""
+"""A suite's command line: options that several suites have, and the words in them."""
 
 from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from comet.config import require
+from comet.launch.cli import Parser
+
+from lib.shapes import ROUTINGS
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -16,3 +26,47 @@ def whole_numbers(text: str) -> list[int]:
 def shares(text: str) -> tuple[float, ...]:
     """``0.1,0.5`` of a command line as ``(0.1, 0.5)``."""
     return tuple(map(float, text.split(",")))
+
+
+BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "models": dict(type=words, help="comma-separated names of configs/model; mixtral_8x7b/4: a fourth of the experts"),
+    "model": dict(help="a name of configs/model"),
+    "layers": dict(type=int),
+    "tokens": dict(type=whole_numbers, help="tokens per rank, comma-separated"),
+    "budgets": dict(type=shares, help="shares of the experts"),
+    "ep": dict(type=int),
+    "tp": dict(type=int),
+    "routing": dict(help=", ".join(ROUTINGS)),
+    "path": dict(help="path of Comet's layers: auto, fused, twin, plain, reference"),
+    "rounds": dict(type=int, help="counted calls of each variant"),
+    "device": dict(choices=("auto", "cpu")),
+    "out": dict(type=Path, help="folder of the results"),
+}
+
+
+def suite_parser(suite: str, doc: str | None, **defaults: Any) -> Parser:
+    """A parser of those ``OPTIONS`` that are given a default.
+
+    Args:
+        suite: Name on the command line.
+        doc: The suite's docstring, which ``--help`` shows.
+        defaults: By option.
+    """
+    parser = Parser(f"bench.py {suite}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", default=default, **OPTIONS[name])
+    return parser
+
+
+def require_known(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ``ValueError`` for the first of the names of an option that is not known."""
+    known = tuple(known)
+    for name in names:
+        require(name in known, f"{option}={name!r} must be one of {', '.join(known)}")
+
+
+def require_positive(arguments: argparse.Namespace, *options: str) -> None:
+    """Raise ``ValueError`` for the first of these options that is below 1."""
+    for name in options:
+        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")

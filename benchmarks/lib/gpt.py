@@ -10,27 +10,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from comet.config import MoEConfig
 from comet.generation.engine import GPTEngine
 from comet.group import ExpertGroup
-from comet.models.config import ModelConfig
+from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
 
-from lib.shapes import MODELS
-
-# Fields of ModelConfig beside name, context, layers and the MoE layer, with which hidden_size goes.
-ATTENTION: dict[str, dict[str, Any]] = {
-    "qwen3_30b_a3b": dict(vocab_size=151_936, num_heads=32, num_kv_heads=4, head_dim=128),
-    "tiny": dict(vocab_size=256, num_heads=4, num_kv_heads=2),
-}
+from lib.shapes import OF_ATTENTION, SHAPES, model
 
 
-def model_config(name: str, num_layers: int, context: int) -> ModelConfig:
-    """The shape called ``name``, with this many layers and room for this many positions."""
-    moe: MoEConfig = MODELS[name]
+def model_config(name: str, num_layers: int, context: int, vocab_size: int = NUM_BYTE_VALUES) -> ModelConfig:
+    """A GPT of layers called ``name`` (see ``shapes.model``), with the attention that ``configs/model`` has."""
+    moe, shape = model(name), SHAPES[name.partition("/")[0]]
     return ModelConfig(
-        name=name, context=context, hidden_size=moe.hidden_size, num_layers=num_layers, moe=moe, **ATTENTION[name]
-    )
+        name=name, vocab_size=vocab_size, context=context, hidden_size=moe.hidden_size, num_layers=num_layers, moe=moe,
+        **{field: shape[field] for field in OF_ATTENTION if field in shape},
+    )  # fmt: skip
 
 
 def make_gpt(config: ModelConfig, group: ExpertGroup) -> GPT:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton import TritonError
 
@@ -39,6 +40,19 @@ class Ranks:
         if self.process_group is not None:
             dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=self.process_group)
         return on_device.item()
+
+
+def device_name(device: torch.device) -> str:
+    """``NVIDIA H200``, say, or ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def differs_over_ranks(output: Tensor, ranks: Ranks) -> bool:
+    """Whether a rank has other bits than rank 0 (collective)."""
+    first = output.clone()
+    if ranks.process_group is not None:
+        dist.broadcast(first, src=0, group=ranks.process_group)
+    return bool(ranks.worst(float(not torch.equal(first, output))))
 
 
 def attempt(action: Callable[[], T], ranks: Ranks, pool: Workspace | None = None) -> tuple[T | None, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ def table_of(rows: Sequence[Row], columns: Sequence[str], to_cell: Callable[[Any
     """One aligned line per row, names first; columns in which nothing stands are left out."""
     shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
     return "\n".join(aligned([shown, *([to_cell(row.get(name)) for name in shown] for row in rows)]))
+
+
+def describe(failures: Mapping[str, str]) -> str:
+    """One field of a table: ``comet: RuntimeError: ...; gemm: ...``."""
+    return "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+
+
+def write_json(folder: Path | None, name: str, found: Row) -> str:
+    """One line of JSON, which becomes the file ``name.json`` of a folder, if there is to be one."""
+    line = json.dumps(found)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(line + "\n")
+    return line
+
+
+def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """All rows so far in the place of those that were there."""
+    path.unlink(missing_ok=True)
+    append_csv(path, rows, columns)
 
 
 def append_csv(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:

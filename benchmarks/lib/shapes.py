@@ -1,17 +1,22 @@
-"""What is measured: MoE layers, of which only the four sizes matter, the routing of their tokens, their splits."""
+"""What is measured: the MoE layers of ``configs/model``, of which four sizes matter, their routing, their splits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, require
+from comet.layout import ExpertLayout
 
 ROUTINGS = ("uniform", "zipf", "hot")
 PERMUTATION_SEED = 20_000
+OF_EXPERTS = ("ffn_size", "num_experts", "top_k")
+OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
 
 
 def make_routing(
@@ -58,6 +63,25 @@ def popularity(kind: str, num_experts: int, device: torch.device | str) -> Tenso
     return -(place + 1).float().log().to(device)
 
 
+def make_weights(
+    config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Random experts of a rank: ``(e, 2F/TP, D)`` and ``(e, D, F/TP)``."""
+    experts, width = layout.experts_local, config.ffn_size // layout.tp
+    w1 = torch.empty(experts, 2 * width, config.hidden_size, device=device, dtype=dtype)
+    w2 = torch.empty(experts, config.hidden_size, width, device=device, dtype=dtype)
+    draw_weights(w1, w2, config, seed)
+    return w1, w2
+
+
+@torch.no_grad()
+def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, seed: int) -> None:
+    """Fill both where they are: normal, of variance 1 / D and 1 / F."""
+    generator = torch.Generator(w1.device).manual_seed(seed)
+    w1.normal_(0, config.hidden_size**-0.5, generator=generator)
+    w2.normal_(0, config.ffn_size**-0.5, generator=generator)
+
+
 NUMBERS = ("comm_blocks", "num_panels", "num_phases", "beside")
 RULE = "must be comm_blocks=N, num_panels=N, num_phases=N, beside=0 or transport=copy"
 
@@ -81,14 +105,24 @@ def parse_overlap(text: str, option: str) -> OverlapConfig:
     return OverlapConfig(**values)
 
 
+def read_shapes() -> dict[str, dict[str, Any]]:
+    """Fields of every ``configs/model/*.yaml``, by its name; references between fields are left as they stand."""
+    folder = files("comet.configs") / "model"
+    return {name.removesuffix(".yaml"): yaml.safe_load((folder / name).read_text(encoding="utf-8"))
+            for name in sorted(path.name for path in folder.iterdir())}  # fmt: skip
+
+
+SHAPES = read_shapes()
 MODELS = {
-    "mixtral_8x7b": MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336),
-    "qwen2_moe": MoEConfig(num_experts=64, top_k=4, hidden_size=2048, ffn_size=1408),
-    "phi35_moe": MoEConfig(num_experts=16, top_k=2, hidden_size=4096, ffn_size=6400),
-    "qwen3_30b_a3b": MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768),
-    "deepseek_v3": MoEConfig(num_experts=256, top_k=8, hidden_size=7168, ffn_size=2048),
-    "tiny": MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64),
+    name: MoEConfig(hidden_size=shape["hidden_size"], **{size: shape["moe"][size] for size in OF_EXPERTS})
+    for name, shape in SHAPES.items()
 }
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    """The four sizes of ``model``, by field."""
+    found = model(name)
+    return {field: getattr(found, field) for field in ("hidden_size", *OF_EXPERTS)}
 
 
 def model(name: str) -> MoEConfig:

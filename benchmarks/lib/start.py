@@ -30,26 +30,20 @@ from comet.launch.distributed import (
 )
 from comet.launch.failures import STATUS_USER, is_user_error, one_line, say
 
-from lib.ranks import Ranks
+from lib.ranks import Ranks, device_name
 from lib.report import Row
-from lib.roofs import gemm_roof_tflops, link_roof_gbs
+from lib.timing import gemm_roof_tflops, link_roof_gbs
 
 
 def gather_facts(ranks: Ranks) -> Row:
     """What a result needs to be repeated, and the roofs of this run; collective."""
-    on_gpu = ranks.device.type == "cuda"
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, folder = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit.stdout.strip() or "not a git checkout",
         "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
+        "device": device_name(ranks.device),
         "ranks": 1 if ranks.process_group is None else dist.get_world_size(ranks.process_group),
         "torch": torch.__version__,
         "gemm_roof_tflops": gemm_roof_tflops(ranks),

@@ -1,12 +1,20 @@
-"""All time by one protocol."""
+"""All time by one protocol, and by it what this machine can do at best: products, reads of memory, copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+from torch import Tensor
+
+from comet.comm import make_communicator
 from comet.tuner.timing import Name, Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 
 from lib.ranks import Ranks
+
+ROUNDS = 10
+ROOF_BYTES = 2**32
+LINK_BYTES = 2**28
 
 
 def time_by_protocol(
@@ -40,3 +48,52 @@ def time_by_protocol(
         slowest=max_over_ranks(ranks.device, ranks.process_group),
         warmup=warmup,
     )
+
+
+def gemm_roof_tflops(ranks: Ranks) -> float:
+    """Rate of an 8192^3 bf16 product (256^3 float32 on a CPU), all ranks at once, of the slowest rank."""
+    size = 8192 if ranks.device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=ranks.device).to(ranks.dtype) for _ in range(2))
+    timings = time_by_protocol({"roof": lambda _: a @ b}, ranks, rounds=ROUNDS, leads=False)
+    return 2 * size**3 / (timings["roof"].median_ms * 1e9)
+
+
+def link_roof_gbs(ranks: Ranks) -> float | None:
+    """GB/s of a copy to the next rank, all ranks at once, by the copy engines; ``None`` for a rank alone."""
+    device = ranks.device
+    if ranks.process_group is None:
+        return None
+    num_bytes = 2**28 if device.type == "cuda" else 2**20
+    comm = make_communicator("auto", ranks.process_group, device)
+    window = comm.alloc(num_bytes)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target: Tensor = window.peers[(comm.rank + 1) % comm.world_size]
+    timings = time_by_protocol({"roof": lambda _: target.copy_(source)}, ranks, rounds=ROUNDS, leads=False)
+    comm.barrier()
+    comm.close()
+    return num_bytes / (timings["roof"].median_ms * 1e6)
+
+
+def read_roof_tbs(ranks: Ranks) -> float:
+    """TB/s of adding up a large array, the fastest of three ways: what reading memory can reach here (collective)."""
+    device = ranks.device
+    num_bytes = ROOF_BYTES if device.type == "cuda" else 2**20
+    data = torch.ones(num_bytes // 4, device=device)
+    readers: dict[str, Variant] = {
+        "sum": lambda _: data.sum(),
+        "rows": lambda _: data.view(-1, 4096).sum(dim=1),
+        "bf16": lambda _: data.view(torch.bfloat16).view(-1, 8192).amax(dim=1),
+    }
+    timings = time_by_protocol(readers, ranks, rounds=10, leads=False)
+    return num_bytes / (min(timing.median_ms for timing in timings.values()) * 1e9)
+
+
+def link_gbs(device: torch.device) -> float:
+    """GB/s of one large copy from pinned host memory."""
+    if device.type == "cpu":
+        return float("nan")
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(host, device=device)
+    timed = {"copy": lambda _: target.copy_(host, non_blocking=True)}
+    timing = time_interleaved(timed, rounds=5, barrier=lambda: None, rotate=1, device=device)
+    return LINK_BYTES / (timing["copy"].median_ms * 1e6)

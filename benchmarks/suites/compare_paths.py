@@ -23,7 +23,6 @@ bfloat16 shows gross errors only, one in float32 finer ones; the rest is for lay
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,8 @@ import torch
 from comet.config import require
 from comet.training.report import History
 
-from lib.report import table_of
+from lib.arguments import suite_parser
+from lib.report import table_of, write_json
 
 EARLY_STEPS, EARLY_EPSILONS, EARLY_FLOAT32 = 20, 0.25, 2 * 4.5e-5
 WINDOW_STEPS, WINDOW_TOLERANCE = 10, 0.01
@@ -174,9 +174,8 @@ def _cell(value: Any) -> str:
 
 def main(command_line: Sequence[str]) -> int:
     """Compare the runs; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = suite_parser("compare-paths", __doc__, out=Path("outputs/compare_paths"))
     parser.add_argument("folders", type=Path, nargs="+", help="output folders of comet train, two or more")
-    parser.add_argument("--out", type=Path, default=Path("outputs/compare_paths"))
     arguments = parser.parse_args(command_line)
     names = [folder.name for folder in arguments.folders]
     require(len(set(names)) == len(names) >= 2, f"folders={' '.join(names)} must be two or more of different names")
@@ -196,9 +195,7 @@ def main(command_line: Sequence[str]) -> int:
         "paths": {name: results[name] | record for name, record in records.items()},
         "within_tolerance": agree,
     }
-    line = json.dumps(found, allow_nan=False)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "compare_paths.json").write_text(line + "\n")
+    line = write_json(arguments.out, "compare_paths", found)
     draw(arguments.out / "compare_paths.png", curves, dtype)
     print(table_of([{"path": name} | record for name, record in records.items()], COLUMNS, _cell), line, sep="\n")
     return 0 if agree else 1

@@ -7,14 +7,13 @@ other's. Without a GPU kernels are not run: what remains is what the host does f
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +23,12 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
+from lib.arguments import suite_parser
+from lib.shapes import sizes_of
+
 HERE = Path(__file__).resolve().parents[2]
-# Model: D, F, E, K and dense decode tokens; of the issue's three shapes one of four ranks has a quarter of the experts.
-SHAPES = {"qwen3": (2048, 768, 32, 8), "mixtral": (4096, 14336, 2, 2), "phi": (4096, 6400, 4, 2)}
-SMALL = {"small": (256, 128, 8, 2)}
+LAYERS = {"qwen3": "qwen3_30b_a3b/4", "mixtral": "mixtral_8x7b/4", "phi": "phi35_moe/4"}
+SMALL = {"small": "tiny"}
 FORWARD_TOKENS, DECODE_TOKENS = 2048, 1
 
 
@@ -63,13 +64,13 @@ def take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def calls(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def calls(sizes: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """What is timed, by name, on the active tree's layer."""
     from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
     from comet.decode import DecodeScratch, DecodeWeights, RankDecode
 
-    hidden, ffn, experts, top_k = shape
-    config = MoEConfig(hidden_size=hidden, ffn_size=ffn, num_experts=experts, top_k=top_k)
+    config = MoEConfig(**sizes)
+    hidden, experts, top_k = config.hidden_size, config.num_experts, config.top_k
     tokens = FORWARD_TOKENS if device.type == "cuda" else 128
     group = make_expert_group(config, ParallelConfig(), max_tokens=tokens, dtype=dtype, device=device)
     moe = MoE(config, group, path="fused", param_dtype=dtype)
@@ -172,7 +173,7 @@ def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device:
 
 def main(command_line: Sequence[str]) -> None:
     """Compare, print a line for each call, and all of them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = suite_parser("compare-trees", __doc__)
     parser.add_argument("--base", type=Path, required=True, help="folder with the other tree")
     parser.add_argument("--rounds", type=int, default=30, help="times each tree has its turn")
     options = parser.parse_args(command_line)
@@ -183,11 +184,11 @@ def main(command_line: Sequence[str]) -> None:
         InterpretedFunction.run = InterpretedFunction.__call__ = lambda *_, **__: None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     trees, rows = [Tree(HERE), Tree(options.base)], []
-    for model, shape in (SHAPES if device.type == "cuda" else SMALL).items():
-        pairs = []
+    for model, layer in (LAYERS if device.type == "cuda" else SMALL).items():
+        sizes, pairs = sizes_of(layer), []
         for tree in trees:
             with tree.active():
-                pairs.append(calls(shape, device, dtype))
+                pairs.append(calls(sizes, device, dtype))
         rows += [compare(f"{model}: {name}", [pair[name] for pair in pairs], trees, device, options.rounds)
                  for name in pairs[0]]  # fmt: skip
         del pairs

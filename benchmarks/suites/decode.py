@@ -12,7 +12,7 @@ On a GPU the call is a CUDA graph, but for variants that wait for the device (``
 interleaved (``comet.tuner.timing``) after their output was compared with float64. ``--try`` adds a variant: the
 selected blocks with some fields changed. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every row,
 at the end ``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON.
-Variants, columns and protocol: ``RESULTS.md`` beside this file.
+Variants, columns and protocol: ``RESULTS.md``.
 
 ``--tokens`` are those of a step. Over ranks all of them hold these; but for ``own``, ``own_nccl`` and ``own_fused``
 (data-parallel attention) each rank brings its share: of 16 over 2 ranks 8 each.
@@ -31,24 +31,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.launch.cli import Parser
 from comet.tuner.timing import Variant, capture, rank_barrier
 
 from baselines.decode import find_library
-from lib.arguments import whole_numbers, words
+from lib.arguments import require_known, suite_parser, whole_numbers, words
 from lib.decode.report import OWN, PREFIX, draw, figures, format_table, write_results
 from lib.decode.steps import WEIGHTS, StepRun, Team, WeightSet, make_set, make_steps, open_team
-from lib.ranks import Ranks
+from lib.ranks import Ranks, differs_over_ranks
 from lib.report import Row
-from lib.roofs import read_roof_tbs
-from lib.shapes import MODELS, ROUTINGS
+from lib.shapes import ROUTINGS, model
 from lib.start import gather_facts, release, start_ranks, tell
-from lib.timing import time_by_protocol
+from lib.timing import read_roof_tbs, time_by_protocol
 from variants.decode import ON_ONE_GPU, OVER_RANKS, Settings, configs, in_place, step_runs
 
 FLUSH_BYTES = 2**28
@@ -122,12 +119,7 @@ def judge(name: str, output: Tensor, exact: Tensor, team: Team) -> tuple[tuple[f
     accuracy = (ranks.worst(error), -ranks.worst(-cosine))
     if is_wrong:
         return accuracy, f"error {accuracy[0]:.3g} relative to float64 is above {limit}"
-    if name == "comet" and not team.is_alone:
-        first = output.clone()
-        dist.broadcast(first, src=0, group=ranks.process_group)
-        if ranks.worst(float(not torch.equal(first, output))):
-            return accuracy, "ranks have different bits"
-    return accuracy, ""
+    return accuracy, "ranks have different bits" if name == "comet" and differs_over_ranks(output, ranks) else ""
 
 
 def timed_form(run: StepRun, num_steps: int, device: torch.device, *, may_wait: bool) -> tuple[Variant, str]:
@@ -183,15 +175,14 @@ def compare(output: Tensor, exact: Tensor) -> tuple[float, float]:
     return error.item(), cosine.item()
 
 
-SHAPES = {
-    "qwen3_30b_a3b": MODELS["qwen3_30b_a3b"],
-    "gemma4_like": MoEConfig(num_experts=128, top_k=8, hidden_size=2816, ffn_size=704),
-    "mixtral_8x7b": MODELS["mixtral_8x7b"],
-    "deepseek_v3_slice": MoEConfig(num_experts=64, top_k=8, hidden_size=7168, ffn_size=2048),
-    "tiny": MODELS["tiny"],
-}
+OTHERS = {"gemma4_like": MoEConfig(num_experts=128, top_k=8, hidden_size=2816, ffn_size=704)}
 SETS = 4  # for each rank, which holds a part of the experts: a call has as many bytes, and more steps that absorb skew
 MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # variants for more than MAX_DECODE_TOKENS
+
+
+def shape_of(name: str) -> MoEConfig:
+    """``shapes.model``, or one that ``configs/model`` does not have."""
+    return OTHERS.get(name) or model(name)
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -233,7 +224,7 @@ def measure(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> 
     parallel = arguments.parallel
     for name in arguments.models:
         opening = open_team(
-            SHAPES[name],
+            shape_of(name),
             parallel,
             max_tokens=max(arguments.tokens),
             wants_fused="fused" in settings.variants,
@@ -259,32 +250,23 @@ def measure_weights(team: Team, kind: str, tokens: Sequence[int], settings: Sett
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for what does not exist or does not go together."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help=", ".join(SHAPES))
+    parser = suite_parser(
+        "decode", __doc__, models=("qwen3_30b_a3b",), ep=1, tp=1, routing="uniform", rounds=30, device="auto",
+        out=Path("outputs/bench_decode"),
+    )  # fmt: skip
     parser.add_argument(
-        "--weights", type=words, default=("bf16",), help=", ".join(WEIGHTS) + "; bf16 is float32 on a CPU"
+        "--weights", type=words, default=WEIGHTS[:1], help=f"of {','.join(WEIGHTS)}; bf16 is float32 on a CPU"
     )
     parser.add_argument(
-        "--tokens",
-        type=whole_numbers,
-        default=[1, 2, 4, 8, 16, 32, 64],
+        "--tokens", type=whole_numbers, default=[1, 2, 4, 8, 16, 32, 64],
         help="of a step; over ranks equal on all of them, or (own, own_nccl, own_fused) each rank's share of them",
-    )
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
+    )  # fmt: skip
     parser.add_argument(
-        "--variants",
-        type=words,
-        default=None,
-        help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all of them by default",
+        "--variants", type=words, help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all by default"
     )
     parser.add_argument(
         "--try", dest="trials", action="append", default=[], help="form=matrix,down.rows=64,dependent=1"
     )
-    parser.add_argument("--rounds", type=int, default=30, help="counted calls of each variant")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench_decode"))
     arguments = parser.parse_args(command_line)
     arguments.trials = [dict(pair.split("=", 1) for pair in trial.split(",")) for trial in arguments.trials]
     arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
@@ -297,14 +279,12 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
 def check(arguments: argparse.Namespace, known: Sequence[str]) -> None:
     """Raise ``ValueError`` naming the argument, its value and its rule."""
     for name in arguments.models:
-        require(name in SHAPES, f"models={name!r} must be one of {', '.join(SHAPES)}")
-        arguments.parallel.check(SHAPES[name])
-    for kind in arguments.weights:
-        require(kind in WEIGHTS, f"weights={kind!r} must be one of {', '.join(WEIGHTS)}")
+        arguments.parallel.check(shape_of(name))
+    require_known("weights", arguments.weights, WEIGHTS)
     for name in arguments.variants:
         ranks = f"ep={arguments.ep} x tp={arguments.tp}"
         require(name in known, f"variants={name!r} must be one of {', '.join(known)} for {ranks}")
-    require(arguments.routing in ROUTINGS, f"routing={arguments.routing!r} must be one of {', '.join(ROUTINGS)}")
+    require_known("routing", [arguments.routing], ROUTINGS)
     for number in arguments.tokens:
         require(number >= 1, f"tokens={number} must be at least 1")
         require(
@@ -312,7 +292,7 @@ def check(arguments: argparse.Namespace, known: Sequence[str]) -> None:
             f"tokens={number} must be at most {MAX_DECODE_TOKENS} for variants={','.join(arguments.variants)}",
         )
     for trial in arguments.trials:
-        configs(SHAPES["tiny"], 2, torch.bfloat16, [trial])
+        configs(model("tiny"), 2, torch.bfloat16, [trial])
 
 
 def main(command_line: Sequence[str]) -> None:

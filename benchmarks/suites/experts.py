@@ -26,7 +26,6 @@ GPU memory in bfloat16, and nothing else.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -45,18 +44,17 @@ from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
-from comet.launch.cli import Parser
 from comet.plain import grouped_matmul
 from comet.quantize import MXType, quantize_mx
 from comet.tuner.timing import capture, time_interleaved
 
-from lib.arguments import shares, words
-from lib.ranks import Ranks
-from lib.report import Row, cell, table_of
-from lib.roofs import link_gbs
+from lib.arguments import BUDGETS, require_known, require_positive, suite_parser, words
+from lib.ranks import Ranks, device_name
+from lib.report import Row, cell, table_of, write_json
 from lib.routing.traces import Trace, made_trace, resized_guesses, resized_trace
 from lib.shapes import model
 from lib.start import memory_limit, release, start_ranks, tell
+from lib.timing import link_gbs
 
 COLUMNS = (
     "stored", "variant", "budget", "slots", "hits", "precision", "hosted", "us", "bound_us", "of_bound", "link_gbs",
@@ -252,15 +250,12 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     rows: list[Row] = []
     facts = {"task": "bench_experts", "model": arguments.model, "layers": arguments.layers, "link_gbs": link,
              "trace": str(arguments.trace or f"made, sticky={arguments.sticky}"),
-             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}  # fmt: skip
+             "device": device_name(device)}  # fmt: skip
     for name in arguments.stored:
         rows += rows_of(arguments, name, device, link)
         release(ranks)
         tell(ranks, table_of(rows, COLUMNS, cell))
-        line = json.dumps(facts | {"rows": rows})
-        if arguments.out is not None:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "bench_experts.json").write_text(line + "\n")
+        line = write_json(arguments.out, "bench_experts", facts | {"rows": rows})
     print(table_of(rows, COLUMNS, cell))
     print(line)
 
@@ -363,35 +358,25 @@ def as_variant(step: Callable[[], Any], device: torch.device, *, graph: bool) ->
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model or a number out of range."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3_30b_a3b", help="a name of shapes.py")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3, 0.5, 1.0), help="shares of the experts")
-    parser.add_argument(
-        "--stored", type=words, default=STORED[:1], help=f"of {', '.join(STORED)}: a group of rows each"
-    )
+    parser = suite_parser("experts", __doc__, model="qwen3_30b_a3b", layers=4, budgets=BUDGETS, device="auto", out=None)
+    parser.add_argument("--stored", type=words, default=STORED[:1], help=f"of {','.join(STORED)}: a group of rows each")
     parser.add_argument("--variants", type=words, default=("cache",), help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--trace", type=Path, default=None, help="routing.pt of bench.py speculation, to be replayed")
+    parser.add_argument("--trace", type=Path, help="routing.pt of bench.py speculation, to be replayed")
     parser.add_argument("--sticky", type=float, default=0.5, help="chance that an expert serves the next token, too")
     parser.add_argument("--steps", type=int, default=256, help="tokens of the trace")
     parser.add_argument(
         "--rounds", type=int, default=20, help=f"counted calls of {STEPS_PER_CALL} steps, at least; whole traces"
     )
     parser.add_argument("--prompt", type=int, default=0, help="tokens of prompts that are measured, too; 0: none are")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args(command_line)
     model(arguments.model)
     require(arguments.prompt == 0 or arguments.prompt > 1, f"prompt={arguments.prompt} must be 0 or at least 2")
-    for name in arguments.stored:
-        require(name in STORED, f"stored={name!r} must be one of {', '.join(STORED)}")
-    for name in arguments.variants:
-        require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
+    require_known("stored", arguments.stored, STORED)
+    require_known("variants", arguments.variants, KINDS)
     for name in arguments.variants if arguments.trace is None else ():
         known = not name.startswith(PREFETCH)
         require(known, f"variants={name!r} must come with --trace: made routing says nothing of guesses")
-    for name in ("layers", "steps", "rounds"):
-        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
+    require_positive(arguments, "layers", "steps", "rounds")
     require(0 <= arguments.sticky < 1, f"sticky={arguments.sticky} must be at least 0 and below 1")
     return arguments
 

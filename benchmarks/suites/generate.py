@@ -27,44 +27,36 @@ prints a table and, as the last line, the run.
 from __future__ import annotations
 
 import argparse
-import csv
-import gc
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
 from comet.graphs import WARM_CALLS
 from comet.group import make_expert_group
-from comet.launch.cli import Parser
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
-from comet.tables import aligned
 from comet.tuner.timing import Timing, Variant, rank_barrier
 
 from baselines.library import library_version
-from lib.arguments import whole_numbers
-from lib.gpt import ATTENTION, make_gpt, model_config
-from lib.ranks import Ranks, attempt
-from lib.report import Row, cell
-from lib.roofs import read_roof_tbs
+from lib.arguments import require_known, require_positive, suite_parser, whole_numbers
+from lib.gpt import make_gpt, model_config
+from lib.ranks import Ranks, attempt, differs_over_ranks
+from lib.report import Row, cell, table_of, write_csv, write_json
 from lib.shapes import MODELS
-from lib.start import gather_facts, start_ranks, tell
-from lib.timing import time_by_protocol
+from lib.start import gather_facts, release, start_ranks, tell
+from lib.timing import read_roof_tbs, time_by_protocol
 from variants.generate import COMET, Paths, StepPath, Stepwise
 
 COLUMNS = (
     "model", "layers", "ep", "tp", "batch", "context",
     "path", "ms", "tokens_per_s", "mbytes", "tbs", "of_roof", "cosine", "failure",
 )  # fmt: skip
-IN_JSON_ONLY = ("quantiles",)
 
 
 def path_rows(
@@ -106,23 +98,6 @@ def path_rows(
     return found
 
 
-def format_table(rows: Sequence[Row]) -> str:
-    """One aligned line per row."""
-    shown = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
-    return "\n".join(aligned([shown, *([cell(row.get(name), near_one=6) for name in shown] for row in rows)]))
-
-
-def write(folder: Path, rows: Sequence[Row], facts: Row) -> str:
-    """All rows so far, as ``bench_generate.csv`` and ``.json``; returns the line of JSON."""
-    with (folder / "bench_generate.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    line = json.dumps({"facts": facts, "rows": list(rows)})
-    (folder / "bench_generate.json").write_text(line + "\n")
-    return line
-
-
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Tokens per second over the length of the context, a line for each path; dashed where a graph is replayed."""
     from matplotlib.figure import Figure
@@ -143,6 +118,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=120)
 
 
+VOCABULARY = {"qwen3_30b_a3b": 151_936, "tiny": 256}  # of the models that are measured
 ALIGNMENT = 64  # positions a cache has room for
 LEAST_COSINE = 0.9  # experts of nearly equal probability change places where the router is rounded differently
 
@@ -215,14 +191,6 @@ def prepare(
     return ready, cosines, failures
 
 
-def differs_over_ranks(logits: Tensor, ranks: Ranks) -> bool:
-    """Whether a rank has other bits than rank 0 (collective)."""
-    first = logits.clone()
-    if ranks.process_group is not None:
-        dist.broadcast(first, src=0, group=ranks.process_group)
-    return bool(ranks.worst(float(not torch.equal(first, logits))))
-
-
 def warm_path(maker: Callable[[], StepPath], first: Tensor) -> tuple[StepPath, Tensor | None]:
     """A path after its first steps, and the logits of the very first, where it shows them."""
     path = maker()
@@ -254,7 +222,8 @@ def step_bytes(gpt: GPT, contents: Tensor, first: Tensor, num_places: int, steps
 @torch.no_grad()
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     """Measure all contexts; rank 0 reports (collective)."""
-    config = model_config(arguments.model, arguments.layers, room(max(arguments.contexts), arguments.steps))
+    context = room(max(arguments.contexts), arguments.steps)
+    config = model_config(arguments.model, arguments.layers, context, VOCABULARY[arguments.model])
     group = make_expert_group(
         config.moe, arguments.parallel, max_tokens=MAX_DECODE_TOKENS, dtype=ranks.dtype, device=ranks.device
     )
@@ -273,39 +242,32 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     for context in arguments.contexts:
         rows += measure_context(paths, context, arguments, facts["read_roof_tbs"], ranks)
         paths.check()
-        gc.collect()  # graphs keep their memory
+        release(ranks)  # graphs keep their memory
         if ranks.rank == 0:
-            line = write(arguments.out, rows, facts)
+            write_csv(arguments.out / "bench_generate.csv", rows, COLUMNS)
+            line = write_json(arguments.out, "bench_generate", {"facts": facts, "rows": rows})
         tell(ranks, f"context {context}: done")
     if ranks.rank == 0:
         draw(arguments.out / "bench_generate.png", rows)
-        print(format_table(rows))
+        print(table_of(rows, COLUMNS, partial(cell, near_one=6)))
         print(line, flush=True)
     group.close()
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small or too large."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3_30b_a3b", help=", ".join(ATTENTION))
-    parser.add_argument("--layers", type=int, default=4)
+    parser = suite_parser(
+        "generate", __doc__, layers=4, ep=1, tp=1, rounds=5, device="auto", out=Path("outputs/bench_generate")
+    )
+    parser.add_argument("--model", default="qwen3_30b_a3b", help=", ".join(VOCABULARY))
     parser.add_argument(
-        "--contexts",
-        type=whole_numbers,
-        default=[128, 1024, 4096, 16384],
-        help="positions before the first timed step",
+        "--contexts", type=whole_numbers, default=[128, 1024, 4096, 16384], help="positions before the first timed step"
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences that are extended at once, on all ranks")
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a timed call")
-    parser.add_argument("--rounds", type=int, default=5, help="counted calls of each path")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench_generate"))
     arguments = parser.parse_args(command_line)
-    require(arguments.model in ATTENTION, f"model={arguments.model!r} must be one of {', '.join(ATTENTION)}")
-    for name in ("layers", "batch", "steps", "rounds"):
-        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
+    require_known("model", [arguments.model], VOCABULARY)
+    require_positive(arguments, "layers", "batch", "steps", "rounds")
     require(min(arguments.contexts) >= 1, f"contexts={arguments.contexts} must each be at least 1")
     most = MAX_DECODE_TOKENS
     require(arguments.batch <= most, f"batch={arguments.batch} must be at most {most}, which warp decode takes")

@@ -19,8 +19,6 @@ line, the run.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,17 +32,16 @@ from torch.nn.functional import silu
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.group import ExpertGroup, make_expert_group
 from comet.integrations.megatron import from_sequential, with_comet
-from comet.launch.cli import Parser
 from comet.launch.distributed import started_by_torchrun
 from comet.tuner.timing import Variant
 from comet.workspace import Workspace
 
-from lib.arguments import whole_numbers, words
+from lib.arguments import require_positive, suite_parser
 from lib.moe.layer import relative_error
 from lib.ranks import Ranks, attempt
-from lib.report import Row, cell, table_of
+from lib.report import Row, cell, describe, table_of, write_json
 from lib.shapes import model
-from lib.start import gather_facts, start_ranks, tell
+from lib.start import gather_facts, release, start_ranks, tell
 from lib.timing import time_by_protocol
 
 ROTATE = 4
@@ -195,7 +192,7 @@ def measure_point(config: MoEConfig, group: ExpertGroup, num_tokens: int, rounds
     for name in ("sequential", "grouped"):
         if name in timings and "comet" in timings:
             found[f"x_{name}"] = timings[name].median_ms / timings["comet"].median_ms
-    return found | {"failures": "; ".join(f"{name}: {reason}" for name, reason in failures.items())}
+    return found | {"failures": describe(failures)}
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
@@ -207,7 +204,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         config = model(name)
         group = make_expert_group(
             config,
-            ParallelConfig(ep=arguments.ep),
+            arguments.parallel,
             max_tokens=max(arguments.tokens),
             dtype=torch.bfloat16,
             device=ranks.device,
@@ -215,29 +212,26 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         for num_tokens in arguments.tokens:
             point = {"model": name, "tokens": num_tokens, "ep": arguments.ep}
             rows.append(point | measure_point(config, group, num_tokens, arguments.rounds, ranks))
-            gc.collect()
+            release(ranks)
             tell(ranks, f"{name} {num_tokens}: done")
         group.close()
     if ranks.rank == 0:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(facts | {"rows": rows})
-        (arguments.out / "bench_megatron.json").write_text(line + "\n")
+        line = write_json(arguments.out, "bench_megatron", facts | {"rows": rows})
         print(table_of(rows, COLUMNS, cell), line, sep="\n", flush=True)
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown model or a number that is too small."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help="comma-separated names of shapes.py")
-    parser.add_argument("--tokens", type=whole_numbers, default=[4096], help="tokens per rank, comma-separated")
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=10, help="counted calls of each variant")
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench_megatron"))
+    parser = suite_parser(
+        "megatron", __doc__, models=("qwen3_30b_a3b",), tokens=[4096], ep=1, rounds=10,
+        out=Path("outputs/bench_megatron"),
+    )  # fmt: skip
     arguments = parser.parse_args(command_line)
+    arguments.parallel = ParallelConfig(ep=arguments.ep)
     for name in arguments.models:
-        ParallelConfig(ep=arguments.ep).check(model(name))
+        arguments.parallel.check(model(name))
     require(min(arguments.tokens) >= 1, f"tokens={arguments.tokens} must each be at least 1")
-    require(arguments.rounds >= 1, f"rounds={arguments.rounds} must be at least 1")
+    require_positive(arguments, "rounds")
     return arguments
 
 
@@ -246,4 +240,4 @@ def main(command_line: Sequence[str]) -> None:
     arguments = parse(command_line)
     require(started_by_torchrun(), "start the benchmark with torchrun: Megatron needs process groups, also of one rank")
     require(torch.cuda.is_available(), "Megatron-core needs GPUs")
-    start_ranks(ParallelConfig(ep=arguments.ep), "auto", partial(run, arguments))
+    start_ranks(arguments.parallel, "auto", partial(run, arguments))

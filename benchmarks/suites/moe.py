@@ -4,9 +4,9 @@
         --routing uniform,zipf,hot
     torchrun --nproc-per-node 2 benchmarks/bench.py moe --device cpu --models tiny --tokens 64 --ep 2
 
-Rank 0 writes ``bench_moe.csv`` (a row as soon as it is measured), ``.png`` and ``.json`` to ``--out``, prints one table
-and, as the last line, the run as JSON. A variant or point that fails is recorded as such and the run goes on. Columns
-and protocol: ``RESULTS.md`` beside this file.
+Rank 0 writes ``bench_moe.csv`` (a row as soon as it is measured), ``.png`` and ``.json`` to ``--out``, where those of
+an earlier run become ``bench_moe.1.csv`` and so on, prints one table and, as the last line, the run as JSON. A variant
+or point that fails is recorded as such and the run goes on. Columns and protocol: ``RESULTS.md``.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ import torch
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.launch.cli import Parser
 from comet.launch.distributed import started_by_torchrun
 from comet.paths import SymmetricPath
-from comet.tuner.timing import Timing, Variant
+from comet.tuner.timing import Variant
 
-from lib.arguments import whole_numbers, words
+from lib.arguments import require_known, suite_parser, words
 from lib.moe.fp8 import deviation
 from lib.moe.layer import ROTATE, Inputs, Layer, Settings, find_fault, open_layer, relative_error
 from lib.moe.report import (
     COLUMNS,
     FP8_VARIANTS,
     VARIANTS,
-    as_json,
     draw,
     figures,
     format_summary,
     format_table,
     layer_flops,
     link_bytes,
+    whole_run,
 )
 from lib.ranks import Ranks, attempt
-from lib.report import Row, append_csv, set_aside
+from lib.report import Row, append_csv, describe, set_aside, write_json
 from lib.shapes import ROUTINGS, model, parse_overlap
 from lib.start import gather_facts, release, start_ranks, tell
 from lib.timing import time_by_protocol
@@ -88,7 +87,7 @@ def measure_point(
         {f"{name}_ms": value for name, value in times_ms.items()}
         | figures(times_ms, flops, traffic, link_roof)
         | {"error": errors.get("comet"), "error_fp8": errors.get("comet_fp8")}
-        | {"failures": describe(failures), "quantiles": quantiles(timings)}
+        | {"failures": describe(failures), "quantiles": {name: asdict(timing) for name, timing in timings.items()}}
         | {"setting": describe_setting(layer), "timed_seconds": timed_seconds}
     )
 
@@ -163,16 +162,6 @@ def describe_setting(layer: Layer) -> str:
     return f"{path.settings.comm_blocks}/{path.settings.layer1.num_panels}/{path.overlap.num_phases}"
 
 
-def quantiles(timings: dict[str, Timing]) -> dict[str, dict[str, float]]:
-    """Median, 10 % and 90 % of every variant, as measured."""
-    return {name: asdict(timing) for name, timing in timings.items()}
-
-
-def describe(failures: dict[str, str]) -> str:
-    """One field of the table: ``comet: RuntimeError: ...; gemm: ...``."""
-    return "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-
-
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:
     """Measure all points, model by model; rank 0 reports."""
     table = arguments.out / "bench_moe.csv"
@@ -191,8 +180,7 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
                 append_csv(table, [rows[-1]], COLUMNS)
             tell(ranks, progress(rows[-1]))
     if ranks.rank == 0:
-        line = as_json(rows, facts)
-        (arguments.out / "bench_moe.json").write_text(line + "\n")
+        line = write_json(arguments.out, "bench_moe", whole_run(rows, facts))
         print(format_table(rows), format_summary(rows), sep="\n", flush=True)
         draw(arguments.out / "bench_moe.png", rows)
         print(line)
@@ -254,34 +242,20 @@ def progress(row: Row) -> str:
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or variant."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=words, default=("mixtral_8x7b",), help="comma-separated names of shapes.py")
-    parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="tokens per rank, comma-separated")
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument(
-        "--routing", type=words, default=("uniform",), help=f"comma-separated, of {', '.join(ROUTINGS)}"
-    )
-    parser.add_argument("--backward", action="store_true", help="forward + backward")
-    parser.add_argument("--path", default="auto", help="path of Comet's layer: auto, fused, twin, plain, reference")
-    parser.add_argument("--overlap", default="", help="settings of Comet, such as comm_blocks=16,num_panels=4")
     known = (*VARIANTS, *FP8_VARIANTS)
-    parser.add_argument("--variants", type=words, default=VARIANTS, help=",".join(known))
-    parser.add_argument("--rounds", type=int, default=20, help="counted calls of each variant")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("outputs/bench_moe"),
-        help="folder; what an earlier run left there is kept as bench_moe.1.csv and so on",
-    )
+    parser = suite_parser(
+        "moe", __doc__, models=("mixtral_8x7b",), tokens=[2048, 8192], ep=1, tp=1, path="auto", rounds=20,
+        device="auto", out=Path("outputs/bench_moe"),
+    )  # fmt: skip
+    parser.add_argument("--routing", type=words, default=ROUTINGS[:1], help=f"of {','.join(ROUTINGS)}")
+    parser.add_argument("--backward", action="store_true", help="forward + backward")
+    parser.add_argument("--overlap", default="", help="settings of Comet, such as comm_blocks=16,num_panels=4")
+    parser.add_argument("--variants", type=words, default=VARIANTS, help=f"of {','.join(known)}")
     arguments = parser.parse_args(command_line)
     for name in arguments.models:
         model(name)
-    for name in arguments.routing:
-        require(name in ROUTINGS, f"routing={name!r} must be one of {', '.join(ROUTINGS)}")
-    for name in arguments.variants:
-        require(name in known, f"variants={name!r} must be one of {', '.join(known)}")
+    require_known("routing", arguments.routing, ROUTINGS)
+    require_known("variants", arguments.variants, known)
     return arguments, Settings(
         parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),
         max_tokens=max(arguments.tokens),

@@ -21,7 +21,6 @@ line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -42,7 +41,6 @@ from comet.generation.engine import GPTEngine
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
 from comet.group import make_expert_group
-from comet.launch.cli import Parser
 from comet.launch.failures import one_line
 from comet.models.gpt import GPT
 from comet.paths import ExpertPath
@@ -52,14 +50,14 @@ from comet.training.config import DataConfig
 from comet.training.data import read_corpus
 
 from baselines.offloaded import has_accelerate, make_offloaded, require_accelerate
-from lib.arguments import shares, words
+from lib.arguments import BUDGETS, require_known, shares, suite_parser, whole_numbers, words
 from lib.drafts.misses import drafting_rows
 from lib.drafts.pictures import draw_all, routing_facts
 from lib.drafts.quality import measure_drafts, measure_top_r, record_routing
-from lib.ranks import FAILURES, Ranks
-from lib.report import Row, cell, table_of
-from lib.roofs import link_gbs
+from lib.ranks import FAILURES, Ranks, device_name
+from lib.report import Row, cell, table_of, write_json
 from lib.start import memory_limit, release, start_ranks, tell
+from lib.timing import link_gbs
 from variants.speculation import Accelerated, OnDemand, Timed, Variant, score
 
 COLUMNS = (
@@ -113,7 +111,7 @@ class Run:
         self.failures: list[Row] = []
         self.plain = GenerateConfig(  # the cache alone: prefetch is a variant of its own
             max_new_tokens=min(arguments.tokens, self.context - PROMPT_BYTES),
-            temperature=arguments.temperature, draft_experts=arguments.draft_experts,
+            temperature=arguments.temperature, draft_experts=tuple(arguments.draft_experts),
             draft_tokens=arguments.draft_tokens, tau=arguments.tau, adaptive_tolerance=arguments.tolerance,
             expert_budget=1.0, expert_prefetch=False,
         )  # fmt: skip
@@ -290,11 +288,8 @@ class Run:
         """One line of JSON, also in ``--out``."""
         facts: Row = {"task": "bench_speculation", "model": self.model.config.name, "link_gbs": self.link}
         facts |= {"source": str(self.arguments.source), "workspace_mb": self.arguments.workspace_mb}
-        facts |= {"device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"}
-        line = json.dumps(facts | found)
-        if self.arguments.out is not None:
-            (self.arguments.out / "bench_speculation.json").write_text(line + "\n")
-        return line
+        facts |= {"device": device_name(self.device)}
+        return write_json(self.arguments.out, "bench_speculation", facts | found)
 
 
 def tables_of(quality: Row) -> list[str]:
@@ -345,37 +340,26 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
     group.close()
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """``1,2`` of a command line as ``(1, 2)``."""
-    return tuple(map(int, text.split(",")))
-
-
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown variant, or for accelerate where it is missing."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = suite_parser("speculation", __doc__, budgets=BUDGETS, device="auto", out=None)
     parser.add_argument("--source", type=Path, required=True, help="an output folder of comet train")
-    parser.add_argument("--data", default=None, help="as data.path of the training (default: the standard library)")
-    parser.add_argument("--budgets", type=shares, default=(0.1, 0.2, 0.3, 0.5, 1.0), help="shares of the experts")
-    parser.add_argument(
-        "--variants", type=words, default=None, help=f"all that are installed, or of {', '.join(KINDS)}"
-    )
+    parser.add_argument("--data", help="as data.path of the training (default: the standard library)")
+    parser.add_argument("--variants", type=words, help=f"all that are installed, or of {', '.join(KINDS)}")
     parser.add_argument("--tokens", type=int, default=128, help="of each text")
     parser.add_argument("--rounds", type=int, default=5, help="texts, at most")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no variant or text is begun")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--draft-experts", type=numbers, default=(2,))
+    parser.add_argument("--draft-experts", type=whole_numbers, default=[2])
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--tau", type=float, default=0.4)
     parser.add_argument("--tolerance", type=float, default=0.3, help="T of adaptive mode in the table")
     parser.add_argument("--tolerances", type=shares, default=(0.1, 0.3, 0.5, 0.9), help="T whose cost is measured")
     parser.add_argument("--workspace-mb", type=int, default=512, help="device memory of a variant beside its slots")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args(command_line)
     if arguments.variants is None:
         arguments.variants = tuple(name for name in KINDS if name != ACCELERATE or has_accelerate())
-    for name in arguments.variants:
-        require(name in KINDS, f"variants={name!r} must be one of {', '.join(KINDS)}")
+    require_known("variants", arguments.variants, KINDS)
     if ACCELERATE in arguments.variants:
         require_accelerate()
     return arguments

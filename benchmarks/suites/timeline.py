@@ -16,7 +16,6 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -24,14 +23,15 @@ from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.kernels.recorder import DEFAULT_CAPACITY, Recorder
-from comet.launch.cli import Parser
 from comet.launch.distributed import started_by_torchrun
 from comet.moe import MoE
 from comet.trace import Timeline, record, recording_to
 from comet.tuner.timing import capture, rank_barrier
 
+from lib.arguments import require_known, suite_parser
 from lib.moe.layer import Inputs, Settings, make_inputs, open_layer
-from lib.ranks import Ranks
+from lib.ranks import Ranks, device_name
+from lib.report import Row
 from lib.shapes import ROUTINGS, model, parse_overlap
 from lib.start import start_ranks
 from lib.timing import time_by_protocol
@@ -98,20 +98,13 @@ def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None
         print(json.dumps(report(arguments, ranks, timeline, cost) | {"output_unchanged": not differs}))
 
 
-def report(
-    arguments: argparse.Namespace, ranks: Ranks, timeline: Timeline, cost: dict[str, float] | None
-) -> dict[str, Any]:
+def report(arguments: argparse.Namespace, ranks: Ranks, timeline: Timeline, cost: dict[str, float] | None) -> Row:
     """Write the files; what was recorded as one object."""
     summary = timeline.write(arguments.out)
-    on_gpu = ranks.device.type == "cuda"
     return {
         "benchmark": "record_timeline",
-        "model": arguments.model,
-        "tokens": arguments.tokens,
-        "ep": arguments.ep,
-        "tp": arguments.tp,
-        "routing": arguments.routing,
-        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu, interpreted",
+        **{name: getattr(arguments, name) for name in ("model", "tokens", "ep", "tp", "routing")},
+        "device": device_name(ranks.device) + (", interpreted" if ranks.device.type == "cpu" else ""),
         "recording": cost,
         "files": [str(arguments.out / name) for name in ("timeline.json", "timeline.png", "summary.json")],
         **summary,
@@ -120,20 +113,16 @@ def report(
 
 def parse(command_line: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     """Read the command line; raises ``ValueError`` for an unknown model, routing or setting."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="mixtral_8x7b", help="a name of shapes.py")
+    parser = suite_parser(
+        "timeline", __doc__, model="mixtral_8x7b", ep=1, tp=1, routing="uniform", rounds=21, device="auto",
+        out=Path("outputs/timeline"),
+    )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank")
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--routing", default="uniform", help=", ".join(ROUTINGS))
     parser.add_argument("--split", default="comm_blocks=16", help="comm_blocks=16,num_panels=4,num_phases=2")
     parser.add_argument("--capacity", type=int, default=DEFAULT_CAPACITY, help="events a block can keep")
-    parser.add_argument("--rounds", type=int, default=21, help="counted calls with and without recording")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--out", type=Path, default=Path("outputs/timeline"))
     arguments = parser.parse_args(command_line)
     model(arguments.model)
-    require(arguments.routing in ROUTINGS, f"routing={arguments.routing!r} must be one of {', '.join(ROUTINGS)}")
+    require_known("routing", [arguments.routing], ROUTINGS)
     return arguments, Settings(
         parallel=ParallelConfig(ep=arguments.ep, tp=arguments.tp),
         max_tokens=arguments.tokens,

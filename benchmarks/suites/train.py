@@ -16,13 +16,12 @@ of the gradients, AdamW; in bf16 on GPUs, parameters too. The variants are steps
 A variant that fails, or whose first losses or gradients differ from those of ``plain`` by more than rounding explains,
 is not timed and stands under ``failures``; so does a point that fails, and the run goes on. Rank 0 writes
 ``bench_train.csv`` (a row as soon as it is measured) and ``.json`` to ``--out``, prints a table and, as the last line,
-the run as JSON. Columns and protocol: ``RESULTS.md`` beside this file.
+the run as JSON. Columns and protocol: ``RESULTS.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,6 @@ from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require
 from comet.group import ExpertGroup, make_expert_group
-from comet.launch.cli import Parser
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
 from comet.paths import ExpertPath, make_path
@@ -46,36 +44,21 @@ from comet.sharding import local
 from comet.training.config import TrainConfig
 from comet.training.loop import StepMetrics, Trainer, make_optimizer
 
-from lib.arguments import whole_numbers, words
-from lib.gpt import draws_on
+from lib.arguments import require_known, require_positive, suite_parser, words
+from lib.gpt import draws_on, model_config
 from lib.ranks import Ranks, attempt
-from lib.report import Row, append_csv, cell, geometric_mean, set_aside, table_of
+from lib.report import Row, append_csv, cell, describe, geometric_mean, set_aside, table_of, write_json
 from lib.shapes import model
 from lib.start import gather_facts, release, start_ranks, tell
 from lib.timing import time_by_protocol
 
 VARIANTS = ("comet", "comet_graph", "plain", "rest")
-# Fields of ModelConfig: the attention in front of each layer, as in ``configs/model``.
-HEADS: dict[str, dict[str, int]] = {
-    "mixtral_8x7b": dict(num_heads=32, num_kv_heads=8),
-    "qwen2_moe": dict(num_heads=16, num_kv_heads=16),
-    "phi35_moe": dict(num_heads=32, num_kv_heads=8),
-    "qwen3_30b_a3b": dict(num_heads=32, num_kv_heads=4, head_dim=128),
-    "deepseek_v3": dict(num_heads=128, num_kv_heads=128),
-    "tiny": dict(num_heads=4, num_kv_heads=4),
-}
 CHECKED_STEPS = 3  # graphs are captured in the second and replayed from then on
 LEARNING_RATE = 1e-4
 SCHEDULE_STEPS = 1000  # far more than the batches that are rotated: the learning rate stays where it starts
 TEXT_BYTES = 2**20
 # Losses, and of each step and parameter the norms of its gradient's rows.
 FirstSteps = tuple[Tensor, tuple[Tensor, ...]]
-
-
-def model_config(name: str, num_layers: int, context: int) -> ModelConfig:
-    """A GPT of layers called ``name`` (see ``shapes.model``) over bytes."""
-    moe, heads = model(name), HEADS[name.partition("/")[0]]
-    return ModelConfig(name=name, context=context, hidden_size=moe.hidden_size, num_layers=num_layers, moe=moe, **heads)
 
 
 class SwitchedModel:
@@ -263,7 +246,7 @@ def measure_point(
         {f"{name}_ms": value for name, value in times_ms.items()}
         | figures(times_ms, model.trainer.tokens_per_step)
         | errors
-        | {"failures": "; ".join(f"{name}: {reason}" for name, reason in failures.items())}
+        | {"failures": describe(failures)}
         | {"quantiles": {name: asdict(timing) for name, timing in timings.items()}}
     )
 
@@ -288,9 +271,8 @@ def measure(name: str, num_tokens: int, arguments: argparse.Namespace, ranks: Ra
     """The row of one point, with a group and a model of its own: what goes wrong here touches no other (collective)."""
     start = time.perf_counter()
     config = model_config(name, arguments.layers, arguments.context)
-    parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
     make_group = partial(
-        make_expert_group, config.moe, parallel, max_tokens=num_tokens, dtype=ranks.dtype, device=ranks.device
+        make_expert_group, config.moe, arguments.parallel, max_tokens=num_tokens, dtype=ranks.dtype, device=ranks.device
     )
     group, failure = attempt(make_group, ranks)
     found: Row | None = None
@@ -322,8 +304,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> None:
         done = f"{row['model']} {row['tokens']}: done in {row['seconds']:.1f} s"
         tell(ranks, "; ".join(filter(None, (done, row["failures"]))))
     if ranks.rank == 0:
-        line = json.dumps(facts | summary(rows) | {"rows": rows})
-        (arguments.out / "bench_train.json").write_text(line + "\n")
+        line = write_json(arguments.out, "bench_train", facts | summary(rows) | {"rows": rows})
         print(format_table(rows), line, sep="\n", flush=True)
 
 
@@ -341,27 +322,18 @@ def format_table(rows: Sequence[Row]) -> str:
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Read the command line; raises ``ValueError`` for an unknown name or a number that does not fit."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=words, default=("qwen3_30b_a3b",), help="comma-separated names of shapes.py")
-    parser.add_argument("--tokens", type=whole_numbers, default=[2048, 8192], help="per rank and step, comma-separated")
+    parser = suite_parser(
+        "train", __doc__, models=("qwen3_30b_a3b",), tokens=[2048, 8192], layers=2, ep=1, tp=1, path="auto", rounds=10,
+        device="auto", out=Path("outputs/bench_train"),
+    )  # fmt: skip
     parser.add_argument("--context", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--layers", type=int, default=2, help="blocks of the model, each with a MoE layer")
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--path", default="auto", help="path of Comet's layers: auto, fused, twin, plain, reference")
-    parser.add_argument("--variants", type=words, default=VARIANTS, help=",".join(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=10, help="counted steps of each variant")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs/bench_train"), help="folder; an earlier run's files are renamed"
-    )
+    parser.add_argument("--variants", type=words, default=VARIANTS, help=f"of {','.join(VARIANTS)}")
     arguments = parser.parse_args(command_line)
+    arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)
     for name in arguments.models:
-        ParallelConfig(ep=arguments.ep, tp=arguments.tp).check(model(name))
-    for name in arguments.variants:
-        require(name in VARIANTS, f"variants={name!r} must be one of {', '.join(VARIANTS)}")
-    for name in ("context", "layers", "rounds"):
-        require(getattr(arguments, name) >= 1, f"{name}={getattr(arguments, name)} must be at least 1")
+        arguments.parallel.check(model(name))
+    require_known("variants", arguments.variants, VARIANTS)
+    require_positive(arguments, "context", "layers", "rounds")
     for number in arguments.tokens:
         require(
             number >= 1 and number % arguments.context == 0,
@@ -373,4 +345,4 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
 def main(command_line: Sequence[str]) -> None:
     """One rank of the benchmark."""
     arguments = parse(command_line)
-    start_ranks(ParallelConfig(ep=arguments.ep, tp=arguments.tp), arguments.device, partial(run, arguments))
+    start_ranks(arguments.parallel, arguments.device, partial(run, arguments))

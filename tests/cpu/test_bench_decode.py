@@ -178,7 +178,7 @@ def test_report_survives_what_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "gpt"], "models='gpt' must be one of qwen3_30b_a3b"),
+        (["--models", "gpt"], "models='gpt' must be one of deepseek_v3, mixtral_8x7b"),
         (["--routing", "round"], "routing='round' must be one of"),
         (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, mxfp4, fp8"),
         (["--try", "gate_up.width=3"], "--try gate_up.width=3: the field must be one of form, fold"),
@@ -192,7 +192,7 @@ def test_report_survives_what_failed(tmp_path: Path) -> None:
         ),
         (["--tokens", "65", "--variants", "own", "--ep", "2"], "tokens=65 must be at most 64 for variants=own"),
         (["--models", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
-        (["--models", "tiny", "--tp", "3"], "ffn_size=64 must be divisible by tp=3"),
+        (["--models", "tiny", "--tp", "3"], "ffn_size=128 must be divisible by tp=3"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: str) -> None:

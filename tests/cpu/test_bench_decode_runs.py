@@ -147,7 +147,7 @@ def test_tensor_parallel_and_quantised(tmp_path: Path) -> None:
     words = [*TINY, "--tp", "2", "--tokens", "1,5,70", "--weights", "mxfp8", "--out", str(tmp_path)]
     run_ranks(run_on_rank, 2, words)
     rows = check_rows(tmp_path, 1, 2, [1, 5, 70])
-    assert rows[0]["mbytes"] == pytest.approx(2 * 3 * 64 * 32 * 33 / 32 / 1e6)  # two experts, half of each
+    assert rows[0]["mbytes"] == pytest.approx(2 * 3 * 128 * 64 * 33 / 32 / 1e6)  # two experts, half of each
 
 
 def wrong_on_one_rank(rank: int, world_size: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ from ranks import run_ranks
 
 from comet.config import ParallelConfig
 from comet.group import make_expert_group
+from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.tuner.timing import Timing
 
 from baselines.library import library_version, make_library_model
 from lib.gpt import draws_on, make_gpt, model_config
-from lib.ranks import Ranks
-from suites.generate import differs_over_ranks, parse, path_rows, prepare, room, step_bytes
+from lib.ranks import Ranks, differs_over_ranks
+from suites.generate import parse, path_rows, prepare, room, step_bytes
 from suites.generate import run as run_benchmark
 from variants.generate import Paths
 
@@ -31,8 +33,12 @@ CPU = torch.device("cpu")
 needs_library = pytest.mark.skipif(library_version() is None, reason="needs pip install 'comet-moe[hf]'")
 
 
+def tiny_config(layers: int = 2) -> ModelConfig:
+    return replace(model_config("tiny", layers, 128), num_kv_heads=2)
+
+
 def tiny_gpt(layers: int = 2) -> GPT:
-    config = model_config("tiny", layers, 128)
+    config = tiny_config(layers)
     group = make_expert_group(config.moe, ParallelConfig(), max_tokens=64, dtype=torch.float32, device="cpu")
     return make_gpt(config, group)
 
@@ -109,10 +115,10 @@ def test_without_transformers_comet_runs_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_bytes_of_a_step() -> None:
     gpt = tiny_gpt(2)
     contents = contents_of(gpt, 1, 30)
-    hidden, expert = 64, 3 * 64 * 64
-    attention = hidden * (4 + 2 * 2) * 16 + 4 * 16 * hidden + 2 * hidden
+    hidden, expert = 128, 3 * 128 * 128
+    attention = hidden * (4 + 2 * 2) * 32 + 4 * 32 * hidden + 2 * hidden
     weights = 2 * (attention + 2 * expert + 8 * hidden) + hidden + 256 * hidden + hidden
-    cached = 2 * 2 * 2 * 16 * (30 + 5 / 2)
+    cached = 2 * 2 * 2 * 32 * (30 + 5 / 2)
     assert step_bytes(gpt, contents, torch.tensor([5]), 64, steps=4) == 4 * (weights + cached)
 
 
@@ -214,7 +220,7 @@ def test_torchrun_end_to_end(tmp_path: Path) -> None:
 
 def two_ranks(rank: int, world_size: int, ep: int, tp: int) -> tuple[list[int], float]:
     """Tokens that a rank chooses, and the bytes it touches of them."""
-    config = model_config("tiny", 2, 128)
+    config = tiny_config()
     layout = ParallelConfig(ep=ep, tp=tp)
     group = make_expert_group(config.moe, layout, max_tokens=64, dtype=torch.float32, device="cpu")
     gpt, first, ranks = make_gpt(config, group), torch.tensor([7, 200]), Ranks(rank, CPU, dist.group.WORLD)
@@ -232,11 +238,11 @@ def two_ranks(rank: int, world_size: int, ep: int, tp: int) -> tuple[list[int], 
 
 
 def test_ranks_take_equal_steps_and_count_their_own_bytes() -> None:
-    hidden, layers, batch = 64, 2, 2
-    attention = hidden * (4 + 2 * 2) * 16 + 4 * 16 * hidden + 2 * hidden
+    hidden, layers, batch = 128, 2, 2
+    attention = hidden * (4 + 2 * 2) * 32 + 4 * 32 * hidden + 2 * hidden
     dense = layers * (attention + 8 * hidden) + hidden + 256 * hidden + batch * hidden
-    cached = 2 * layers * batch * 2 * 16 * (21 + 5 / 2)
-    expert = 3 * 64 * 64
+    cached = 2 * layers * batch * 2 * 32 * (21 + 5 / 2)
+    expert = 3 * 128 * 128
     for ep, tp in ((1, 2), (2, 1)):
         found = run_ranks(two_ranks, 2, ep, tp)
         assert found[0][0] == found[1][0], "ranks choose the same tokens"

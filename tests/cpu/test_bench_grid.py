@@ -19,11 +19,11 @@ from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 
 import suites.moe
 import variants.layer
-from lib.moe.layer import Layer, Settings, draw_weights, make_inputs, open_layer
-from lib.moe.report import COLUMNS, as_json, draw, format_summary, format_table, summary
+from lib.moe.layer import WEIGHT_SEED, Layer, Settings, make_inputs, open_layer
+from lib.moe.report import COLUMNS, draw, format_summary, format_table, summary, whole_run
 from lib.ranks import Ranks
 from lib.report import append_csv, set_aside
-from lib.shapes import model, parse_overlap
+from lib.shapes import draw_weights, model, parse_overlap
 from suites.moe import checked_variants, parse, progress
 from variants.layer import Graph, LayerVariant, Shared, record
 
@@ -145,8 +145,8 @@ def test_weights_are_drawn_where_they_are(variants: tuple[str, ...]) -> None:
     config = MoEConfig(num_experts=4, top_k=2, hidden_size=128, ffn_size=64)
     wanted = torch.empty(4, 128, 128), torch.empty(4, 128, 64)
     others = torch.empty(4, 128, 128), torch.empty(4, 128, 64)
-    draw_weights(*wanted, config, 0)
-    draw_weights(*others, config, 1)
+    draw_weights(*wanted, config, WEIGHT_SEED)
+    draw_weights(*others, config, WEIGHT_SEED + 1)
     with open_layer(config, settings_of(*variants), ALONE) as layer:
         assert (layer.moe is None) == ("comet" not in variants)
         assert torch.equal(layer.w1, wanted[0])
@@ -173,7 +173,7 @@ def test_summary_example() -> None:
     )
     assert format_summary(rows[2:]) == "Compared at 0 of 1 points: Comet is slower than the best baseline at 0"
     assert summary([row_of("a", 8, "hot", 1.0)])["slower"] == 0
-    assert json.loads(as_json(rows, {}))["summary"] == found
+    assert whole_run(rows, {})["summary"] == found
 
 
 def test_means_are_given_for_each_of_several_routings() -> None:
@@ -182,10 +182,10 @@ def test_means_are_given_for_each_of_several_routings() -> None:
     assert len({len(line) for line in lines}) == 1
     cells = [line.split() for line in lines[-3:]]
     assert [(line[5], float(line[-1])) for line in cells] == [("uniform", 4), ("zipf", 1), ("-", 2.52)]
-    report = json.loads(as_json(rows, {}))
+    report = whole_run(rows, {})
     assert report["geometric_mean"]["x_best"] == pytest.approx(16 ** (1 / 3))
     assert report["geometric_mean_by_routing"]["uniform"]["x_best"] == pytest.approx(4)
-    assert json.loads(as_json(rows[:2], {}))["geometric_mean_by_routing"] == {}
+    assert whole_run(rows[:2], {})["geometric_mean_by_routing"] == {}
     assert len(format_table(rows[:2]).splitlines()) == 4
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comet.tables import aligned
 from comet.tuner.timing import Timing
 
-from lib.report import Row, cell
+from lib.report import Row, cell, describe, table_of, write_csv, write_json
 
 PREFIX = "transformers_"
 OWN = ("own", "own_nccl", "own_fused")
@@ -102,24 +100,15 @@ def variant_times(row: Row) -> dict[str, float]:
 def format_table(rows: Sequence[Row]) -> str:
     """One aligned line per row; below it what was launched without a graph or not measured, and the crossovers."""
     hidden = (*IN_JSON_ONLY, *BELOW_TABLE)
-    shown = [name for name in columns(rows, hidden) if any(row.get(name) is not None for row in rows)]
-    table = aligned([shown, *([cell(row.get(name), near_one=7) for name in shown] for row in rows)])
-    return "\n".join([*table, *_remarks(rows), *map(_sentence, crossovers(rows))])
+    table = table_of(rows, columns(rows, hidden), partial(cell, near_one=7))
+    return "\n".join([table, *_remarks(rows), *map(_sentence, crossovers(rows))])
 
 
 def write_results(folder: Path, rows: Sequence[Row], facts: Row) -> str:
     """CSV and JSON of all rows so far, so that an interruption loses nothing; returns the JSON, one line."""
-    _write_csv(folder / "bench_decode.csv", rows, columns(rows, IN_JSON_ONLY))
-    line = json.dumps({"facts": facts, "crossover": crossovers(rows), "rows": list(rows)})
-    (folder / "bench_decode.json").write_text(line + "\n")
-    return line
-
-
-def _write_csv(path: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows([_plain(row.get(name)) for name in names] for row in rows)
+    lines = [row | {name: describe(row[name]) for name in BELOW_TABLE if name in row} for row in rows]
+    write_csv(folder / "bench_decode.csv", lines, columns(rows, IN_JSON_ONLY))
+    return write_json(folder, "bench_decode", {"facts": facts, "crossover": crossovers(rows), "rows": list(rows)})
 
 
 def columns(rows: Sequence[Row], hidden: Sequence[str]) -> list[str]:
@@ -186,10 +175,3 @@ def _sentence(crossover: Row) -> str:
         f"crossover of {_title(crossover)}: {crossover['path']} is faster at {crossover['tokens']} tokens, "
         f"the fused path {fused}, of {measured}"
     )
-
-
-def _plain(value: Any) -> Any:
-    """A field of the CSV; ``{"torch": "why"}`` becomes ``torch: why``."""
-    if isinstance(value, Mapping):
-        return "; ".join(f"{name}: {reason}" for name, reason in value.items())
-    return value

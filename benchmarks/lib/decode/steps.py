@@ -21,7 +21,7 @@ from comet.quantize import FP8, MXFP4, MXFP8, quantize_fp8, quantize_mxfp4, quan
 from comet.reference import rank_partial
 
 from lib.ranks import Ranks, T, attempt
-from lib.shapes import make_routing
+from lib.shapes import make_routing, make_weights
 
 TIMEOUT_S = 30.0
 
@@ -180,24 +180,12 @@ class Step:
         return rank_partial(tokens, ids, self.routing_weights.double(), w1, w2, first_expert=0)
 
 
-def make_weights(
-    config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int
-) -> DecodeWeights:
-    """One rank's part of one set of random weights, drawn by itself."""
-    generator = torch.Generator(device).manual_seed(seed + SEEDS_PER_RANK * layout.rank)
-    experts, hidden, ffn = layout.experts_local, config.hidden_size, config.ffn_size // layout.tp
-    w1 = torch.empty(experts, 2 * ffn, hidden, device=device, dtype=dtype)
-    w2 = torch.empty(experts, hidden, ffn, device=device, dtype=dtype)
-    for weight, fan_in in ((w1, hidden), (w2, config.ffn_size)):
-        weight.normal_(std=fan_in**-0.5, generator=generator)
-    return DecodeWeights(w1=w1, w2=w2, slots=rank_slots(layout, device))
-
-
 def make_set(
     config: MoEConfig, layout: ExpertLayout, device: torch.device, dtype: torch.dtype, seed: int, kind: str
 ) -> WeightSet:
-    """``make_weights``, quantised for the ``WEIGHTS`` that ``QUANTISERS`` has."""
-    plain = make_weights(config, layout, device, dtype, seed)
+    """One rank's part of random weights, drawn by itself, and quantised for the ``WEIGHTS`` that ``QUANTISERS`` has."""
+    w1, w2 = make_weights(config, layout, device, dtype, seed + SEEDS_PER_RANK * layout.rank)
+    plain = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(layout, device))
     if kind not in QUANTISERS:
         return WeightSet(plain, plain)
     fields: dict[str, Tensor] = {}

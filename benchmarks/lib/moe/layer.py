@@ -22,7 +22,7 @@ from comet.workspace import Workspace
 from lib.moe.fp8 import FP8Layer, fits, quantize_layer
 from lib.moe.report import FP8_VARIANTS, VARIANTS
 from lib.ranks import ELSEWHERE, Ranks, attempt
-from lib.shapes import make_routing
+from lib.shapes import draw_weights, make_routing, make_weights
 
 ROTATE = 4  # input sets: with outputs and weights more than the 50 MB of L2 in every real shape
 SEEDS_PER_RANK = 1000
@@ -89,7 +89,7 @@ class DrawnInPlace(MoE):
 
     def reset_parameters(self, seed: int) -> None:
         """Draw the experts; routing is given, so what the router holds does not matter."""
-        draw_weights(*self.expert_weights(), self.config, self.group.rank)
+        draw_weights(*self.expert_weights(), self.config, WEIGHT_SEED + self.group.rank)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[
     if any(name.startswith("comet") for name in settings.variants):
         built, failure = attempt(partial(_build_comet, config, settings, ranks), ranks)
     if built is None:
-        w1, w2 = _own_weights(config, layout, ranks)
+        w1, w2 = make_weights(config, layout, ranks.device, ranks.dtype, WEIGHT_SEED + ranks.rank)
         yield Layer(
             config=config, layout=layout, w1=w1, w2=w2, moe=None, failures={"comet": failure} if failure else {}
         )
@@ -113,14 +113,6 @@ def open_layer(config: MoEConfig, settings: Settings, ranks: Ranks) -> Iterator[
         fp8 = quantize_layer(moe.experts, w1, w2)
     yield Layer(config=config, layout=layout, w1=w1, w2=w2, moe=moe, fp8=fp8)
     group.close()
-
-
-@torch.no_grad()
-def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, rank: int) -> None:
-    """Fill both where they are: normal, of variance 1 / D and 1 / F; every rank draws its own."""
-    generator = torch.Generator(w1.device).manual_seed(WEIGHT_SEED + rank)
-    w1.normal_(0, config.hidden_size**-0.5, generator=generator)
-    w2.normal_(0, config.ffn_size**-0.5, generator=generator)
 
 
 def make_inputs(config: MoEConfig, num_tokens: int, settings: Settings, ranks: Ranks) -> Inputs:
@@ -175,14 +167,6 @@ def _build_comet(config: MoEConfig, settings: Settings, ranks: Ranks) -> tuple[E
     )
     moe = DrawnInPlace(config, group, path=settings.path, overlap=settings.overlap, param_dtype=ranks.dtype)
     return group, moe
-
-
-def _own_weights(config: MoEConfig, layout: ExpertLayout, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    experts, width = layout.experts_local, config.ffn_size // layout.tp
-    w1 = torch.empty(experts, 2 * width, config.hidden_size, device=ranks.device, dtype=ranks.dtype)
-    w2 = torch.empty(experts, config.hidden_size, width, device=ranks.device, dtype=ranks.dtype)
-    draw_weights(w1, w2, config, ranks.rank)
-    return w1, w2
 
 
 def _seed(index: int, ranks: Ranks) -> int:

@@ -5,7 +5,6 @@ Letters: T tokens per rank, K, D, F, E; W = EP x TP ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,17 +80,8 @@ VARIANTS = ("comet", "comet_graph", "plain", "pipelined", "all_gather", "gemm_co
 FP8_VARIANTS = ("comet_fp8", "comet_fp8_graph")
 BASELINES = ("plain", "pipelined", "all_gather")
 FIGURES = (
-    "link_ms",
-    "tflops",
-    "link_gbs",
-    "efficiency",
-    "hidden",
-    "x_plain",
-    "x_best",
-    "error",
-    "error_fp8",
-    "setting",
-)
+    "link_ms", "tflops", "link_gbs", "efficiency", "hidden", "x_plain", "x_best", "error", "error_fp8", "setting"
+)  # fmt: skip
 COLUMNS = (*KEYS, *(f"{name}_ms" for name in (*VARIANTS, *FP8_VARIANTS)), *FIGURES, "failures")
 MEANS = ("efficiency", "x_plain", "x_best")
 PANEL_INCHES, LEGEND_INCHES, LEAST_INCHES = (3.2, 2.5), 1.3, 6.0
@@ -227,7 +217,7 @@ def _draw_panel(axes: Any, rows: Sequence[Row], drawn: Sequence[str]) -> None:
     axes.set_xticklabels([f"{row['tokens']} tokens" for row in rows], fontsize=8)
 
 
-def as_json(rows: Sequence[Row], facts: Row) -> str:
-    """The whole run on one line: facts about the machine, the summary, and all rows with their quantiles."""
+def whole_run(rows: Sequence[Row], facts: Row) -> Row:
+    """Facts about the machine, the summary, and all rows with their quantiles."""
     means = {"geometric_mean": geometric_means(rows), "geometric_mean_by_routing": means_by_routing(rows)}
-    return json.dumps({"facts": facts, "summary": summary(rows), **means, "rows": list(rows)})
+    return {"facts": facts, "summary": summary(rows), **means, "rows": list(rows)}
