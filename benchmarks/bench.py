@@ -3,7 +3,8 @@
     python benchmarks/bench.py decode --tokens 1,8,64
     torchrun --nproc-per-node 4 benchmarks/bench.py moe --ep 4
 
-``bench.py SUITE --help`` says what a suite measures and lists its options. Suites, by the first line of their files:
+Rank 0 prints a table and, as the last line, the run as JSON, and writes JSON, CSV and pictures to ``--out``. Protocol,
+columns: ``RESULTS.md``. ``bench.py SUITE --help`` says what a suite measures, and its options. Suites:
 """
 
 from __future__ import annotations

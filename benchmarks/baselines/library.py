@@ -121,7 +121,6 @@ class Library:
         self._mask = torch.ones_like(self._ids)
 
     def rewind(self) -> None:
-        """See ``StepPath``."""
         rewind_library(self.static, self._positions)
 
     def decode(self, ids: Tensor, num_steps: int) -> Tensor:

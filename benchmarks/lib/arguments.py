@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ def suite_parser(suite: str, doc: str | None, **defaults: Any) -> Parser:
     return parser
 
 
-def require_known(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+def require_known(option: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise ``ValueError`` for the first of the names of an option that is not known."""
-    known = tuple(known)
     for name in names:
         require(name in known, f"{option}={name!r} must be one of {', '.join(known)}")
 

@@ -19,7 +19,7 @@ from lib.shapes import OF_ATTENTION, SHAPES, model
 
 
 def model_config(name: str, num_layers: int, context: int, vocab_size: int = NUM_BYTE_VALUES) -> ModelConfig:
-    """A GPT of layers called ``name`` (see ``shapes.model``), with the attention that ``configs/model`` has."""
+    """A GPT of layers called ``name`` (see ``lib.shapes.model``), with the attention that ``configs/model`` has."""
     moe, shape = model(name), SHAPES[name.partition("/")[0]]
     return ModelConfig(
         name=name, vocab_size=vocab_size, context=context, hidden_size=moe.hidden_size, num_layers=num_layers, moe=moe,

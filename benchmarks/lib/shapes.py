@@ -15,7 +15,7 @@ from comet.layout import ExpertLayout
 
 ROUTINGS = ("uniform", "zipf", "hot")
 PERMUTATION_SEED = 20_000
-OF_EXPERTS = ("ffn_size", "num_experts", "top_k")
+SIZES = ("hidden_size", "ffn_size", "num_experts", "top_k")
 OF_ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
 
 
@@ -114,15 +114,9 @@ def read_shapes() -> dict[str, dict[str, Any]]:
 
 SHAPES = read_shapes()
 MODELS = {
-    name: MoEConfig(hidden_size=shape["hidden_size"], **{size: shape["moe"][size] for size in OF_EXPERTS})
+    name: MoEConfig(hidden_size=shape["hidden_size"], **{size: shape["moe"][size] for size in SIZES[1:]})
     for name, shape in SHAPES.items()
 }
-
-
-def sizes_of(name: str) -> dict[str, int]:
-    """The four sizes of ``model``, by field."""
-    found = model(name)
-    return {field: getattr(found, field) for field in ("hidden_size", *OF_EXPERTS)}
 
 
 def model(name: str) -> MoEConfig:

@@ -1,11 +1,10 @@
-"""Runs of one training job through several paths of the MoE layer: do the loss curves agree?
+"""Training runs through several paths of the MoE layer: do their loss curves agree?
 
     for path in fused plain reference; do comet train model=tiny moe_path=$path output_dir=outputs/$path; done
     python benchmarks/bench.py compare-paths outputs/fused outputs/plain outputs/reference
 
 The runs have the same settings but for ``moe_path``; one with another ``train.seed`` shows the comparison fail. Every
-folder is judged against the first one. Writes ``compare_paths.json`` and ``.png`` to ``--out``, prints one table and,
-as the last line, the JSON; the exit status is 1 if a curve is outside of the tolerance.
+folder is judged against the first one. The exit status is 1 if a curve is outside of the tolerance.
 
 **Tolerance.** Paths round in different places, and training amplifies a difference from step to step, so the rule has
 two parts, both relative to the loss of the first path. In each of the first ``EARLY_STEPS`` steps a loss may differ by

@@ -1,4 +1,4 @@
-"""Two trees of this repository against each other, in one process: host time, and on a GPU device time, of a call.
+"""Two trees of this repository in one process: host time, and on a GPU device time, of a call.
 
 ``python benchmarks/bench.py compare-trees --base FOLDER`` takes another commit from a folder (``git worktree add FOLDER
 b0a0273``) and runs both by turns. The figures are medians of the ratios of neighbouring rounds, this tree's over the
@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from lib.arguments import suite_parser
-from lib.shapes import sizes_of
+from lib.shapes import SIZES, model
 
 HERE = Path(__file__).resolve().parents[2]
 LAYERS = {"qwen3": "qwen3_30b_a3b/4", "mixtral": "mixtral_8x7b/4", "phi": "phi35_moe/4"}
@@ -64,12 +64,12 @@ def take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def calls(sizes: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+def calls(shape: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """What is timed, by name, on the active tree's layer."""
     from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
     from comet.decode import DecodeScratch, DecodeWeights, RankDecode
 
-    config = MoEConfig(**sizes)
+    config = MoEConfig(**{size: getattr(shape, size) for size in SIZES})
     hidden, experts, top_k = config.hidden_size, config.num_experts, config.top_k
     tokens = FORWARD_TOKENS if device.type == "cuda" else 128
     group = make_expert_group(config, ParallelConfig(), max_tokens=tokens, dtype=dtype, device=device)
@@ -184,12 +184,12 @@ def main(command_line: Sequence[str]) -> None:
         InterpretedFunction.run = InterpretedFunction.__call__ = lambda *_, **__: None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     trees, rows = [Tree(HERE), Tree(options.base)], []
-    for model, layer in (LAYERS if device.type == "cuda" else SMALL).items():
-        sizes, pairs = sizes_of(layer), []
+    for label, layer in (LAYERS if device.type == "cuda" else SMALL).items():
+        pairs = []
         for tree in trees:
             with tree.active():
-                pairs.append(calls(sizes, device, dtype))
-        rows += [compare(f"{model}: {name}", [pair[name] for pair in pairs], trees, device, options.rounds)
+                pairs.append(calls(model(layer), device, dtype))
+        rows += [compare(f"{label}: {name}", [pair[name] for pair in pairs], trees, device, options.rounds)
                  for name in pairs[0]]  # fmt: skip
         del pairs
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Decode: microseconds and TB/s of distinct touched weight bytes, warp decode against every other way to do it.
+"""Decode steps of a layer: microseconds and TB/s of touched weights, warp decode against every other way.
 
     python benchmarks/bench.py decode --models qwen3_30b_a3b,mixtral_8x7b --tokens 1,2,4,8,16,32,64,128,256
     python benchmarks/bench.py decode --weights bf16,fp8,mxfp8,mxfp4 --variants comet,triton
@@ -10,9 +10,7 @@
 One timed call runs a step on each of several weight sets, so that L2 does not flatter; a step's time is a part of it.
 On a GPU the call is a CUDA graph, but for variants that wait for the device (``no_graph`` names them). All variants run
 interleaved (``comet.tuner.timing``) after their output was compared with float64. ``--try`` adds a variant: the
-selected blocks with some fields changed. Rank 0 writes ``bench_decode.csv`` and ``.json`` to ``--out`` after every row,
-at the end ``bench_decode.png``, and prints one table with the crossovers and, as the last line, the run as JSON.
-Variants, columns and protocol: ``RESULTS.md``.
+selected blocks with some fields changed.
 
 ``--tokens`` are those of a step. Over ranks all of them hold these; but for ``own``, ``own_nccl`` and ``own_fused``
 (data-parallel attention) each rank brings its share: of 16 over 2 ranks 8 each.
@@ -181,7 +179,7 @@ MANY_TOKENS = ("torch", "triton", "transformers", "fused", "own_fused")  # varia
 
 
 def shape_of(name: str) -> MoEConfig:
-    """``shapes.model``, or one that ``configs/model`` does not have."""
+    """``lib.shapes.model``, or one that ``configs/model`` does not have."""
     return OTHERS.get(name) or model(name)
 
 
@@ -254,9 +252,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
         "decode", __doc__, models=("qwen3_30b_a3b",), ep=1, tp=1, routing="uniform", rounds=30, device="auto",
         out=Path("outputs/bench_decode"),
     )  # fmt: skip
-    parser.add_argument(
-        "--weights", type=words, default=WEIGHTS[:1], help=f"of {','.join(WEIGHTS)}; bf16 is float32 on a CPU"
-    )
+    parser.add_argument("--weights", type=words, default=WEIGHTS[:1], help=f"of {','.join(WEIGHTS)} (CPU: float32)")
     parser.add_argument(
         "--tokens", type=whole_numbers, default=[1, 2, 4, 8, 16, 32, 64],
         help="of a step; over ranks equal on all of them, or (own, own_nccl, own_fused) each rank's share of them",
@@ -264,9 +260,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--variants", type=words, help=f"{','.join(ON_ONE_GPU)}; over ranks {','.join(OVER_RANKS)}; all by default"
     )
-    parser.add_argument(
-        "--try", dest="trials", action="append", default=[], help="form=matrix,down.rows=64,dependent=1"
-    )
+    parser.add_argument("--try", dest="trials", action="append", default=[], help="form=matrix,down.rows=64")
     arguments = parser.parse_args(command_line)
     arguments.trials = [dict(pair.split("=", 1) for pair in trial.split(",")) for trial in arguments.trials]
     arguments.parallel = ParallelConfig(ep=arguments.ep, tp=arguments.tp)

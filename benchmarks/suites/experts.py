@@ -1,4 +1,4 @@
-"""Decode with experts beyond GPU memory: time of a token against the share of the experts that GPU memory holds.
+"""Experts beyond GPU memory: time of a token against the share of the experts that GPU memory holds.
 
     python benchmarks/bench.py experts --model qwen3_30b_a3b --layers 4 --budgets 0.1,0.3,1.0 --out outputs/experts
     python benchmarks/bench.py experts --device cpu --model tiny --layers 2 --budgets 0.5,1.0 --steps 8
@@ -7,7 +7,7 @@ A step runs the routed experts of some layers for one token, on a GPU as one CUD
 ``--trace`` it is made, and says nothing about models: a token keeps an expert of the one before with probability
 ``--sticky``, and draws the others by a Zipf law of its layer. ``--trace routing.pt``, recorded by
 ``bench.py speculation``, is replayed at this shape: experts come again as soon as they did in the recording, counted in
-shares of all experts (``routing_traces.resized_trace``).
+shares of all experts (``lib/routing/traces.py``).
 
 ``--stored bf16,mxfp8,mxfp4`` measures the experts as they are and quantised, budgets being shares of them in any case;
 ``--variants`` the ways to keep them: by the policy behind *cache*, with the next layer's experts on their way, of which
@@ -16,7 +16,7 @@ compute some of those that are missing (not quantised ones).
 
 *on_demand* copies each step's experts into as many slots, asked for by the host, which knows the trace, and keeps
 nothing. *resident* has all experts in GPU memory. *bound* is ``max(resident, missing bytes / link)``, with the hits and
-the link of this run. All are timed in turn; rank 0 prints a table and, as the last line, JSON, also to ``--out``.
+the link of this run.
 
 ``--prompt 1000`` measures prompts of so many tokens, too, one after the other through the caches of the first of the
 variants. Their *bound* is ``max(products, missing bytes / link)``, *products* the two grouped ones with all experts in

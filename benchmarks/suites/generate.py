@@ -20,8 +20,7 @@ alone: the library's models hold all experts. The slowest rank counts, and all h
 
 Bytes are those of the weights a step touches (each distinct expert once; over ranks, of the rank that touches the most)
 and of the keys and values of the context; the roof is a read measured in the same run. ``cosine`` compares the logits
-of the first step with those of ``comet``. Rank 0 writes ``bench_generate.csv``, ``.png`` and ``.json`` to ``--out``,
-prints a table and, as the last line, the run.
+of the first step with those of ``comet``.
 """
 
 from __future__ import annotations

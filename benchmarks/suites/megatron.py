@@ -1,4 +1,4 @@
-"""One MoE layer inside Megatron-core, forward + backward: Megatron's own dispatch and experts against Comet's.
+"""A layer inside Megatron-core, forward + backward: Megatron's own dispatch and experts against Comet's.
 
     torchrun --nproc-per-node 2 benchmarks/bench.py megatron --ep 2 --models qwen3_30b_a3b,mixtral_8x7b --tokens 4096
 
@@ -12,8 +12,7 @@ Megatron's router; they are launched eagerly and interleaved by the protocol of 
 
 A variant that fails, or whose output or gradients differ from those of the first one that runs by more than rounding
 explains, is not timed and stands under ``failures``. Needs GPUs and Megatron-core 0.16.1 (0.17 and later have another
-``GroupedMLP``). Rank 0 writes ``bench_megatron.json`` to ``--out``, prints a table in milliseconds and, as the last
-line, the run.
+``GroupedMLP``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The whole MoE layer, forward or forward + backward: Comet against what everybody has, in one interleaved run.
+"""The whole MoE layer, forward or forward + backward: Comet against what everybody has.
 
     torchrun --nproc-per-node 4 benchmarks/bench.py moe --models mixtral_8x7b,deepseek_v3 --tokens 2048,8192 --ep 4 \\
         --routing uniform,zipf,hot
     torchrun --nproc-per-node 2 benchmarks/bench.py moe --device cpu --models tiny --tokens 64 --ep 2
 
-Rank 0 writes ``bench_moe.csv`` (a row as soon as it is measured), ``.png`` and ``.json`` to ``--out``, where those of
-an earlier run become ``bench_moe.1.csv`` and so on, prints one table and, as the last line, the run as JSON. A variant
-or point that fails is recorded as such and the run goes on. Columns and protocol: ``RESULTS.md``.
+A variant or point that fails is recorded as such and the run goes on. ``bench_moe.csv`` has each row as soon as it is
+measured; that of an earlier run becomes ``bench_moe.1.csv``, and so on.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from lib.start import gather_facts, release, start_ranks, tell
 from lib.timing import time_by_protocol
 from variants.layer import Graph, Shared, floor_variants, layer_variants, record
 
-# Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``points.GraphedExperts``.
+# Replayed as a CUDA graph, without what its launches cost the host; with a backward pass ``GraphedExperts``.
 GRAPHS = ("comet_graph", "comet_fp8_graph", "comm_comet")
 # Largest deviation from the plain path, relative to its root mean square, that rounding can explain.
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
@@ -138,7 +137,7 @@ def compare(
 ) -> tuple[str, float | None]:
     """Why an output cannot be right ("" if it can), and its relative error; nothing without plain path.
 
-    ``noise`` is what quantising makes of an output in block FP8 (``fp8.noise``).
+    ``noise`` is what quantising makes of an output in block FP8 (``lib/moe/fp8.py``).
     """
     if wanted is None:
         return "", None

@@ -1,4 +1,4 @@
-"""Decode a trained model with experts beyond GPU memory: by every mechanism, and what speculation costs in quality.
+"""A trained model with experts beyond GPU memory: decode by every mechanism, and what speculation costs.
 
     comet train model=moe_600m train.batch_size=32 train.steps=400 train.lr=1e-3 output_dir=outputs/moe
     python benchmarks/bench.py speculation --source outputs/moe --budgets 0.1,0.3 --seconds 230 --out outputs/found
@@ -6,16 +6,15 @@
 Continues texts that training did not see, one at a time. *on_demand* keeps no expert from one token to the next,
 *cache* does (by the policy or stored as the type behind it), *conservative* and *adaptive* draft with
 ``--draft-experts`` of the K experts and verify with all; ``cached`` behind them: drafts take experts that have a slot.
-*accelerate* moves experts of transformers' model (``offloaded.py``). *resident* has a slot for every expert, which
-``of_resident`` compares with. All are timed in turn, for ``--seconds`` or ``--rounds`` texts, and each was made within
-its budget: device memory beside the dense weights, which all share, is limited to the slots and ``--workspace-mb``.
+*accelerate* moves experts of transformers' model. *resident* has a slot for every expert; ``of_resident`` compares with
+it. All are timed in turn, for ``--seconds`` or ``--rounds`` texts, and each was made within its budget: device memory
+beside the dense weights, which all share, is limited to the slots and ``--workspace-mb``.
 
 ``first_token_ms`` is for a prompt of 1,000 tokens; ``nll`` the mean negative log-likelihood of the texts by the whole
-model, in nats a token. What adaptive mode costs is measured on held-out text (``draft_quality.py``), with the loss of
+model, in nats a token. What adaptive mode costs is measured on held-out text (``lib/drafts``), with the loss of
 the best r experts; the routing of that text goes to ``routing.pt``, for ``bench.py experts --trace``, and says what
-predictors of experts and ways to share slots are worth (``routing_predictors.py``), and what drafts save of the bytes
-over the link (``draft_misses.py``). Results so far stand in ``--out`` after every round, pictures at the end; the last
-line is JSON.
+predictors of experts and ways to share slots are worth (``lib/routing/predictors.py``), and what drafts save of the
+bytes over the link. Results so far stand in ``--out`` after every round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A timeline of one MoE layer's forward pass: which block communicates, waits and computes when, on every rank.
+"""A timeline of the layer's forward pass: which block communicates, waits and computes when, on every rank.
 
     torchrun --nproc-per-node 4 benchmarks/bench.py timeline --model mixtral_8x7b --tokens 2048 --ep 4
     export TRITON_INTERPRET=1  # without GPUs

@@ -1,4 +1,4 @@
-"""A whole training step of a GPT made of MoE layers: through Comet, and through the plain path over NCCL.
+"""A whole training step of a GPT of MoE layers: through Comet, and through the plain path over NCCL.
 
     torchrun --nproc-per-node 4 benchmarks/bench.py train --ep 4 --models qwen2_moe,qwen3_30b_a3b,deepseek_v3 \\
         --tokens 2048,8192
@@ -14,9 +14,7 @@ of the gradients, AdamW; in bf16 on GPUs, parameters too. The variants are steps
     rest          without routed experts: what a step takes beside them
 
 A variant that fails, or whose first losses or gradients differ from those of ``plain`` by more than rounding explains,
-is not timed and stands under ``failures``; so does a point that fails, and the run goes on. Rank 0 writes
-``bench_train.csv`` (a row as soon as it is measured) and ``.json`` to ``--out``, prints a table and, as the last line,
-the run as JSON. Columns and protocol: ``RESULTS.md``.
+is not timed and stands under ``failures``; so does a point that fails, and the run goes on.
 """
 
 from __future__ import annotations

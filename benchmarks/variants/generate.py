@@ -49,11 +49,9 @@ class Stepwise:
         self._rewind = rewind
 
     def rewind(self) -> None:
-        """See ``StepPath``."""
         self._rewind()
 
     def decode(self, ids: Tensor, num_steps: int) -> Tensor:
-        """See ``StepPath``."""
         for _ in range(num_steps):
             ids = self.step(ids).argmax(-1)
         return ids

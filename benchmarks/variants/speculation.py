@@ -1,4 +1,4 @@
-"""Ways to decode a trained model that bench_speculation times in turn, all over one model."""
+"""Ways to decode a trained model that the suite times in turn, all over one model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class OnDemand(CachedExperts):
     """Experts that are forgotten before every step."""
 
     def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """See ``CachedExperts``."""
         tables = self.cache.tables
         for table in (tables.slots, tables.arriving, tables.owners):
             table.fill_(-1)
@@ -123,23 +122,19 @@ class Accelerated:
     first_tokens_s: list[float] = field(default_factory=list)
 
     def warm(self, prompt: str, context: int) -> None:
-        """See ``Variant``."""
         self.run(prompt, context, seed=0)
         self.rates = []
 
     def run(self, prompt: str, context: int, seed: int) -> None:
-        """See ``Variant``."""
         torch.manual_seed(seed)
         ids = torch.tensor([ByteCodec().encode(prompt)], device=self.model.device)
         self.rates.append(tokens_per_s(self.model, ids, min(ACCELERATE_TOKENS, context - ids.shape[1] - 1)))
 
     def read(self, ids: Tensor) -> None:
-        """See ``Variant``."""
         self.first_tokens_s.append(first_token_s(self.model, ids))
 
     @property
     def tokens_per_s(self) -> float:
-        """See ``Variant``."""
         return median(self.rates)
 
 

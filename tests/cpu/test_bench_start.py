@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import bench
 import pytest
 import torch
 from tiers import slow
@@ -41,6 +42,39 @@ def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -
     assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
     assert "ValueError" not in done.stderr
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (-?\d+) ", done.stderr) == ["2"]
+
+
+def test_the_list_of_suites_imports_nothing_heavy() -> None:
+    code = "import sys, bench; print(bench.overview()); sys.exit('torch' in sys.modules)"
+    command, folder = [sys.executable, "-c", code], ROOT / "benchmarks"
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True)
+    lines = dict(re.findall(r"^    ([a-z-]+)  +(.*)", done.stdout, re.MULTILINE))
+    assert list(lines) == sorted(bench.suite_files())
+    assert all(len(line) < 110 and line.endswith((".", "?")) for line in lines.values())
+
+
+def test_an_unknown_suite_is_named() -> None:
+    with pytest.raises(ValueError, match="suite='rooter' must be one of compare-paths, compare-trees, decode, "):
+        bench.main(["rooter", "--ep", "2"])
+
+
+@pytest.mark.parametrize("suite", bench.suite_files())
+def test_every_suite_has_help(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench.main([suite, "--help"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0
+    assert text.startswith(f"usage: bench.py {suite} ")
+    assert f"benchmarks/bench.py {suite} " in text, "there is an example"
+
+
+def test_imports_of_benchmarks_point_one_way() -> None:
+    order = ("lib", "baselines", "variants", "suites")
+    for place, package in enumerate(order):
+        above = "|".join(order[place + (package != "suites") :])  # what suites share is in lib
+        for path in (ROOT / "benchmarks" / package).rglob("*.py"):
+            upwards = re.findall(rf"^ *(?:from|import) (?:{above})\b.*", path.read_text(), re.MULTILINE)
+            assert not upwards, f"{path}: {upwards}"
 
 
 def test_words_example() -> None:

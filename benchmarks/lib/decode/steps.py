@@ -81,7 +81,7 @@ class Team:
                     decode.check()
 
     def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
-        """``points.attempt`` with what the ranks share."""
+        """``lib.ranks.attempt`` with what the ranks share."""
         return attempt(action, self.ranks, None if self.shared is None else self.shared.group.workspace)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run of bench_speculation: what drafts are worth, what caches hit, and what the routing is like."""
+"""Pictures of a run of the suite speculation: what drafts are worth, what caches hit, and what the routing is like."""
 
 from __future__ import annotations
 

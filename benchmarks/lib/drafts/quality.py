@@ -5,7 +5,7 @@ those of drafts: q_d is what the d-th drafted token of a round is drawn from. As
 values of the r-expert passes at the d - 1 positions before it and its own, and those of all K experts at all earlier
 ones. That the drafts before it are those of the text is the condition that they were right.
 
-What follows from p and q is in ``draft_statistics``. All at temperature 1.
+What follows from p and q is in ``statistics.py``. All at temperature 1.
 
 Letters: B sequences, P positions, V vocabulary, K experts of a token, r of a draft, d depth.
 """
@@ -48,7 +48,6 @@ class RecordingRouter:
         self.guessed: list[Tensor] = []
 
     def __call__(self, tokens: Tensor) -> Routing:
-        """See ``Router``."""
         routing = self.router(tokens)
         self.ids, self.weights = routing.top_k_ids, routing.top_k_weights
         self.guessed = [
@@ -171,7 +170,7 @@ def measure_drafts(
 
     Returns:
         ``nll`` of p in nats a token, and rows ``modes``, ``by_position`` and ``by_confidence``
-        (``draft_statistics``); conservative mode has ``tolerance`` ``None``.
+        (``statistics.py``); conservative mode has ``tolerance`` ``None``.
     """
     layers, depth = model.moe_layers(), config.draft_tokens
     chosen = config.experts_per_layer(model.config.moe.top_k, len(layers))
