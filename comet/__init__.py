@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from comet.config import MoEConfig, OverlapConfig, ParallelConfig
     from comet.data_parallel import clip_grad_norm_, exclude_experts
     from comet.errors import CapacityError, CommTimeoutError, EpochError, UnavailableError
-    from comet.graphed_moe import GraphedMoE
-    from comet.group import ExpertGroup, make_expert_group
+    from comet.graphed.moe import GraphedMoE
+    from comet.layer.group import ExpertGroup, make_expert_group
     from comet.moe import MoE
 
 __all__ = [
@@ -40,8 +40,8 @@ _MODULES = {
     "CommTimeoutError": "comet.errors",
     "Communicator": "comet.comm",
     "EpochError": "comet.errors",
-    "ExpertGroup": "comet.group",
-    "GraphedMoE": "comet.graphed_moe",
+    "ExpertGroup": "comet.layer.group",
+    "GraphedMoE": "comet.graphed.moe",
     "MoE": "comet.moe",
     "MoEConfig": "comet.config",
     "OverlapConfig": "comet.config",
@@ -50,7 +50,7 @@ _MODULES = {
     "clip_grad_norm_": "comet.data_parallel",
     "exclude_experts": "comet.data_parallel",
     "make_communicator": "comet.comm",
-    "make_expert_group": "comet.group",
+    "make_expert_group": "comet.layer.group",
 }
 
 

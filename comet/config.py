@@ -158,7 +158,7 @@ class ParallelConfig:
     Args:
         ep: Expert-parallel shards; must divide ``num_experts``.
         tp: Ranks each expert's F is split over; must divide ``ffn_size``. Where F / TP is no multiple of 16, each call
-            pads the weights (``comet.paths.pad_width``).
+            pads the weights (``comet.layer.paths.pad_width``).
         node_size: Consecutive ranks that reach each other's memory, a multiple or a divisor of ep x tp; ``None``: the
             ranks of a host. A group of several nodes has no symmetric memory and runs ``plain`` or ``reference``.
     """
@@ -216,7 +216,7 @@ class OverlapConfig:
             layers that run in CUDA C++ (larger ones; of block FP8, layer 0 always) a warp or more of every block.
             Otherwise comm blocks have multiprocessors of their own, and all kernels that communicate are Triton's.
         transport: How layer 0 moves rows: comm blocks ``push`` to each rank the rows it needs, or copy engines ``copy``
-            all rows to every rank, beside compute blocks on every multiprocessor (``comet.copy_engine``).
+            all rows to every rank, beside compute blocks on every multiprocessor (``comet.layer.copy_engine``).
     """
 
     comm_blocks: int = 16
@@ -241,7 +241,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationConfig:
-    """How tokens are drafted with few experts and verified with all K (``comet.experts.speculation``).
+    """How tokens are drafted with few experts and verified with all K (``comet.experts.drafts.speculation``).
 
     Args:
         speculate: ``off``, ``conservative`` or ``adaptive``.

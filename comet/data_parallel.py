@@ -1,4 +1,4 @@
-"""What torch's data-parallel wrappers, clipping and optimizers need beside ``DTensor`` parameters (``comet.sharding``).
+"""What torch's data-parallel wrappers, clipping and optimizers need beside parameters that are ``DTensor``s.
 
 What torch does by itself: checkpoints, optimizers and norms of the experts are right; a list that mixes them with
 tensors, as in a ``foreach`` optimizer or in ``torch.nn.utils.clip_grad_norm_``, is refused (for optimizers, give the
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
+from comet.layer.sharding import global_grad, local
 from comet.moe import MoE
-from comet.sharding import global_grad, local
 
 
 def exclude_experts(model: nn.Module) -> set[nn.Parameter]:

@@ -1,6 +1,6 @@
 """The MoE layer: router -> plan -> layer 0 -> layer 1, over the ranks of an ``ExpertGroup``.
 
-The shared expert and the router's statistics run beside plan, layer 0 and layer 1 (``comet.side_stream``). The router
+The shared expert and the router's statistics run beside plan, layer 0 and layer 1 (``comet.utils.streams``). The router
 itself cannot: it decides what the plan is made of.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, OverlapConfig, Path, require
-from comet.group import ExpertGroup
-from comet.paths import ExpertPath, make_path
-from comet.router import Router, Routes
-from comet.router_losses import RouterStats
-from comet.sharding import expert_parameter, local, local_weights
-from comet.shared_expert import SharedExpert
-from comet.uncompiled import uncompiled
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import ExpertPath, make_path
+from comet.layer.sharding import expert_parameter, local, local_weights
+from comet.layer.shared_expert import SharedExpert
+from comet.router.losses import RouterStats
+from comet.router.router import Router, Routes
+from comet.utils.uncompiled import uncompiled
 
 
 class MoE(nn.Module):
@@ -29,8 +29,8 @@ class MoE(nn.Module):
 
     The weights are ``w1 (E, 2, F, D)`` gate and up projection and ``w2 (E, D, F)`` down projection. In an MoE group of
     several ranks they are ``DTensor`` parameters, of which a rank holds ``(e, 2, F/TP, D)`` and ``(e, D, F/TP)``; see
-    ``comet.sharding`` for what torch's tools do with them. After a backward pass their gradients are complete for all
-    tokens of the MoE group; the gradients of the router and of the shared expert cover this rank's tokens only.
+    ``comet.layer.sharding`` for what torch's tools do with them. After a backward pass their gradients are complete for
+    all tokens of the MoE group; the gradients of the router and of the shared expert cover this rank's tokens only.
 
     Collectives of other streams, such as NCCL's, may come first on one rank and last on another: a launch ends with
     whatever multiprocessors it finds, for its blocks draw their work or wait for nobody. Not so layer 1 with comm

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from comet.launch.help import help_page, task_page, version_line
-from comet.launch.tasks import TASKS, Task, find_task
+from comet.launch.tasks.registry import TASKS, Task, find_task
 
 PROGRAM = ("-P", "-m", "comet.launch")  # not what the current folder has under the same names
 

@@ -22,11 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from comet.config import OverlapConfig, ParallelConfig, require
 from comet.generation.source import find_source, model_of
+from comet.jobs.config import JobConfig
 from comet.launch.help import config_groups
 from comet.launch.schema import build, schema_of, setting_names
 from comet.launch.settings_file import Settings, with_saved_settings
-from comet.launch.tasks import did_you_mean
-from comet.training.config import JobConfig
+from comet.launch.tasks.registry import did_you_mean
 
 CPU_RANKS = 2
 # Text of any kind, taken as it is typed: Hydra would strip its spaces and read commas, brackets and quotes.

@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from typing import Any
 
-from comet.launch.tasks import Task
+from comet.launch.tasks.registry import Task
 
 WIDTH = 110
 OPTIONS = """options:
@@ -51,8 +51,8 @@ def help_page(tasks: Mapping[str, Task]) -> str:
 
 def task_page(name: str, task: Task) -> str:
     """The text of ``comet TASK --help``: examples, and every setting that the task reads."""
+    from comet.jobs.config import JobConfig
     from comet.launch.config import CommandSettings, compose
-    from comet.training.config import JobConfig
 
     defaults = compose([], defaults=task.settings)
     known = {each: found for cls in (JobConfig, CommandSettings) for each, found in settings_of(cls)}

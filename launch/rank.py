@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from comet.config import require
+from comet.jobs.config import JobConfig
 from comet.launch.config import compose, make_job, names_folder
 from comet.launch.distributed import (
     SETTINGS_KEY,
@@ -24,8 +25,7 @@ from comet.launch.distributed import (
 )
 from comet.launch.failures import STATUS_SAVED, report, say_silent
 from comet.launch.signs import Signs
-from comet.launch.tasks import Task
-from comet.training.config import JobConfig
+from comet.launch.tasks.registry import Task
 
 
 def run_rank(task: Task, options: Namespace) -> NoReturn:

@@ -20,7 +20,7 @@ from comet.config import require
 from comet.generation.source import nested
 from comet.launch.help import config_groups
 from comet.launch.schema import setting_names
-from comet.launch.tasks import did_you_mean
+from comet.launch.tasks.registry import did_you_mean
 from comet.training.checkpoint_folder import NOT_KEPT, covers, names_checkpoint, read_settings
 
 

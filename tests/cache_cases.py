@@ -14,7 +14,7 @@ from comet.decode import RankDecode
 from comet.decode.weights import DecodeWeights
 from comet.experts import ExpertCache
 from comet.experts.prefetch import prefetches
-from comet.kernels.expert_tables import HostExperts
+from comet.kernels.experts.tables import HostExperts
 
 TABLES = ("slots", "arriving", "last_used", "owners")
 CPU = torch.device("cpu")

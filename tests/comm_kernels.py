@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from comet.kernels.primitives import PLACE_EXCHANGE, signal, wait_flag
+from comet.kernels.runtime.primitives import PLACE_EXCHANGE, signal, wait_flag
 
 
 @triton.jit(do_not_specialize=["slot", "flag", "value", "epoch"])

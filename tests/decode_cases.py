@@ -13,9 +13,9 @@ from torch import Tensor
 from comet.decode import DecodeScratch, DecodeWeights, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.decode.twin import slot_weights
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, select
-from comet.kernels.warp_decode_scales import MX, scale_values, widen
-from comet.quantize import FP8_BLOCK, MX_BLOCK, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
+from comet.kernels.decode.scales import MX, scale_values, widen
+from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8
 
 NAN = float("nan")
 E4M3_NAN = 0x7F

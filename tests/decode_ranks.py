@@ -16,7 +16,7 @@ from comet.comm import Communicator, make_communicator
 from comet.decode import DecodeScratch, DecodeWeights, RankDecode, rank_slots, warp_decode_torch
 from comet.decode.gathered import Batch
 from comet.layout import ExpertLayout
-from comet.reference import shard_experts
+from comet.reference.layer import shard_experts
 
 
 @cache

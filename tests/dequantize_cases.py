@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from comet.kernels.dequantize import dequantize_slots
-from comet.quantize import E8M0_NAN, FP8, FP8_BLOCK, MX_BLOCK, MXFP4, MXFP8
+from comet.kernels.decode.dequantize import dequantize_slots
+from comet.quantization.formats import E8M0_NAN, FP8, FP8_BLOCK, MX_BLOCK, MXFP4, MXFP8
 
 NUM_SLOTS = 5
 LISTED = (4, 0, 2, 0)  # in no order, one twice

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from comet.tuner import timing
+from comet.measure import timing
 
 
 @dataclass

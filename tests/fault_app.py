@@ -15,10 +15,10 @@ from typing import Any
 from fault_rows import Order
 from fault_traps import PLACES, TOLD, note, set_trap, strike
 
+from comet.jobs.config import JobConfig
 from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
-from comet.launch.tasks import TASKS
-from comet.training.config import JobConfig
+from comet.launch.tasks.registry import TASKS
 
 ORDER = "COMET_FAULT_ORDER"
 BROKEN = ("train", "generate", "tune")

@@ -32,8 +32,8 @@ from ranks import run_ranks
 from comet.comm.handshake import set_deadline
 from comet.config import OverlapConfig
 from comet.decode import RankDecode
-from comet.sharding import local
-from comet.tuner.measure import measure_layer
+from comet.layer.sharding import local
+from comet.measure.layers import measure_layer
 from comet.tuner.problem import Problem
 
 START_S = 240.0  # until the ranks meet for the first time, kernels compiled: not counted
@@ -307,7 +307,7 @@ def run_calls(order: Order) -> Finding:
 
 
 def what_hung(report: str) -> str:
-    """Where ranks were that a watch has ended: "rank 0 hung in comet/plain.py, line 135"; empty if none was."""
+    """Where ranks were that a watch has ended, as in "rank 0 hung in comet/moe.py, line 135"; empty if none was."""
     places = []
     for rank, log in re.findall(
         r"---- rank (\d+) .*?-- output of rank \d+ --\n(.*?)(?=\n---- rank|\Z)", report, re.DOTALL

@@ -19,9 +19,9 @@ from layer_ranks import open_group
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.group import ExpertGroup
-from comet.paths import SymmetricPath
-from comet.quantize import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import SymmetricPath
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 
 FLOAT32_ROUNDING = 2.0**-24
 LAST_BITS = 2.0**-18  # of a scale, and of what a GPU takes for exp and a quotient

@@ -30,17 +30,17 @@ from played_ranks import (
 )
 from torch import Tensor
 
-from comet.fused_arguments import combine_config, dispatch_config, returns_of, sends_of, table_of
-from comet.kernels import fp8_dispatch_gemm as layer0_module
-from comet.kernels import fp8_gemm_combine_cuda
-from comet.kernels import gemm_combine as layer1_module
-from comet.kernels.arguments import Scaled, Wire, power_of_2
-from comet.kernels.fp8 import pack_rows
+from comet.kernels.gemm.fp8 import pack_rows
+from comet.kernels.layer import fp8_gemm_combine as fp8_gemm_combine_cuda
+from comet.kernels.layer.triton import fp8_dispatch_gemm as layer0_module
+from comet.kernels.layer.triton import gemm_combine as layer1_module
+from comet.kernels.runtime.arguments import Scaled, Wire, power_of_2
+from comet.layer.fused_arguments import combine_config, dispatch_config, returns_of, sends_of, table_of
+from comet.layer.plan import Plan
 from comet.layout import CHUNK_ROWS
-from comet.packed import pack, packed_columns
-from comet.plan import Plan
-from comet.quantize import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
-from comet.settings import LayerSettings
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
+from comet.quantization.packed import pack, packed_columns
+from comet.schedule.settings import LayerSettings
 
 E4M3_NAN = 0x7F
 # Blocks of a weight differ by these powers of two, so that the scale of another one is far off.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet.kernels.activation import swiglu_backward, swiglu_backward_torch
-from comet.kernels.arguments import TileTable
-from comet.kernels.gather_rows import OwnRows, gather_rows, gather_rows_torch
-from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
-from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.gemm.activation import swiglu_backward, swiglu_backward_torch
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows, gather_rows_torch
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
+from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.runtime.arguments import TileTable
 
 NAN = float("nan")
 

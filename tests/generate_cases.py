@@ -78,7 +78,7 @@ def _shared(left: Tensor, right: Tensor) -> bool:
 
 
 class Captures:
-    """Stands in for ``comet.graphs.capture`` and counts."""
+    """Stands in for ``comet.utils.graphs.capture`` and counts."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -105,10 +105,10 @@ class Captures:
 def graphs_on_cpu(monkeypatch: Any) -> Captures:
     """Let ``Replayed`` capture on a CPU; returns what counts its captures."""
     captures = Captures()
-    monkeypatch.setattr("comet.graphs.capture", captures)
-    monkeypatch.setattr("comet.graphs.device_obstacle", lambda device: "")
+    monkeypatch.setattr("comet.utils.graphs.capture", captures)
+    monkeypatch.setattr("comet.utils.graphs.device_obstacle", lambda device: "")
     # On a CPU these ask the tensors; on a GPU an assertion of the device and kernels take their place.
-    monkeypatch.setattr("comet.router.check_finite", lambda logits: None)
+    monkeypatch.setattr("comet.router.router.check_finite", lambda logits: None)
     for runner in ("LocalRunner", "ReplicatedRunner"):
         monkeypatch.setattr(f"comet.decode.runners.{runner}.__call__", all_experts)
     return captures

@@ -13,14 +13,14 @@ from layer_cases import rank_inputs
 from played_ranks import Counted, Kind, PlayedCase, fault_of, fresh, launched_in, max_tokens, plans_of, play, sent_after
 from torch import Tensor
 
-from comet.fused_arguments import move_cols, sends_of, table_of
-from comet.kernels import grad_hidden as grad_hidden_module
-from comet.kernels import grad_hidden_cuda as cuda_module
-from comet.kernels.arguments import Wire
-from comet.kernels.dispatch import DispatchConfig
-from comet.kernels.grad_hidden import GradHiddenConfig, grad_hidden
-from comet.kernels.group_gemm import GemmConfig
-from comet.plan import Plan
+from comet.kernels.gemm.group_gemm import GemmConfig
+from comet.kernels.layer import grad_hidden as cuda_module
+from comet.kernels.layer.triton import grad_hidden as grad_hidden_module
+from comet.kernels.layer.triton.dispatch import DispatchConfig
+from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig, grad_hidden
+from comet.kernels.runtime.arguments import Wire
+from comet.layer.fused_arguments import move_cols, sends_of, table_of
+from comet.layer.plan import Plan
 
 
 @dataclass(frozen=True)

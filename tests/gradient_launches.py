@@ -11,11 +11,11 @@ from layer1_launches import layer1_in, make_buffers
 from played_ranks import Kind, PlayedCase, fault_of, fresh, max_tokens, plans_of, play
 from torch import Tensor
 
-from comet.fused_arguments import returns_of, table_of
-from comet.kernels import group_gemm_wgrad_cuda
-from comet.kernels.arguments import GradWire, Wire, power_of_2
-from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
-from comet.plan import Plan
+from comet.kernels.gemm import wgrad_cuda as group_gemm_wgrad_cuda
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
+from comet.kernels.runtime.arguments import GradWire, Wire, power_of_2
+from comet.layer.fused_arguments import returns_of, table_of
+from comet.layer.plan import Plan
 
 Gradients = tuple[Tensor, Tensor]
 

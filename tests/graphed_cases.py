@@ -11,8 +11,8 @@ from torch import Tensor
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.config import Transport
-from comet.graphed_moe import GraphedMoE, Output
-from comet.sharding import local
+from comet.graphed.moe import GraphedMoE, Output
+from comet.layer.sharding import local
 
 Compare = Callable[[dict[str, Tensor], dict[str, Tensor], str], None]
 

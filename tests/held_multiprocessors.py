@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from comet.kernels.nvrtc import compile_cubin, load_kernel
+from comet.kernels.runtime.nvrtc import compile_cubin, load_kernel
 
 MOST_NS = 20_000_000_000
 SOURCE = """

@@ -13,8 +13,8 @@ from layer_cases import assert_as_close
 from torch import Tensor, nn
 
 from comet.config import ParallelConfig
-from comet.group import ExpertGroup, make_expert_group
 from comet.integrations import hf
+from comet.layer.group import ExpertGroup, make_expert_group
 
 VOCABULARY = 64
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from comet.config import require
 from comet.errors import CommTimeoutError, UnavailableError
+from comet.jobs.config import JobConfig
 from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
-from comet.launch.tasks import Task
-from comet.training.config import JobConfig
+from comet.launch.tasks.registry import Task
 from comet.training.loop import Trainer
 from comet.training.run import train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from comet.kernels.arguments import TileTable, Wire
+from comet.kernels.runtime.arguments import TileTable, Wire
 
 
 def make_wire(world_size: int = 2, max_tokens: int = 128) -> Wire:

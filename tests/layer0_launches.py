@@ -25,14 +25,14 @@ from played_ranks import (
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.fused_arguments import sends_of, table_of
-from comet.kernels import dispatch_gemm as dispatch_gemm_module
-from comet.kernels import dispatch_gemm_cuda as cuda_module
-from comet.kernels.arguments import Wire, power_of_2
-from comet.kernels.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.kernels.layer import dispatch_gemm as cuda_module
+from comet.kernels.layer.triton import dispatch_gemm as dispatch_gemm_module
+from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
+from comet.kernels.runtime.arguments import Wire, power_of_2
+from comet.layer.fused_arguments import sends_of, table_of
+from comet.layer.plan import Plan
 from comet.layout import CHUNK_ROWS
-from comet.plan import Plan
-from comet.settings import TileShape
+from comet.schedule.settings import TileShape
 
 STEEPEST = 1.1  # slope of SiLU, at most
 

@@ -22,12 +22,12 @@ from played_ranks import (
 )
 from torch import Tensor
 
-from comet.fused_arguments import returns_of, table_of
-from comet.kernels import gemm_combine as gemm_combine_module
-from comet.kernels import gemm_combine_cuda as cuda_module
-from comet.kernels.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Wire, power_of_2
-from comet.kernels.gemm_combine import GemmCombineConfig, gemm_combine
-from comet.plan import Plan
+from comet.kernels.layer import gemm_combine as cuda_module
+from comet.kernels.layer.triton import gemm_combine as gemm_combine_module
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
+from comet.kernels.runtime.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Wire, power_of_2
+from comet.layer.fused_arguments import returns_of, table_of
+from comet.layer.plan import Plan
 
 
 @contextmanager

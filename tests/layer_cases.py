@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport
 from comet.layout import ExpertLayout
-from comet.reference import reference_experts
+from comet.reference.layer import reference_experts
 
 MASKED = -1
 FEW_ELEMENTS = 64

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from layer_cases import LayerCase, as_strided, assert_as_close, full_weights, oracle, rank_inputs, shard
 
-from comet.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.sharding import expert_parameter, local
 from comet.moe import MoE
-from comet.sharding import expert_parameter, local
 
 
 def open_group(case: LayerCase, device: str, backend: str = "auto") -> ExpertGroup:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from comet.config import ParallelConfig
-from comet.group import ExpertGroup, make_expert_group
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
+from comet.layer.group import ExpertGroup, make_expert_group
 
 SEQUENCE, BATCH, VOCABULARY = 6, 3, 64
 FIELDS: dict[str, Any] = dict(

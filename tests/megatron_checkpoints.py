@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_cases import make_config, make_gpt, make_group, start, stock_spec, twins
 from torch import Tensor
 
-from comet.group import ExpertGroup
 from comet.integrations.megatron import from_sequential, with_comet
+from comet.layer.group import ExpertGroup
 
 
 def begin(ep: int, device: str) -> tuple[Any, ExpertGroup]:

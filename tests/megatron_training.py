@@ -11,8 +11,8 @@ import torch
 from megatron_cases import gradients, make_config, make_gpt, make_group, make_layer, start, stock_spec, twins
 from torch import Tensor, nn
 
-from comet.group import ExpertGroup
 from comet.integrations.megatron import from_sequential
+from comet.layer.group import ExpertGroup
 
 Layout = tuple[int, int, int]  # EP, expert TP, TP
 RATE = 0.02

@@ -12,12 +12,12 @@ from layer_cases import LayerCase, assert_as_close, full_weights, rank_inputs, s
 from layer_ranks import poison
 from torch import Tensor
 
-from comet.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layout import ExpertLayout
 from comet.modular import EXPERTS, PREPARE_FINALIZE, REDUCTIONS, ActivationFormat, ModularMoE, RoutedTokens
 from comet.modular.symmetric import packed_columns
-from comet.quantize import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
-from comet.reference import reference_experts
+from comet.quantization.formats import FP8, MXFP8, WEIGHT_TYPES, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
+from comet.reference.layer import reference_experts
 
 NAN_BYTES = 0xFF  # every float made of these bytes is NaN
 ROUTED = ("tokens", "top_k_ids", "top_k_weights")

@@ -11,12 +11,12 @@ import torch
 from emulated import emulated_group
 from torch import Tensor
 
-import comet.fused
+import comet.layer.fused
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
+from comet.layer.plan import Plan, begin_plan
+from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
-from comet.plan import Plan, begin_plan
-from comet.settings import LayerSettings
-from comet.workspace import Workspace, WorkspaceShape
+from comet.schedule.settings import LayerSettings
 
 SOURCE, COMPUTES = 1, 0
 PARALLEL = ParallelConfig(ep=2)
@@ -62,7 +62,7 @@ def check_rows_return(num_tokens: int, hidden_size: int, dtype: torch.dtype, dev
     for pool in pools:
         pool.recv_rows.local.fill_(float("nan"))
         pool.combine_rows.local.fill_(float("nan"))
-    overlap, ops = OverlapConfig(block_rows=block_rows), comet.fused
+    overlap, ops = OverlapConfig(block_rows=block_rows), comet.layer.fused
     x = numbered_rows(num_tokens, hidden_size, dtype, device)
     tokens = [x[:0], x]
     plans = _plans(pools, [len(rows) for rows in tokens], overlap, device)

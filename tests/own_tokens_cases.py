@@ -12,7 +12,7 @@ from torch import Tensor
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import OwnTokensRunner
 from comet.decode.gathered import Batch
-from comet.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group
 
 LIMIT = 5
 # Tokens of even and of odd ranks: none, few, as many as decode takes, and more on one rank alone.

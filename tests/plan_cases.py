@@ -15,9 +15,9 @@ from torch import Tensor
 from comet.comm import Communicator
 from comet.config import OverlapConfig, Transport
 from comet.errors import CapacityError
+from comet.layer.plan import Plan, begin_plan, routed_row_capacity
+from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
-from comet.plan import Plan, begin_plan, routed_row_capacity
-from comet.workspace import Workspace, WorkspaceShape
 
 # Of a routed row: phase, received row, arrival row, expert slot, weight.
 Routed = tuple[int, int, int, int, float]
@@ -134,7 +134,7 @@ def _ids(draw: random.Random, num_tokens: int, num_experts: int, top_k: int) -> 
 
 
 def oracle(case: Case, rank: int) -> dict[str, Any]:
-    """The plan of one rank as lists and loops, straight from the words of ``comet.plan``."""
+    """The plan of one rank as lists and loops, straight from the words of ``comet.layer.plan``."""
     layout, num_ranks, size = case.layout(rank), case.world_size, case.max_tokens
     ids, weights = (tensor.tolist() for tensor in case.gathered())
     mine = range(layout.first_expert, layout.first_expert + layout.experts_local)
@@ -318,7 +318,7 @@ def check_pool(pool: Workspace, plan: Plan, use_kernels: bool) -> None:
 
 def noted_launches() -> list[str]:
     """A list to which, from now on, each launch of a plan adds its name: a part of the exchange, or "place"."""
-    from comet import plan_kernels  # needs triton
+    from comet.layer import plan_kernels  # needs triton
 
     names: list[str] = []
     exchange, place_plan = plan_kernels.exchange, plan_kernels.place_plan

@@ -10,8 +10,8 @@ import torch
 from played_ranks import EPOCH, Buffers, PlayedCase, Result, play
 from torch import Tensor
 
-from comet.kernels.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, Wire
-from comet.kernels.recorder import (
+from comet.kernels.runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, Wire
+from comet.kernels.runtime.recorder import (
     KIND_DISPATCH,
     KIND_FINAL_SUM,
     KIND_LAYER0_TILE,
@@ -19,7 +19,7 @@ from comet.kernels.recorder import (
     KIND_REDUCE,
     Recorder,
 )
-from comet.plan import Plan
+from comet.layer.plan import Plan
 
 Items = set[tuple[int, int, int]]
 

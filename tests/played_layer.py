@@ -18,12 +18,12 @@ from stress_numbers import FullWeights, expected, stress_inputs
 from stress_numbers import shard as shard_layer
 from torch import Tensor
 
-from comet import fused
-from comet.kernels.recorder import ALIGN_ROUNDS, Recorder, align
+from comet.kernels.runtime.recorder import ALIGN_ROUNDS, Recorder, align
+from comet.layer import fused
+from comet.layer.plan import Plan, begin_plan, routed_row_capacity
+from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
-from comet.plan import Plan, begin_plan, routed_row_capacity
-from comet.settings import LayerSettings
-from comet.workspace import Workspace, WorkspaceShape
+from comet.schedule.settings import LayerSettings
 
 DEADLINE_S = 600.0  # under a sanitizer a kernel takes up to a hundred times as long
 EVENTS = 64

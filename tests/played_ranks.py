@@ -19,9 +19,9 @@ from layer_cases import MASKED, LayerCase, rank_inputs
 from rank_plans import plan_from_ids
 from torch import Tensor
 
-from comet.kernels.arguments import Wire
+from comet.kernels.runtime.arguments import Wire
+from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
-from comet.plan import Plan, routed_row_capacity
 
 Kind = Literal["auto", "cuda", "triton"]
 Result = TypeVar("Result")
@@ -58,10 +58,10 @@ def launched_in(kind: Kind, caller: ModuleType, cuda_module: ModuleType, **limit
     Args:
         kind: Which.
         caller: The module of the launcher in Triton, which calls the other.
-        cuda_module: The module of the launcher in CUDA C++, which has its name.
+        cuda_module: The module of the launcher in CUDA C++, which has its name and ``_cuda``.
         limits: Other constants of ``cuda_module`` by which a launch is chosen, and their values here.
     """
-    name = cuda_module.__name__.rpartition(".")[2]
+    name = f"{cuda_module.__name__.rpartition('.')[2]}_cuda"
     spy = Counted(getattr(cuda_module, name))
     least = {"auto": cuda_module.LEAST_PRODUCTS, "cuda": 0, "triton": 1 << 62}[kind]
     limits = {} if kind == "auto" else limits

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from comet.config import OverlapConfig
+from comet.layer.plan import Plan, PlanRules, begin_plan, plan_of
+from comet.layer.twin.plan import plan_tensors
 from comet.layout import ExpertLayout
-from comet.plan import Plan, PlanRules, begin_plan, plan_of
-from comet.plan_twin import plan_tensors
 
 
 def make_plan(*routing: Any, **settings: Any) -> Plan:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 from comet.config import OverlapConfig
-from comet.paths import SymmetricPath
+from comet.layer.paths import SymmetricPath
 
 CONFIG = MoEConfig(
     num_experts=8, top_k=2, hidden_size=32, ffn_size=16, shared_ffn_size=16, aux_loss_coef=0.5, z_loss_coef=0.5
@@ -69,9 +69,9 @@ def make_layer(path: str = "dense", **settings: Any) -> MoE:
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Captures:
     """Let ``GraphedMoE`` capture on a CPU; returns what counts."""
     found = graphs_on_cpu(monkeypatch)
-    monkeypatch.setattr("comet.graphed_moe.capture", found)
-    monkeypatch.setattr("comet.training_graphs.capture", found)
-    monkeypatch.setattr("comet.graphed_moe.device_obstacle", lambda device: "")
+    monkeypatch.setattr("comet.graphed.moe.capture", found)
+    monkeypatch.setattr("comet.graphed.training.capture", found)
+    monkeypatch.setattr("comet.graphed.moe.device_obstacle", lambda device: "")
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from comet.config import MoEConfig
-from comet.router import Router, Routing
-from comet.router_losses import RouterStats
+from comet.router.losses import RouterStats
+from comet.router.router import Router, Routing
 
 D = 16
 VARIANTS = [

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from comet.config import MoEConfig
-from comet.kernels.router import router_logits
-from comet.kernels.router_measure import LossRule
-from comet.kernels.router_measure import measure as measure_losses
-from comet.kernels.router_select import SelectRule
-from comet.kernels.router_select import select as select_ids
-from comet.router import score_logits, select_experts, weigh_experts
-from comet.router_kernels import measure, select
-from comet.router_losses import RouterStats, measure_routing
+from comet.kernels.router.logits import router_logits
+from comet.kernels.router.measure import LossRule
+from comet.kernels.router.measure import measure as measure_losses
+from comet.kernels.router.select import SelectRule
+from comet.kernels.router.select import select as select_ids
+from comet.router.kernels import measure, select
+from comet.router.losses import RouterStats, measure_routing
+from comet.router.router import score_logits, select_experts, weigh_experts
 
 ROUNDING = 2.0**-24
 TINY = torch.finfo(torch.float32).tiny

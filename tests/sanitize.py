@@ -39,17 +39,17 @@ from played_ranks import Kind, PlayedCase
 from router_kernel_cases import check_logits, check_measure, check_select, check_top_k
 from stress_cases import StressCase
 
-from comet import fused
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode_torch
 from comet.decode.local import run_kernels
 from comet.experts import ExpertCache
-from comet.kernels.expert_drafts import plan_draft
-from comet.kernels.expert_prefetch import plan, travel
-from comet.kernels.group_gemm import GemmConfig
-from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
-from comet.kernels.group_gemm_wgrad_cuda import group_gemm_wgrad_cuda
+from comet.kernels.experts.drafts import plan_draft
+from comet.kernels.experts.prefetch import plan, travel
+from comet.kernels.gemm.group_gemm import GemmConfig
+from comet.kernels.gemm.wgrad import group_gemm_wgrad
+from comet.kernels.gemm.wgrad_cuda import group_gemm_wgrad_cuda
+from comet.layer import fused
 from comet.layout import ExpertLayout
-from comet.quantize import quantize_fp8
+from comet.quantization.formats import quantize_fp8
 
 
 def run_layers(device: torch.device, dtype: torch.dtype) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from comet.decode import DecodeWeights, SharedSlots, shared_columns, warp_decode, warp_decode_torch
 from comet.generation.engine import shared_matrices
+from comet.layer.shared_expert import SharedExpert
 from comet.layout import ExpertLayout
-from comet.reference import shard_experts
-from comet.shared_expert import SharedExpert
+from comet.reference.layer import shard_experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.layer.sharding import local
 from comet.moe import MoE
-from comet.router_losses import RouterStats
-from comet.sharding import local
-from comet.side_stream import SideStream
+from comet.router.losses import RouterStats
+from comet.utils.streams import SideStream
 
 CONFIG = MoEConfig(
     hidden_size=256, ffn_size=256, num_experts=16, top_k=4, shared_ffn_size=512, aux_loss_coef=0.5, z_loss_coef=0.5

@@ -23,7 +23,7 @@ from layer_cases import LayerCase
 from played_ranks import Kind
 
 from comet.config import MoEConfig, OverlapConfig
-from comet.quantize import FP8_BLOCK
+from comet.quantization.formats import FP8_BLOCK
 
 LAYERS = 2
 ROUTINGS = ("uniform", "zipf", "hot", "masked", "one", "first_half", "none")

@@ -12,9 +12,9 @@ from stress_cases import StressCase
 from torch import Tensor
 from weight_gradients import weight_gradient_units
 
+from comet.layer.sharding import local
 from comet.layout import ExpertLayout
-from comet.reference import kept_slots, reference_experts
-from comet.sharding import local
+from comet.reference.layer import kept_slots, reference_experts
 
 ZIPF_EXPONENT = 1.5
 MASKED_SHARE = 0.4

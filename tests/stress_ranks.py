@@ -36,10 +36,10 @@ from stress_numbers import (
 from torch import Tensor
 from weight_gradients import wrong_weight_gradients
 
-from comet.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import make_path
 from comet.moe import MoE
-from comet.paths import make_path
-from comet.quantize import FP8, quantize_fp8
+from comet.quantization.formats import FP8, quantize_fp8
 
 Results = dict[str, Tensor]
 

@@ -12,7 +12,7 @@ import torch
 from fp8_cases import measured_rows, twice_largest_error
 from torch import Tensor
 
-from comet.quantize import FP8, FP8_BLOCK
+from comet.quantization.formats import FP8, FP8_BLOCK
 
 KEPT_DIGITS = 13
 ADDED_AT_ONCE = 32
@@ -38,7 +38,7 @@ def _few_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
-    """``comet.twin.multiply`` by tensor cores: steps of 128 there, and from step to step in float32."""
+    """``comet.layer.twin.layer.multiply`` by tensor cores: steps of 128 there, and from step to step in float32."""
     total = rows.scales.new_zeros(len(rows.elements), weight.elements.shape[1])
     steps = zip(
         rows.elements.float().split(FP8_BLOCK, dim=1),

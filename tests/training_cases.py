@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.group import ExpertGroup, make_expert_group
+from comet.jobs.config import DataConfig, JobConfig, TrainConfig
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
-from comet.training.config import DataConfig, JobConfig, TrainConfig
 from comet.training.ranks import RankContext
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from modular_cases import rank_weights
 from torch import Tensor
 
 from comet.layout import ExpertLayout
-from comet.quantize import FP8, MXFP8, Weight
+from comet.quantization.formats import FP8, MXFP8, Weight
 
 FOLDER = Path(__file__).parents[1] / "build" / "vllm"
 WEIGHT_DTYPES = {Tensor: None, FP8: torch.float8_e4m3fn, MXFP8: "mxfp8"}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from comet.kernels.arguments import TileTable
-from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
+from comet.kernels.runtime.arguments import TileTable
 
 from lib.decode.report import PREFIX
 from lib.decode.steps import Step

@@ -1,7 +1,7 @@
 """What Comet's layer is compared with: other ways to run it, its two GEMMs alone, its communication alone.
 
 The other ways are what a careful user would try first over ``torch.distributed``, forward only; arguments and result
-are those of ``comet.plain.plain_experts``.
+are those of ``comet.reference.plain.plain_experts``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from comet.collectives import accumulator_dtype
+from comet.comm.collectives import accumulator_dtype
 from comet.config import require
-from comet.kernels.arguments import TileTable
-from comet.kernels.group_gemm import GemmConfig, group_gemm
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
+from comet.kernels.runtime.arguments import TileTable
+from comet.layer.paths import SymmetricPath
 from comet.layout import ExpertLayout, round_up
-from comet.paths import SymmetricPath
-from comet.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
-from comet.tuner.timing import Variant
+from comet.measure.timing import Variant
+from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
 
 BLOCK_ROWS = 128
 

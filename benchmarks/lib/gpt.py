@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from comet.generation.engine import GPTEngine
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from triton import TritonError
 
-from comet.tuner.measure import recover
-from comet.workspace import Workspace
+from comet.layer.workspace import Workspace
+from comet.measure.layers import recover
 
 # What a variant may die of without ending the run; anything else is a mistake of the benchmark itself.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, AssertionError, LookupError, TritonError)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comet.tables import aligned
+from comet.utils.tables import aligned
 
 Row = dict[str, Any]
 SUFFIXES = (".csv", ".png", ".json")  # of one run's files

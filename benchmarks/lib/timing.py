@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from comet.comm import make_communicator
-from comet.tuner.timing import Name, Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.measure.timing import Name, Timing, Variant, host_ahead, max_over_ranks, rank_barrier, time_interleaved
 
 from lib.ranks import Ranks
 

@@ -9,7 +9,7 @@
 
 One timed call runs a step on each of several weight sets, so that L2 does not flatter; a step's time is a part of it.
 On a GPU the call is a CUDA graph, but for variants that wait for the device (``no_graph`` names them). All variants run
-interleaved (``comet.tuner.timing``) after their output was compared with float64. ``--try`` adds a variant: the
+interleaved (``comet.measure.timing``) after their output was compared with float64. ``--try`` adds a variant: the
 selected blocks with some fields changed.
 
 ``--tokens`` are those of a step. Over ranks all of them hold these; but for ``own``, ``own_nccl`` and ``own_fused``
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.tuner.timing import Variant, capture, rank_barrier
+from comet.measure.timing import Variant, capture, rank_barrier
 
 from baselines.decode import find_library
 from lib.arguments import require_known, suite_parser, whole_numbers, words

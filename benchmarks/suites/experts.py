@@ -44,9 +44,9 @@ from comet.experts.host.cores import TIMEOUT_S, HostCores, usable_cores
 from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import prefetch_between
 from comet.experts.store import HeldExperts
-from comet.plain import grouped_matmul
-from comet.quantize import MXType, quantize_mx
-from comet.tuner.timing import capture, time_interleaved
+from comet.measure.timing import capture, time_interleaved
+from comet.quantization.formats import MXType, quantize_mx
+from comet.reference.plain import grouped_matmul
 
 from lib.arguments import BUDGETS, require_known, require_positive, suite_parser, words
 from lib.ranks import Ranks, device_name

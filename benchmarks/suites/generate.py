@@ -6,7 +6,7 @@
 
 A timed call takes ``--steps`` decode steps (embedding, all layers, logits, most probable token) from the end of a
 context of random keys and values; a step's time is its part of the call. All paths run interleaved
-(``comet.tuner.timing``) on the same random weights, made on the device:
+(``comet.measure.timing``) on the same random weights, made on the device:
 
     comet, comet_graph                 Comet's GPT, launched kernel by kernel, and replayed from a CUDA graph
     hf_comet, hf_comet_graph           transformers' Qwen3-MoE with Comet's experts (its attention, its small kernels)
@@ -36,11 +36,11 @@ from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS
-from comet.graphs import WARM_CALLS
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.measure.timing import Timing, Variant, rank_barrier
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
-from comet.tuner.timing import Timing, Variant, rank_barrier
+from comet.utils.graphs import WARM_CALLS
 
 from baselines.library import library_version
 from lib.arguments import require_known, require_positive, suite_parser, whole_numbers

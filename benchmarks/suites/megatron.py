@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/bench.py megatron --ep 2 --models qwen3_30b_a3b,mixtral_8x7b --tokens 4096
 
 All variants are ``MoELayer`` with the same weights, bf16, without load-balancing losses and shared experts, and contain
-Megatron's router; they are launched eagerly and interleaved by the protocol of ``comet.tuner.timing``:
+Megatron's router; they are launched eagerly and interleaved by the protocol of ``comet.measure.timing``:
 
     sequential    all-to-all, and one expert after the other (``SequentialMLP``)
     grouped       all-to-all, and ``GroupedMLP``, with torch's grouped GEMM where the package grouped_gemm is missing
@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from comet.config import MoEConfig, ParallelConfig, require
-from comet.group import ExpertGroup, make_expert_group
 from comet.integrations.megatron import from_sequential, with_comet
 from comet.launch.distributed import started_by_torchrun
-from comet.tuner.timing import Variant
-from comet.workspace import Workspace
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.workspace import Workspace
+from comet.measure.timing import Variant
 
 from lib.arguments import require_positive, suite_parser
 from lib.moe.layer import relative_error

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.launch.distributed import started_by_torchrun
-from comet.paths import SymmetricPath
-from comet.tuner.timing import Variant
+from comet.layer.paths import SymmetricPath
+from comet.measure.timing import Variant
 
 from lib.arguments import require_known, suite_parser, words
 from lib.moe.fp8 import deviation

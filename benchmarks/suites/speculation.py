@@ -35,17 +35,17 @@ from torch import Tensor
 from comet.config import ParallelConfig, require
 from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
-from comet.group import make_expert_group
+from comet.jobs.config import DataConfig
+from comet.jobs.generate import GenerateConfig
 from comet.launch.failures import one_line
+from comet.layer.group import make_expert_group
+from comet.layer.paths import ExpertPath
+from comet.layer.sharding import local
 from comet.models.gpt import GPT
-from comet.paths import ExpertPath
-from comet.sharding import local
 from comet.training.checkpoint import load_weights
-from comet.training.config import DataConfig
 from comet.training.data import read_corpus
 
 from baselines.offloaded import has_accelerate, make_offloaded, require_accelerate

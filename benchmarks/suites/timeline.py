@@ -6,7 +6,7 @@
 
 Rank 0 writes ``timeline.json`` (for ui.perfetto.dev), ``timeline.png`` and ``summary.json`` to ``--out`` and prints one
 line of JSON. On GPUs it says what recording costs: the same layer with and without, as CUDA graphs, interleaved by the
-protocol of ``comet.tuner.timing``. Under the interpreter blocks run one after the other and durations mean nothing.
+protocol of ``comet.measure.timing``. Under the interpreter blocks run one after the other and durations mean nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import triton
 from torch import Tensor
 
 from comet.config import ParallelConfig, require
-from comet.kernels.recorder import DEFAULT_CAPACITY, Recorder
+from comet.kernels.runtime.recorder import DEFAULT_CAPACITY, Recorder
 from comet.launch.distributed import started_by_torchrun
+from comet.measure.timing import capture, rank_barrier
 from comet.moe import MoE
-from comet.trace import Timeline, record, recording_to
-from comet.tuner.timing import capture, rank_barrier
+from comet.trace.timeline import Timeline, record, recording_to
 
 from lib.arguments import require_known, suite_parser
 from lib.moe.layer import Inputs, Settings, make_inputs, open_layer

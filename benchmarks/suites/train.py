@@ -34,12 +34,12 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import ParallelConfig, require
-from comet.group import ExpertGroup, make_expert_group
+from comet.jobs.config import TrainConfig
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import ExpertPath, make_path
+from comet.layer.sharding import local
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
-from comet.paths import ExpertPath, make_path
-from comet.sharding import local
-from comet.training.config import TrainConfig
 from comet.training.loop import StepMetrics, Trainer, make_optimizer
 
 from lib.arguments import require_known, require_positive, suite_parser, words

@@ -31,8 +31,8 @@ from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, warp_d
 from comet.decode.gathered import Batch
 from comet.decode.local import run_kernels
 from comet.decode.runners import rank_slice, run_path_on_slices
-from comet.kernels.group_gemm import GemmConfig
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, select
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig, select
+from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.layout import ExpertLayout
 
 from baselines.decode import EXPERT_CONFIGS, Library, torch_experts, triton_experts

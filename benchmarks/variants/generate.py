@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from comet.generation.engine import FrozenExperts
-from comet.generation.step import DecodeStep
-from comet.graphs import GraphMode
+from comet.graphed.step import DecodeStep
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
+from comet.utils.graphs import GraphMode
 
 from baselines.library import Library, fill_library, library_version, make_library_model, rewind_library
 

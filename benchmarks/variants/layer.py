@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from comet.config import MoEConfig
+from comet.graphed.training import TrainingGraphs
+from comet.layer.paths import SymmetricPath
+from comet.layer.sharding import local
 from comet.layout import ExpertLayout
+from comet.measure.timing import Variant, capture
 from comet.moe import MoE
-from comet.paths import SymmetricPath
-from comet.plain import make_exchange, plain_experts
-from comet.sharding import local
-from comet.training_graphs import TrainingGraphs
-from comet.tuner.timing import Variant, capture
+from comet.reference.plain import make_exchange, plain_experts
 
 from baselines.layer import all_gather_experts, exchange_alone, gemm_variants, pipelined_experts, split_evenly
 from lib.moe.layer import Inputs, Layer, Settings, make_inputs, reroute

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from comet.experts import CachedExperts, CacheReport
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.experts import cache_facts
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.text import ByteCodec
+from comet.jobs.generate import GenerateConfig
+from comet.layer.paths import ExpertPath
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
-from comet.paths import ExpertPath
 
 from baselines.offloaded import first_token_s, tokens_per_s
 from lib.drafts.quality import whole_pass

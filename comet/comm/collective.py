@@ -1,6 +1,7 @@
 """Ranks of several nodes: no symmetric memory, and what they tell each other goes through their process group's store.
 
-Their layers exchange rows by collectives of ``torch.distributed`` (``comet.plain``), which have deadlines of their own.
+Their layers exchange rows by collectives of ``torch.distributed`` (``comet.reference.plain``), which have deadlines of
+their own.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import triton
 from comet.comm.base import SymmTensor
 from comet.comm.signals import waited
 from comet.errors import CommTimeoutError
-from comet.kernels.primitives import barrier_kernel
+from comet.kernels.runtime.primitives import barrier_kernel
 
 
 class DeviceBarrier:

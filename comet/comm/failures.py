@@ -25,7 +25,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from comet.comm.signals import fence, poll
 from comet.errors import CommTimeoutError, StepFailedError
-from comet.graphs import is_capturing
+from comet.utils.graphs import is_capturing
 
 if TYPE_CHECKING:
     from comet.comm.base import Communicator

@@ -1,4 +1,4 @@
-"""Signals between ranks through memory the CPU can see: the host-side twin of ``comet.kernels.primitives``.
+"""Signals between ranks through memory the CPU can see: the host-side twin of ``comet.kernels.runtime.primitives``.
 
 Memory order. Writer: payload stores, then ``signal``. Reader: ``wait``, then read. Both put a fence between payload
 and flag, so the order also holds on CPUs that reorder stores. Flags carry the epoch, a number that only grows, so

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from comet.comm.base import Communicator
 from comet.config import MAX_TOP_K, MOE_DTYPES, require
-from comet.kernels.arguments import aligned
-from comet.kernels.warp_decode_gather import ABSENT
-from comet.kernels.warp_decode_step import Gather
-from comet.kernels.warp_decode_words import LOW_HALF
+from comet.kernels.decode.gather import ABSENT
+from comet.kernels.decode.step import Gather
+from comet.kernels.decode.words import LOW_HALF
+from comet.kernels.runtime.arguments import aligned
 
 
 class Batch(NamedTuple):
@@ -32,7 +32,7 @@ def gather_bytes(world_size: int, hidden_size: int, max_tokens: int) -> int:
 
 
 class TokenGather:
-    """Brings every rank's tokens to every rank (see ``comet.kernels.warp_decode_gather``); memory of ``RankDecode``.
+    """Brings every rank's tokens to every rank (see ``comet.kernels.decode.gather``); memory of ``RankDecode``.
 
     Args:
         comm: The communicator of the MoE group, of W > 1 ranks.

@@ -9,14 +9,14 @@ from comet.config import check_kernel_dtype, require, resolve_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import DecodeWeights, check_inputs
-from comet.graphs import hold_if_captured
-from comet.kernels.arguments import aligned
-from comet.kernels.expert_tables import HostExperts
-from comet.kernels.expert_waves import count_waves, split_waves
-from comet.kernels.warp_decode import decode
-from comet.kernels.warp_decode_blocks import DecodeConfig, select
-from comet.kernels.warp_decode_step import Landing, Step
-from comet.uncompiled import uncompiled
+from comet.kernels.decode.blocks import DecodeConfig, select
+from comet.kernels.decode.step import Landing, Step
+from comet.kernels.decode.warp_decode import decode
+from comet.kernels.experts.tables import HostExperts
+from comet.kernels.experts.waves import count_waves, split_waves
+from comet.kernels.runtime.arguments import aligned
+from comet.utils.graphs import hold_if_captured
+from comet.utils.uncompiled import uncompiled
 
 
 @uncompiled

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comet.collectives import wants_grad
+from comet.comm.collectives import wants_grad
 from comet.config import MoEConfig, require
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import Decoder, check_group
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
-from comet.group import ExpertGroup
-from comet.paths import ExpertPath, make_path, match_once, match_weights
-from comet.uncompiled import uncompiled
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import ExpertPath, make_path, match_once, match_weights
+from comet.utils.uncompiled import uncompiled
 
 
 class OwnTokensRunner:

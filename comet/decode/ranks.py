@@ -16,12 +16,12 @@ from comet.decode.local import run_kernels
 from comet.decode.scratch import DecodeScratch
 from comet.decode.twin import decode_partial_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights, check_inputs
-from comet.graphs import hold_if_captured
-from comet.kernels.warp_decode_blocks import DecodeConfig
-from comet.kernels.warp_decode_gather import PLACE_GATHER
-from comet.kernels.warp_decode_step import Landing
+from comet.kernels.decode.blocks import DecodeConfig
+from comet.kernels.decode.gather import PLACE_GATHER
+from comet.kernels.decode.step import Landing
 from comet.layout import ExpertLayout
-from comet.uncompiled import uncompiled
+from comet.utils.graphs import hold_if_captured
+from comet.utils.uncompiled import uncompiled
 
 
 def rank_slots(layout: ExpertLayout, device: torch.device | str) -> Tensor:
@@ -58,7 +58,7 @@ class RankDecode:
 
     EP, TP and EP x TP alike: a rank's ``DecodeWeights`` say what it holds. Steps run in the order of one stream,
     without a barrier between them, captured in a CUDA graph or not; why that is safe stands in
-    ``comet.kernels.warp_decode_words`` and ``comet.kernels.warp_decode_gather``.
+    ``comet.kernels.decode.words`` and ``comet.kernels.decode.gather``.
 
     Args:
         comm: The communicator of the MoE group; not closed here.

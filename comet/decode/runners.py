@@ -17,22 +17,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from comet.collectives import all_gather_stacked, wants_grad
+from comet.comm.collectives import all_gather_stacked, wants_grad
 from comet.config import DIM_MULTIPLE, MoEConfig, require
 from comet.decode.local import warp_decode
 from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.scratch import DecodeScratch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
-from comet.graphs import is_capturing
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import ExpertPath, SymmetricPath, make_path, match_once, match_weights
 from comet.layout import ExpertLayout
-from comet.paths import ExpertPath, SymmetricPath, make_path, match_once, match_weights
-from comet.plain import plain_experts
-from comet.quantize import FP8, FP8_BLOCK
-from comet.uncompiled import uncompiled
+from comet.quantization.formats import FP8, FP8_BLOCK
+from comet.reference.plain import plain_experts
+from comet.utils.graphs import is_capturing
+from comet.utils.uncompiled import uncompiled
 
 # Most tokens that take warp decode where the caller does not say: all that it takes. On an H200 no other path was
-# faster for the experts of Qwen3-30B at any number up to it (``benchmarks/bench_decode.py`` reports the crossover).
+# faster for the experts of Qwen3-30B at any number up to it (``benchmarks/bench.py decode`` reports the crossover).
 DECODE_TOKENS = MAX_DECODE_TOKENS
 
 

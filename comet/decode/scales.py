@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.match import Sizes
-from comet.quantize import E8M0_NAN, FP8_BLOCK, MX_BLOCK
+from comet.quantization.formats import E8M0_NAN, FP8_BLOCK, MX_BLOCK
+from comet.utils.match import Sizes
 
 CODES = torch.uint8  # dtype of weights in MXFP4: two e2m1 codes each
 START_BYTES = 16  # kernels read codes in pieces of so many bytes

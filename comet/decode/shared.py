@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from comet.config import MAX_TOP_K, require
 from comet.decode.ranks import rank_slots
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
-from comet.graphs import is_capturing
 from comet.layout import ExpertLayout
+from comet.utils.graphs import is_capturing
 
 if TYPE_CHECKING:
     from comet.decode.runners import Runner

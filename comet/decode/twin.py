@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.autocast import without_autocast
 from comet.config import require
 from comet.decode.scales import CODES
 from comet.decode.weights import DecodeWeights, check_inputs
-from comet.kernels.expert_cache import bring_torch
-from comet.kernels.expert_host import add_hosted_torch
-from comet.kernels.expert_waves import count_waves, split_waves_torch
-from comet.quantize import FP8, MXFP4, MXFP8
+from comet.kernels.experts.cache import bring_torch
+from comet.kernels.experts.host import add_hosted_torch
+from comet.kernels.experts.waves import count_waves, split_waves_torch
+from comet.quantization.formats import FP8, MXFP4, MXFP8
+from comet.utils.autocast import without_autocast
 
 
 def warp_decode_torch(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWeights) -> Tensor:
@@ -87,7 +87,7 @@ def _slots_in_waves(top_k_ids: Tensor, top_k_weights: Tensor, weights: DecodeWei
 def slot_weights(weights: DecodeWeights, slot: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """w1 ``(2F, D)`` and w2 ``(D, F)`` of a slot, or of each of ``slot (n,)``, in a floating type.
 
-    Quantised ones are dequantised as by ``comet.quantize``.
+    Quantised ones are dequantised as by ``comet.quantization.formats``.
 
     Raises:
         ValueError: If quantised elements and scales do not fit together.

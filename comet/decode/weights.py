@@ -9,10 +9,10 @@ from torch import Tensor
 
 from comet.config import DIM_MULTIPLE, MAX_TOP_K, check_token_dtype
 from comet.decode.scales import CODES, check_scales
-from comet.kernels.expert_parts import ExpertParts
-from comet.kernels.expert_tables import HostExperts
-from comet.match import Sizes, check_id_dtype
-from comet.quantize import FP8_BLOCK, MX_BLOCK
+from comet.kernels.experts.parts import ExpertParts
+from comet.kernels.experts.tables import HostExperts
+from comet.quantization.formats import FP8_BLOCK, MX_BLOCK
+from comet.utils.match import Sizes, check_id_dtype
 
 MAX_DECODE_TOKENS = 64
 
@@ -28,7 +28,8 @@ class DecodeWeights(ExpertParts):
 
     Args:
         w1: ``(S, 2F, D)``, gate rows first, then up rows, of each slot. In MXFP4 ``(S, 2F, D / 2)`` uint8 (or
-            float4_e2m1fn_x2, which becomes uint8 here): two e2m1 codes a byte, as in ``comet.quantize.MXFP4``.
+            float4_e2m1fn_x2, which becomes uint8 here): two e2m1 codes a byte, as in
+            ``comet.quantization.formats.MXFP4``.
         w2: ``(S, D, F)``, or ``(S, D, F / 2)``, dtype of ``w1``.
         slots: ``(E,)`` int32 in ``[-1, S)``: slot of each global expert; -1: not held here, its routed rows contribute
             nothing on this rank. Read on the device at every step, never by the host.

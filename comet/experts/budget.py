@@ -10,8 +10,8 @@ import torch
 
 from comet.config import MoEConfig, ParallelConfig, require
 from comet.experts.cache import bytes_of_expert, slots_of_budget
-from comet.kernels.expert_tables import POLICIES, Policy
-from comet.quantize import MX_BLOCK, MXType, StoredType
+from comet.kernels.experts.tables import POLICIES, Policy
+from comet.quantization.formats import MX_BLOCK, MXType, StoredType
 
 ExpertStoreKind = Literal["host", "file"]
 ALONE = ParallelConfig()

@@ -1,6 +1,6 @@
 """The cache of one layer's experts, and decode steps that read from it.
 
-The GPU keeps the cache itself, inside the decode step (``comet.kernels.expert_cache``): it looks up which experts a
+The GPU keeps the cache itself, inside the decode step (``comet.kernels.experts.cache``): it looks up which experts a
 step needs, gives the missing ones the slots of those that are worth least, and reads them from pinned host memory. A
 hit costs the host nothing, and a step stays one CUDA graph. Results are those of experts that are all in GPU memory,
 bit for bit, but for those of longer prompts.
@@ -23,8 +23,8 @@ from comet.experts.host.cores import HostCores
 from comet.experts.host.prompts import PromptCores
 from comet.experts.store import HeldExperts
 from comet.experts.streaming import PinnedSlots, StreamedExperts
-from comet.kernels.expert_tables import LAYER, POLICIES, CacheTables, HostExperts, Policy
-from comet.quantize import FP8_BLOCK, MX_BLOCK, StoredType
+from comet.kernels.experts.tables import LAYER, POLICIES, CacheTables, HostExperts, Policy
+from comet.quantization.formats import FP8_BLOCK, MX_BLOCK, StoredType
 
 if TYPE_CHECKING:
     from comet.experts.prefetch import Prefetch
@@ -181,7 +181,7 @@ def report_of(caches: Sequence[ExpertCache]) -> CacheReport:
 class CachedExperts:
     """Routed experts of a layer, from its cache; an ``ExpertPath``, for inference.
 
-    A step that may need more experts than there are slots runs in waves (``comet.kernels.expert_waves``). Of more
+    A step that may need more experts than there are slots runs in waves (``comet.kernels.experts.waves``). Of more
     tokens than the runner decodes, missing experts stream through the slots (``comet.experts.streaming``), for which
     the host waits for the device.
 

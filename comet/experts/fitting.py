@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from comet.config import require
-from comet.graphs import first_line
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
+from comet.utils.graphs import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from comet.experts.budget import ExpertBudget, ExpertStoreKind
 from comet.experts.cache import CACHED_DECODE_TOKENS
 from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.experts.staged import WHY_EAGER
-from comet.group import ExpertGroup
-from comet.kernels.expert_tables import Policy
-from comet.quantize import MXType, StoredType
+from comet.kernels.experts.tables import Policy
+from comet.layer.group import ExpertGroup
+from comet.quantization.formats import MXType, StoredType
 
 
 @dataclass(frozen=True, slots=True)

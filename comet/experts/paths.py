@@ -19,10 +19,10 @@ from comet.experts.host.profile import HostSizes
 from comet.experts.prefetch import PrefetchSetting, prefetch_between, prefetches, probable
 from comet.experts.staged import Stage, StagedCache, StagedExperts, staged_report_of
 from comet.experts.store import ExpertReader, HeldExperts, MemoryFile, warn_pageable
-from comet.group import ExpertGroup
-from comet.kernels.expert_tables import Policy
+from comet.kernels.experts.tables import Policy
+from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
-from comet.router import Routes
+from comet.router.router import Routes
 
 CachedPath = CachedExperts | StagedExperts
 

@@ -2,11 +2,11 @@
 
 A layer's router is asked early: with the tokens of the layer before, which differ from its own by one attention and one
 feed-forward layer. What it names and is missing is planned at once, on a stream of its own, and travels from the moment
-on where the layer before has its own experts; that a guess never delays a miss is ``comet.kernels.expert_prefetch``'s.
+on where the layer before has its own experts; that a guess never delays a miss is ``comet.kernels.experts.prefetch``'s.
 
 A draft needs few of the K experts that its tokens are routed to, and the step that verifies it needs all. So beside its
 step the layer's router is asked once more, with the layer's own tokens, for the K of which it took the best; behind it
-what of them is missing travels as well (``comet.kernels.expert_drafts``).
+what of them is missing travels as well (``comet.kernels.experts.drafts``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from comet.config import SpeculationConfig, require
 from comet.experts.cache import CachedExperts, ExpertCache
 from comet.experts.staged import WHY_EAGER, StagedExperts
-from comet.kernels.expert_drafts import plan_draft, plan_draft_torch
-from comet.kernels.expert_prefetch import plan, plan_torch, travel, travel_torch
-from comet.kernels.expert_waves import count_waves
-from comet.router import Routes
+from comet.kernels.experts.drafts import plan_draft, plan_draft_torch
+from comet.kernels.experts.prefetch import plan, plan_torch, travel, travel_torch
+from comet.kernels.experts.waves import count_waves
+from comet.router.router import Routes
 
 # (T, D) tokens of this layer, or of the one before -> (T, K) int32, the likeliest first
 Predict = Callable[[Tensor], Tensor]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.kernels.expert_parts import ExpertParts
-from comet.quantize import MX_BLOCK, MXType, quantize_mx
+from comet.kernels.experts.parts import ExpertParts
+from comet.quantization.formats import MX_BLOCK, MXType, quantize_mx
 
 logger = logging.getLogger(__name__)
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.autocast import without_autocast
-from comet.collectives import accumulator_dtype
+from comet.comm.collectives import accumulator_dtype
 from comet.config import resolve_kernels
 from comet.decode.twin import slot_weights
 from comet.decode.weights import DecodeWeights
 from comet.experts.host.prompts import PromptCores
-from comet.kernels.dequantize import dequantize_slots
-from comet.kernels.expert_drafts import count_streamed_torch, settle_torch
-from comet.kernels.expert_tables import CLOCK, HostExperts
-from comet.plain import grouped_matmul
+from comet.kernels.decode.dequantize import dequantize_slots
+from comet.kernels.experts.drafts import count_streamed_torch, settle_torch
+from comet.kernels.experts.tables import CLOCK, HostExperts
+from comet.reference.plain import grouped_matmul
+from comet.utils.autocast import without_autocast
 
 MOST_ROWS = 8192  # of visits that are computed at once, unless one alone has more
 NOWHERE = 2**15 - 1  # the place of rows that this rank does not serve

@@ -18,28 +18,23 @@ from torch import Tensor, nn
 from comet.config import SpeculationConfig, require
 from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
-from comet.experts import (
-    CACHED_DECODE_TOKENS,
-    CacheReport,
-    DraftRouters,
-    ExpertCache,
-)
+from comet.experts import CACHED_DECODE_TOKENS, CacheReport, DraftRouters, ExpertCache
+from comet.experts.drafts.speculation import DraftingModel
 from comet.experts.host.cores import HostCores
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.prefetch import PrefetchSetting, expect_drafts
-from comet.experts.speculation import DraftingModel
 from comet.experts.staged import WHY_EAGER, StagedCache, StagedExperts
 from comet.experts.store import HeldExperts, MemoryFile, QuantisedReader
-from comet.generation.step import Passes, batch_obstacle
-from comet.graphs import GraphMode
-from comet.group import ExpertGroup
-from comet.kernels.expert_tables import Policy
+from comet.graphed.step import Passes, batch_obstacle
+from comet.kernels.experts.tables import Policy
+from comet.layer.group import ExpertGroup
+from comet.layer.sharding import local
+from comet.layer.shared_expert import SharedExpert
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.moe import MoE
-from comet.quantize import MXType
-from comet.sharding import local
-from comet.shared_expert import SharedExpert
+from comet.quantization.formats import MXType
+from comet.utils.graphs import GraphMode
 
 
 class Engine(DraftingModel, Protocol):
@@ -165,8 +160,8 @@ class GPTEngine:
         expert_prefetch: With ``expert_slots``: whether the experts that a layer will probably need travel beside the
             layer before it, and for verification those that drafts leave out (``prefetches``).
         host_cores: With ``expert_slots``: which cores compute some of the missing experts (``cores_of``).
-        speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
-            ``None``: neither is called.
+        speculation: Settings of drafts, for ``draft`` and ``verify`` (a
+            ``comet.experts.drafts.speculation.DraftingModel``); ``None``: neither is called.
 
     Raises:
         NotImplementedError: If experts in host memory are for several nodes.

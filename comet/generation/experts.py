@@ -13,9 +13,9 @@ from comet.experts.budget import ExpertBudget
 from comet.experts.cache import OF_THE_CACHES, CacheReport
 from comet.experts.options import StoreOptions
 from comet.generation.source import is_hf_folder
-from comet.group import ExpertGroup
+from comet.jobs.config import JobConfig
+from comet.layer.group import ExpertGroup
 from comet.models.sizes import dense_elements
-from comet.training.config import JobConfig
 
 
 def plan_experts(config: JobConfig, dtype: torch.dtype) -> ExpertBudget | None:

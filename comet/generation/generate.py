@@ -16,11 +16,11 @@ from torch import Tensor
 
 from comet.config import require
 from comet.experts import Speculation
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import Engine
 from comet.generation.sampling import Sampler, tokens_seen, uniform_draws
 from comet.generation.text import Codec, Continuation
-from comet.graphs import WARM_CALLS
+from comet.jobs.generate import GenerateConfig
+from comet.utils.graphs import WARM_CALLS
 
 Show = Callable[[int, Continuation, str], None]
 

@@ -16,13 +16,13 @@ from comet.experts import CacheReport, DraftRouters
 from comet.experts.host.cores import HostCores
 from comet.experts.prefetch import expect_drafts
 from comet.generation.text import TokenizerCodec
-from comet.graphs import TOO_FEW, WARM_CALLS, GraphMode
-from comet.group import ExpertGroup
 from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of
+from comet.layer.group import ExpertGroup
+from comet.utils.graphs import TOO_FEW, WARM_CALLS, GraphMode
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
@@ -59,8 +59,8 @@ class HFEngine:
     Args:
         model: From ``load_pretrained`` or ``convert``; all its ranks call the engine equally.
         cuda_graph: Whether decode steps are replayed from a CUDA graph (see ``DecodeStep``).
-        speculation: Settings of drafts, for ``draft`` and ``verify`` (a ``comet.experts.speculation.DraftingModel``);
-            ``None``: neither is called.
+        speculation: Settings of drafts, for ``draft`` and ``verify`` (a
+            ``comet.experts.drafts.speculation.DraftingModel``); ``None``: neither is called.
         group: The model's ranks, for drafts; ``None``: this rank alone.
 
     Raises:

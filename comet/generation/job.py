@@ -21,10 +21,10 @@ from comet.generation.report import Printer, context_note
 from comet.generation.roof import link_bytes_per_second, read_bytes_per_second
 from comet.generation.source import Source, find_source
 from comet.generation.text import ByteCodec, Codec
-from comet.group import ExpertGroup, make_expert_group
+from comet.jobs.config import JobConfig
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
-from comet.training.config import JobConfig
 from comet.training.ranks import RankContext
 from comet.training.run import activation_dtype
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from comet.tuner.timing import Variant, host_ahead, time_interleaved
+from comet.measure.timing import Variant, host_ahead, time_interleaved
 
 READS = 10
 CPU_BYTES = 2**28
@@ -16,7 +16,7 @@ FREE_SHARE = 4
 def read_bytes_per_second(device: torch.device, num_bytes: int | None = None) -> float:
     """The median of several reads of one buffer on a warm device: a sum, which streams it and writes next to nothing.
 
-    By the protocol of ``comet.tuner.timing``, because a GPU that was idle reads slower than one that decodes.
+    By the protocol of ``comet.measure.timing``, because a GPU that was idle reads slower than one that decodes.
 
     Example: reads of 1 MiB in 64, 65, ..., 73 ms: 2**20 bytes in 68.5 ms, 1.53e7.
 

@@ -13,9 +13,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from comet.collectives import of_first_rank
-from comet.experts.speculation import pick, with_token
-from comet.generation.config import GenerateConfig
+from comet.comm.collectives import of_first_rank
+from comet.experts.drafts.speculation import pick, with_token
+from comet.jobs.generate import GenerateConfig
 
 
 class Sampler:

@@ -41,7 +41,7 @@ from comet.modular.interfaces import (
     TopKReduce,
 )
 from comet.modular.symmetric import SymmetricBatched
-from comet.quantize import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
+from comet.quantization.formats import FP8, FP8_BLOCK, MX_BLOCK, MXFP8, Weight
 
 
 class WeightCache:

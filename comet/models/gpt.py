@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 
 from comet.config import OverlapConfig, Path, require
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
+from comet.layer.shared_expert import SharedExpert
 from comet.models.cache import KeyValueCache, attend_causally
 from comet.models.config import ModelConfig
 from comet.moe import MoE
-from comet.router import Routes
-from comet.router_losses import RouterStats
-from comet.shared_expert import SharedExpert
+from comet.router.losses import RouterStats
+from comet.router.router import Routes
 
 EMBEDDING_STD = 0.5
 

@@ -2,7 +2,7 @@
 
 ``ModularMoE(prepare_finalize, experts)`` refuses a pair that does not fit, with the reason, and is otherwise a path
 like those of ``MoE``; see ``comet.modular.interfaces`` for what travels. With ``weight_type=MXFP8`` or ``FP8`` (see
-``comet.quantize``) it takes weights of that type. Names here and in vLLM, one to one:
+``comet.quantization.formats``) it takes weights of that type. Names here and in vLLM, one to one:
 
 ======================  =====================================================
 here                    vLLM
@@ -54,7 +54,7 @@ weight_types            _supports_quant_scheme
 ======================  =====================================================
 
 Not built: a backward pass (train with ``MoE``), GEMMs in FP8 (rows and weights in FP8 or MXFP8 are dequantised before
-they are multiplied, or as they are read), the fused layer in block FP8, which ``comet.paths.SymmetricPath`` has.
+they are multiplied, or as they are read), the fused layer in block FP8, which ``comet.layer.paths.SymmetricPath`` has.
 """
 
 from comet.modular.all_to_all import AllToAll
@@ -88,7 +88,7 @@ from comet.modular.single_rank import SingleRank
 from comet.modular.symmetric import SymmetricBatched, SymmetricContiguous
 
 # All there are, each made by (config, group), the experts with reduce= as well. The tests run every combination, with
-# every type of weights: comet.quantize.WEIGHT_TYPES.
+# every type of weights: comet.quantization.formats.WEIGHT_TYPES.
 PREPARE_FINALIZE = (SingleRank, AllToAll, SymmetricContiguous, SymmetricBatched, FusedPrepareFinalize)
 EXPERTS = (
     ReferenceExperts,

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comet.collectives import accumulator_dtype, all_to_all_rows, bad_ids, check_ids
+from comet.comm.collectives import accumulator_dtype, all_to_all_rows, bad_ids, check_ids
 from comet.config import MoEConfig, require
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.modular.base import resolve
 from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
 from comet.modular.single_rank import require_dropless
-from comet.quantize import FP8, quantize_rows
+from comet.quantization.formats import FP8, quantize_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

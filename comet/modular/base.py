@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comet.collectives import accumulator_dtype
+from comet.comm.collectives import accumulator_dtype
 from comet.config import MoEConfig, check_kernel_dtype, resolve_kernels
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 from comet.modular.interfaces import ActivationFormat, BatchedRows, ContiguousRows, Problem, Rows, TopKReduce
-from comet.quantize import WEIGHT_TYPES, Weight
+from comet.quantization.formats import WEIGHT_TYPES, Weight
 
 
 class NoOpReduce:

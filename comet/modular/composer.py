@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from comet.autocast import without_autocast
-from comet.collectives import wants_grad
+from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
-from comet.graphs import is_capturing
+from comet.layer.paths import pad_width
 from comet.layout import round_up
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -26,10 +25,11 @@ from comet.modular.interfaces import (
     Scratch,
     ScratchShapes,
 )
-from comet.paths import pad_width
-from comet.plain import check_inputs, check_shapes
-from comet.quantize import FP8, FP8_BLOCK, Weight
-from comet.uncompiled import uncompiled
+from comet.quantization.formats import FP8, FP8_BLOCK, Weight
+from comet.reference.plain import check_inputs, check_shapes
+from comet.utils.autocast import without_autocast
+from comet.utils.graphs import is_capturing
+from comet.utils.uncompiled import uncompiled
 
 ALIGNMENT = 256
 
@@ -42,7 +42,7 @@ class ModularMoE:
         experts: What is computed in between.
         shared: ``(T, D) -> (T, D)`` for experts every token goes through; runs on this rank's own tokens while others
             travel, and is added. Leave it out where the layer around has its own.
-        weight_type: What w1 and w2 will be: ``Tensor``, or ``FP8`` or ``MXFP8`` of ``comet.quantize``.
+        weight_type: What w1 and w2 will be: ``Tensor``, or ``FP8`` or ``MXFP8`` of ``comet.quantization.formats``.
 
     Raises:
         ValueError: If they do not fit; the message names them and the reason.

@@ -1,8 +1,8 @@
 """Experts: the reference, warp decode, and two grouped GEMMs with SwiGLU between them, over contiguous or batched rows.
 
 Pre-activations of the grouped GEMMs stay in float32 (float64 for float64), so that rounding is that of
-``comet.reference``. They do not wait for a GPU. Running them needs triton, also on a CPU, where the kernel's torch twin
-runs.
+``comet.reference.layer``. They do not wait for a GPU. Running them needs triton, also on a CPU, where the kernel's
+torch twin runs.
 
 Weights in FP8 or MXFP8 are dequantised to the tokens' dtype in every call, all that the rank holds: that reads e * 3FD
 bytes, writes and reads again twice as many (in 16 bits), and takes as much scratch memory, however few the rows are.
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet.collectives import accumulator_dtype
+from comet.comm.collectives import accumulator_dtype
 from comet.config import check_kernel_dtype
-from comet.graphs import hold_if_captured
 from comet.layout import positions_in_groups, round_up
 from comet.modular.base import (
     BatchedReduce,
@@ -46,12 +45,13 @@ from comet.modular.interfaces import (
     ScratchShapes,
     TopKReduce,
 )
-from comet.quantize import FP8, Weight
-from comet.reference import expert_outputs, rank_partial, swiglu_expert
+from comet.quantization.formats import FP8, Weight
+from comet.reference.layer import expert_outputs, rank_partial, swiglu_expert
+from comet.utils.graphs import hold_if_captured
 
 if TYPE_CHECKING:
     from comet.decode import DecodeWeights
-    from comet.kernels.arguments import TileTable
+    from comet.kernels.runtime.arguments import TileTable
 
 
 def routed_capacity(problem: Problem, block_rows: int) -> int:
@@ -122,7 +122,7 @@ def tiles_of_batches(counts: Tensor, batch_rows: int, block_rows: int) -> TileTa
 def _table(
     experts: Tensor, rows: Tensor, valid: Tensor, num_tiles: Tensor, row_ids: Tensor, block_rows: int
 ) -> TileTable:
-    from comet.kernels.arguments import TileTable  # needs triton
+    from comet.kernels.runtime.arguments import TileTable  # needs triton
 
     return TileTable(
         tiles=torch.stack([experts, rows, valid, torch.zeros_like(experts)], dim=1).int(),
@@ -273,7 +273,7 @@ def swiglu_experts(
         gather: Whether row q reads ``tokens[table.row_ids[q]]``.
         use_kernels: Triton kernel or its torch twin.
     """
-    from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
+    from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch  # needs triton
 
     if use_kernels:  # not every transport asks for the pool's dtype
         check_kernel_dtype(tokens.dtype, tokens.device)
@@ -294,7 +294,7 @@ def _hidden_regions(problem: Problem, num_rows: int) -> Regions:
 
 
 class ReferenceExperts(ExpertsBase):
-    """``comet.reference`` over either format, in plain torch; waits for the device. EP, TP and EP x TP.
+    """``comet.reference.layer`` over either format, in plain torch; waits for the device. EP, TP and EP x TP.
 
     Quantised weights are dequantised to the tokens' dtype in every call.
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig, resolve_kernels
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import SymmetricPath
+from comet.layer.plan import check_tokens
 from comet.modular.base import ExpertsBase, NoOpReduce
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -24,9 +26,7 @@ from comet.modular.interfaces import (
     ScratchShapes,
     TopKReduce,
 )
-from comet.paths import SymmetricPath
-from comet.plan import check_tokens
-from comet.quantize import Weight
+from comet.quantization.formats import Weight
 
 
 class FusedPrepareFinalize:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
+from comet.layer.paths import SymmetricPath
+from comet.layer.plan import Plan
 from comet.layout import ExpertLayout
-from comet.paths import SymmetricPath
-from comet.plan import Plan
-from comet.quantize import FP8, Weight
+from comet.quantization.formats import FP8, Weight
 
 
 class ActivationFormat(Enum):

@@ -8,11 +8,11 @@ from typing import Any
 
 from comet.config import MoEConfig
 from comet.errors import UnavailableError
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 from comet.modular import EXPERTS, PREPARE_FINALIZE
 from comet.modular.composer import incompatibility
-from comet.quantize import WEIGHT_TYPES
-from comet.tables import aligned
+from comet.quantization.formats import WEIGHT_TYPES
+from comet.utils.tables import aligned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.group import ExpertGroup
-from comet.match import check_id_range
+from comet.layer.group import ExpertGroup
 from comet.modular.base import resolve
 from comet.modular.interfaces import ActivationFormat, ContiguousRows, Received, Receiver, RoutedTokens, TopKReduce
-from comet.quantize import quantize_rows
+from comet.quantization.formats import quantize_rows
+from comet.utils.match import check_id_range
 
 
 class SingleRank:

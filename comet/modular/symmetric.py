@@ -22,7 +22,10 @@ from torch import Tensor
 from comet.comm.base import require_memory
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.errors import CapacityError
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import SymmetricPath
+from comet.layer.plan import Plan
+from comet.layer.workspace import ROWS_NEEDED
 from comet.layout import round_up
 from comet.modular.base import DelegateReduce, slot_rows
 from comet.modular.interfaces import (
@@ -35,10 +38,7 @@ from comet.modular.interfaces import (
     Rows,
     TopKReduce,
 )
-from comet.paths import SymmetricPath
-from comet.plan import Plan
-from comet.quantize import FP8, FP8_BLOCK, quantize_rows
-from comet.workspace import ROWS_NEEDED
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
 
 SCALE_BYTES = 4
 

@@ -1,8 +1,8 @@
 """Weights and optimizer moments to and from disk, through ``torch.distributed.checkpoint``.
 
-Expert tensors are saved as shards of one global tensor (see ``comet.sharding``), so a job with another EP, TP or world
-size loads them. At the same world size a resumed job goes on bit for bit: weights, moments and
-the step are all its state, since batches and learning rates are functions of the step.
+Expert tensors are saved as shards of one global tensor (see ``comet.layer.sharding``), so a job with another EP, TP or
+world size loads them. At the same world size a resumed job goes on bit for bit: weights, moments and the step are all
+its state, since batches and learning rates are functions of the step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import AdamW
 
 from comet.comm.handshake import patience
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
+from comet.layer.sharding import local
 from comet.models.gpt import GPT
-from comet.sharding import local
 from comet.training.checkpoint_folder import (
     SETTINGS_FILE,
     Checkpoint,
@@ -46,7 +46,7 @@ from comet.training.checkpoint_folder import (
     to_yaml,
 )
 from comet.training.ranks import from_first_rank, gather
-from comet.tuner.shared_file import naming
+from comet.utils.shared_file import naming
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -37,8 +37,8 @@ from torch.futures import Future
 
 from comet.comm.handshake import patience
 from comet.config import OverlapConfig, require
+from comet.jobs.config import JobConfig
 from comet.models.config import ModelConfig
-from comet.training.config import JobConfig
 from comet.training.ranks import from_first_rank, gather, this_rank
 
 SETTINGS_FILE = "comet.yaml"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from comet.config import require
-from comet.training.config import DataConfig
+from comet.jobs.config import DataConfig
 
 MAX_STDLIB_BYTES = 16 * 2**20
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})

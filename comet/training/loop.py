@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import AdamW
 
-from comet.graphs import GraphMode, Replayed
-from comet.group import ExpertGroup
+from comet.jobs.config import TrainConfig
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import CollectivePath, expert_capacity
+from comet.layer.sharding import local
 from comet.models.gpt import GPT, next_token_loss
-from comet.paths import CollectivePath, expert_capacity
-from comet.sharding import local
-from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
+from comet.utils.graphs import GraphMode, Replayed
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8

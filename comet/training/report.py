@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from comet.progress import bar_options
-from comet.tuner.shared_file import naming, write_whole
+from comet.utils.progress import bar_options
+from comet.utils.shared_file import naming, write_whole
 
 HISTORY_FILE = "metrics.jsonl"
 

@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from comet.config import require
 from comet.errors import NotFiniteError
-from comet.group import ExpertGroup, make_expert_group
+from comet.jobs.config import JobConfig
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.training.checkpoint import Checkpointer
@@ -29,7 +30,6 @@ from comet.training.checkpoint_folder import (
     settings_of,
     to_yaml,
 )
-from comet.training.config import JobConfig
 from comet.training.data import Corpus, heldout_windows, read_corpus
 from comet.training.loop import StepMetrics, Trainer, deterministic, learning_rate, make_optimizer
 from comet.training.ranks import RankContext, from_first_rank, gather

@@ -11,6 +11,7 @@ from typing import Self
 from filelock import FileLock, Timeout
 
 from comet.config import require
+from comet.jobs.config import JobConfig
 from comet.training.checkpoint_folder import (
     SETTINGS_FILE,
     Checkpoint,
@@ -19,9 +20,8 @@ from comet.training.checkpoint_folder import (
     names_checkpoint,
     remove_checkpoint,
 )
-from comet.training.config import JobConfig
 from comet.training.report import HISTORY_FILE
-from comet.tuner.shared_file import write_whole
+from comet.utils.shared_file import write_whole
 
 LOCK, OWNER = ".comet.lock", ".comet.owner"
 RUN_FILES = (HISTORY_FILE, SETTINGS_FILE, "result.json", "loss.png", "expert_load.png", "sample.txt")

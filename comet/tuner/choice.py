@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from comet.config import OverlapConfig, require
 from comet.layout import MAX_PANELS
-from comet.schedule import check_phases
+from comet.schedule.tiles import check_phases
 from comet.tuner.model import propose
 from comet.tuner.problem import Machine, Problem, candidate_name, column_blocks
 from comet.tuner.profile import ProfileKey, ProfileStore

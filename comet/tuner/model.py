@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from comet.config import OverlapConfig, Transport
-from comet.schedule import part_span
-from comet.settings import TileShape
+from comet.schedule.settings import TileShape
+from comet.schedule.tiles import part_span
 from comet.tuner.problem import Machine, Problem, cuda_layers, effective, fitting_panels, fitting_phases
 
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
@@ -37,7 +37,8 @@ WAVES = 8  # steps in which rows arrive, of at most 31
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.
 PLAIN_ROW_PASSES = 15
 PLAIN_HIDDEN_PASSES = 6
-# Items in CUDA C++ (``kernels/cuda_text.py``): most rows, which are whole steps, most of an expert's only one; columns.
+# Items in CUDA C++ (``kernels/runtime/cuda_text.py``): most rows, which are whole steps, most of an expert's only one;
+# columns.
 CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, CUDA_COLS = 256, 16, 272, 128
 
 BLOCK_ROWS = (16, 32, 64, 128)

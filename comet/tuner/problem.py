@@ -29,7 +29,7 @@ import torch
 
 from comet.config import DIM_MULTIPLE, MOE_DTYPES, MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.layout import CHUNK_ROWS, MAX_PANELS, round_up
-from comet.settings import TileShape
+from comet.schedule.settings import TileShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class Machine:
         """The H200's rates under a device's name and number of SMs; measurements correct what does not fit."""
         if device.type != "cuda":
             return cls(name=device.type, cuda_kernels=False)
-        from comet.kernels.nvrtc import is_available  # needs Triton, as GPUs do
+        from comet.kernels.runtime.nvrtc import is_available  # needs Triton, as GPUs do
 
         properties = torch.cuda.get_device_properties(device)
         name, num_sms = properties.name, properties.multi_processor_count
@@ -345,8 +345,8 @@ def cuda_layers(setting: OverlapConfig, problem: Problem, machine: Machine) -> t
     if not (machine.cuda_kernels and setting.beside):
         return False, False
     # Not above: these modules need Triton, and what is asked of a machine without GPUs works without it.
-    from comet.kernels import dispatch_gemm_cuda as layer0
-    from comet.kernels import gemm_combine_cuda as layer1
+    from comet.kernels.layer import dispatch_gemm as layer0
+    from comet.kernels.layer import gemm_combine as layer1
 
     moe, experts, width = problem.moe, problem.experts_local, round_up(problem.width, DIM_MULTIPLE)
     tokens = round_up(problem.num_tokens, CHUNK_ROWS)

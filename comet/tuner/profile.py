@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from comet.config import OverlapConfig, require
 from comet.tuner.problem import Problem
-from comet.tuner.shared_file import locked, write_whole
+from comet.utils.shared_file import locked, write_whole
 
 logger = logging.getLogger(__name__)
 

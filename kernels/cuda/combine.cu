@@ -1,10 +1,10 @@
 // Weighted top-k reduce of the expert outputs, their way to the rank of each token, and the final sums there. Gradients
 // of layer 0's tokens (IS_GRADIENT) are not weighted; with them travel those of the routing weights.
 //
-// Tickets, their order and why it ends: kernels/combine.py. Here a ticket is the work of one warp. It lists the rows to
-// add up, and then streams them with AHEAD loads on their way, across the ends of sums and of column blocks: beside a
-// GEMM a load takes microseconds, and only what is under way in the meantime counts. A warp draws its next ticket when
-// it has nothing to wait for any more: others may wait for what a ticket sends.
+// Tickets, their order and why it ends: kernels/layer/triton/combine.py. Here a ticket is the work of one warp. It
+// lists the rows to add up, and then streams them with AHEAD loads on their way, across the ends of sums and of column
+// blocks: beside a GEMM a load takes microseconds, and only what is under way in the meantime counts. A warp draws its
+// next ticket when it has nothing to wait for any more: others may wait for what a ticket sends.
 //
 // A rank of which a wait has met its deadline sends nothing more. What this launch sums up depends on what earlier ones
 // waited for and on the panel, so it is enough that no panel opens: a look at the record of faults per warp and panel,

@@ -9,7 +9,7 @@ constexpr float E4M3_MAX = 448.0f, SMALLEST_SCALE = 1.1754943508222875e-38f; // 
 constexpr u32 SCALE_BITS = ~15u; // element times scale is exact in float32
 static_assert(HIDDEN_COLS == 128);
 
-// By the rule of comet.quantize.quantize_rows.
+// By the rule of comet.quantization.formats.quantize_rows.
 __device__ __forceinline__ float scale_of(float largest) {
     const float scale = fmaxf(__fdiv_rn(largest, E4M3_MAX), SMALLEST_SCALE);
     return __uint_as_float(__float_as_uint(scale) & SCALE_BITS);

@@ -1,7 +1,7 @@
 // Hopper's own instructions: barriers in shared memory, bulk copies, tensor cores. Of a layer this knows no more
 // than that a box of weights is one expert's.
 //
-// The host puts constants in front of this text (kernels/cuda_text.py and its callers say what they mean), and
+// The host puts constants in front of this text (kernels/runtime/cuda_text.py and its callers say what they mean), and
 // multiply, which hands the tensor cores 32 bytes of each line, or, transposed, 16 lines:
 //
 // - in 16 bits, for each number of rows N, multiply<N>(sums, descriptor of weights, descriptor of rows), which adds a

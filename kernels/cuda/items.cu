@@ -7,7 +7,8 @@
 constexpr int ITEM_TICKETS = 1; // among a launch's counters, behind the tickets of those that communicate
 constexpr int PIECES_BESIDE = 8; // of an expert, whose items of the same columns are neighbours
 
-// Of an expert's items, with `pieces` pieces of rows and `cols` blocks of columns, in the order of kernels/tiles.py.
+// Of an expert's items, with `pieces` pieces of rows and `cols` blocks of columns, in the order of
+// kernels/gemm/tiles.py.
 struct Place {
     int piece, col;
 

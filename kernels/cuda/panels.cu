@@ -8,7 +8,7 @@ static_assert(MOST_ROWS % BOX_ROWS == 0 && STEP % 16 == 0);
 
 // ---- work items
 
-// See part_span, panel_of and panel_span of kernels/tiles.py.
+// See part_span, panel_of and panel_span of kernels/gemm/tiles.py.
 __device__ __forceinline__ void part_span(int part, int elements, int parts, int& first, int& width) {
     const int narrow = elements / parts, wide = elements % parts;
     first = part * narrow + min(part, wide);
@@ -25,7 +25,7 @@ __device__ __forceinline__ void panel_span(int panel, int cols, int panels, int&
     }
 }
 
-// Of block FP8; see gemm_combine of kernels/gemm_combine.py.
+// Of block FP8; see gemm_combine of kernels/layer/triton/gemm_combine.py.
 struct Scales {
     const float* rows;    // (F / 128, routed_rows)
     const float* weights; // (experts, D / 128, F / 128)

@@ -1,6 +1,7 @@
-// Token rows on their way to the ranks that compute them; order and flags: kernels/dispatch.py. Here a ticket is the
-// work of one warp: PUSH_ROWS rows of a chunk. Whoever moves the last of a chunk raises its flag. Nobody waits. A rank
-// that has failed has nothing to send: its plan says so (kernels/placement.py), and between plan and launch none waits.
+// Token rows on their way to the ranks that compute them; order and flags: kernels/layer/triton/dispatch.py. Here a
+// ticket is the work of one warp: PUSH_ROWS rows of a chunk. Whoever moves the last of a chunk raises its flag. Nobody
+// waits. A rank that has failed has nothing to send: its plan says so (kernels/plan/placement.py), and between plan and
+// launch none waits.
 
 static_assert(PUSH_ROWS < 32);
 

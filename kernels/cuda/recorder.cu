@@ -1,4 +1,4 @@
-// What a warp did and when, in the layout of kernels/recorder.py; nothing is left of it where RECORDS is 0.
+// What a warp did and when, in the layout of kernels/runtime/recorder.py; nothing is left of it where RECORDS is 0.
 
 __device__ __forceinline__ u64 now_ns() {
     u64 time;

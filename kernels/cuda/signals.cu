@@ -1,4 +1,5 @@
-// Waiting for other blocks and ranks, with a deadline; see kernels/primitives.py, whose record of a fault this fills.
+// Waiting for other blocks and ranks, with a deadline; see kernels/runtime/primitives.py, whose record of a fault this
+// fills.
 
 using s64 = long long;
 

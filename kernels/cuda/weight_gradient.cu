@@ -24,7 +24,7 @@ static_assert(ITEM_SLOTS > STAGES + 2);
 
 // ---- segments
 
-// Of the rows of an expert; the map reads what lies behind them as 0: see segment_map of kernels/nvrtc.py.
+// Of the rows of an expert; the map reads what lies behind them as 0: see segment_map of kernels/runtime/nvrtc.py.
 struct Segment {
     int start, count;
 };

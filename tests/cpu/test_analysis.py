@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from comet.analysis import (
+from comet.schedule.dependency import (
     AxisUse,
     Decomposition,
     DependencyError,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from comet.kernels.aot import (
+from comet.kernels.aot.compile import (
     NARROW_LOADS,
     NARROW_STORES,
     TMA_LOADS,
@@ -25,14 +25,14 @@ from comet.kernels.aot import (
     kernel_modules,
     main,
 )
-from comet.kernels.aot_case import CudaCase, KernelCase
-from comet.kernels.group_gemm import aot_cases as gemm_cases
+from comet.kernels.gemm.group_gemm import aot_cases as gemm_cases
+from comet.kernels.runtime.case import CudaCase, KernelCase
 
 KERNELS = """
 import triton
 import triton.language as tl
 
-from comet.kernels.aot_case import KernelCase
+from comet.kernels.runtime.case import KernelCase
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def compile_kernels(tmp_path):
     (tmp_path / "some_kernels.py").write_text(KERNELS)
 
     def run(*arguments: str, modules: str = "some_kernels") -> tuple[int, str, dict, str]:
-        command = [sys.executable, "-m", "comet.kernels.aot", "--modules", modules, *arguments]
+        command = [sys.executable, "-m", "comet.kernels.aot.compile", "--modules", modules, *arguments]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
         environment.pop("TRITON_INTERPRET", None)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -133,7 +133,7 @@ def test_good_code_passes(compile_kernels):
 @pytest.mark.slow
 def test_a_shipped_kernel_passes(compile_kernels):
     name = "group_gemm_kernel bf16 nk gathered even K flat"
-    code, output, summary, progress = compile_kernels("--filter", name, modules="comet.kernels.group_gemm")
+    code, output, summary, progress = compile_kernels("--filter", name, modules="comet.kernels.gemm.group_gemm")
     assert code == 0, output + progress
     assert summary["kernels"] == 1
 
@@ -145,8 +145,10 @@ def test_nothing_to_compile_is_an_error(capsys):
 
 def test_shipped_cases_are_found_and_have_unique_names():
     modules = kernel_modules()
-    assert {"comet.kernels.group_gemm", "comet.kernels.group_gemm_wgrad", "comet.kernels.activation"} <= set(modules)
-    assert "comet.kernels.aot" not in modules
+    assert {"comet.kernels.gemm.group_gemm", "comet.kernels.gemm.wgrad", "comet.kernels.gemm.activation"} <= set(
+        modules
+    )
+    assert "comet.kernels.aot.compile" not in modules
     names = [(case.kernel, case.name) for module in modules for case in sys.modules[module].aot_cases()]
     assert len(names) == len(set(names))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from comet.kernels.aot import SERIALIZED, Quality, compile_case, measure, waited_alone
-from comet.kernels.aot_case import CudaCase
-from comet.kernels.cuda_text import cuda_text
-from comet.kernels.nvrtc import what_is_missing
+from comet.kernels.aot.compile import SERIALIZED, Quality, compile_case, measure, waited_alone
+from comet.kernels.runtime.case import CudaCase
+from comet.kernels.runtime.cuda_text import cuda_text
+from comet.kernels.runtime.nvrtc import what_is_missing
 
 needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
 

@@ -1,6 +1,7 @@
 """The rules of the code base, read from its syntax trees: every test lists all violations at once.
 
-Import direction: launch, benchmarks, tests -> comet -> comet.kernels -> {torch, triton}. Each rule is a function from a
+Import direction: launch, benchmarks, tests -> comet -> comet.kernels -> {torch, triton}, and within these as
+``ROOMS`` and ``KERNEL_ROOMS`` say, so that no two folders import each other. Each rule is a function from a
 ``Source`` to messages, and is itself attacked with a snippet that must be caught.
 """
 
@@ -13,6 +14,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,28 @@ FORBIDDEN = {
     "benchmarks": ("tests",),
     "tests": (),
 }
-BINDINGS, BINDINGS_IN = "cuda.bindings", "kernels/nvrtc.py"  # what kernels import beside torch and triton, and where
+BINDINGS, BINDINGS_IN = (
+    "cuda.bindings",
+    "kernels/runtime/nvrtc.py",
+)  # what kernels import beside torch and triton, and where
+# Folders and files of comet, and the folders of kernels, from the ground up: each imports of the rows below it only.
+ROOMS = (
+    ("kernels",),
+    ("config", "errors", "utils", "version"),
+    ("layout",),
+    ("comm", "quantization", "router", "schedule"),
+    ("reference", "tuner"),
+    ("layer",),
+    ("decode", "moe", "trace"),
+    ("data_parallel", "experts", "graphed", "models", "modular"),
+    ("integrations", "jobs"),
+    ("training",),
+    ("measure",),
+    ("generation",),
+    ("launch",),
+)
+KERNEL_ROOMS = (("runtime",), ("experts", "gemm", "router"), ("decode", "layer", "plan"), ("aot",))
+MAX_FOLDER = 14  # files of Python
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL, MAX_PARAMETERS = 500, 80, 150, 10
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -106,6 +129,31 @@ def import_direction(source: Source) -> list[str]:
             is_binding = source.path == BINDINGS_IN and within(name, BINDINGS)
             if source.folder == "kernels" and third_party and not is_binding:
                 found.append(source.at(node, f"kernels import only torch and triton, not {name}"))
+    return found
+
+
+def room_of(name: str) -> tuple[int, int, str] | None:
+    """Which of the two houses a dotted name is in, the row there, and the room; comet itself is in none."""
+    parts = name.split(".")
+    is_kernel = parts[:2] == ["comet", "kernels"] and len(parts) > 3
+    rooms, room = (KERNEL_ROOMS, parts[2]) if is_kernel else (ROOMS, parts[1] if len(parts) > 1 else "")
+    return next(((int(is_kernel), row, room) for row, names in enumerate(rooms) if room in names), None)
+
+
+def arrows(source: Source) -> list[str]:
+    """From a room only to those in rows below it; a room that no row names is a violation, too."""
+    if source.folder not in LIBRARY or source.path == "comet/__init__.py":
+        return []
+    parts = source.path.removesuffix(".py").removesuffix("/__init__").split("/")
+    own = room_of(".".join([*([] if parts[0] == "comet" else ["comet"]), *parts, *["_"] * (parts[0] == "kernels")]))
+    if own is None:
+        return [] if parts == ["kernels"] else [f"{source.path}: is in none of the rooms of this test"]
+    found = []
+    for node in ast.walk(source.tree):
+        for name in imported(node, source.path):
+            other = room_of(name)
+            if other is not None and other[0] == own[0] and other[2] != own[2] and other[1] >= own[1]:
+                found.append(source.at(node, f"{own[2]} imports {name}, which is not below it"))
     return found
 
 
@@ -228,7 +276,7 @@ def comments(source: Source) -> list[str]:
     return found
 
 
-RULES = (import_direction, environment, optional_imports, cuda_bindings, excepts, sizes, documented, comments)
+RULES = (import_direction, arrows, environment, optional_imports, cuda_bindings, excepts, sizes, documented, comments)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -237,25 +285,48 @@ def test_rule(rule: Callable[[Source], list[str]]) -> None:
     assert not violations, f"{len(violations)} violations:\n" + "\n".join(violations)
 
 
+def test_folders_can_be_read_at_a_glance() -> None:
+    folders = Counter(str(Path(source.path).parent) for source in all_sources() if source.folder in LIBRARY)
+    assert {folder: count for folder, count in folders.items() if count > MAX_FOLDER} == {}
+
+
 LONG = "def f() -> None:\n" + "    pass\n" * 90
 
 
 @pytest.mark.parametrize(
     ("rule", "path", "text", "expected"),
     [
-        (import_direction, "kernels/a.py", "from comet.plan import Plan", "kernels imports comet.plan.Plan"),
-        (import_direction, "kernels/a.py", "from comet import plan", "kernels imports comet.plan"),
-        (import_direction, "kernels/a.py", "from .. import plan", "kernels imports comet.plan"),
+        (
+            import_direction,
+            "kernels/a.py",
+            "from comet.layer.plan import Plan",
+            "kernels imports comet.layer.plan.Plan",
+        ),
+        (import_direction, "kernels/a.py", "from comet import moe", "kernels imports comet.moe"),
+        (import_direction, "kernels/a.py", "from .. import moe", "kernels imports comet.moe"),
         (import_direction, "kernels/a.py", "def f():\n import numpy", "only torch and triton, not numpy"),
         (import_direction, "kernels/a.py", "from comet.kernels import tiles\nfrom . import tiles\nimport math", None),
         (import_direction, "kernels/a.py", "def f():\n from cuda.bindings import driver", "not cuda.bindings.driver"),
-        (import_direction, "kernels/nvrtc.py", "def f():\n from cuda import core", "and triton, not cuda.core"),
-        (import_direction, "kernels/nvrtc.py", "def f():\n from cuda.bindings import driver, nvrtc", None),
+        (import_direction, "kernels/runtime/nvrtc.py", "def f():\n from cuda import core", "and triton, not cuda.core"),
+        (import_direction, "kernels/runtime/nvrtc.py", "def f():\n from cuda.bindings import driver, nvrtc", None),
         (import_direction, "comet/a.py", "def f():\n from comet import launch", "comet imports comet.launch"),
         (import_direction, "comet/comm/a.py", "from ..launch.run import main", "comet imports comet.launch.run.main"),
         (import_direction, "comet/a.py", "from comet.kernels import tiles\nimport comet.config", None),
         (import_direction, "tests/a.py", "import kernels.tiles", "the import name is comet.kernels"),
         (import_direction, "launch/a.py", "from tests.ranks import run_ranks", "launch imports tests.ranks"),
+        (
+            arrows,
+            "comet/comm/a.py",
+            "def f():\n from comet.layer.plan import Plan",
+            "comm imports comet.layer.plan.Plan",
+        ),
+        (arrows, "comet/decode/a.py", "from comet import moe", "decode imports comet.moe, which is not below it"),
+        (arrows, "comet/moe.py", "from comet.layer import plan\nfrom comet.config import MoEConfig", None),
+        (arrows, "comet/layer/a.py", "from .plan import Plan\nfrom ..kernels.gemm.tiles import tile_of", None),
+        (arrows, "comet/a.py", "import comet", "comet/a.py: is in none of the rooms"),
+        (arrows, "kernels/gemm/a.py", "from ..layer.dispatch_gemm import run", "gemm imports comet.kernels.layer"),
+        (arrows, "kernels/aot/a.py", "from ..layer.triton import combine", None),
+        (arrows, "launch/cli.py", "from comet.generation.job import generate_job", None),
         (environment, "comet/a.py", "import os as o\nx = o.environ['A']", "os.environ outside launch/"),
         (environment, "kernels/a.py", "import os\nx = os.getenv('A')", "os.getenv outside launch/"),
         (environment, "comet/a.py", "from os import path, environ", "imports the environment"),
@@ -263,13 +334,38 @@ LONG = "def f() -> None:\n" + "    pass\n" * 90
         (optional_imports, "comet/a.py", "try:\n import hydra.core\nexcept ImportError:\n pass", "hydra.core"),
         (optional_imports, "comet/a.py", "class A:\n from nvshmem import core", "nvshmem.core"),
         (optional_imports, "comet/a.py", "if TYPE_CHECKING:\n import megatron\ndef f():\n import matplotlib", None),
-        (cuda_bindings, "kernels/nvrtc.py", "from cuda import bindings", "imports cuda.bindings: only functions of"),
-        (cuda_bindings, "kernels/nvrtc.py", "try:\n import cuda.bindings.nvrtc\nexcept ImportError:\n pass", "nvrtc:"),
-        (cuda_bindings, "kernels/nvrtc.py", "class A:\n from cuda.bindings import driver", "cuda.bindings.driver"),
-        (cuda_bindings, "kernels/a.py", "def f():\n import cuda.bindings.driver", "only functions of kernels/nvrtc.py"),
+        (
+            cuda_bindings,
+            "kernels/runtime/nvrtc.py",
+            "from cuda import bindings",
+            "imports cuda.bindings: only functions of",
+        ),
+        (
+            cuda_bindings,
+            "kernels/runtime/nvrtc.py",
+            "try:\n import cuda.bindings.nvrtc\nexcept ImportError:\n pass",
+            "nvrtc:",
+        ),
+        (
+            cuda_bindings,
+            "kernels/runtime/nvrtc.py",
+            "class A:\n from cuda.bindings import driver",
+            "cuda.bindings.driver",
+        ),
+        (
+            cuda_bindings,
+            "kernels/a.py",
+            "def f():\n import cuda.bindings.driver",
+            "only functions of kernels/runtime/nvrtc.py",
+        ),
         (cuda_bindings, "comet/a.py", "def f():\n from cuda.bindings import driver", "imports cuda.bindings.driver"),
         (cuda_bindings, "tests/a.py", "import cuda", "imports cuda: only"),
-        (cuda_bindings, "kernels/nvrtc.py", "from torch import cuda\ndef f():\n import cuda.bindings.driver", None),
+        (
+            cuda_bindings,
+            "kernels/runtime/nvrtc.py",
+            "from torch import cuda\ndef f():\n import cuda.bindings.driver",
+            None,
+        ),
         (excepts, "comet/a.py", "try:\n pass\nexcept:\n raise", "bare except"),
         (excepts, "comet/a.py", "try:\n pass\nexcept (ValueError, Exception):\n pass", "blind except Exception"),
         (excepts, "comet/a.py", "try:\n pass\nexcept Exception:\n raise", None),

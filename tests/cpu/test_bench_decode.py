@@ -16,7 +16,7 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
 from comet.launch.distributed import LaunchContext
 from comet.layout import ExpertLayout
-from comet.tuner.timing import Timing
+from comet.measure.timing import Timing
 
 import lib.start
 import suites.decode

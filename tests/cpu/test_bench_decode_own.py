@@ -11,7 +11,7 @@ from comet.config import MoEConfig, ParallelConfig
 from comet.decode.gathered import Batch
 from comet.errors import CommTimeoutError, StepFailedError
 from comet.layout import ExpertLayout
-from comet.tuner.timing import Timing
+from comet.measure.timing import Timing
 
 from lib.decode.report import OWN, crossovers, figures
 from lib.decode.steps import Step, Team, make_set, make_steps, open_team

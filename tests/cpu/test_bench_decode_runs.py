@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig
 from comet.layout import ExpertLayout
-from comet.reference import reference_experts
+from comet.reference.layer import reference_experts
 
 import suites.decode
 from lib.decode.steps import Team, make_set, make_steps

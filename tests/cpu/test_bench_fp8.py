@@ -10,8 +10,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.paths import SymmetricPath
-from comet.quantize import quantize_fp8
+from comet.layer.paths import SymmetricPath
+from comet.quantization.formats import quantize_fp8
 
 from lib.moe.fp8 import deviation, noise, quantize_layer
 from lib.moe.layer import Settings, make_inputs, open_layer

@@ -16,10 +16,10 @@ from generate_cases import graphs_on_cpu
 from ranks import run_ranks
 
 from comet.config import ParallelConfig
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.measure.timing import Timing
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
-from comet.tuner.timing import Timing
 
 from baselines.library import library_version, make_library_model
 from lib.gpt import draws_on, make_gpt, model_config

@@ -16,10 +16,10 @@ from training_cases import MODEL, MOE, Rank, make_job, make_model
 from comet.config import MoEConfig, SpeculationConfig
 from comet.errors import UnavailableError
 from comet.experts import DraftRouter, ExpertCache, Speculation
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
-from comet.kernels.expert_cache import bring_torch
-from comet.kernels.expert_tables import POLICIES
+from comet.jobs.generate import GenerateConfig
+from comet.kernels.experts.cache import bring_torch
+from comet.kernels.experts.tables import POLICIES
 from comet.training.run import train
 
 import suites.experts
@@ -254,7 +254,7 @@ def test_rounds_are_those_of_speculation(mode: str) -> None:
 
 
 def test_adaptive_mode_draws_from_the_distribution_that_is_scored() -> None:
-    from comet.experts.speculation import Draft, pick, verdict
+    from comet.experts.drafts.speculation import Draft, pick, verdict
 
     drawn = torch.Generator().manual_seed(SEED)
     p, q = torch.rand(2, 6, generator=drawn, dtype=torch.float64).softmax(1)

@@ -19,9 +19,9 @@ from ranks import run_ranks
 from torch import Tensor
 
 from comet.config import ParallelConfig
-from comet.group import make_expert_group
-from comet.paths import SymmetricPath
-from comet.plain import plain_experts
+from comet.layer.group import make_expert_group
+from comet.layer.paths import SymmetricPath
+from comet.reference.plain import plain_experts
 
 import suites.train
 from lib.ranks import Ranks
@@ -172,7 +172,7 @@ def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
         return call(path, tokens, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("comet.paths.plain_experts", plain)
+        patch.setattr("comet.layer.paths.plain_experts", plain)
         patch.setattr(SymmetricPath, "__call__", meets_deadline)
         run_on_rank(rank, world_size, words)
 

@@ -16,10 +16,10 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, rank_slots
+from comet.layer.paths import SymmetricPath
 from comet.layout import ExpertLayout
-from comet.paths import SymmetricPath
-from comet.plain import plain_experts
-from comet.reference import reference_experts, shard_experts
+from comet.reference.layer import reference_experts, shard_experts
+from comet.reference.plain import plain_experts
 
 import suites.moe
 from baselines.layer import all_gather_experts, gemm_variants, pipelined_experts, split_evenly, tile_table

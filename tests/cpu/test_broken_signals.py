@@ -26,20 +26,22 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison
 from ranks import run_ranks
 
-import comet.autograd
-import comet.copy_engine
-import comet.fused
-import comet.plan_kernels
-import comet.plan_twin
-import comet.twin
+import comet.layer.autograd
+import comet.layer.copy_engine
+import comet.layer.fused
+import comet.layer.plan_kernels
+import comet.layer.twin.layer
+import comet.layer.twin.plan
 from comet.comm import cpu_shm, signals
 from comet.errors import CommTimeoutError
-from comet.kernels import combine, counting, dispatch, dispatch_gemm, gemm_combine, gemm_panels, primitives
+from comet.kernels.layer.triton import combine, dispatch, dispatch_gemm, gemm_combine, gemm_panels
+from comet.kernels.plan import counting
+from comet.kernels.runtime import primitives
+from comet.layer.paths import SymmetricPath
+from comet.layer.plan import Plan
+from comet.layer.sharding import local
+from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS
-from comet.paths import SymmetricPath
-from comet.plan import Plan
-from comet.sharding import local
-from comet.workspace import Workspace
 
 COPY = "broken_"  # before the name of a test file that runs over broken ranks
 LATE_S = 1.0  # many times what the other rank needs to come to where it must wait
@@ -73,7 +75,7 @@ def skip(module: ModuleType, function: str, rank: int) -> None:
 def skip_with_deadline(module: ModuleType, function: str, layer: str, rank: int) -> None:
     """The same, and who waits in vain in ``layer`` gives up soon, but waits for a rank that is slow before."""
     skip(module, function, rank)
-    for ops in (comet.fused, comet.twin):
+    for ops in (comet.layer.fused, comet.layer.twin.layer):
         for each in ("layer0", "layer1"):
             setattr(ops, each, partial(on_a_busy_machine, rank, each == layer, getattr(ops, each)))
 
@@ -111,7 +113,7 @@ def flag_first(module: ModuleType, payload: str, place: str, rank: int) -> None:
 
 def ids_flag_first(rank: int) -> None:
     """On rank 1, raise the flags of the ids before the kernel that stores both."""
-    exchange, place_plan = comet.plan_kernels.exchange, comet.plan_kernels.place_plan
+    exchange, place_plan = comet.layer.plan_kernels.exchange, comet.layer.plan_kernels.place_plan
 
     def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any, part: Any) -> None:
         chunks = pool.max_tokens // CHUNK_ROWS
@@ -126,23 +128,23 @@ def ids_flag_first(rank: int) -> None:
         passed("plan")
 
     if rank == 1:
-        comet.plan_kernels.exchange = raise_then_exchange
+        comet.layer.plan_kernels.exchange = raise_then_exchange
     else:
-        comet.plan_kernels.place_plan = place_then_tell
+        comet.layer.plan_kernels.place_plan = place_then_tell
 
 
 def copied_flag_first(rank: int) -> None:
     """On rank 1, raise the flags of copied rows before the rows are copied, instead of after them."""
-    copy_rows = comet.copy_engine.copy_rows
+    copy_rows = comet.layer.copy_engine.copy_rows
 
     def raise_then_copy(x: torch.Tensor, epochs: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
         for flags in workspace.recv_flags.peers:
-            comet.copy_engine._raise_flags(flags, rank, epochs)
+            comet.layer.copy_engine._raise_flags(flags, rank, epochs)
         come_late("layer 0", PATIENCE_S)
         copy_rows(x, epochs, plan, workspace)
 
     if rank == 1:
-        comet.copy_engine.copy_rows = raise_then_copy
+        comet.layer.copy_engine.copy_rows = raise_then_copy
 
 
 BREAKS: dict[str, Callable[[int], None]] = {
@@ -152,7 +154,7 @@ BREAKS: dict[str, Callable[[int], None]] = {
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
     "layer 0's flag first": partial(flag_first, dispatch, "push_chunk", "layer 0"),
     "copies' flag first": copied_flag_first,
-    "copies do not signal": partial(skip_with_deadline, comet.copy_engine, "_raise_flags", "layer0"),
+    "copies do not signal": partial(skip_with_deadline, comet.layer.copy_engine, "_raise_flags", "layer0"),
     "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal", "layer0"),
     "backward dispatch does not wait": partial(skip, dispatch, "wait_flags"),
     "reduce does not wait": partial(skip, combine, "wait_flag"),
@@ -161,8 +163,8 @@ BREAKS: dict[str, Callable[[int], None]] = {
     "gradients' flag first": partial(flag_first, combine, "send_grads", "grad_tokens"),
     "layer 1 does not signal": partial(skip_with_deadline, combine, "signal", "layer1"),
     "device barrier does not wait": partial(skip, primitives, "wait_flags"),
-    "twin does not wait": partial(skip, comet.twin, "wait"),
-    "twin's plan does not wait": partial(skip, comet.plan_twin, "wait"),
+    "twin does not wait": partial(skip, comet.layer.twin.layer, "wait"),
+    "twin's plan does not wait": partial(skip, comet.layer.twin.plan, "wait"),
     "host barrier does not wait": partial(never_late, cpu_shm),
     "host wait does not wait": partial(never_late, signals),
 }
@@ -280,7 +282,7 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, "fused")
     assert isinstance(moe.experts, SymmetricPath)
-    module = comet.autograd if place == "keep_rows" else moe.experts.ops
+    module = comet.layer.autograd if place == "keep_rows" else moe.experts.ops
     slept: list[str] = []
     arrived: list[torch.Tensor] = []
     step, layer1 = getattr(module, place), moe.experts.ops.layer1

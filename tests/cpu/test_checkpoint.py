@@ -17,7 +17,7 @@ from ranks import run_ranks
 from training_cases import MODEL, MOE, TRAIN, make_model
 
 from comet.launch.failures import is_user_error
-from comet.sharding import local
+from comet.layer.sharding import local
 from comet.training import checkpoint_folder
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import choose_checkpoint, find_checkpoints, list_checkpoints, read_checkpoint

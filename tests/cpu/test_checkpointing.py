@@ -12,9 +12,9 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from comet.collectives import all_to_all_rows
-from comet.reference import reference_experts
-from comet.sharding import local
+from comet.comm.collectives import all_to_all_rows
+from comet.layer.sharding import local
+from comet.reference.layer import reference_experts
 
 
 def compare_recomputed(rank: int, world_size: int, path: str, use_reentrant: bool) -> None:

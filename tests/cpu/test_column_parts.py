@@ -6,8 +6,8 @@ import pytest
 import torch
 from launch_arguments import make_wire
 
-from comet.kernels.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS
-from comet.kernels.gemm_combine import LEAST_PARTS, GemmCombineConfig, cut_panels
+from comet.kernels.layer.triton.gemm_combine import LEAST_PARTS, GemmCombineConfig, cut_panels
+from comet.kernels.runtime.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS
 
 
 def cut(

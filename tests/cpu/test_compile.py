@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from comet.decode import DecodeWeights, warp_decode
-from comet.graphed_moe import GraphedMoE
+from comet.graphed.moe import GraphedMoE
+from comet.layer.paths import make_path
 from comet.modular import ModularMoE, ReferenceExperts, SingleRank
 from comet.moe import MoE
-from comet.paths import make_path
-from comet.uncompiled import REASON, uncompiled
+from comet.utils.uncompiled import REASON, uncompiled
 
 CASE = LayerCase("compiled", 1, 1, (9,), num_phases=1)
 Layer = Callable[[Tensor], Tensor]
@@ -89,7 +89,7 @@ def test_a_layer_is_one_break(name: str) -> None:
 def test_the_compiler_is_not_imported_before_it_is_used() -> None:
     used = (
         "import sys, torch, comet; from comet import *; layers = comet.MoE, comet.GraphedMoE;"
-        "import comet.modular, comet.decode, comet.uncompiled;"
+        "import comet.modular, comet.decode, comet.utils.uncompiled;"
         "config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2);"
         "group = make_expert_group(config, ParallelConfig(), max_tokens=8, dtype=torch.float32, device='cpu');"
         "y, stats = MoE(config, group)(torch.ones(8, 32)); y.sum().backward(); group.close();"

@@ -18,15 +18,15 @@ from omegaconf import OmegaConf
 
 import comet
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import make_expert_group
+from comet.jobs.config import JobConfig, TrainConfig
 from comet.launch.config import compose, config_groups, default_ranks, job_schema, make_job
-from comet.launch.dry_run import describe, memory_needs, rank_parameters
+from comet.launch.dry_run.train import describe, memory_needs, rank_parameters
 from comet.launch.schema import build, schema_of
-from comet.launch.tasks import TASKS
+from comet.launch.tasks.registry import TASKS
+from comet.layer.group import make_expert_group
+from comet.layer.workspace import WorkspaceShape, workspace_bytes
 from comet.models.gpt import GPT
 from comet.training.checkpoint_folder import to_yaml
-from comet.training.config import JobConfig, TrainConfig
-from comet.workspace import WorkspaceShape, workspace_bytes
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {  # E, K, D, F

@@ -13,16 +13,16 @@ import torch
 from emulated import emulated_group
 from plan_cases import plan_all_ranks, random_case, workspace
 
-import comet.copy_engine
+import comet.layer.copy_engine
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.copy_engine import start_copies
-from comet.group import make_expert_group
+from comet.layer.copy_engine import start_copies
+from comet.layer.group import make_expert_group
+from comet.layer.paths import SymmetricPath
+from comet.layer.plan import Plan
+from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS
 from comet.moe import MoE
-from comet.paths import SymmetricPath
-from comet.plan import Plan
-from comet.side_stream import SideStream
-from comet.workspace import Workspace
+from comet.utils.streams import SideStream
 
 
 def copied(num_tokens: list[int], width: int = 16) -> tuple[list[Workspace], list[Plan], list[torch.Tensor]]:
@@ -63,7 +63,7 @@ def test_each_rank_gets_its_flags_behind_its_rows_down_the_ring(monkeypatch: pyt
         target = [pool.recv_flags.local.data_ptr() for pool in pools].index(flags.data_ptr())
         order.append((target, [bool((pool.recv_rows.local[768:868] == 1).all()) for pool in pools]))
 
-    monkeypatch.setattr(comet.copy_engine, "_raise_flags", note)
+    monkeypatch.setattr(comet.layer.copy_engine, "_raise_flags", note)
     start_copies(torch.ones(100, 16), plans[2], pools[2], SideStream(None))()
     assert order == [(1, [False, True, False]), (0, [True, True, False])], "rank 2 serves rank 1, then rank 0"
 
@@ -108,7 +108,7 @@ def test_what_is_being_copied_stays_until_the_copies_are_joined() -> None:
 def test_copies_start_before_layer0_which_has_no_comm_block_and_are_joined_behind_it(
     monkeypatch: pytest.MonkeyPatch, transport: Any, blocks: int
 ) -> None:
-    fused = pytest.importorskip("comet.fused")
+    fused = pytest.importorskip("comet.layer.fused")
     config = MoEConfig(hidden_size=16, ffn_size=16, num_experts=2, top_k=1)
     group = make_expert_group(config, ParallelConfig(), max_tokens=40, dtype=torch.float32, device="cpu")
     events: list[str] = []

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from comet.training.config import DataConfig
+from comet.jobs.config import DataConfig
 from comet.training.data import heldout_windows, read_corpus, sample_batch, split_heldout
 
 

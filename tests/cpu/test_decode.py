@@ -15,20 +15,13 @@ from ranks import run_ranks
 
 from comet.comm.base import LocalCommunicator
 from comet.config import MAX_TOP_K
-from comet.decode import (
-    MAX_DECODE_TOKENS,
-    DecodeScratch,
-    DecodeWeights,
-    RankDecode,
-    warp_decode,
-    warp_decode_torch,
-)
+from comet.decode import MAX_DECODE_TOKENS, DecodeScratch, DecodeWeights, RankDecode, warp_decode, warp_decode_torch
 from comet.decode.local import run_kernels
-from comet.graphs import hold_if_captured
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, select
-from comet.kernels.warp_decode_routing import NO_ROW, pass_of, rows_in_passes, serves
-from comet.reference import reference_experts
-from comet.shared_expert import SharedExpert
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig, is_large, select
+from comet.kernels.decode.routing import NO_ROW, pass_of, rows_in_passes, serves
+from comet.layer.shared_expert import SharedExpert
+from comet.reference.layer import reference_experts
+from comet.utils.graphs import hold_if_captured
 
 TILES = replace(MATRIX, tile=8)
 
@@ -338,7 +331,7 @@ def test_what_a_graph_uses_lives_as_long_as_the_weights_it_reads(
     monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
     """Whoever made the scratch, and the weights' slot table, may let go of it; later captures take no more."""
-    monkeypatch.setattr("comet.graphs.is_capturing", lambda device: captures)
+    monkeypatch.setattr("comet.utils.graphs.is_capturing", lambda device: captures)
     monkeypatch.setattr("comet.decode.local.decode", lambda *step: None)
     inputs = make_inputs(DecodeCase(name="graph", T=3, K=2, E=4, D=16, F=16), torch.float32, "cpu")
     first = DecodeScratch.create(inputs.weights, 2, torch.float32)
@@ -356,7 +349,7 @@ def test_what_a_graph_uses_lives_as_long_as_the_weights_it_reads(
 
 
 def test_memory_does_not_hold_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comet.graphs.is_capturing", lambda device: True)
+    monkeypatch.setattr("comet.utils.graphs.is_capturing", lambda device: True)
     owner = torch.zeros(4)
     seen = weakref.ref(owner.untyped_storage())
     hold_if_captured(owner, owner[1:], owner.view(2, 2))
@@ -366,7 +359,7 @@ def test_memory_does_not_hold_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_graph_of_a_step_over_ranks_outlives_the_object_that_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comet.graphs.is_capturing", lambda device: True)
+    monkeypatch.setattr("comet.utils.graphs.is_capturing", lambda device: True)
     monkeypatch.setattr("comet.decode.local.decode", lambda *step: None)
     inputs = make_inputs(DecodeCase(name="graph", T=3, K=2, E=4, D=16, F=16), torch.float32, "cpu")
     comm = LocalCommunicator(torch.device("cpu"), 1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from decode_cases import E2M1
 
-from comet.kernels.warp_decode_scales import BFLOAT16_ASM, PARTS_ASM
+from comet.kernels.decode.scales import BFLOAT16_ASM, PARTS_ASM
 
 NUMBERS = torch.tensor([*E2M1, *(-number for number in E2M1)])
 WORD = 2**32 - 1

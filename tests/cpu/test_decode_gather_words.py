@@ -11,10 +11,10 @@ import triton.language as tl
 from ranks import run_ranks
 from triton.compiler import ASTSource
 
-from comet.kernels.aot import TARGET
-from comet.kernels.warp_decode_aot import aot_cases
-from comet.kernels.warp_decode_gather import ABSENT, PLACE_GATHER, push_token, take_token
-from comet.kernels.warp_decode_words import push_words, sum_words
+from comet.kernels.aot.compile import TARGET
+from comet.kernels.aot.decode import aot_cases
+from comet.kernels.decode.gather import ABSENT, PLACE_GATHER, push_token, take_token
+from comet.kernels.decode.words import push_words, sum_words
 
 
 @triton.jit

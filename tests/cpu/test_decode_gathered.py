@@ -18,7 +18,7 @@ from comet.comm import make_communicator
 from comet.decode import DecodeScratch, RankDecode
 from comet.decode.gathered import TokenGather, gather_bytes
 from comet.errors import CommTimeoutError
-from comet.kernels import warp_decode
+from comet.kernels.decode import warp_decode
 from comet.layout import ExpertLayout
 
 EPOCHS = 32

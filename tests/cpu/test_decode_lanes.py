@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from ranks import run_ranks
 
-from comet.kernels.warp_decode_scales import lane_columns
+from comet.kernels.decode.scales import lane_columns
 
 
 @triton.jit

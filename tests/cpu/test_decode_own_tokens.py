@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 from comet.decode import OwnTokensRunner, RankDecode
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=64, num_experts=8, top_k=2, shared_ffn_size=48)
 

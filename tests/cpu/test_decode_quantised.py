@@ -24,11 +24,11 @@ from tiers import slow
 from comet.comm import make_communicator
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode, warp_decode_torch
 from comet.decode.twin import decode_partial_torch
-from comet.kernels.warp_decode import most_registers
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig, is_large, lane_of, select
-from comet.kernels.warp_decode_scales import part_of
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig, is_large, lane_of, select
+from comet.kernels.decode.scales import part_of
+from comet.kernels.decode.warp_decode import most_registers
 from comet.layout import ExpertLayout
-from comet.reference import shard_experts
+from comet.reference.layer import shard_experts
 
 KINDS = ("mxfp8", "fp8", "mxfp4")
 

@@ -19,7 +19,7 @@ from comet.comm.failures import Board
 from comet.decode import RankDecode, rank_slots
 from comet.decode.ranks import landing_bytes
 from comet.errors import CommTimeoutError
-from comet.kernels.warp_decode_words import push_words, sum_words
+from comet.kernels.decode.words import push_words, sum_words
 from comet.layout import ExpertLayout
 
 EPOCHS = 52

@@ -13,8 +13,8 @@ from torch import nn
 from comet.config import MAX_TOP_K
 from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back, warp_decode_torch
 from comet.generation.engine import shared_matrices
+from comet.layer.shared_expert import SharedExpert
 from comet.layout import ExpertLayout
-from comet.shared_expert import SharedExpert
 
 CASE = DecodeCase(name="shared", T=5, K=2, E=4, D=32, F=64, routing="masked", seed=7)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2), (1, 2)]

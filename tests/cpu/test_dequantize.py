@@ -9,7 +9,7 @@ from dequantize_cases import SIZES, check_dequantize, stored_slots
 from ranks import run_ranks
 
 from comet.experts.streaming import floating_slots
-from comet.kernels.dequantize import dequantize_slots
+from comet.kernels.decode.dequantize import dequantize_slots
 
 KINDS = tuple(SIZES)
 

@@ -10,10 +10,10 @@ import torch
 from cuda_sources import fields_of, item_bytes_of
 from launch_arguments import make_table, make_wire
 
-from comet.kernels import dispatch_gemm_cuda as module
-from comet.kernels.dispatch import Sends
-from comet.kernels.dispatch_gemm_cuda import CudaConfig
-from comet.plan import num_counters
+from comet.kernels.layer import dispatch_gemm as module
+from comet.kernels.layer.dispatch_gemm import CudaConfig
+from comet.kernels.layer.triton.dispatch import Sends
+from comet.layer.plan import num_counters
 
 
 def test_worked_examples() -> None:

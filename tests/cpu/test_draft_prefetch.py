@@ -21,14 +21,13 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache, Speculation
 from comet.experts.prefetch import prefetch_between
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate
 from comet.generation.text import ByteCodec
-from comet.group import make_expert_group
-from comet.kernels.expert_drafts import count_streamed_torch, plan_draft, plan_draft_torch, settle_torch
-from comet.kernels.expert_prefetch import MOST_AHEAD, STOP, plan, plan_torch, take_over_torch, travel, travel_torch
-from comet.kernels.expert_tables import (
+from comet.jobs.generate import GenerateConfig
+from comet.kernels.experts.drafts import count_streamed_torch, plan_draft, plan_draft_torch, settle_torch
+from comet.kernels.experts.prefetch import MOST_AHEAD, STOP, plan, plan_torch, take_over_torch, travel, travel_torch
+from comet.kernels.experts.tables import (
     AHEAD_WORDS,
     BEGUN,
     CLOCK,
@@ -47,7 +46,8 @@ from comet.kernels.expert_tables import (
     CacheTables,
     HostExperts,
 )
-from comet.kernels.expert_waves import count_waves
+from comet.kernels.experts.waves import count_waves
+from comet.layer.group import make_expert_group
 from comet.models.gpt import GPT
 
 CASE = DecodeCase(name="drafts", T=2, K=4, E=14, D=80, F=48, config=VECTOR, seed=5)

@@ -8,10 +8,10 @@ import yaml
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.cli import main
-from comet.launch.dry_run_layers import shape_bytes
-from comet.launch.tuning import load_models
-from comet.tuner.sweep import Shape
-from comet.workspace import WorkspaceShape, workspace_bytes
+from comet.launch.dry_run.layers import shape_bytes
+from comet.launch.tasks.tuning import load_models
+from comet.layer.workspace import WorkspaceShape, workspace_bytes
+from comet.measure.sweep import Shape
 
 
 def test_shape_bytes_example():

@@ -20,8 +20,8 @@ from comet.comm.signals import MOST_EPOCHS, check_epoch
 from comet.config import Transport
 from comet.decode import LocalRunner, OwnTokensRunner, RankDecode, ReplicatedRunner
 from comet.errors import CapacityError, CommTimeoutError, EpochError
+from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.moe import MoE
-from comet.workspace import Workspace, WorkspaceShape
 
 LATE_S = {"twin": 0.1, "fused": 0.3}  # what the other rank needs to come to where it must wait
 SHAPE = WorkspaceShape(world_size=2, max_tokens=200, hidden_size=16, top_k=2, dtype=torch.float32)

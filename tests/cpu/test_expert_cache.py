@@ -24,16 +24,16 @@ from comet.experts import ExpertCache, slots_of_budget
 from comet.experts.cache import bytes_of_expert
 from comet.experts.staged import WHY_EAGER, StagedReport
 from comet.experts.store import HeldExperts, host_memory
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.job import generate_job
-from comet.group import ExpertGroup, make_expert_group
-from comet.kernels.expert_cache import bring_torch
-from comet.kernels.expert_tables import CacheTables, HostExperts, cache_constants
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
+from comet.jobs.generate import GenerateConfig
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig
+from comet.kernels.experts.cache import bring_torch
+from comet.kernels.experts.tables import CacheTables, HostExperts, cache_constants
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.sharding import local
 from comet.models.gpt import GPT
-from comet.quantize import MXType, StoredType, quantize_mx
-from comet.sharding import local
+from comet.quantization.formats import MXType, StoredType, quantize_mx
 from comet.training.run import train
 
 

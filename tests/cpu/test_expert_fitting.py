@@ -21,11 +21,11 @@ import comet.experts.paths
 from comet.experts.cache import ExpertCache
 from comet.experts.fitting import fewer_slots
 from comet.experts.staged import StagedCache
-from comet.generation.config import GenerateConfig
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import cache_report
+from comet.jobs.generate import GenerateConfig
 
 MODEL = dict(num_experts_per_tok=2)
 STORES: dict[str, dict[str, Any]] = {"host": {}, "file": {"expert_store": "file", "host_budget": 1.0}}

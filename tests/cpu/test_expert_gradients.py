@@ -158,7 +158,7 @@ def test_errors_too_small_for_each_element_show_in_their_mean() -> None:
 
 def coarse_hidden(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
     """A batch on a twin that rounds the weighted hidden through bfloat16."""
-    from comet import twin
+    from comet.layer.twin import layer as twin
 
     right = twin.swiglu_backward
 

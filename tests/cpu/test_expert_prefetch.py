@@ -19,9 +19,8 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache
 from comet.generation.engine import GPTEngine
-from comet.group import make_expert_group
-from comet.kernels.expert_prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
-from comet.kernels.expert_tables import (
+from comet.kernels.experts.prefetch import MOST_AHEAD, plan, plan_torch, take_over_torch, travel, travel_torch
+from comet.kernels.experts.tables import (
     AHEAD_WORDS,
     BEGUN,
     GATE,
@@ -32,6 +31,7 @@ from comet.kernels.expert_tables import (
     HostExperts,
     pieces_of,
 )
+from comet.layer.group import make_expert_group
 from comet.models.gpt import GPT
 
 TABLES = ("slots", "arriving", "last_used", "owners")

@@ -24,7 +24,7 @@ from comet.experts.store import HeldExperts, Specs, host_memory
 from comet.experts.streaming import Visit
 from comet.layout import ExpertLayout
 from comet.models.sizes import dense_elements, expert_elements
-from comet.plain import plain_experts
+from comet.reference.plain import plain_experts
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, WIDTH, DEPTH = 8, 32, 16

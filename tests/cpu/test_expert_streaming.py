@@ -19,11 +19,11 @@ from comet.decode.weights import DecodeWeights
 from comet.experts import CACHED_DECODE_TOKENS, CachedExperts, ExpertCache, streaming
 from comet.experts.streaming import Visit, group_visits, plan_visits
 from comet.generation.engine import GPTEngine
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
 from comet.layout import ExpertLayout
 from comet.models.gpt import GPT
-from comet.plain import plain_experts
-from comet.quantize import MXType, quantize_mx
+from comet.quantization.formats import MXType, quantize_mx
+from comet.reference.plain import plain_experts
 
 E, K, D, F = 12, 3, 32, 16
 

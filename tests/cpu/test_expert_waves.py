@@ -13,8 +13,8 @@ from tiers import slow_but
 
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
-from comet.kernels.expert_tables import PLANNED, CacheTables, HostExperts
-from comet.kernels.expert_waves import count_waves, split_waves, split_waves_torch
+from comet.kernels.experts.tables import PLANNED, CacheTables, HostExperts
+from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
 
 CPU = torch.device("cpu")
 

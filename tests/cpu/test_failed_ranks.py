@@ -18,9 +18,9 @@ from ranks import run_ranks
 from tiers import slow
 
 from comet.config import Transport
+from comet.layer.paths import SymmetricPath
+from comet.layer.sharding import local
 from comet.moe import MoE
-from comet.paths import SymmetricPath
-from comet.sharding import local
 
 DEADLINE_S = 0.02
 FLAGS = ("ids_flags", "recv_flags", "combine_flags", "barrier_flags")

@@ -24,15 +24,15 @@ from layer_ranks import build_layer
 from ranks import run_ranks
 from tiers import slow
 
-import comet.plain
+import comet.reference.plain
 from comet.comm import Communicator
 from comet.comm.failures import Board, board_bytes
 from comet.decode import RankDecode
 from comet.errors import CommTimeoutError, StepFailedError
+from comet.layer.paths import SymmetricPath
+from comet.layer.sharding import local
 from comet.modular import FusedExperts, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricContiguous
 from comet.moe import MoE
-from comet.paths import SymmetricPath
-from comet.sharding import local
 
 CASE = LayerCase("ep2", 2, 1, (40, 33))
 PIECES = ("plan", "layer0", "layer1", "barrier", "grad_hidden", "swiglu_backward", "grad_weight", "grad_tokens")
@@ -256,7 +256,7 @@ def fail_in_plain_backward(rank: int, world_size: int, where: str) -> str:
         return output
 
     if where == "between":
-        comet.plain.expert_rows = partial(hooked, comet.plain.expert_rows)
+        comet.reference.plain.expert_rows = partial(hooked, comet.reference.plain.expert_rows)
     elif rank == 1:
         moe.experts.compute = partial(hooked, moe.experts.compute)
     if where == "after" and rank == 0:

@@ -96,11 +96,9 @@ def test_who_is_named() -> None:
 
 
 def test_a_rank_that_hangs_is_told_by_its_place() -> None:
-    log = (
-        'Timeout (0:00:12)!\n  File "/x/torch/distributed.py", line 3 in f\n  File "/x/comet/plain.py", line 138 in g\n'
-    )
+    log = 'Timeout (0:00:12)!\n  File "/x/torch/distributed.py", line 3 in f\n  File "/x/comet/moe.py", line 138 in g\n'
     report = f"---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\n{log}"
-    assert what_hung(report) == "rank 0 hung in comet/plain.py, line 138"
+    assert what_hung(report) == "rank 0 hung in comet/moe.py, line 138"
     assert what_hung("---- rank 0 (exit code 1) ----\n\n-- output of rank 0 --\nTraceback") == ""
 
 

@@ -9,8 +9,8 @@ from layer_cases import LayerCase, rank_inputs
 from ranks import run_ranks
 from tiers import slow, slow_but
 
-from comet.packed import pack, packed_columns, unpack
-from comet.quantize import quantize_rows
+from comet.quantization.formats import quantize_rows
+from comet.quantization.packed import pack, packed_columns, unpack
 
 WIDE = dict(hidden_size=128, ffn_size=128)
 CASES = [
@@ -79,7 +79,7 @@ def hard_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def pack_on_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    from comet.kernels.fp8 import pack_rows
+    from comet.kernels.gemm.fp8 import pack_rows
 
     for seed, columns in enumerate((128, 256, 896)):
         values = hard_numbers(67, columns, seed).to(dtype).nan_to_num()

@@ -15,14 +15,16 @@ from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from launch_arguments import make_table, make_wire
 from played_ranks import Kind
 
-from comet.kernels import dispatch_gemm_cuda, fp8_dispatch_gemm, gemm_combine, gemm_combine_launch
-from comet.kernels import fp8_dispatch_gemm_cuda as layer0
-from comet.kernels import fp8_gemm_combine_cuda as layer1
-from comet.kernels.arguments import Returns, Scaled, TileTable
-from comet.kernels.cuda_text import SHARED_LIMIT, fp8_memory_bytes, memory_bytes
-from comet.kernels.dispatch import Sends
-from comet.kernels.dispatch_gemm import DispatchGemmConfig
-from comet.kernels.gemm_combine import GemmCombineConfig
+from comet.kernels.layer import dispatch_gemm as dispatch_gemm_cuda
+from comet.kernels.layer import fp8_dispatch_gemm as layer0
+from comet.kernels.layer import fp8_gemm_combine as layer1
+from comet.kernels.layer import gemm_combine_launch
+from comet.kernels.layer.triton import fp8_dispatch_gemm, gemm_combine
+from comet.kernels.layer.triton.dispatch import Sends
+from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
+from comet.kernels.runtime.arguments import Returns, Scaled, TileTable
+from comet.kernels.runtime.cuda_text import SHARED_LIMIT, fp8_memory_bytes, memory_bytes
 
 D, F, MANY = 512, 256, 20_000
 

@@ -12,10 +12,10 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 from comet.decode.runners import LocalRunner, ReplicatedRunner, computes_fp8, fp8_path
-from comet.group import make_expert_group
-from comet.integrations.hf.fp8_experts import FP8Experts
-from comet.paths import make_path
-from comet.quantize import FP8
+from comet.integrations.hf.fp8.experts import FP8Experts
+from comet.layer.group import make_expert_group
+from comet.layer.paths import make_path
+from comet.quantization.formats import FP8
 
 DECODE_TOKENS = 4
 CASES = [

@@ -26,7 +26,7 @@ from played_events import check_layer0_events, check_layer1_events, recorded
 from played_ranks import EPOCH, PlayedCase, plans_of
 from ranks import run_ranks
 
-from comet.kernels.recorder import Recorder
+from comet.kernels.runtime.recorder import Recorder
 
 TWO = PlayedCase("two", 2, 1, (150, 5), 4, 2, 256, 128, "masked", torch.float32, block_rows=16, device="cpu")
 EDGES = replace(

@@ -21,8 +21,8 @@ from tiers import slow
 from torch import Tensor
 from torch.nn.functional import silu
 
-from comet import twin
-from comet.quantize import FP8, FP8_BLOCK, quantize_rows
+from comet.layer.twin import layer as twin
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
 
 Spoil = Callable[[Tensor, Tensor, int], None]
 

@@ -7,8 +7,8 @@ import torch
 from gemm_cases import make_table
 from torch import Tensor
 
-from comet.kernels.arguments import TileTable
-from comet.kernels.gather_rows import OwnRows, gather_rows, gather_rows_torch
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows, gather_rows_torch
+from comet.kernels.runtime.arguments import TileTable
 
 
 def one_tile(row_ids: list[int]) -> TileTable:

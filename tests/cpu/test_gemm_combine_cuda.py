@@ -17,27 +17,25 @@ from layer1_launches import exact_layer1, run_layer1, sent_after_a_fault
 from played_ranks import PlayedCase
 from ranks import run_ranks
 
-from comet.fused_arguments import table_of
-from comet.kernels import (
-    dispatch_gemm_cuda,
-    fp8_dispatch_gemm_cuda,
-    fp8_gemm_combine_cuda,
-    gemm_combine,
-    grad_hidden_cuda,
-    group_gemm_wgrad_cuda,
-    nvrtc,
-)
-from comet.kernels import gemm_combine_cuda as module
-from comet.kernels.aot_case import CudaCase
-from comet.kernels.arguments import GradWire, Returns
-from comet.kernels.combine import column_parts
-from comet.kernels.cuda_text import SHARED_LIMIT, memory_bytes
-from comet.kernels.gemm_combine import GemmCombineConfig
-from comet.kernels.gemm_combine_cuda import CudaConfig
-from comet.kernels.gemm_combine_launch import Arguments, combiner_bytes, cuda_parts, launched_blocks
-from comet.kernels.nvrtc import compile_cubin, is_available
+from comet.kernels.gemm import wgrad_cuda as group_gemm_wgrad_cuda
+from comet.kernels.layer import dispatch_gemm as dispatch_gemm_cuda
+from comet.kernels.layer import fp8_dispatch_gemm as fp8_dispatch_gemm_cuda
+from comet.kernels.layer import fp8_gemm_combine as fp8_gemm_combine_cuda
+from comet.kernels.layer import gemm_combine as module
+from comet.kernels.layer import grad_hidden as grad_hidden_cuda
+from comet.kernels.layer.gemm_combine import CudaConfig
+from comet.kernels.layer.gemm_combine_launch import Arguments, combiner_bytes, cuda_parts, launched_blocks
+from comet.kernels.layer.triton import gemm_combine
+from comet.kernels.layer.triton.combine import column_parts
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
+from comet.kernels.runtime import nvrtc
+from comet.kernels.runtime.arguments import GradWire, Returns
+from comet.kernels.runtime.case import CudaCase
+from comet.kernels.runtime.cuda_text import SHARED_LIMIT, memory_bytes
+from comet.kernels.runtime.nvrtc import compile_cubin, is_available
+from comet.layer.fused_arguments import table_of
+from comet.layer.plan import Plan
 from comet.layout import ExpertLayout
-from comet.plan import Plan
 
 MODULES = (
     module,

@@ -12,14 +12,14 @@ from training_cases import MODEL, MOE
 
 from comet.config import ParallelConfig
 from comet.decode import MAX_DECODE_TOKENS
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine, freeze
 from comet.generation.generate import encode_prompts, generate, pad, warm_up
 from comet.generation.text import ByteCodec
-from comet.group import make_expert_group
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import make_expert_group
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT, rotate
-from comet.router import score_logits, select_experts, weigh_experts
+from comet.router.router import score_logits, select_experts, weigh_experts
 
 CPU = torch.device("cpu")
 EPSILON = torch.finfo(torch.float32).eps

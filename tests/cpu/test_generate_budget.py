@@ -21,16 +21,16 @@ from hf_fp8_cases import publish
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.experts.staged import WHY_EAGER
-from comet.generation.config import GenerateConfig
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations.hf import load_pretrained
 from comet.integrations.hf.families import num_moe_layers
 from comet.integrations.hf.static import StaticDecoder
-from comet.kernels.expert_tables import HostExperts
+from comet.jobs.generate import GenerateConfig
+from comet.kernels.experts.tables import HostExperts
 from comet.launch.cli import main
 from comet.launch.config import compose, default_ranks
-from comet.launch.dry_run_generate import memory_needs, prefetch_told
+from comet.launch.dry_run.generate import memory_needs, prefetch_told
 from comet.training.run import train
 
 GREEDY = GenerateConfig(prompts=("def f(x):", "a", "the quick brown fox"), max_new_tokens=6, temperature=0.0)

@@ -19,15 +19,15 @@ from hf_fp8_cases import publish, stock
 from training_cases import Rank, make_job
 
 from comet.config import ParallelConfig
-from comet.generation.config import GenerateConfig
 from comet.generation.generate import encode_prompts, generate, warm_up
 from comet.generation.hf import HFEngine, open_codec, touched_experts
 from comet.generation.job import generate_job
 from comet.generation.source import Source, find_source, model_of
-from comet.group import make_expert_group
 from comet.integrations.hf import load_pretrained
+from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import main
-from comet.launch.dry_run_generate import memory_needs
+from comet.launch.dry_run.generate import memory_needs
+from comet.layer.group import make_expert_group
 
 PROMPTS = ("def f(x):", "a", "the quick brown fox")
 GREEDY = GenerateConfig(prompts=PROMPTS, max_new_tokens=6, temperature=0.0)

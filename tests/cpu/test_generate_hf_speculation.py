@@ -20,13 +20,13 @@ from training_cases import Rank, make_job
 
 from comet.config import SpeculationConfig
 from comet.experts import Speculation
-from comet.generation.config import GenerateConfig
 from comet.generation.hf import HFEngine
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations import hf
 from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
 from comet.integrations.hf.stored_experts import StoredExperts
+from comet.jobs.generate import GenerateConfig
 
 GREEDY = GenerateConfig(
     prompts=("def f(x):", "a", "the quick brown fox"),

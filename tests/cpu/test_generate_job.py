@@ -16,20 +16,20 @@ from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import ParallelConfig
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import encode_prompts, generate
 from comet.generation.job import generate_job
 from comet.generation.report import table
 from comet.generation.source import find_source, model_of
 from comet.generation.text import ByteCodec
-from comet.group import make_expert_group
+from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import main
 from comet.launch.config import compose, split_verbatim
 from comet.launch.config import make_job as job_of_command
-from comet.launch.dry_run_generate import memory_needs
+from comet.launch.dry_run.generate import memory_needs
 from comet.launch.help import help_page
-from comet.launch.tasks import TASKS
+from comet.launch.tasks.registry import TASKS
+from comet.layer.group import make_expert_group
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights

@@ -17,17 +17,17 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
 from comet.experts import DraftRouter, Speculation
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
 from comet.generation.job import generate_job
 from comet.generation.sampling import Sampler, tokens_seen
 from comet.generation.text import ByteCodec, Continuation
-from comet.group import make_expert_group
+from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import main
+from comet.layer.group import make_expert_group
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
-from comet.router import Router
+from comet.router.router import Router
 from comet.training.run import train
 
 EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=4)

@@ -17,12 +17,12 @@ from training_cases import MODEL, Rank, make_job
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.experts import CachedOnRanks, Speculation
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate
 from comet.generation.job import generate_job
 from comet.generation.text import ByteCodec
-from comet.group import ExpertGroup, make_expert_group
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.run import train
 

@@ -12,16 +12,16 @@ from ranks import run_ranks
 from training_cases import MODEL, MOE
 
 from comet.config import ParallelConfig
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
-from comet.generation.step import DecodeStep, batch_obstacle
 from comet.generation.text import ByteCodec
-from comet.graphs import TOO_FEW, first_line
-from comet.group import make_expert_group
+from comet.graphed.step import DecodeStep, batch_obstacle
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import make_expert_group
 from comet.models.cache import CHUNK, KeyValueCache, allocated_places, attend_to_cache
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
+from comet.utils.graphs import TOO_FEW, first_line
 
 SHARED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=32))  # a part of decode steps
 PROMPTS = torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]])

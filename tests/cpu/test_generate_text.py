@@ -10,13 +10,13 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 
-from comet.generation.config import GenerateConfig
 from comet.generation.generate import encode_prompts
 from comet.generation.report import Printer, context_note, table
 from comet.generation.roof import read_bytes_per_second
 from comet.generation.sampling import Sampler, draw
 from comet.generation.source import nested
 from comet.generation.text import ByteCodec, ByteStream, Continuation, stop_prefix_length, visible
+from comet.jobs.generate import GenerateConfig
 
 CPU = torch.device("cpu")
 

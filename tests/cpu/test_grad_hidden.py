@@ -17,13 +17,13 @@ from played_ranks import EPOCH
 from ranks import run_ranks
 from torch import Tensor
 
-from comet.kernels import grad_hidden as grad_hidden_module
-from comet.kernels import grad_hidden_cuda as module
-from comet.kernels.arguments import TileTable, Wire
-from comet.kernels.cuda_text import SHARED_LIMIT
-from comet.kernels.dispatch import DispatchConfig, Sends, dispatch
-from comet.kernels.gather_rows import OwnRows, gather_rows
-from comet.kernels.group_gemm import GemmConfig, group_gemm
+from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
+from comet.kernels.layer import grad_hidden as module
+from comet.kernels.layer.triton import grad_hidden as grad_hidden_module
+from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends, dispatch
+from comet.kernels.runtime.arguments import TileTable, Wire
+from comet.kernels.runtime.cuda_text import SHARED_LIMIT
 
 
 def play(rank: int, world_size: int) -> None:

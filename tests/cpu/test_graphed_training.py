@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from comet import GraphedMoE, make_expert_group
 from comet.config import OverlapConfig
-from comet.paths import SymmetricPath
-from comet.router_losses import RouterStats
-from comet.sharding import expert_parameter
+from comet.layer.paths import SymmetricPath
+from comet.layer.sharding import expert_parameter
+from comet.router.losses import RouterStats
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
 ) -> None:
     """By the twin's pieces; weights that had to be padded leave nothing for later."""
     if padded:
-        monkeypatch.setattr("comet.paths.pad_width", lambda w1, w2: (w1 * 1, w2 * 1))
+        monkeypatch.setattr("comet.layer.paths.pad_width", lambda w1, w2: (w1 * 1, w2 * 1))
     case = LayerCase("one rank", 1, 1, (60,), num_phases=1, hidden_size=64, ffn_size=48)
     group = make_expert_group(case.config, case.parallel, max_tokens=64, dtype=torch.float32, device="cpu")
     path = SymmetricPath(case.config, group, OverlapConfig(num_panels=1), use_kernels=False)

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-import comet.group
-import comet.twin
+import comet.layer.group
+import comet.layer.twin.layer
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, ParallelConfig
-from comet.fused_arguments import combine_config
-from comet.group import ExpertGroup, check_spare, make_expert_group
+from comet.layer.fused_arguments import combine_config
+from comet.layer.group import ExpertGroup, check_spare, make_expert_group
+from comet.layer.paths import SymmetricPath
 from comet.moe import MoE
-from comet.paths import SymmetricPath
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=12, top_k=2)
 CPU = torch.device("cpu")
@@ -83,8 +83,8 @@ def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logging.getLogger("comet.group").addHandler(handler)
-    comet.group.why_no_cuda = lambda device: lacking[rank]
+    logging.getLogger("comet.layer.group").addHandler(handler)
+    comet.layer.group.why_no_cuda = lambda device: lacking[rank]
     group = make_group(rank, world_size)
     path = MoE(CONFIG, group).experts
     assert isinstance(path, SymmetricPath)
@@ -102,7 +102,7 @@ def test_kernels_in_cuda_are_for_groups_all_of_whose_ranks_have_them() -> None:
 
 
 def test_what_a_cpu_lacks() -> None:
-    assert comet.group.why_no_cuda(torch.device("cpu")) == "cpu is no GPU"
+    assert comet.layer.group.why_no_cuda(torch.device("cpu")) == "cpu is no GPU"
     assert not make_group().cuda_kernels
 
 
@@ -160,10 +160,10 @@ def test_process_groups_are_kept_where_a_rank_did_not_come() -> None:
 def test_what_was_opened_is_closed_where_making_the_group_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [LocalCommunicator(CPU), LocalCommunicator(CPU)]
     opened = iter(made)
-    monkeypatch.setattr(comet.group, "make_communicator", lambda *_, **__: next(opened))
+    monkeypatch.setattr(comet.layer.group, "make_communicator", lambda *_, **__: next(opened))
     with pytest.raises(ValueError, match=r"needs \d+ bytes of symmetric memory"):
         make_group(max_tokens=2**38)
-    monkeypatch.setattr(comet.group, "shared_resolver", None)
+    monkeypatch.setattr(comet.layer.group, "shared_resolver", None)
     with pytest.raises(TypeError):
         make_group()
     assert [comm.closed for comm in made] == [True, True]
@@ -182,7 +182,7 @@ def test_nor_does_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group()
     output, _ = MoE(CONFIG, group)(torch.randn(3, 32))
     group.close()
-    monkeypatch.setattr(comet.twin, "barrier", lambda pool: None)  # a kernel, which asks nobody
+    monkeypatch.setattr(comet.layer.twin.layer, "barrier", lambda pool: None)  # a kernel, which asks nobody
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         output.sum().backward()
 
@@ -200,7 +200,9 @@ def test_other_devices_are_not(monkeypatch: pytest.MonkeyPatch, named: str) -> N
     asked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(comet.group, "make_communicator", lambda _backend, _group, device, **_: asked.append(device))
+    monkeypatch.setattr(
+        comet.layer.group, "make_communicator", lambda _backend, _group, device, **_: asked.append(device)
+    )
     with pytest.raises((TypeError, AttributeError)):  # there is no communicator to go on with
         make_group(device=named)
     assert asked == [torch.device(named)]

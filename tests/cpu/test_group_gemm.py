@@ -17,11 +17,11 @@ from gemm_cases import (
 )
 from ranks import run_ranks
 
-from comet.kernels.activation import check_backward, swiglu_backward_torch
-from comet.kernels.arguments import TileTable
-from comet.kernels.gather_rows import gather_rows
-from comet.kernels.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
-from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.gemm.activation import check_backward, swiglu_backward_torch
+from comet.kernels.gemm.gather_rows import gather_rows
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch, num_blocks, valid_rows
+from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.runtime.arguments import TileTable
 
 DTYPES = (torch.float32, torch.float16)
 # Small blocks, so that small inputs have several blocks and tails along every axis.

@@ -11,12 +11,12 @@ import torch
 from cuda_sources import item_bytes_of
 from torch import Tensor
 
-from comet import fused
-from comet.kernels import group_gemm_wgrad_cuda as module
-from comet.kernels import nvrtc
-from comet.kernels.cuda_text import SHARED_LIMIT, tile_memory_bytes
-from comet.kernels.group_gemm_wgrad_cuda import CudaConfig, num_tiles
-from comet.kernels.nvrtc import SEGMENT_ROWS, compile_cubin, segment_map, what_is_missing
+from comet.kernels.gemm import wgrad_cuda as module
+from comet.kernels.gemm.wgrad_cuda import CudaConfig, num_tiles
+from comet.kernels.runtime import nvrtc
+from comet.kernels.runtime.cuda_text import SHARED_LIMIT, tile_memory_bytes
+from comet.kernels.runtime.nvrtc import SEGMENT_ROWS, compile_cubin, segment_map, what_is_missing
+from comet.layer import fused
 
 needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
 

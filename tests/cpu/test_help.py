@@ -14,7 +14,7 @@ from comet.launch.cli import main
 from comet.launch.config import job_schema
 from comet.launch.help import arguments_of, help_page, task_page
 from comet.launch.schema import setting_names
-from comet.launch.tasks import TASKS
+from comet.launch.tasks.registry import TASKS
 from comet.version import comet_commit, comet_version
 
 QUICK = """
@@ -56,7 +56,7 @@ def test_every_setting_is_on_a_page_with_its_meaning() -> None:
     for page in pages.values():
         shown |= re.findall(r"^  ([a-z_0-9.]+)[=:].*\n((?:      .*\n)*)", page, re.MULTILINE)
     names = set(setting_names(OmegaConf.to_container(OmegaConf.structured(job_schema()))))
-    assert sorted(names - shown.keys()) == [], "to be added to what a task `reads` in launch/tasks.py"
+    assert sorted(names - shown.keys()) == [], "to be added to what a task `reads` in launch/tasks/registry.py"
     assert [name for name in names if not shown[name]] == [], "to be explained in the docstring of its dataclass"
 
 

@@ -26,9 +26,9 @@ from comet.errors import HostComputeError
 from comet.experts.staged import StagedReport
 from comet.integrations import hf
 from comet.integrations.hf.families import num_moe_layers
-from comet.integrations.hf.fp8_experts import FP8Experts
+from comet.integrations.hf.fp8.experts import FP8Experts
 from comet.integrations.hf.stored_experts import LayerFiles, StoredExperts, cache_report, cores_of
-from comet.quantize import MXType, quantize_mx
+from comet.quantization.formats import MXType, quantize_mx
 
 STORES = {"host": {}, "file": {"expert_store": "file", "host_budget": 0.6}}
 EXPERT = 3 * 32 * 32 * 4

@@ -19,7 +19,7 @@ import comet.experts.store
 from comet.experts.staged import StagedReport
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import cache_report
-from comet.quantize import quantize_mx
+from comet.quantization.formats import quantize_mx
 
 EXPERT = 3 * 32 * 64 * 4
 TWO = dict(num_experts_per_tok=2, moe_intermediate_size=64)

@@ -32,7 +32,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from comet.integrations import hf
-from comet.integrations.hf.block_fp8 import dequantize_slice
+from comet.integrations.hf.fp8.blocks import dequantize_slice
 
 State = dict[str, Tensor]
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"

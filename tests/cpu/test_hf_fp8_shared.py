@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from comet.decode import held_pieces
 from comet.integrations import hf
-from comet.integrations.hf.fp8_experts import FP8Experts
-from comet.integrations.hf.fp8_shared import FP8JoinedExperts, FP8SharedSlots
+from comet.integrations.hf.fp8.experts import FP8Experts
+from comet.integrations.hf.fp8.shared import FP8JoinedExperts, FP8SharedSlots
 from comet.layout import ExpertLayout
 
 BLOCK = "model.layers.1.mlp"

@@ -21,8 +21,8 @@ from comet.experts.prefetch import probable
 from comet.generation.hf import HFEngine
 from comet.integrations import hf
 from comet.integrations.hf.stored_experts import StoredExperts, cache_report
-from comet.kernels.expert_tables import DRAFTED
-from comet.router import Router
+from comet.kernels.experts.tables import DRAFTED
+from comet.router.router import Router
 
 DRAFTS = SpeculationConfig(draft_experts=(1,), tau=0.0)
 FAMILIES = {"qwen3_moe": {"num_hidden_layers": 4}, "deepseek_v3": {}}  # the second layer, and the first, are dense

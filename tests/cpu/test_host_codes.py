@@ -10,7 +10,7 @@ from decode_cases import E2M1, QUANTISERS
 from comet.experts.host import codes as host_codes
 from comet.experts.host.codes import E2M1_BITS, E4M3_BITS, CodeProducts, refuse_nan
 from comet.experts.store import HeldExperts
-from comet.quantize import quantize_fp8
+from comet.quantization.formats import quantize_fp8
 
 CODES = torch.arange(256, dtype=torch.uint8)
 

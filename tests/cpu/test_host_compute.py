@@ -31,16 +31,16 @@ from comet.experts.host.cores import HostCores, cores_of, open_cores
 from comet.experts.host.profile import HostProfile, HostSizes, Link
 from comet.experts.host.worker import sum_experts
 from comet.experts.store import HeldExperts
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.experts import plan_experts
 from comet.generation.job import generate_job
-from comet.group import ExpertGroup, make_expert_group
-from comet.kernels.expert_host import PLACE_HOST, worth_least
-from comet.kernels.expert_mailbox import EXPERTS
-from comet.kernels.expert_tables import HOSTED
+from comet.jobs.config import CommConfig
+from comet.jobs.generate import GenerateConfig
+from comet.kernels.experts.host import PLACE_HOST, worth_least
+from comet.kernels.experts.mailbox import EXPERTS
+from comet.kernels.experts.tables import HOSTED
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
-from comet.training.config import CommConfig
 from comet.training.run import train
 
 

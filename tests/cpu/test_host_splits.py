@@ -17,10 +17,10 @@ from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.errors import HostComputeError
 from comet.experts import ExpertCache
-from comet.kernels.expert_mailbox import EXPERTS
-from comet.kernels.expert_prefetch import plan_torch, travel_torch
-from comet.kernels.expert_tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
-from comet.kernels.expert_waves import split_waves_torch
+from comet.kernels.experts.mailbox import EXPERTS
+from comet.kernels.experts.prefetch import plan_torch, travel_torch
+from comet.kernels.experts.tables import COUNT, HOSTED, NEXT, PLANNED, POLICIES
+from comet.kernels.experts.waves import split_waves_torch
 
 TABLES = ("slots", "arriving", "last_used", "owners")
 

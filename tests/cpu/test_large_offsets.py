@@ -7,7 +7,7 @@ import torch
 from offset_cases import check_rows_return, identity_expert, numbered_rows
 from ranks import run_ranks
 
-from comet.reference import reference_experts
+from comet.reference.layer import reference_experts
 
 
 def play(rank: int, world_size: int, num_tokens: int, hidden_size: int) -> None:

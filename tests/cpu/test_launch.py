@@ -25,7 +25,7 @@ from comet.launch.config import compose, make_job
 from comet.launch.distributed import LaunchContext
 from comet.launch.failures import is_peer_error, is_user_error, one_line
 from comet.launch.help import help_page
-from comet.launch.tasks import TASKS, find_task
+from comet.launch.tasks.registry import TASKS, find_task
 from comet.training.checkpoint_folder import find_checkpoints
 from comet.training.run import train
 

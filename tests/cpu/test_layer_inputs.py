@@ -8,11 +8,11 @@ from fp8_cases import fp8_shard
 from layer_cases import LayerCase
 from torch import Tensor
 
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.layer.paths import SymmetricPath
 from comet.modular.fused import FusedPrepareFinalize
 from comet.modular.interfaces import RoutedTokens
 from comet.moe import MoE
-from comet.paths import SymmetricPath
 
 CASE = LayerCase("one rank", 1, 1, (40,), num_phases=1, hidden_size=128, ffn_size=128)
 MISFITS = [

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.decode import DecodeWeights, LocalRunner, OwnTokensRunner, ReplicatedRunner, warp_decode
-from comet.match import MatchOnce, Sizes
+from comet.layer.paths import SymmetricPath, make_path
 from comet.modular import (
     FusedExperts,
     FusedPrepareFinalize,
@@ -31,9 +31,9 @@ from comet.modular import (
     SymmetricContiguous,
     WarpDecodeExperts,
 )
-from comet.paths import SymmetricPath, make_path
-from comet.quantize import FP8, MXFP8, quantize_fp8, quantize_mxfp8
-from comet.reference import reference_experts
+from comet.quantization.formats import FP8, MXFP8, quantize_fp8, quantize_mxfp8
+from comet.reference.layer import reference_experts
+from comet.utils.match import MatchOnce, Sizes
 
 CASE = LayerCase("one rank", 1, 1, (3,), num_phases=1, hidden_size=128, ffn_size=128)
 BLOCKS = replace(CASE, hidden_size=256)  # several scales in a row and in a column

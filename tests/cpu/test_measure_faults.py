@@ -13,11 +13,12 @@ from torch import Tensor
 from training_cases import Rank
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import ExpertGroup, make_expert_group
 from comet.launch.config import compose, make_job
-from comet.paths import ExpertPath, make_path
-from comet.tuner import job, measure
-from comet.tuner.measure import measure_layer
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import ExpertPath, make_path
+from comet.measure import job
+from comet.measure import layers as measure
+from comet.measure.layers import measure_layer
 from comet.tuner.problem import Problem
 from comet.tuner.profile import ProfileStore
 

@@ -37,8 +37,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 from comet.config import ParallelConfig
-from comet.group import make_expert_group
 from comet.integrations.megatron import CometMoELayer, from_sequential, moe_config, with_comet
+from comet.layer.group import make_expert_group
 
 DEEPSEEK = dict(
     moe_router_score_function="sigmoid",

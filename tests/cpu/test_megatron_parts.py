@@ -13,10 +13,10 @@ from torch.nn.functional import gelu
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.errors import UnavailableError
-from comet.group import ExpertGroup, make_expert_group
 from comet.integrations.megatron import from_sequential, moe_config, with_comet
 from comet.integrations.megatron.layer import top_k_of
 from comet.integrations.megatron.rules import OFF, check_config, check_ranks
+from comet.layer.group import ExpertGroup, make_expert_group
 
 DEFAULTS: dict[str, Any] = dict(  # of a TransformerConfig
     moe_token_dispatcher_type="alltoall",

@@ -104,7 +104,7 @@ def test_every_parameter_gets_a_gradient():
 
 def test_bfloat16_products_stay_close_to_float32():
     from comet.config import ParallelConfig
-    from comet.group import make_expert_group
+    from comet.layer.group import make_expert_group
     from comet.models.gpt import GPT
 
     model = wake(make_model()[0])

@@ -31,7 +31,7 @@ from ranks import run_ranks
 import comet.modular
 from comet.config import MoEConfig
 from comet.errors import CapacityError
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 from comet.modular import (
     AllToAll,
     DelegateReduce,
@@ -53,8 +53,8 @@ from comet.modular import (
 )
 from comet.modular.composer import problem_of
 from comet.moe import MoE
-from comet.quantize import FP8, MXFP8
-from comet.reference import reference_experts
+from comet.quantization.formats import FP8, MXFP8
+from comet.reference.layer import reference_experts
 
 SMALL = LayerCase("small", 1, 1, (9,), num_phases=1)
 

@@ -23,7 +23,7 @@ from comet.modular import (
     SymmetricBatched,
     SymmetricContiguous,
 )
-from comet.side_stream import SideStream
+from comet.utils.streams import SideStream
 
 CASE = LayerCase("launches", 2, 1, (9, 4))
 PARTS = {

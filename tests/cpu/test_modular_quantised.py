@@ -17,7 +17,7 @@ from torch import Tensor
 
 import comet.decode.weights
 from comet.comm.base import SymmTensor
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 from comet.modular import (
     AllToAll,
     DequantizingBatched,
@@ -33,7 +33,7 @@ from comet.modular import (
     WarpDecodeExperts,
 )
 from comet.modular.symmetric import pack_rows, packed_columns, unpack_rows
-from comet.quantize import FP8, MXFP8, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
+from comet.quantization.formats import FP8, MXFP8, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
 
 CASE = LayerCase("quantised", 1, 1, (9,), num_phases=1)
 TYPES = [FP8, MXFP8]

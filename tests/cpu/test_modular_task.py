@@ -12,11 +12,11 @@ import torch
 from modular_cases import combinations
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.group import make_expert_group
 from comet.launch.config import compose, make_job
-from comet.launch.modular import modular_job
+from comet.launch.tasks.modular import modular_job
+from comet.layer.group import make_expert_group
 from comet.modular.matrix import pairs
-from comet.quantize import WEIGHT_TYPES
+from comet.quantization.formats import WEIGHT_TYPES
 
 PAIR = "SymmetricBatched", "GroupedBatched"
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from vllm_package import contract_breaches, expert_map_of, modules, moe_config_of, needs_vllm, quant_config_of
 
 from comet.errors import StepFailedError, UnavailableError
-from comet.group import ExpertGroup
 from comet.integrations.vllm import (
     BASES,
     PACKAGE,
@@ -29,6 +28,7 @@ from comet.integrations.vllm import (
     map_ids,
     scheme,
 )
+from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 from comet.modular import (
     AllToAll,
@@ -50,7 +50,7 @@ from comet.modular import (
     WarpDecodeExperts,
 )
 from comet.modular.composer import elements
-from comet.quantize import MXFP8, WEIGHT_TYPES, Weight
+from comet.quantization.formats import MXFP8, WEIGHT_TYPES, Weight
 
 CASE = LayerCase("vllm", 1, 1, (13,), seed=8, routing="masked")
 TWO_RANKS = [

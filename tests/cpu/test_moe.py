@@ -15,14 +15,14 @@ from layer_ranks import build_layer, poison, run_case
 from ranks import run_ranks
 from tiers import slow, slow_but
 
-import comet.autograd
-import comet.twin
+import comet.layer.autograd
+import comet.layer.twin.layer
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport
 from comet.errors import CommTimeoutError
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.layer.paths import SymmetricPath, expert_capacity
+from comet.layer.sharding import local
 from comet.moe import MoE
-from comet.paths import SymmetricPath, expert_capacity
-from comet.sharding import local
 
 CASES = [
     LayerCase("one rank", 1, 1, (37,), num_phases=1),
@@ -338,10 +338,10 @@ def test_only_a_forward_pass_that_records_gradients_keeps_rows(monkeypatch: pyte
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
     moe = MoE(config, local_group(config), path="twin")
     kept: list[bool] = []
-    layer0, keep_rows = comet.twin.layer0, comet.autograd.keep_rows
+    layer0, keep_rows = comet.layer.twin.layer.layer0, comet.layer.autograd.keep_rows
     spy = lambda *a, save_pre: kept.append(save_pre) or layer0(*a, save_pre=save_pre)  # noqa: E731
-    monkeypatch.setattr(comet.twin, "layer0", spy)
-    monkeypatch.setattr(comet.autograd, "keep_rows", lambda *a: kept.append(True) or keep_rows(*a))
+    monkeypatch.setattr(comet.layer.twin.layer, "layer0", spy)
+    monkeypatch.setattr(comet.layer.autograd, "keep_rows", lambda *a: kept.append(True) or keep_rows(*a))
     with torch.set_grad_enabled(trains):
         output, _ = moe(torch.randn(9, 32))
     assert kept == ([True, True] if trains else [False])

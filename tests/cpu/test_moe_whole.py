@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.layer.paths import pad_width
+from comet.layer.sharding import local
 from comet.layout import ExpertLayout
 from comet.moe import MoE
-from comet.paths import pad_width
-from comet.reference import reference_experts
-from comet.router_losses import RouterStats
-from comet.settings import LayerSettings
-from comet.sharding import local
+from comet.reference.layer import reference_experts
+from comet.router.losses import RouterStats
+from comet.schedule.settings import LayerSettings
 
 SEED = 11
 CONFIG = MoEConfig(hidden_size=48, ffn_size=64, num_experts=8, top_k=3, shared_ffn_size=32, aux_loss_coef=0.1)

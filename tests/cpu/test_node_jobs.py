@@ -15,14 +15,14 @@ from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
-from comet.generation.config import GenerateConfig
 from comet.generation.job import generate_job
-from comet.group import make_expert_group
 from comet.integrations import hf
+from comet.jobs.config import JobConfig
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.checkpoint_folder import read_checkpoint
-from comet.training.config import JobConfig
 from comet.training.data import read_corpus
 from comet.training.run import heldout_loss, train
 

@@ -23,15 +23,15 @@ from comet.comm.handshake import Host
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.decode import OwnTokensRunner, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
-from comet.graphed_moe import GraphedMoE
-from comet.group import ExpertGroup, make_expert_group
+from comet.graphed.moe import GraphedMoE
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import CollectivePath, SymmetricPath, make_path
+from comet.layer.sharding import local
+from comet.measure.job import tune_job
 from comet.modular import AllToAll, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricBatched
 from comet.modular.matrix import pairs
 from comet.moe import MoE
-from comet.paths import CollectivePath, SymmetricPath, make_path
-from comet.sharding import local
-from comet.trace import record
-from comet.tuner.job import tune_job
+from comet.trace.timeline import record
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2, shared_ffn_size=32)
 NODES = r"a group of 4 ranks spans several: ranks 0 to 1 on \S+ \(node 0\), ranks 2 to 3 on \S+ \(node 1\)"

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 from comet.decode import DecodeWeights, RankDecode
 from comet.decode.ranks import rank_slots
-from comet.group import ExpertGroup
-from comet.paths import make_path
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import make_path
 
 
 def alone(config: MoEConfig) -> ExpertGroup:

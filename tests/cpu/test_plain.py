@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from comet.collectives import all_gather_stacked, all_to_all_rows
+from comet.comm.collectives import all_gather_stacked, all_to_all_rows
 from comet.layout import ExpertLayout
-from comet.plain import gather_reference_experts, grouped_matmul, make_exchange, plain_experts
-from comet.reference import reference_experts, shard_experts
+from comet.reference.layer import reference_experts, shard_experts
+from comet.reference.plain import gather_reference_experts, grouped_matmul, make_exchange, plain_experts
 
 PATHS = {"plain": plain_experts, "reference": gather_reference_experts}
 HIDDEN, FFN, EXPERTS = 16, 32, 8

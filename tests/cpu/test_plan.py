@@ -15,8 +15,8 @@ from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
+from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import ExpertLayout, positions_in_groups
-from comet.plan import Plan, routed_row_capacity
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
 
@@ -309,7 +309,7 @@ def test_kernels_equal_twin(seeds: list[int]) -> None:
 
 def overwritten_guards(rank: int, world_size: int) -> list[int]:
     """Too small a Q: count what the kernels change past the ends of the routed-row tensors."""
-    from comet import plan_kernels
+    from comet.layer import plan_kernels
 
     guards: list[torch.Tensor] = []
     cut = plan_kernels.cut

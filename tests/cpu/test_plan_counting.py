@@ -19,7 +19,7 @@ IDS = {0: [6, 5], 1: [6, 6], 4: [13, -1], 9: [20, 13]}
 
 def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
     """What one rank's kernels store for its only chunk, whose tokens outside ``IDS`` have no experts."""
-    from comet import plan_kernels
+    from comet.layer import plan_kernels
 
     scratch: list[Any] = []
     place_plan = plan_kernels.place_plan

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from comet.config import Transport
 from comet.errors import CommTimeoutError
-from comet.plan import Plan, begin_plan
+from comet.layer.plan import Plan, begin_plan
 
 GARBAGE = 123456789
 DEADLINE_S = 0.002
@@ -34,8 +34,8 @@ def new_ids(case: Case, seed: int) -> Case:
 
 def late_ids(rank: int, world_size: int, transport: Transport) -> str:
     """The ids of rank 1 reach rank 0 after it counted and before it places; returns rank 0's complaint."""
-    from comet import plan_kernels
-    from comet.kernels import metadata
+    from comet.kernels.plan import metadata
+    from comet.layer import plan_kernels
 
     cut, place_plan = metadata.cut, plan_kernels.place_plan
 

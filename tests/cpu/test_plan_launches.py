@@ -12,9 +12,9 @@ from rank_plans import make_plan
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
-from comet.kernels.aot_plan import aot_cases
-from comet.kernels.metadata import PlanConfig, exchange_constants, place_constants
-from comet.plan import begin_plan
+from comet.kernels.aot.plan import aot_cases
+from comet.kernels.plan.metadata import PlanConfig, exchange_constants, place_constants
+from comet.layer.plan import begin_plan
 
 
 def launches(rank: int, world_size: int, case: Case, halves: bool) -> tuple[list[str], int]:
@@ -42,7 +42,7 @@ def test_a_plan_is_two_launches_unless_it_is_made_in_halves(halves: bool, expect
 
 def waits(rank: int, world_size: int, case: Case) -> int:
     """How many programs wait for a chunk while rank 0 makes its plan; all ids are there."""
-    from comet.kernels import counting
+    from comet.kernels.plan import counting
 
     waited: list[object] = []
     wait_flags = counting.wait_flags

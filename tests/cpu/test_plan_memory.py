@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from comet.kernels.buffers import _places, allocate, cut
+from comet.kernels.runtime.buffers import _places, allocate, cut
 
 CPU = torch.device("cpu")
 

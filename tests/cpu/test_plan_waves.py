@@ -6,8 +6,8 @@ import torch
 from rank_plans import plan_from_ids
 
 from comet.config import OverlapConfig
+from comet.layer.twin.plan import _places, waves
 from comet.layout import ExpertLayout, num_waves
-from comet.plan_twin import _places, waves
 
 
 def test_examples_of_waves() -> None:

@@ -15,9 +15,9 @@ from comet.config import ParallelConfig
 from comet.experts.options import StoreOptions
 from comet.experts.prefetch import prefetch_wanted, prefetches
 from comet.experts.store import HeldExperts
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
-from comet.group import ExpertGroup, make_expert_group
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet.quantize import FP8, MXFP4, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_rows
+from comet.quantization.formats import (
+    FP8,
+    MXFP4,
+    MXFP8,
+    decode_e8m0,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    quantize_rows,
+)
 
 RULES = ["floor", "fit"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet.quantize import MXFP4, decode_e8m0, quantize_mxfp4
+from comet.quantization.formats import MXFP4, decode_e8m0, quantize_mxfp4
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="install comet-moe[dev]")
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.group import make_expert_group
-from comet.tuner import measure
-from comet.tuner.measure import recover
-from comet.workspace import Workspace
+from comet.layer.group import make_expert_group
+from comet.layer.workspace import Workspace
+from comet.measure import layers as measure
+from comet.measure.layers import recover
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
 LATE_S = 0.2

@@ -9,7 +9,7 @@ import torch
 from reference_cases import GRIDS, Case, dense_formula, make_case
 
 from comet.layout import ExpertLayout
-from comet.reference import (
+from comet.reference.layer import (
     expert_outputs,
     kept_slots,
     rank_partial,

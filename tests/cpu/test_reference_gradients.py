@@ -9,7 +9,7 @@ import torch
 from reference_cases import GRIDS, dense_formula, make_case
 from torch import Tensor
 
-from comet.reference import reference_experts
+from comet.reference.layer import reference_experts
 
 
 def test_nan_weight_of_masked_slot_stays_out_of_values_and_gradients() -> None:

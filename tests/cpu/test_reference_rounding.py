@@ -7,7 +7,7 @@ import torch
 from reference_cases import dense_formula, make_case
 from torch import Tensor
 
-from comet.reference import reference_experts, sum_partials, swiglu_expert
+from comet.reference.layer import reference_experts, sum_partials, swiglu_expert
 
 
 def integer_experts(up_and_down: list[tuple[float, float]]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from router_cases import VARIANTS, D, identity_router, make_config, make_router, stats_of, tokens_of_logits
 
 from comet.config import MoEConfig
-from comet.router import Router, check_finite, compute_logits, select_experts, weigh_experts
+from comet.router.router import Router, check_finite, compute_logits, select_experts, weigh_experts
 
 
 def route_by_hand(

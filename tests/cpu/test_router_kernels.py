@@ -20,8 +20,8 @@ from router_kernel_cases import (
     check_top_k,
 )
 
-import comet.router
-from comet.kernels.router import router_logits
+import comet.router.router
+from comet.kernels.router.logits import router_logits
 
 
 def logits(rank: int, world_size: int) -> None:
@@ -53,7 +53,7 @@ def whole_router(rank: int, world_size: int) -> None:
     for changes in VARIANTS:
         found = []
         for has_kernels in (False, True):
-            comet.router.has_kernels = lambda logits, answer=has_kernels: answer
+            comet.router.router.has_kernels = lambda logits, answer=has_kernels: answer
             router = make_router(4, **changes)
             if router.selection_bias is not None:
                 router.selection_bias.normal_(std=0.3)

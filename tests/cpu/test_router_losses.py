@@ -6,8 +6,8 @@ import pytest
 import torch
 from router_cases import VARIANTS, D, identity_router, make_config, make_router, stats_of, tokens_of_logits
 
-from comet.router import score_logits, select_experts, weigh_experts
-from comet.router_losses import count_routed_rows, load_balancing_loss, normalize, router_z_loss
+from comet.router.losses import count_routed_rows, load_balancing_loss, normalize, router_z_loss
+from comet.router.router import score_logits, select_experts, weigh_experts
 
 
 def imbalance(expert_load: torch.Tensor) -> float:

@@ -13,7 +13,7 @@ from training_cases import Rank, make_job
 
 from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
-from comet.launch.tuning import sweep_job
+from comet.launch.tasks.tuning import sweep_job
 from comet.training.report import History
 from comet.training.run import train
 from comet.training.run_folder import LOCK, OWNER

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def kernels() -> dict[str, interpreter.InterpretedFunction]:
     """Every function that can be launched, by name."""
     modules = [
-        importlib.import_module(f"comet.kernels.{found.name}") for found in pkgutil.iter_modules(comet.kernels.__path__)
+        importlib.import_module(found.name) for found in pkgutil.walk_packages(comet.kernels.__path__, "comet.kernels.")
     ]
     functions = {id(value): value for module in modules for value in vars(module).values()}
     return {

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from ranks import run_ranks
 
-from comet.analysis import TileAxis, pipelines
-from comet.kernels import tiles
-from comet.schedule import TileSchedule, decode_grouped, part_of, part_span, phase_of_source
+from comet.kernels.gemm import tiles
+from comet.schedule.dependency import TileAxis, pipelines
+from comet.schedule.tiles import TileSchedule, decode_grouped, part_of, part_span, phase_of_source
 
 NUM_GEOMETRIES = 60
 

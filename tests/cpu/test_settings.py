@@ -7,9 +7,9 @@ import torch
 
 from comet import layout
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.kernels import arguments
+from comet.kernels.runtime import arguments
 from comet.layout import MAX_PANELS, ExpertLayout
-from comet.settings import LayerSettings, TileShape
+from comet.schedule.settings import LayerSettings, TileShape
 
 
 def create(dtype: torch.dtype = torch.bfloat16, tp: int = 1, **changes) -> LayerSettings:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from comet import MoE, MoEConfig, ParallelConfig, clip_grad_norm_, exclude_experts, make_expert_group
-from comet.sharding import local
+from comet.layer.sharding import local
 
 CONFIG = MoEConfig(hidden_size=16, ffn_size=48, num_experts=8, top_k=2, shared_ffn_size=16, balance="none")
 TOKENS = 24

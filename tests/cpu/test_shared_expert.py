@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comet.reference import reference_experts
-from comet.shared_expert import SharedExpert
+from comet.layer.shared_expert import SharedExpert
+from comet.reference.layer import reference_experts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from stream_cases import CONFIG, assert_same, make_pair, make_tokens, train_step
 
+from comet.layer.paths import SymmetricPath
 from comet.moe import MoE
-from comet.paths import SymmetricPath
-from comet.router_losses import RouterStats
-from comet.side_stream import SideStream
+from comet.router.losses import RouterStats
+from comet.utils.streams import SideStream
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from launch_arguments import make_table, make_wire
 
-from comet.kernels import fp8_gemm_combine_cuda, gemm_combine_cuda
-from comet.kernels import gemm_combine as module
-from comet.kernels.arguments import GradWire, Returns, Scaled, multiprocessors
-from comet.kernels.gemm_combine import COMM_WAVES, GemmCombineConfig
+from comet.kernels.layer import fp8_gemm_combine as fp8_gemm_combine_cuda
+from comet.kernels.layer import gemm_combine as gemm_combine_cuda
+from comet.kernels.layer.triton import gemm_combine as module
+from comet.kernels.layer.triton.gemm_combine import COMM_WAVES, GemmCombineConfig
+from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, multiprocessors
 
 SPARE = 31
 ALL = 132

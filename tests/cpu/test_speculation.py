@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import comet.experts.speculation as speculation
+import comet.experts.drafts.speculation as speculation
 from comet.config import SpeculationConfig
-from comet.experts.draft_length import FIRST_ROUNDS, PROBE_EVERY, DraftLength, best_draft_length, between
-from comet.experts.speculation import Draft, Speculation, SpeculationReport, at, pick, verdict
-from comet.generation.config import GenerateConfig
+from comet.experts.drafts.length import FIRST_ROUNDS, PROBE_EVERY, DraftLength, best_draft_length, between
+from comet.experts.drafts.speculation import Draft, Speculation, SpeculationReport, at, pick, verdict
 from comet.generation.sampling import Sampler, tokens_seen
+from comet.jobs.generate import GenerateConfig
 
 CPU = torch.device("cpu")
 VOCABULARY, TOKENS, SEQUENCES, SEED = 4, 4, 20_000, 11

@@ -37,7 +37,7 @@ def test_random_cases_agree_with_the_reference(path: str, cases: int, capsys: py
 
 def one_percent_off(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
     """A batch on a twin whose outputs are too large: wrong every time, unlike a race."""
-    from comet import twin
+    from comet.layer.twin import layer as twin
 
     layer1 = twin.layer1
     twin.layer1 = lambda *arguments, **options: 1.01 * layer1(*arguments, **options)  # type: ignore[assignment]
@@ -46,7 +46,7 @@ def one_percent_off(rank: int, world_size: int, of: Stress, indices: range, jour
 
 def six_percent_off_in_fp8(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
     """A batch on a twin whose outputs in block FP8 are too large, by a scale of the wrong block perhaps."""
-    from comet import twin
+    from comet.layer.twin import layer as twin
 
     layer1 = twin.layer1_fp8
     twin.layer1_fp8 = lambda *arguments: 1.06 * layer1(*arguments)  # type: ignore[assignment]

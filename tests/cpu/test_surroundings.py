@@ -18,11 +18,13 @@ from modular_cases import make_group, rank_weights
 from ranks import run_ranks
 from torch import Tensor
 
-from comet.autocast import without_autocast
 from comet.comm import make_communicator
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.layer.paths import SymmetricPath, make_path
+from comet.layer.shared_expert import SharedExpert
+from comet.measure.layers import NUM_INPUTS, make_inputs
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT, rotary_table
 from comet.modular import (
@@ -38,11 +40,17 @@ from comet.modular import (
 )
 from comet.modular.all_to_all import num_not_finite
 from comet.moe import MoE
-from comet.paths import SymmetricPath, make_path
-from comet.quantize import FP8, MXFP8, decode_e8m0, quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_rows
-from comet.shared_expert import SharedExpert
-from comet.tuner.measure import NUM_INPUTS, make_inputs
+from comet.quantization.formats import (
+    FP8,
+    MXFP8,
+    decode_e8m0,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    quantize_rows,
+)
 from comet.tuner.problem import Problem
+from comet.utils.autocast import without_autocast
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 rank_inputs = functools.cache(draw_inputs)  # drawn once, in no surroundings

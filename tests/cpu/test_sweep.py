@@ -15,14 +15,13 @@ import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import NothingMeasuredError
-from comet.group import make_expert_group
+from comet.jobs.config import JobConfig, SweepConfig
 from comet.launch.config import compose, make_job
-from comet.launch.tuning import load_models, sweep_job
-from comet.paths import make_path
-from comet.training.config import JobConfig, SweepConfig
-from comet.training.ranks import from_first_rank
-from comet.tuner.job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
-from comet.tuner.sweep import (
+from comet.launch.tasks.tuning import load_models, sweep_job
+from comet.layer.group import make_expert_group
+from comet.layer.paths import make_path
+from comet.measure.job import CSV_NAME, PLOT_NAME, measure_shape, pending, run_sweep
+from comet.measure.sweep import (
     COLUMNS,
     Knobs,
     Outcome,
@@ -35,6 +34,7 @@ from comet.tuner.sweep import (
     sweep_points,
     sweep_table,
 )
+from comet.training.ranks import from_first_rank
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def test_a_failing_point_is_recorded_and_the_others_are_measured(monkeypatch):
             raise RuntimeError("no resources\nfor 13 blocks")
         return make_path(name, moe, group, overlap)
 
-    monkeypatch.setattr("comet.tuner.measure.make_path", path_but_not_at_13)
+    monkeypatch.setattr("comet.measure.layers.make_path", path_but_not_at_13)
     job = job_of("sweep.rounds=1")
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=8)
     group = make_expert_group(MOE, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")
@@ -226,7 +226,7 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
         raise RuntimeError("no resources")
 
     words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
-    monkeypatch.setattr("comet.tuner.measure.make_path", fail)
+    monkeypatch.setattr("comet.measure.layers.make_path", fail)
     with pytest.raises(NothingMeasuredError, match=r"^sweep: none of 2 points ran, the first: RuntimeError: no resou"):
         sweep_job(job_of(*words), Alone())
     monkeypatch.undo()
@@ -236,7 +236,7 @@ def test_a_failed_point_is_measured_again_and_keeps_its_reason_until_then(tmp_pa
             raise KeyError("a bug")
         return measure_shape(job, shape, *others)
 
-    monkeypatch.setattr("comet.tuner.job.measure_shape", crash_at_32)
+    monkeypatch.setattr("comet.measure.job.measure_shape", crash_at_32)
     with pytest.raises(KeyError):
         sweep_job(job_of(*words), Alone())
     first, second = SweepLog.load(tmp_path / CSV_NAME).rows.values()
@@ -255,7 +255,7 @@ def test_shapes_measured_before_a_crash_are_kept(tmp_path, monkeypatch):
         return measure_shape(job, shape, *others)
 
     words = ("sweep.tokens=[16,32]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={tmp_path}")
-    monkeypatch.setattr("comet.tuner.job.measure_shape", crash_at_32)
+    monkeypatch.setattr("comet.measure.job.measure_shape", crash_at_32)
     with pytest.raises(KeyError):
         sweep_job(job_of(*words), Alone())
     monkeypatch.undo()

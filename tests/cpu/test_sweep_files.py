@@ -13,10 +13,10 @@ from ranks import run_ranks
 from comet.config import MoEConfig, ParallelConfig
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
-from comet.tuner import job
-from comet.tuner.job import CSV_NAME, run_sweep
-from comet.tuner.shared_file import require_writable
-from comet.tuner.sweep import Knobs, Outcome, Point, Shape, SweepLog
+from comet.measure import job
+from comet.measure.job import CSV_NAME, run_sweep
+from comet.measure.sweep import Knobs, Outcome, Point, Shape, SweepLog
+from comet.utils.shared_file import require_writable
 
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "x")
-    monkeypatch.setattr("comet.tuner.job.make_expert_group", never)
+    monkeypatch.setattr("comet.measure.job.make_expert_group", never)
     config = make_job(compose(["model=tiny", "tune.tokens=[32]", f"tune.profiles={folder}", f"output_dir={folder}"]), 1)
     message = f"={folder!r} must be a folder that can be written: .*Not a directory"
     with pytest.raises(ValueError, match=f"^tune.profiles{message}"):

@@ -17,9 +17,9 @@ from launch_jobs import heed_ctrl_c
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.launch.failures import last_words
-from comet.launch.tuning import sweep_job
-from comet.tuner.job import CSV_NAME, tell_kept
-from comet.tuner.sweep import SweepLog
+from comet.launch.tasks.tuning import sweep_job
+from comet.measure.job import CSV_NAME, tell_kept
+from comet.measure.sweep import SweepLog
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 180

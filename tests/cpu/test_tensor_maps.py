@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet.kernels import nvrtc
-from comet.kernels.nvrtc import segment_map, tensor_map
+from comet.kernels.runtime import nvrtc
+from comet.kernels.runtime.nvrtc import segment_map, tensor_map
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs pip install 'comet-moe[cuda]'")
 

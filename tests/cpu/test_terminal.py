@@ -11,8 +11,8 @@ import pytest
 from terminal import Terminal, rendered
 
 from comet.launch.failures import say, start_of_line
-from comet.progress import Measuring
 from comet.training.report import Reporter
+from comet.utils.progress import Measuring
 
 
 def test_the_worked_examples_of_a_screen() -> None:
@@ -103,7 +103,7 @@ def test_what_is_measured_is_a_line_per_point_in_a_log(capfd: pytest.CaptureFixt
 def test_what_a_point_is_at_is_told_in_between(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comet.progress.LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr("comet.utils.progress.LOG_INTERVAL_S", 0.0)
     measured(Measuring(2, "point", enabled=True))
     assert "left; tiny, 48 tokens, compiling candidate 1 of 2\n" in capfd.readouterr().err
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fake_gpu import FakeGPU
 from ranks import run_ranks
 
-from comet.tuner.timing import (
+from comet.measure.timing import (
     SHORTEST_ROUND_S,
     WARM_S,
     Timing,

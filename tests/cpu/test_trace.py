@@ -24,17 +24,18 @@ from layer_ranks import build_layer
 from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.fused_arguments import combine_wire, recv_wire
-from comet.group import make_expert_group
-from comet.kernels import dispatch_gemm, recorder
-from comet.kernels.gemm_combine import GemmCombineConfig
-from comet.kernels.recorder import recording
+from comet.kernels.layer.triton import dispatch_gemm
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
+from comet.kernels.runtime import recorder
+from comet.kernels.runtime.recorder import recording
+from comet.layer.fused_arguments import combine_wire, recv_wire
+from comet.layer.group import make_expert_group
+from comet.layer.paths import SymmetricPath
+from comet.layer.plan import Plan
+from comet.layer.workspace import Workspace
 from comet.layout import COMBINE_CHUNK_ROWS
-from comet.paths import SymmetricPath
-from comet.plan import Plan
-from comet.trace import RankRecord, Timeline, chrome_trace, record, recording_to
-from comet.trace_events import KINDS, WAITS, WORKS, Clock, Event, Span
-from comet.workspace import Workspace
+from comet.trace.events import KINDS, WAITS, WORKS, Clock, Event, Span
+from comet.trace.timeline import RankRecord, Timeline, chrome_trace, record, recording_to
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 128
@@ -346,7 +347,7 @@ def test_benchmark_end_to_end(tmp_path: Path) -> None:
 def test_a_graph_captured_inside_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replays would write to the recorder's memory after the end; one of its own is held by the workspace."""
     captures = False
-    for module in ("fused_arguments", "trace", "graphs"):
+    for module in ("layer.fused_arguments", "trace.timeline", "utils.graphs"):
         monkeypatch.setattr(f"comet.{module}.is_capturing", lambda device: captures)
     moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
     group = make_expert_group(moe, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from comet.trace_events import Clock, Event, compare_clocks, find_spans
-from comet.trace_plot import blocks_over_time
+from comet.trace.events import Clock, Event, compare_clocks, find_spans
+from comet.trace.plot import blocks_over_time
 
 
 def work(begin: int, ready: int, end: int, kind: int = 2) -> Event:

@@ -13,10 +13,10 @@ from ranks import run_ranks
 from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, Rank, make_job, make_model, make_text
 
 from comet.config import ParallelConfig
+from comet.jobs.config import CommConfig, JobConfig
 from comet.launch.failures import is_user_error, one_line
 from comet.models.gpt import next_token_loss
 from comet.training import run
-from comet.training.config import CommConfig, JobConfig
 from comet.training.data import sample_batch
 from comet.training.loop import Trainer, learning_rate, make_optimizer
 from comet.training.report import History, Window, printable

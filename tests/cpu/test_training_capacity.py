@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from training_cases import MODEL, Rank, make_job
 
-from comet.paths import SymmetricPath, expert_capacity
+from comet.layer.paths import SymmetricPath, expert_capacity
 from comet.training.loop import count_dropped_rows
 from comet.training.report import Window
 from comet.training.run import train

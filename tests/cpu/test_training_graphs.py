@@ -13,11 +13,11 @@ from generate_cases import all_experts, graphs_on_cpu
 from torch import Tensor
 from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model
 
-from comet.graphs import GraphMode
 from comet.launch.config import compose
 from comet.training.loop import Trainer, make_optimizer
 from comet.training.report import History
 from comet.training.run import heldout_loss, train
+from comet.utils.graphs import GraphMode
 
 TEXT = torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).byte()
 
@@ -63,8 +63,8 @@ def test_what_cannot_be_captured_runs_as_it_stands(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted, _, weights, _ = train_and_judge("off")
-    monkeypatch.setattr("comet.graphs.capture", refuse)
-    monkeypatch.setattr("comet.graphs.device_obstacle", lambda device: "")
+    monkeypatch.setattr("comet.utils.graphs.capture", refuse)
+    monkeypatch.setattr("comet.utils.graphs.device_obstacle", lambda device: "")
     trainer = make_trainer("auto")
     with caplog.at_level(logging.INFO):
         found = torch.tensor([(each.loss, each.grad_norm) for each in map(trainer.step, range(6))])
@@ -86,8 +86,8 @@ def test_a_graph_that_does_not_fit_the_memory_ends_the_job(monkeypatch: pytest.M
         finally:
             raise RuntimeError("the capture failed before")
 
-    monkeypatch.setattr("comet.graphs.capture", run_out)
-    monkeypatch.setattr("comet.graphs.device_obstacle", lambda device: "")
+    monkeypatch.setattr("comet.utils.graphs.capture", run_out)
+    monkeypatch.setattr("comet.utils.graphs.device_obstacle", lambda device: "")
     trainer = make_trainer("auto")
     trainer.step(0)
     with pytest.raises(RuntimeError) as caught:

@@ -9,10 +9,10 @@ import torch
 from ranks import run_ranks
 from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, make_model
 
+from comet.jobs.config import TrainConfig
 from comet.launch.config import compose
+from comet.layer.sharding import local
 from comet.models.gpt import next_token_loss
-from comet.sharding import local
-from comet.training.config import TrainConfig
 from comet.training.data import sample_batch
 from comet.training.loop import Trainer, global_norm, learning_rate, make_optimizer, sum_gradients
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.schedule import check_phases
+from comet.schedule.tiles import check_phases
 from comet.tuner.choice import Resolved, check_setting, resolve
 from comet.tuner.model import (
     _advance,

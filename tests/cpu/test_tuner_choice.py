@@ -13,10 +13,10 @@ import torch
 from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
+from comet.measure.explain import Explained, explain_facts, explain_text
+from comet.measure.layers import measure_layer, reason
 from comet.tuner.choice import Resolved, Resolver, check_setting, resolve
-from comet.tuner.explain import Explained, explain_facts, explain_text
-from comet.tuner.measure import measure_layer, reason
 from comet.tuner.model import predict, propose
 from comet.tuner.problem import H200, Machine, Problem, candidate_name
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore

@@ -11,12 +11,14 @@ import torch
 from launch_arguments import make_table, make_wire
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.kernels import cuda_text, dispatch_gemm_cuda, gemm_combine_cuda, nvrtc
-from comet.kernels.arguments import Returns
-from comet.kernels.dispatch import Sends
+from comet.kernels.layer import dispatch_gemm as dispatch_gemm_cuda
+from comet.kernels.layer import gemm_combine as gemm_combine_cuda
+from comet.kernels.layer.triton.dispatch import Sends
+from comet.kernels.runtime import cuda_text, nvrtc
+from comet.kernels.runtime.arguments import Returns
+from comet.layer.workspace import WorkspaceShape
 from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, candidates, predict, propose
 from comet.tuner.problem import H200, Machine, Problem, candidate_name, cuda_layers, effective
-from comet.workspace import WorkspaceShape
 
 QWEN3 = MoEConfig(num_experts=128, top_k=8, hidden_size=2048, ffn_size=768)
 MIXTRAL = MoEConfig(num_experts=8, top_k=2, hidden_size=4096, ffn_size=14336)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.tuner.explain import Tuned, model_regret, regret_text, regrets
+from comet.measure.explain import Tuned, model_regret, regret_text, regrets
 from comet.tuner.model import predict
 from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore

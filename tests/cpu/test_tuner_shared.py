@@ -10,10 +10,10 @@ import torch
 from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import CollectivePath, SymmetricPath
 from comet.moe import MoE
-from comet.paths import CollectivePath, SymmetricPath
-from comet.plain import plain_experts
+from comet.reference.plain import plain_experts
 from comet.tuner.problem import Problem
 from comet.tuner.profile import Measured, ProfileEntry, ProfileKey, ProfileStore
 

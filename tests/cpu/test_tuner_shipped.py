@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from comet.config import MoEConfig, ParallelConfig
+from comet.measure.explain import model_regret
 from comet.tuner.choice import check_setting, resolve
-from comet.tuner.explain import model_regret
 from comet.tuner.model import predict
 from comet.tuner.problem import H200, Machine, Problem
 from comet.tuner.profile import ProfileEntry, ProfileStore, profile_path, read_entries

@@ -16,13 +16,13 @@ import torch
 
 from comet.config import MoEConfig, OverlapConfig
 from comet.errors import NothingMeasuredError
+from comet.jobs.config import JobConfig
 from comet.launch.cli import main
 from comet.launch.config import compose, make_job
-from comet.launch.tasks import TASKS
-from comet.launch.tuning import load_models
-from comet.paths import ExpertPath, make_path
-from comet.training.config import JobConfig
-from comet.tuner import job
+from comet.launch.tasks.registry import TASKS
+from comet.launch.tasks.tuning import load_models
+from comet.layer.paths import ExpertPath, make_path
+from comet.measure import job
 from comet.tuner.problem import H200, Problem
 from comet.tuner.profile import Measured, ProfileStore
 
@@ -155,7 +155,7 @@ def test_several_models_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_a_run_says_what_it_compiles_and_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comet.progress.LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr("comet.utils.progress.LOG_INTERVAL_S", 0.0)
     job.tune_job(job_of(tmp_path, "tune.models=[few]", "tune.tokens=[16,4]"), Alone(), lambda _: {"few": MODELS["few"]})
     err = capfd.readouterr().err
     for done, tokens in ((0, 16), (1, 4)):
@@ -173,7 +173,7 @@ def test_a_point_of_which_nothing_runs_is_told_and_a_run_of_such_points_fails(
             raise RuntimeError("no resources")
         return make_path(name, moe, *others)
 
-    monkeypatch.setattr("comet.tuner.measure.make_path", only_wide)
+    monkeypatch.setattr("comet.measure.layers.make_path", only_wide)
     facts = job.tune_job(job_of(tmp_path, "tune.models=[few,many]", "tune.tokens=[16]"), Alone(), lambda _: MODELS)
     failed, ran = facts["points"]
     reason = f"none of {failed['failure'].split()[2]} settings ran, the first: RuntimeError: no resources"

@@ -10,15 +10,15 @@ import pytest
 import torch
 from emulated import emulated_group
 
-from comet import twin
 from comet.comm import LocalCommunicator
 from comet.comm.base import ALIGNMENT
 from comet.config import MoEConfig
 from comet.errors import CapacityError, CommTimeoutError
-from comet.kernels import primitives
+from comet.kernels.runtime import primitives
+from comet.layer.twin import layer as twin
+from comet.layer.workspace import PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
 from comet.layout import round_up
-from comet.router import watch_finite
-from comet.workspace import PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
+from comet.router.router import watch_finite
 
 CPU = torch.device("cpu")
 

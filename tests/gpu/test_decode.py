@@ -11,7 +11,7 @@ from decode_cases import FOLD, MATRIX, VECTOR, DecodeCase, check_decode, check_g
 from gpus import take_free_memory
 
 from comet.decode import DecodeScratch, DecodeWeights, warp_decode
-from comet.kernels.warp_decode_blocks import BlockShape, select
+from comet.kernels.decode.blocks import BlockShape, select
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from decode_cases import (
 )
 
 from comet.decode import DecodeWeights, warp_decode
-from comet.kernels.warp_decode_blocks import BlockShape, DecodeConfig
+from comet.kernels.decode.blocks import BlockShape, DecodeConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", ["mxfp8", "fp8", "mxfp4"])]
 

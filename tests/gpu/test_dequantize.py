@@ -10,7 +10,7 @@ from dequantize_cases import SIZES, check_dequantize, stored_slots
 from comet.decode.runners import LocalRunner
 from comet.decode.twin import slot_weights
 from comet.experts import CachedExperts, ExpertCache, streaming
-from comet.kernels.dequantize import dequantize_slots
+from comet.kernels.decode.dequantize import dequantize_slots
 
 pytestmark = pytest.mark.gpu
 E, K, D, F = 48, 4, 512, 224

@@ -20,7 +20,7 @@ from played_cases import LAYER0, draw_layer0
 from played_events import check_layer0_events, recorded
 from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 
-from comet.kernels.recorder import Recorder
+from comet.kernels.runtime.recorder import Recorder
 
 
 def check(case: PlayedCase, *, save_pre: bool) -> None:

@@ -15,12 +15,12 @@ from training_cases import MODEL
 from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
 from comet.experts import Speculation
 from comet.experts.cache import report_of
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
 from comet.generation.text import ByteCodec
-from comet.group import make_expert_group
-from comet.kernels.expert_tables import CLOCK, GATE
+from comet.jobs.generate import GenerateConfig
+from comet.kernels.experts.tables import CLOCK, GATE
+from comet.layer.group import make_expert_group
 from comet.models.gpt import GPT
 
 pytestmark = pytest.mark.gpu

@@ -13,9 +13,9 @@ from torch import Tensor
 from comet.decode.runners import LocalRunner
 from comet.decode.weights import DecodeWeights
 from comet.experts import CachedExperts, ExpertCache
-from comet.kernels.expert_cache import bring_torch
-from comet.kernels.expert_tables import POLICIES, CacheTables, HostExperts
-from comet.kernels.expert_waves import count_waves, split_waves, split_waves_torch
+from comet.kernels.experts.cache import bring_torch
+from comet.kernels.experts.tables import POLICIES, CacheTables, HostExperts
+from comet.kernels.experts.waves import count_waves, split_waves, split_waves_torch
 
 pytestmark = pytest.mark.gpu
 E, K, D, F = 48, 4, 512, 208

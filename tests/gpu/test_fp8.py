@@ -8,9 +8,9 @@ from fp8_cases import build_path, float32_products, fp8_shard, on, run_fp8_case,
 from layer_cases import LayerCase, rank_inputs
 from torch import Tensor
 
-from comet.kernels.fp8 import pack_rows
-from comet.packed import pack, packed_columns
-from comet.quantize import quantize_rows
+from comet.kernels.gemm.fp8 import pack_rows
+from comet.quantization.formats import quantize_rows
+from comet.quantization.packed import pack, packed_columns
 
 pytestmark = pytest.mark.gpu
 

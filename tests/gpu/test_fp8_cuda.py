@@ -32,8 +32,8 @@ from played_events import check_layer0_events, check_layer1_events, recorded
 from played_ranks import EPOCH, Kind, PlayedCase, plans_of
 from torch import Tensor
 
-from comet.kernels.recorder import Recorder
-from comet.quantize import FP8_BLOCK
+from comet.kernels.runtime.recorder import Recorder
+from comet.quantization.formats import FP8_BLOCK
 
 pytestmark = pytest.mark.gpu
 

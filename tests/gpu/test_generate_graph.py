@@ -17,11 +17,11 @@ from torch import Tensor
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.config import ParallelConfig
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.job import generate_job
-from comet.generation.step import DecodeStep
-from comet.group import make_expert_group
+from comet.graphed.step import DecodeStep
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import make_expert_group
 from comet.models.cache import CHUNK, attend_to_cache
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT

@@ -109,7 +109,7 @@ def test_the_plain_path_says_why_it_is_launched(caplog: pytest.LogCaptureFixture
     for seed in range(4):
         steps.step([make_tokens(steps.layer, seed)], f"step {seed}")
     assert "cannot be captured" in steps.graphed.why_eager
-    assert len([record for record in caplog.records if record.name == "comet.graphed_moe"]) == 1
+    assert len([record for record in caplog.records if record.name == "comet.graphed.moe"]) == 1
 
 
 def test_memory_does_not_grow_with_the_steps() -> None:

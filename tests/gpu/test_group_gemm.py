@@ -16,9 +16,9 @@ from gemm_cases import (
     random_counts,
 )
 
-from comet.kernels.gather_rows import gather_rows
-from comet.kernels.group_gemm import GemmConfig, group_gemm
-from comet.kernels.group_gemm_wgrad import group_gemm_wgrad
+from comet.kernels.gemm.gather_rows import gather_rows
+from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
+from comet.kernels.gemm.wgrad import group_gemm_wgrad
 
 pytestmark = pytest.mark.gpu
 

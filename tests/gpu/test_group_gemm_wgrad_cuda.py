@@ -9,9 +9,9 @@ import torch
 from gemm_cases import Rows, assert_as_good, chain_of, make_rows, poison_padding, values
 from torch import Tensor
 
-from comet.kernels.group_gemm import GemmConfig
-from comet.kernels.group_gemm_wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
-from comet.kernels.group_gemm_wgrad_cuda import CudaConfig, group_gemm_wgrad_cuda
+from comet.kernels.gemm.group_gemm import GemmConfig
+from comet.kernels.gemm.wgrad import group_gemm_wgrad, group_gemm_wgrad_torch
+from comet.kernels.gemm.wgrad_cuda import CudaConfig, group_gemm_wgrad_cuda
 
 pytestmark = pytest.mark.gpu
 

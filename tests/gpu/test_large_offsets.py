@@ -6,7 +6,7 @@ import pytest
 import torch
 from offset_cases import check_rows_return, pool_shape
 
-from comet.workspace import workspace_bytes
+from comet.layer.workspace import workspace_bytes
 
 HIDDEN_SIZE = 8192
 NUM_TOKENS = 2**31 // HIDDEN_SIZE + 8192 - 5

@@ -22,7 +22,7 @@ from comet.modular import (
     SymmetricContiguous,
     WarpDecodeExperts,
 )
-from comet.quantize import FP8, MXFP8, Weight
+from comet.quantization.formats import FP8, MXFP8, Weight
 
 pytestmark = pytest.mark.gpu
 NEVER_WAIT = [

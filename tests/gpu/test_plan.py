@@ -10,9 +10,9 @@ import torch
 from plan_cases import assert_same_plan, plan_all_ranks, random_case, twin_plan, workspace
 from rank_plans import make_plan
 
-from comet import plan_kernels
 from comet.comm import LocalCommunicator
-from comet.kernels import metadata
+from comet.kernels.plan import metadata
+from comet.layer import plan_kernels
 
 pytestmark = pytest.mark.gpu
 REPLAYS = 200

@@ -25,10 +25,10 @@ from router_kernel_cases import (
 )
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.group import make_expert_group
+from comet.layer.group import make_expert_group
 from comet.moe import MoE
-from comet.router import Router, score_logits, weigh_experts
-from comet.router_losses import measure_routing
+from comet.router.losses import measure_routing
+from comet.router.router import Router, score_logits, weigh_experts
 
 pytestmark = pytest.mark.gpu
 

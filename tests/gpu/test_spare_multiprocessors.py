@@ -13,8 +13,8 @@ from held_multiprocessors import held_multiprocessors
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
 from comet.errors import CommTimeoutError
-from comet.kernels import gemm_combine
-from comet.quantize import quantize_fp8
+from comet.kernels.layer.triton import gemm_combine
+from comet.quantization.formats import quantize_fp8
 
 pytestmark = pytest.mark.gpu
 

@@ -12,13 +12,13 @@ from training_cases import MODEL
 
 from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
 from comet.experts import DraftRouter, Speculation
-from comet.generation.config import GenerateConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, generate, warm_up
 from comet.generation.text import ByteCodec
-from comet.group import make_expert_group
+from comet.jobs.generate import GenerateConfig
+from comet.layer.group import make_expert_group
 from comet.models.gpt import GPT
-from comet.router import Router
+from comet.router.router import Router
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

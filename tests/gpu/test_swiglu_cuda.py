@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-import comet.kernels.nvrtc as nvrtc
-from comet.kernels.activation import swiglu
+import comet.kernels.runtime.nvrtc as nvrtc
+from comet.kernels.gemm.activation import swiglu
 
 AT_ONCE = 2**28
 THREADS = 256
@@ -31,7 +31,7 @@ def all_gates_kernel(gates_ptr, up, results_ptr, BLOCK: tl.constexpr):
 def test_every_gate_has_the_bits_of_triton():
     wanted, results = (torch.empty(AT_ONCE, device="cuda") for _ in range(2))
     up = torch.tensor([-3.7], device="cuda")
-    source = (Path(nvrtc.__file__).parent / "cuda" / "swiglu.cu").read_text() + ENTRY
+    source = (Path(nvrtc.__file__).parents[1] / "cuda" / "swiglu.cu").read_text() + ENTRY
     kernel = nvrtc.load_kernel(
         nvrtc.compile_cubin(source, "all_gates"), "all_gates", num_threads=THREADS, cluster=1, shared_bytes=0
     )

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from stream_cases import assert_same, make_pair, make_tokens, train_step
 
 from comet.config import Transport
-from comet.paths import SymmetricPath
+from comet.layer.paths import SymmetricPath
 
 BF16 = dict(dtype=torch.bfloat16, block_rows=128)
 CASES = [

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comet.tuner.timing import Timing
+from comet.measure.timing import Timing
 
 from lib.report import Row, cell, describe, table_of, write_csv, write_json
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import MAX_DECODE_TOKENS, DecodeWeights, RankDecode, rank_slots
 from comet.decode.twin import slot_weights
-from comet.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import ExpertPath, make_path
 from comet.layout import ExpertLayout
-from comet.paths import ExpertPath, make_path
-from comet.quantize import FP8, MXFP4, MXFP8, quantize_fp8, quantize_mxfp4, quantize_mxfp8
-from comet.reference import rank_partial
+from comet.quantization.formats import FP8, MXFP4, MXFP8, quantize_fp8, quantize_mxfp4, quantize_mxfp8
+from comet.reference.layer import rank_partial
 
 from lib.ranks import Ranks, T, attempt
 from lib.shapes import make_routing, make_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comet.kernels.expert_tables import POLICIES
+from comet.kernels.experts.tables import POLICIES
 
 from lib.report import Row
 from lib.routing.predictors import predictor_rows, sharing_rows

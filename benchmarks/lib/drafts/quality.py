@@ -23,7 +23,7 @@ from comet.experts import DraftRouter
 from comet.models.cache import attend_causally
 from comet.models.gpt import GPT
 from comet.moe import MoE
-from comet.router import Router, Routes, Routing
+from comet.router.router import Router, Routes, Routing
 
 from lib.drafts.statistics import BINS, Rounds, by_confidence, confidence_rows
 from lib.report import Row

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.config import MoEConfig
+from comet.layer.paths import SymmetricPath
 from comet.layout import ExpertLayout
-from comet.paths import SymmetricPath
-from comet.quantize import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 
 SAMPLED_TOKENS = 256
 # The deviation from the plain path may be so many times what quantising makes: of the root mean square, over millions

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.group import ExpertGroup, make_expert_group
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import SymmetricPath
+from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.moe import MoE
-from comet.paths import SymmetricPath
-from comet.workspace import Workspace
 
 from lib.moe.fp8 import FP8Layer, fits, quantize_layer
 from lib.moe.report import FP8_VARIANTS, VARIANTS

@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from comet.kernels.expert_prefetch import MOST_AHEAD
+from comet.kernels.experts.prefetch import MOST_AHEAD
 
 from lib.report import Row
 from lib.routing.traces import Trace, UsedLast, one_hot, replay, reuse_distances

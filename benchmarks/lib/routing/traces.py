@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from comet.config import MoEConfig, require
-from comet.kernels.expert_cache import KEPT
-from comet.kernels.expert_tables import POLICIES
+from comet.kernels.experts.cache import KEPT
+from comet.kernels.experts.tables import POLICIES
 
 BEST = "next use"  # gives away what is used again last: no policy, but what none can exceed
 NEVER = 2**30
@@ -230,7 +230,7 @@ def replayed_hits(trace: Trace, slots: Sequence[int], policy: str) -> list[float
 def replay(trace: Trace, slots: Sequence[int] | Tensor, policy: str) -> Iterator[Tensor]:
     """Before each step ``(C, L, E)`` bool, which experts have a slot in each of C caches, empty at first.
 
-    As the kernels decide (``comet.kernels.expert_cache``), but that of experts worth the same the one of the lower
+    As the kernels decide (``comet.kernels.experts.cache``), but that of experts worth the same the one of the lower
     number stays.
 
     Args:

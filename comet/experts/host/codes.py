@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 from comet.config import require
 from comet.decode.scales import CODES
-from comet.kernels.expert_parts import ExpertParts
-from comet.quantize import FLOAT32_FRACTION_BITS, FP8_BLOCK
+from comet.kernels.experts.parts import ExpertParts
+from comet.quantization.formats import FLOAT32_FRACTION_BITS, FP8_BLOCK
 
 NUMBERS_PER_CORE = 2**20  # that are converted at once: 4 MB, which a core's cache holds or nearly does
 # Of e4m3 and e2m1: how far up the code's bits go, those of them that stay, and the number's multiple of what they say.

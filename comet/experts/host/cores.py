@@ -24,9 +24,9 @@ from comet.experts.host.codes import refuse_nan
 from comet.experts.host.profile import HostProfile, HostSizes, measure
 from comet.experts.host.worker import Place, WorkerPlan
 from comet.experts.store import MemoryFile, host_memory
-from comet.kernels.expert_host import PLACE_HOST
-from comet.kernels.expert_mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
-from comet.kernels.expert_parts import ExpertParts
+from comet.kernels.experts.host import PLACE_HOST
+from comet.kernels.experts.mailbox import EXPERTS, FAILED, NUM_EXPERTS, OF_LAYER, READY, STOP, Mailbox
+from comet.kernels.experts.parts import ExpertParts
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from statistics import median, quantiles
 import torch
 from torch import Tensor
 
-from comet.kernels.expert_host import ask_torch, asked_by_host
-from comet.kernels.expert_mailbox import Mailbox
-from comet.kernels.expert_parts import ExpertParts
+from comet.kernels.experts.host import ask_torch, asked_by_host
+from comet.kernels.experts.mailbox import Mailbox
+from comet.kernels.experts.parts import ExpertParts
 from comet.layout import ExpertLayout
 
 REPEATS = 8  # counted, of requests of a kind; as many come before

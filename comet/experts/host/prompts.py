@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from comet.experts.host.cores import HostCores
-from comet.kernels.expert_host import ask_torch, asked_by_host
-from comet.kernels.expert_tables import CLOCK, CacheTables
+from comet.kernels.experts.host import ask_torch, asked_by_host
+from comet.kernels.experts.tables import CLOCK, CacheTables
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The process that computes missing experts on the host's cores: it polls a mailbox, and never touches a GPU.
 
 It reads a ``WorkerPlan`` as JSON from its input, maps the store's file, which it was given open, and serves requests
-(``comet.kernels.expert_host``) until it is told to end or its parent is gone.
+(``comet.kernels.experts.host``) until it is told to end or its parent is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from comet.experts.host.codes import CodeProducts
-from comet.kernels.expert_mailbox import (
+from comet.kernels.experts.mailbox import (
     ANSWERED,
     EXPERTS,
     NUM_EXPERTS,

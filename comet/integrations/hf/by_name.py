@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from comet.config import DIM_MULTIPLE, require
 from comet.decode import DecodeWeights, joins_step
 from comet.decode.runners import LocalRunner
-from comet.integrations.hf.dequantized import check_dequantized
 from comet.integrations.hf.families import check_experts, check_kind, require_transformers
+from comet.integrations.hf.fp8.dequantized import check_dequantized
 from comet.integrations.hf.methods import asks_registry
 from comet.integrations.hf.stored import SCALE_DTYPES
 from comet.layout import ExpertLayout
-from comet.plain import plain_experts
-from comet.quantize import FP8, FP8_BLOCK
+from comet.quantization.formats import FP8, FP8_BLOCK
+from comet.reference.plain import plain_experts
 
 IMPLEMENTATION = "comet"
 _NAME = "the model's experts"

@@ -17,7 +17,7 @@ from torch import Tensor
 from comet.config import MoEConfig, require
 from comet.integrations.hf.stored import BLOCK_FP8, DTYPES, SCALES, CopiedSlice, StoredTensor, several, some
 from comet.layout import ExpertLayout
-from comet.quantize import FP8_BLOCK
+from comet.quantization.formats import FP8_BLOCK
 
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(.+)$")
 _ONE_EXPERT = re.compile(r"(\d+)\.(\w+)\.weight$")

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from comet.config import require
-from comet.integrations.hf.block_fp8 import check_wide, dequantized, is_block_fp8, join_scales
 from comet.integrations.hf.checkpoint import LazyShard, shard_checkpoint
 from comet.integrations.hf.convert import Place
 from comet.integrations.hf.families import moe_config, shared_ffn_size
-from comet.integrations.hf.fp8_shared import has_fp8_pieces, piece_shards
+from comet.integrations.hf.fp8.blocks import check_wide, dequantized, is_block_fp8, join_scales
+from comet.integrations.hf.fp8.shared import has_fp8_pieces, piece_shards
 from comet.integrations.hf.stored import StoredTensor
 
 logger = logging.getLogger(__name__)

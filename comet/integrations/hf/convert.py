@@ -11,22 +11,16 @@ from torch import Tensor, nn
 from comet.config import ParallelConfig, require
 from comet.decode import MAX_DECODE_TOKENS, held_pieces, shared_columns
 from comet.decode.runners import DECODE_TOKENS, LocalRunner, ReplicatedRunner, Runner
-from comet.group import ExpertGroup
 from comet.integrations.hf.by_name import check_named
 from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.families import (
-    SHARED,
-    moe_config,
-    require_transformers,
-    shared_ffn_size,
-    stock_experts,
-)
-from comet.integrations.hf.fp8_experts import FP8Experts, check_width
-from comet.integrations.hf.fp8_shared import FP8JoinedExperts
+from comet.integrations.hf.families import SHARED, moe_config, require_transformers, shared_ffn_size, stock_experts
+from comet.integrations.hf.fp8.experts import FP8Experts, check_width
+from comet.integrations.hf.fp8.shared import FP8JoinedExperts
 from comet.integrations.hf.methods import is_silu, is_stock
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
+from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
-from comet.reference import shard_experts
+from comet.reference.layer import shard_experts
 
 
 def convert(model: nn.Module, group: ExpertGroup | None = None, *, decode_tokens: int = DECODE_TOKENS) -> nn.Module:

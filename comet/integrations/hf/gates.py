@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from comet.config import MoEConfig, require
 from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf.families import moe_config
-from comet.router import Router, Routes
+from comet.router.router import Router, Routes
 
 logger = logging.getLogger(__name__)
 

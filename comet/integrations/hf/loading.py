@@ -13,13 +13,13 @@ from torch import nn
 from comet.config import MOE_DTYPES, ParallelConfig, require
 from comet.experts.budget import ExpertStoreKind
 from comet.experts.options import StoreOptions
-from comet.group import ExpertGroup
 from comet.integrations.hf.contents import state_of, take_block_fp8, wanted
 from comet.integrations.hf.convert import Place, keep_from_saving
 from comet.integrations.hf.families import check_family, moe_config, read_config, require_transformers, stock_experts
 from comet.integrations.hf.stored import open_checkpoint, some
 from comet.integrations.hf.stored_experts import open_stores, take_files
-from comet.quantize import MXType
+from comet.layer.group import ExpertGroup
+from comet.quantization.formats import MXType
 
 STORE_NAMES = {"expert_policy", "host_cores", "expert_prefetch"}  # options that are not transformers'
 # transformers leaves out what does not fit, and reports it: ``_check_report`` says so in our words.

@@ -19,10 +19,10 @@ from torch import Tensor
 from comet.config import require
 from comet.decode import before_replay
 from comet.experts.staged import WHY_EAGER
-from comet.generation.step import Passes, batch_obstacle
-from comet.graphs import GraphMode
+from comet.graphed.step import Passes, batch_obstacle
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.stored_experts import StoredExperts
+from comet.utils.graphs import GraphMode
 
 ALIGNMENT = 16  # elements of a mask's row; torch copies masks that are not, in every layer
 DEVICE_COUNTED = "StaticLayer"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet.collectives import wants_grad
+from comet.comm.collectives import wants_grad
 from comet.config import require
 from comet.decode.runners import Runner
 from comet.experts.budget import ExpertBudget
@@ -21,11 +21,11 @@ from comet.experts.options import StoreOptions
 from comet.experts.paths import CachedPath, Slots, cores_of_paths, host_paths, report_of_paths
 from comet.experts.staged import StagedExperts
 from comet.experts.store import HeldExperts, QuantisedReader, Specs
-from comet.group import ExpertGroup
 from comet.integrations.hf.checkpoint import LazyShard
 from comet.integrations.hf.experts import CometExperts
 from comet.integrations.hf.gates import routers_beside
 from comet.integrations.hf.stored import SCALES
+from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
 
 

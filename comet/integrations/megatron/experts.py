@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import OverlapConfig, Path, require
-from comet.group import ExpertGroup
 from comet.integrations.megatron.rules import moe_config
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import ExpertPath, make_path
 from comet.layout import ExpertLayout
-from comet.paths import ExpertPath, make_path
 
 LOCAL_EXPERT = re.compile(r"(.*)local_experts\.(\d+)\.(.+)")
 FUSED = {"linear_fc1.weight": "w1", "linear_fc2.weight": "w2"}

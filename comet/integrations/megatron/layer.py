@@ -12,9 +12,9 @@ from torch import Tensor
 
 from comet.config import OverlapConfig, Path, require
 from comet.errors import UnavailableError
-from comet.group import ExpertGroup
 from comet.integrations.megatron.experts import Choices, CometExperts
 from comet.integrations.megatron.rules import check_config, check_ranks
+from comet.layer.group import ExpertGroup
 
 
 class CometMoELayer:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import silu
 
 from comet.config import MoEConfig, require
-from comet.group import ExpertGroup
+from comet.layer.group import ExpertGroup
 
 DISPATCHERS = ("allgather", "alltoall")
 # Fields that have to be off, and why; those that a version of Megatron-core does not have count as off.

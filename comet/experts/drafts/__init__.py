@@ -1,0 +1,1 @@
+"""Self-speculative decoding: drafts of few experts, how long they are, and their verdict."""

@@ -1,0 +1,377 @@
+"""Self-speculative decoding (SS-MoE): the model drafts with few of its experts and verifies with all K of them.
+
+A round drafts up to g tokens, each drawn from the distribution q of a pass with r < K experts a layer, and verifies all
+of them in one pass with K experts, which gives the distribution p of every drafted position and of the one behind.
+Drafts are drawn; were they the most probable tokens of q, accepting them with min(1, p / q) would not be lossless.
+
+- ``conservative``: a draft is accepted with probability min(1, p / q). In place of the first one that is not comes a
+  draw from max(p - q, 0), normalised; behind drafts that were all accepted, a draw from p. So a text has the
+  distribution of plain decoding. At temperature 0 p and q are certain of one token, and the text is that of plain
+  decoding.
+- ``adaptive``: a draft is accepted where q > tau and p / q > 1 - T; in place of the first one that is not comes a draw
+  from p.
+
+A sequence stops drafting behind a token whose q is below tau. That token is verified as the others are: to drop it
+would favour tokens that q is sure of, and the text would have another distribution.
+
+Keys and values of drafts come from r experts; the verifying pass starts where the round did and writes them again.
+
+Over ranks every rank holds the same tokens, but the last bits of logits may differ, and each rank's clock goes its own
+way. So rank 0 decides and the others follow. A round of g drafts has g + 1 small broadcasts: one of every drafted token
+of each sequence and whether the sequence goes on drafting; one of the verdict: accepted drafts, the next token, and the
+draft length of the next round.
+
+Letters: B sequences, g drafts, G the longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from comet.comm.collectives import of_first_rank
+from comet.config import SpeculationConfig
+from comet.experts.drafts.length import DraftLength
+
+
+class DraftingModel(Protocol):
+    """A model that decodes with all of its experts or with fewer, and can take tokens back."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """``(B,)`` int64: how many tokens of each sequence it has been given."""
+        ...
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Keep the first ``lengths (B,)`` tokens."""
+        ...
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Append ``(B,)`` int64 tokens with all experts; ``(B, V)`` logits of the next ones."""
+        ...
+
+    def draft(self, ids: Tensor) -> Tensor:
+        """Append ``(B,)`` int64 tokens with few experts; ``(B, V)`` logits of the next ones."""
+        ...
+
+    def verify(self, ids: Tensor) -> Tensor:
+        """Append ``(B, S)`` int64 tokens with all experts; ``(B, S, V)`` logits of what follows each."""
+        ...
+
+
+class Sampling(Protocol):
+    """How tokens are chosen: the same for p, for q and without speculation (``comet.generation.sampling.Sampler``).
+
+    Attributes:
+        seen: ``(B, V)`` bool, tokens that each sequence has; ``None`` where no choice depends on them.
+    """
+
+    seen: Tensor | None
+
+    def probabilities(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """``(..., V)`` float64, after penalties for what was ``seen (..., V)``, temperature, top-k and top-p."""
+        ...
+
+    def certain(self, probabilities: Tensor) -> Tensor:
+        """What is drawn from: ``probabilities``; at temperature 0 all of it is on the most probable token."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """What a round drafted.
+
+    Args:
+        ids: ``(B, g + 1)`` int64: the newest token of each sequence, and its drafts.
+        proposed: ``(B, g)`` bool: drafted before the sequence stopped; the others are ignored.
+        confidence: ``(B, g)`` float64: probability of each draft, before temperature 0 makes it certain.
+        q: ``(B, V)`` float64 for each of the g places: what its drafts were drawn from; zero where none is proposed.
+        seen: ``(B, g + 1, V)`` bool: tokens before each place and behind the last; ``None`` where no choice depends on
+            them.
+    """
+
+    ids: Tensor
+    proposed: Tensor
+    confidence: Tensor
+    q: Sequence[Tensor]
+    seen: Tensor | None
+
+
+class Speculation:
+    """Rounds of drafting and verifying over one batch of sequences.
+
+    Args:
+        model: It has been given all tokens but the newest ones.
+        sampling: How tokens are chosen; its ``seen`` is kept up to date.
+        config: How drafts are made and accepted.
+        draws: ``(N, B, 2G + 1)`` float64 in [0, 1) that nothing else uses, for N rounds: what a round compares and
+            draws with.
+        clock: In seconds; draft lengths follow what rounds take by that of rank 0.
+    """
+
+    def __init__(
+        self,
+        model: DraftingModel,
+        sampling: Sampling,
+        config: SpeculationConfig,
+        draws: Tensor,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.sampling = sampling
+        self.config = config
+        self.report = SpeculationReport(config.speculate, config.draft_tokens)
+        self._length = DraftLength(config.draft_tokens)
+        self._next_length = self._length.choose()  # before anything was measured: the same on all ranks
+        self._draws = iter(draws)
+        self._clock = clock
+
+    @property
+    def passes(self) -> int:
+        """Of the model so far, with few experts or with all."""
+        return self.report.passes
+
+    def __call__(self, last: Tensor, active: Sequence[bool], most_tokens: int) -> tuple[Tensor, list[list[int]]]:
+        """One round (collective).
+
+        Args:
+            last: ``(B,)`` int64, the newest token of each sequence.
+            active: Which sequences go on; what the others are given back means nothing.
+            most_tokens: That any of them may still make, at least 1.
+
+        Returns:
+            The newest tokens ``(B,)`` after the round, and all new tokens of each sequence, 1 to G + 1.
+        """
+        started, longest = self._clock(), self.config.draft_tokens
+        for_drafts, for_verdict, for_next = next(self._draws).split([longest, longest, 1], dim=1)
+        length = min(self._next_length, most_tokens - 1)
+
+        if length:
+            before = self.model.lengths.clone()
+            drafting = torch.tensor(active).to(last.device, non_blocking=True)
+            draft = self.draft(last, drafting, length, for_drafts)
+            self.model.rewind(before)
+            decided, ids = self._verified(draft, before, for_verdict, for_next[:, 0]), draft.ids
+        else:
+            decided, ids = self._step(last, for_next[:, 0]), last[:, None]
+        rows = torch.cat([decided, ids[:, 1:]], dim=1).tolist()  # waits for the round
+        going = [row[:2] for row, goes_on in zip(rows, active, strict=True) if goes_on]
+        self.report.add(ids.shape[1], going, agreed=sum(row[3] for row in rows))
+        self._next_length = rows[0][4]
+        self._length.record(length, self._clock() - started, [number for _, number in going])
+        return decided[:, 2], [[*drafts[:number], token] for _, number, token, _, _, *drafts in rows]
+
+    def _step(self, last: Tensor, for_next: Tensor) -> Tensor:
+        """What ``_verified`` returns for a plain step, which has nothing to take back."""
+        likely = self.sampling.probabilities(self.model.decode(last), self.sampling.seen)
+        following = pick(self.sampling.certain(likely), for_next)
+        decided = torch.zeros(len(last), 5, dtype=torch.int64, device=last.device)
+        decided[:, 2], decided[:, 4] = following, self._length.choose()
+        decided = of_first_rank(decided)
+        self.sampling.seen = with_token(self.sampling.seen, decided[:, 2])
+        return decided
+
+    def _verified(self, draft: Draft, before: Tensor, for_verdict: Tensor, for_next: Tensor) -> Tensor:
+        """``(B, 5)`` int64: proposed and accepted drafts, the next token, ``agreement``, the length of the next round.
+
+        That length follows the rounds before this one, whose time nobody knows yet: so no rank waits for its host here.
+        """
+        likely = self.sampling.probabilities(self.model.verify(draft.ids), draft.seen)
+        p = self.sampling.certain(likely)
+        accepted, weights = verdict(self.config, draft, likely, p, for_verdict)
+        agreed = accepted
+        if self.config.speculate == "adaptive":
+            agreed = agreement(draft, p, accepted, for_verdict)
+        length = torch.full_like(accepted, self._length.choose())
+        decided = torch.stack([draft.proposed.sum(1), accepted, pick(weights, for_next), agreed, length], dim=1)
+        decided = of_first_rank(decided)
+        accepted, following = decided[:, 1], decided[:, 2]
+        self.model.rewind(before + 1 + accepted)
+        if draft.seen is not None:
+            self.sampling.seen = with_token(at(draft.seen, accepted), following)
+        return decided
+
+    def draft(self, last: Tensor, drafting: Tensor, length: int, draws: Tensor) -> Draft:
+        """Draw up to ``length`` tokens of each sequence that is ``drafting (B,)`` in passes with few experts."""
+        ids, seen = [last], [self.sampling.seen]
+        proposed, confidence, q = [], [], []
+        for place in range(length):
+            likely = self.sampling.probabilities(self.model.draft(ids[-1]), seen[-1])
+            distribution = self.sampling.certain(likely)
+            drawn = pick(distribution, draws[:, place])
+            sure = of_tokens(likely, drawn) >= self.config.tau
+            token, goes_on = of_first_rank(torch.stack([drawn, drafting & sure]))
+            ids.append(token)
+            seen.append(with_token(seen[-1], token))
+            proposed.append(drafting)
+            confidence.append(of_tokens(likely, token))
+            q.append(distribution * drafting[:, None])
+            drafting = goes_on.bool()
+            if self.config.tau > 0 and place + 1 < length and not bool(drafting.any()):
+                break
+        return Draft(
+            ids=torch.stack(ids, dim=1),
+            proposed=columns(proposed, drafting),
+            confidence=columns(confidence, last.double()),
+            q=q,
+            seen=None if seen[0] is None else torch.stack([each for each in seen if each is not None], dim=1),
+        )
+
+
+def verdict(config: SpeculationConfig, draft: Draft, likely: Tensor, p: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """How many drafts of each sequence are accepted, and what its next token is drawn from.
+
+    Example (B = g = 1, V = 2): q = ``[0.8, 0.2]`` drafted token 0, p = ``[0.4, 0.6]`` there and ``[1, 0]`` behind it.
+    ``conservative`` accepts where the draw is below 0.5, and then draws from ``[1, 0]``, else from ``[0, 0.4]``, which
+    is token 1: token 0 comes with 0.8 * 0.5 = 0.4, as p says. ``adaptive`` with T = 0.6 and tau = 0.5 always accepts.
+
+    Args:
+        config: The mode and its numbers.
+        draft: The proposals.
+        likely: ``(B, g + 1, V)`` float64: the distribution with all experts, as ``draft.confidence`` is with few.
+        p: ``(B, g + 1, V)`` float64: ``likely`` as it is drawn from.
+        draws: ``(B, at least g)`` float64 in [0, 1).
+
+    Returns:
+        ``(B,)`` int64 and ``(B, V)`` float64 weights, whose sum is above 0.
+    """
+    drafted = draft.ids[:, 1:]
+    if config.speculate == "adaptive":
+        enough = of_tokens(likely[:, :-1], drafted) > (1 - config.adaptive_tolerance) * draft.confidence
+        accepts = enough & (draft.confidence > config.tau)
+    else:
+        accepts = draws[:, : drafted.shape[1]] < lossless(draft, p)
+    accepted = (accepts & draft.proposed).cumprod(dim=1).sum(dim=1)
+    target = at(p, accepted)
+    if config.speculate == "adaptive":
+        return accepted, target
+    q = torch.stack([*draft.q, torch.zeros_like(target)], dim=1)
+    corrected = (target - at(q, accepted)).clamp(min=0)  # q is zero where nothing was refused: p itself
+    return accepted, corrected.where(corrected.sum(dim=1, keepdim=True) > 0, target)  # else p is q but for rounding
+
+
+def lossless(draft: Draft, p: Tensor) -> Tensor:
+    """``(B, g)`` float64: min(1, p / q) of every draft, what ``conservative`` accepts it with; 0 if not proposed.
+
+    Args:
+        draft: The proposals.
+        p: ``(B, g + 1, V)`` float64, what tokens are drawn from with all experts.
+    """
+    ratios = [
+        of_tokens(p[:, place], token) / of_tokens(q, token)
+        for place, (token, q) in enumerate(zip(draft.ids[:, 1:].unbind(1), draft.q, strict=True))
+    ]
+    return columns(ratios, p[:, 0, 0]).clamp(max=1).where(draft.proposed, 0.0)
+
+
+def agreement(draft: Draft, p: Tensor, accepted: Tensor, draws: Tensor) -> Tensor:
+    """``(B,)`` int64: of the first ``accepted (B,)`` drafts, how many ``conservative`` accepts by the same draws."""
+    places = torch.arange(draft.proposed.shape[1], device=p.device)
+    return ((draws[:, : len(places)] < lossless(draft, p)) & (places < accepted[:, None])).sum(dim=1)
+
+
+def pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw by inverting the cumulative sum of weights; one of weight 0 is never drawn.
+
+    Example: weights ``[1, 0, 3]`` give 0 for the draw 0.2 and 2 for the draws 0.25 and 0.9.
+
+    Args:
+        weights: ``(B, V)`` float64, at least 0, not all 0.
+        uniform: ``(B,)`` float64 in [0, 1).
+
+    Returns:
+        ``(B,)`` int64.
+    """
+    cumulative = weights.cumsum(dim=-1)
+    passed = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
+    last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(dim=1)
+    return passed.minimum(last)
+
+
+def of_tokens(probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """``(..., V)`` at tokens ``(...)``: ``(...)``."""
+    return probabilities.gather(-1, tokens[..., None])[..., 0]
+
+
+def at(values: Tensor, places: Tensor) -> Tensor:
+    """``(B, S, V)`` at one place ``(B,)`` of each sequence: ``(B, V)``."""
+    return values.gather(1, places[:, None, None].expand(-1, 1, values.shape[2]))[:, 0]
+
+
+def with_token(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """``seen (B, V)`` with one more token ``(B,)`` of each sequence; ``None`` stays."""
+    return None if seen is None else seen.scatter(1, tokens[:, None], True)
+
+
+def columns(values: Sequence[Tensor], like: Tensor) -> Tensor:
+    """``(B,)`` tensors side by side, ``(B, g)``; of none, of the type of ``like (B,)``."""
+    return torch.stack(list(values), dim=1) if values else like[:, None][:, :0]
+
+
+class SpeculationReport:
+    """Counts of what was drafted and accepted.
+
+    Args:
+        mode: Of the verdict.
+        longest: G.
+    """
+
+    def __init__(self, mode: str, longest: int) -> None:
+        self.mode = mode
+        self.passes = 0
+        self.plain_rounds = 0
+        self.rounds = 0
+        self._proposed = [0] * longest
+        self._accepted = [0] * longest
+        self._drafts = 0
+        self._sequences = 0
+        self._agreed = 0
+
+    def add(self, passes: int, counts: Sequence[Sequence[int]], *, agreed: int) -> None:
+        """Count a round.
+
+        Args:
+            passes: Of the model.
+            counts: Of each sequence, (proposed, accepted) drafts.
+            agreed: Of all accepted drafts, those that ``conservative`` accepts.
+        """
+        self.passes += passes
+        self._agreed += agreed
+        self.rounds += 1
+        self.plain_rounds += passes == 1
+        self._sequences += len(counts)
+        self._drafts += len(counts) * (passes > 1)
+        for proposed, accepted in counts:
+            for place in range(proposed):
+                self._proposed[place] += 1
+                self._accepted[place] += place < accepted
+
+    def facts(self) -> dict[str, Any]:
+        """What ``comet generate`` reports.
+
+        ``acceptance_by_position``: of the proposed first, second, ... drafts; ``None`` where there was none.
+        ``agreement``: of the accepted drafts, those that ``conservative`` accepts; at temperature 0 they are the tokens
+        of a plain step. What is below 1 is the cost of ``adaptive``.
+        ``mean_draft_length``: of the rounds of a sequence that drafted. ``tokens_per_round``: of one sequence.
+        """
+        drafted, accepted = sum(self._proposed), sum(self._accepted)
+        by_position = [
+            part / whole if whole else None for part, whole in zip(self._accepted, self._proposed, strict=True)
+        ]
+        return {
+            "mode": self.mode,
+            "rounds": self.rounds,
+            "plain_rounds": self.plain_rounds,
+            "drafted": drafted,
+            "accepted": accepted,
+            "acceptance": accepted / drafted if drafted else None,
+            "acceptance_by_position": by_position,
+            "agreement": self._agreed / accepted if accepted else None,
+            "mean_draft_length": drafted / self._drafts if self._drafts else None,
+            "tokens_per_round": 1 + accepted / self._sequences if self._sequences else None,
+        }

@@ -1,0 +1,1 @@
+"""Layers, training steps and decode steps as CUDA graphs."""

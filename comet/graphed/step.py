@@ -1,0 +1,118 @@
+"""One decode step over memory that stays where it is: run as it stands, or replayed from a CUDA graph.
+
+A step of a whole model launches so many small kernels that the host is slower than the GPU. Captured once, all of them
+are one launch. What is captured is the very function that runs elsewhere: it reads the tokens from a buffer, keeps
+positions and cache on the device, changes them in place and never asks the host. Hence both ways make the same tokens.
+
+Letters: B sequences, S tokens of each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet.utils.graphs import TOO_FEW, GraphMode, Replayed
+
+
+class DecodeStep:
+    """Appends one token, or some, to every sequence of a batch.
+
+    Args:
+        run: Reads ``ids``, appends them and returns the logits of the next tokens, ``(B, V)`` or ``(B, S, V)``; see
+            ``Replayed``.
+        ids: ``(B,)`` or ``(B, S)`` int64, the buffer ``run`` reads.
+        before: Called before every step, replayed or not: refuses it where the group is closed, puts it behind what
+            else the group was given, and renews what the step reads copies of.
+        cuda_graph: Whether it is replayed; see ``Replayed``.
+        obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
+
+    Raises:
+        ValueError: If a graph is insisted on and there is an obstacle, or no GPU.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], Tensor],
+        ids: Tensor,
+        *,
+        before: Callable[[], None] = lambda: None,
+        cuda_graph: GraphMode = "auto",
+        obstacle: str = "",
+    ) -> None:
+        self._ids = ids
+        self._before = before
+        self._run = Replayed(run, ids.device, "decode steps", cuda_graph=cuda_graph, obstacle=obstacle)
+
+    @property
+    def why_eager(self) -> str:
+        """Why the last step was launched kernel by kernel; empty if it was replayed from a graph."""
+        return self._run.why_eager
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Take a step with int64 tokens shaped like the buffer; returns logits that no later step overwrites.
+
+        Raises:
+            ValueError: If a graph is insisted on and the step cannot be captured.
+            RuntimeError: If the group has been closed.
+        """
+        self._before()
+        self._ids.copy_(ids)
+        logits = self._run()
+        return logits if self.why_eager else logits.clone()
+
+
+class Passes:
+    """The passes of a batch, each number of tokens by a ``DecodeStep`` of its own, and apart from those the drafts.
+
+    Args:
+        append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; see ``Replayed``.
+        before: See ``DecodeStep``.
+        cuda_graph: See ``DecodeStep``.
+        obstacle: Why a pass of so many tokens must not be captured; see ``DecodeStep``.
+    """
+
+    def __init__(
+        self,
+        append: Callable[[Tensor, bool], Tensor],
+        *,
+        before: Callable[[], None],
+        cuda_graph: GraphMode,
+        obstacle: Callable[[int], str],
+    ) -> None:
+        self.steps: dict[tuple[int, bool], DecodeStep] = {}
+        self._append, self._obstacle = append, obstacle
+        self._settings: dict[str, Any] = dict(before=before, cuda_graph=cuda_graph)
+
+    def __call__(self, ids: Tensor, *, drafts: bool = False) -> Tensor:
+        """Append ``(B, S)`` int64 tokens by the pass of this shape; ``(B, S, V)`` logits that stay."""
+        return self.of(ids, drafts)(ids)
+
+    def of(self, ids: Tensor, drafts: bool = False) -> DecodeStep:
+        """The pass for tokens of this shape."""
+        kind = ids.shape[1], drafts
+        if kind not in self.steps:
+            mine, obstacle = torch.zeros_like(ids), self._obstacle(ids.numel())
+            self.steps[kind] = DecodeStep(
+                partial(self._append, mine, drafts), mine, obstacle=obstacle, **self._settings
+            )
+        return self.steps[kind]
+
+    @property
+    def why_eager(self) -> str:
+        """Why any kind of pass was not replayed; empty if all were."""
+        reasons = [step.why_eager for step in self.steps.values()]
+        return next(filter(None, reasons), "") if reasons else TOO_FEW
+
+
+def batch_obstacle(num_tokens: int, decode_tokens: int) -> str:
+    """Why a step of so many tokens must not be captured, where warp decode takes ``decode_tokens``; else empty."""
+    if num_tokens <= decode_tokens:
+        return ""
+    if not decode_tokens:
+        return "warp decode is off, and other paths wait for the host"
+    return f"{num_tokens} tokens are more than the {decode_tokens} of warp decode"

@@ -1,0 +1,1 @@
+"""Published block-FP8 experts in transformers' models."""

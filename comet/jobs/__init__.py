@@ -1,0 +1,1 @@
+"""The settings of jobs: train, generate, tune, sweep, modular."""

@@ -1,0 +1,289 @@
+"""Configuration of a training job: frozen dataclasses that validate themselves.
+
+The command line composes the same tree (``JobConfig`` is its root), so a field declared here is a setting there. What
+needs the world size, the corpus or the device is checked where those are known (``comet.training.run``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from comet.comm import Backend
+from comet.config import OverlapConfig, ParallelConfig, Transport, require
+from comet.jobs.generate import GenerateConfig
+from comet.models.config import ModelConfig
+from comet.utils.graphs import GraphMode
+
+TunedMachine = Literal["this", "h200"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneConfig:
+    """What is tuned or explained, and where measurements are kept.
+
+    Args:
+        models: Names of models; none takes the job's.
+        tokens: Tokens per rank of each point, ascending or not; none takes those of a training step.
+        rounds: Counted calls of every candidate.
+        profiles: Folder of the profile store; one file per machine.
+        machine: Whose times ``explain`` tells: of the machine it runs on (``this``), or of an H200 in bfloat16
+            (``h200``), with what was measured there.
+    """
+
+    models: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    rounds: int = 20
+    profiles: str = "outputs/profiles"
+    machine: TunedMachine = "this"
+
+    def __post_init__(self) -> None:
+        require(all(num >= 1 for num in self.tokens), f"tokens={self.tokens} must each be at least 1")
+        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
+        require(bool(self.profiles), f"profiles={self.profiles!r} must name a folder")
+        known = get_args(TunedMachine)
+        require(self.machine in known, f"machine={self.machine!r} must be one of {known}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepConfig:
+    """What is swept: every combination of the lists; an empty list takes the value the job has elsewhere.
+
+    A point that already has a time in the folder is not measured again. One that failed is: its row keeps the reason
+    until then. A combination that breaks a rule is a row with that rule.
+
+    All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
+    their rows are written together, and a sweep that is stopped keeps those of the shapes before.
+
+    Args:
+        models: Names of models; none takes the job's.
+        layouts: Pairs (EP, TP); none takes the job's.
+        tokens: Tokens per rank; none takes those of a training step.
+        comm_blocks: See ``OverlapConfig``; 0 needs transport ``copy``.
+        num_panels: See ``OverlapConfig``.
+        num_phases: See ``OverlapConfig``.
+        transport: See ``OverlapConfig``.
+        rounds: Counted calls of every setting.
+    """
+
+    models: tuple[str, ...] = ()
+    layouts: tuple[tuple[int, ...], ...] = ()
+    tokens: tuple[int, ...] = ()
+    comm_blocks: tuple[int, ...] = (4, 8, 16, 32, 64)
+    num_panels: tuple[int, ...] = ()
+    num_phases: tuple[int, ...] = ()
+    transport: tuple[Transport, ...] = ()
+    rounds: int = 20
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("comm_blocks", 0), ("num_panels", 1), ("num_phases", 1)):
+            values = getattr(self, name)
+            require(all(value >= least for value in values), f"{name}={values} must each be at least {least}")
+        known = get_args(Transport)
+        require(set(self.transport) <= set(known), f"transport={self.transport} must each be one of {known}")
+        pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)
+        require(pairs, f"layouts={self.layouts} must each be a pair [ep, tp] of numbers that are at least 1")
+        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
+
+
+MoEPath = Literal["auto", "fused", "twin", "plain", "reference"]
+TrainDtype = Literal["auto", "float32", "bfloat16"]
+MOST_S = 1_000_000
+MOST_WARMUP_STEPS = 60  # that nobody asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommConfig:
+    """How ranks reach each other's memory.
+
+    Args:
+        backend: ``auto``, or the name of a communicator (``nvshmem``, ``symm_mem``, ``cpu_shm``).
+        timeout_s: Deadline of every wait for another rank, in seconds.
+    """
+
+    backend: Backend = "auto"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        known = get_args(Backend)
+        require(self.backend in known, f"backend={self.backend!r} must be one of {', '.join(known)}")
+        require(0 < self.timeout_s <= MOST_S, f"timeout_s={self.timeout_s} must be above 0 and at most {MOST_S}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """How ``comet`` starts the ranks of this machine; under torchrun its own options say that.
+
+    Args:
+        max_restarts: How often all ranks start anew, from the newest checkpoint, after one of them failed.
+    """
+
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.max_restarts >= 0, f"max_restarts={self.max_restarts} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length, optimizer and bookkeeping of a run.
+
+    Args:
+        steps: Optimizer steps in all, those before a resume included.
+        batch_size: Sequences per rank and step.
+        lr: Learning rate after warm-up.
+        min_lr_ratio: The cosine ends at ``min_lr_ratio * lr``.
+        warmup_steps: Steps of linear warm-up, below ``steps``; ``None`` is a tenth of them, but at most 60.
+        weight_decay: AdamW decay of matrices; gains and biases are not decayed.
+        grad_clip: Largest global gradient norm.
+        seed: Of the weights and of the batches.
+        eval_batches: Held-out batches of ``batch_size`` sequences per evaluation, shared out among the ranks.
+        eval_every: Steps between evaluations; 0 evaluates at the end only.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end only.
+        dtype: Of activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU. Parameters stay float32.
+        sample_bytes: Length of the text generated at the end; 0 generates none.
+        cuda_graph: Whether the forward and backward pass of a step are replayed from one CUDA graph: ``auto`` where
+            that works, ``on`` or not at all, ``off`` never. Faster with few tokens, for the memory of one forward and
+            backward pass, which nothing else can use between steps.
+    """
+
+    steps: int
+    batch_size: int
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int | None = 0
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    seed: int = 0
+    eval_batches: int = 8
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    dtype: TrainDtype = "auto"
+    sample_bytes: int = 200
+    cuda_graph: GraphMode = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_batches"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("eval_every", "checkpoint_every", "sample_bytes", "seed"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be at least 0")
+        require(
+            0 <= self.num_warmup_steps < self.steps,
+            f"warmup_steps={self.warmup_steps} must be at least 0 and below steps={self.steps}",
+        )
+        require(0 < self.lr < float("inf"), f"lr={self.lr} must be positive and finite")
+        require(self.seed < 2**63, f"seed={self.seed} must be below 2^63")
+        require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
+        require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0")
+        require(self.grad_clip > 0, f"grad_clip={self.grad_clip} must be positive")
+        _require_choice("dtype", self.dtype, get_args(TrainDtype))
+        _require_choice("cuda_graph", self.cuda_graph, get_args(GraphMode))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of warm-up; of 5, 200 and 800 steps 0, 20 and 60, if ``warmup_steps`` does not say."""
+        return min(self.steps // 10, MOST_WARMUP_STEPS) if self.warmup_steps is None else self.warmup_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The text.
+
+    Args:
+        path: A file, or a folder all of whose files are read; ``None`` reads the source of the Python standard library
+            of the running interpreter.
+        heldout_fraction: Share of the bytes kept out of training, above 0 and below 1.
+    """
+
+    path: str | None = None
+    heldout_fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(self.path is None or bool(self.path), f"path={self.path!r} must name a file or folder, or be None")
+        require(0 < self.heldout_fraction < 1, f"heldout_fraction={self.heldout_fraction} must be above 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModularConfig:
+    """What the task ``modular`` runs beside the fused layer.
+
+    Args:
+        pair: Names of a prepare/finalize and of experts (see ``comet.modular``); none: nothing is run.
+        tokens: Tokens per rank; ``None`` takes those of a training step.
+        rounds: Counted calls of either.
+    """
+
+    pair: tuple[str, ...] = ()
+    tokens: int | None = None
+    rounds: int = 20
+
+    def __post_init__(self) -> None:
+        require(len(self.pair) in (0, 2), f"pair={list(self.pair)} must be two names, [PREPARE_FINALIZE,EXPERTS]")
+        require(self.tokens is None or self.tokens >= 1, f"tokens={self.tokens} must be at least 1")
+        require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """Everything a training job needs.
+
+    Args:
+        model: What to train.
+        parallel: EP and TP of a MoE group; EP x TP divides the world size, the groups are data-parallel.
+        train: How long and how fast.
+        output_dir: Folder of checkpoints, pictures and the metrics; made if missing.
+        comm: Communicator.
+        launch: How the ranks are started.
+        moe_path: How the MoE layers run (see ``comet.moe.MoE``).
+        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured (``tune.profiles``), else
+            the default.
+        data: The text.
+        resume: ``None`` starts anew; ``auto`` continues from the newest complete checkpoint of ``output_dir`` if there
+            is one; otherwise a checkpoint, or the output folder of another run.
+        resume_changes: Settings that may differ from those of the run that is continued, as ``train.lr``.
+        overwrite: Whether a run that ``output_dir`` holds may be removed.
+        tune: What the tasks ``tune`` and ``explain`` look at.
+        sweep: What the task ``sweep`` measures.
+        generate: What the task ``generate`` continues, and how.
+        modular: What the task ``modular`` runs.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    output_dir: str
+    comm: CommConfig = field(default_factory=CommConfig)
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
+    moe_path: MoEPath = "auto"
+    overlap: OverlapConfig | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    resume: str | None = None
+    resume_changes: tuple[str, ...] = ()
+    overwrite: bool = False
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    modular: ModularConfig = field(default_factory=ModularConfig)
+
+    def __post_init__(self) -> None:
+        _require_choice("moe_path", self.moe_path, get_args(MoEPath))
+        require(bool(self.output_dir), f"output_dir={self.output_dir!r} must not be empty")
+        require(self.resume is None or bool(self.resume), f"resume={self.resume!r} must not be empty")
+        self.parallel.check(self.model.moe)
+        if self.generate.speculate != "off":
+            layers = self.model.num_layers - self.model.dense_layers
+            self.generate.experts_per_layer(self.model.moe.top_k, layers)
+        if self.parallel.declares_nodes:
+            nodes = (
+                f"groups of {self.parallel.world_size} ranks span nodes of parallel.node_size={self.parallel.node_size}"
+            )
+            without_memory = self.moe_path in ("plain", "reference")
+            require(
+                without_memory or self.moe_path == "auto",
+                f"moe_path={self.moe_path!r} must be auto, plain or reference: {nodes}",
+            )
+            require(without_memory or self.overlap is None, f"overlap must be left out: {nodes}, which run plain")
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")

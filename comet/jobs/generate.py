@@ -1,0 +1,134 @@
+"""Settings of the ``generate`` task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from comet.config import SpeculationConfig, SpeculationMode, require
+from comet.experts.budget import ExpertStoreKind
+from comet.experts.host.cores import check_setting
+from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
+from comet.kernels.experts.tables import Policy
+from comet.quantization.formats import MXType
+from comet.utils.graphs import GraphMode
+
+GenerateDtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateConfig(SpeculationConfig):
+    """What is continued, how, and for how long; ``SpeculationConfig`` says how tokens are drafted.
+
+    Args:
+        source: A checkpoint of a training job, its output folder (the newest complete checkpoint is taken), or a folder
+            of a Hugging Face model; it also decides ``model``.
+        prompt: Text to continue.
+        prompts: More texts, continued at the same time.
+        max_new_tokens: Most tokens made per sequence; a full context or the stop text ends a sequence earlier.
+        temperature: Logits are divided by it before a token is drawn; 0 always takes the most probable token.
+        top_k: Draw among so many of the most probable tokens; ``None``: among all.
+        top_p: Draw among the fewest most probable tokens that have this share of the probability, above 0 up to 1.
+        repetition_penalty: Positive logits of tokens that a sequence has already are divided by it, negative ones
+            multiplied; 1 changes nothing.
+        seed: Of the draws; sequence i's draws depend on (seed, i) only. With speculation a seed repeats a text only as
+            long as draft lengths do, which follow measured times; at temperature 0 the text is always the same.
+        stop: Text that ends a sequence; it is not part of the result.
+        dtype: Of weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        cuda_graph: Whether decode steps are replayed from a CUDA graph: ``auto`` where that works, ``on`` or not at
+            all, ``off`` never. The tokens are the same.
+        expert_budget: Share of all experts (up to 1), or bytes (above 1), that GPU memory holds; the others stay in
+            the store and are read when they are needed. ``None``: all of them.
+        expert_store: With a budget, where all experts are: in ``host`` memory, or in the ``file`` they came in, a
+            Hugging Face folder; the host then brings them, and steps are not replayed from a CUDA graph.
+        host_budget: With ``expert_store=file``, share of all experts (up to 1), or bytes, that host memory holds.
+        expert_policy: With a budget, whose slot a missing expert takes: of the one used longest ago (``lru``), used
+            least lately (``lfu``), or of the least routing weight lately (``score``); ``file`` takes ``lru`` only.
+        expert_prefetch: With a budget, whether the experts that a layer will probably need, by what its router says of
+            the tokens of the layer before, travel beside that layer; with ``speculate``, what drafts leave out of their
+            K experts as well, for the pass that verifies. ``auto``, where a GPU reads them from the host store itself;
+            ``true``, there and on a CPU, or not at all; ``false``, never. It changes no step's numbers.
+        expert_dtype: With a budget, what experts are quantised to as they are read: ``mxfp8`` or
+            ``mxfp4``, a half or a quarter of bfloat16; a budget in bytes holds as many more. ``None``: as the model is.
+        host_cores: With a budget and the host store, cores of this machine, divided among its ranks, that compute some
+            of the experts that a step misses while the others travel, so that both end together: ``off``; ``auto``, all
+            but one a rank where a measurement at load says that it pays; or their number. The text then is not bit for
+            bit that without.
+        link_gb_per_s: Rate from host memory to the GPU in 1e9 bytes/s, to predict tokens/s; ``None``: measured.
+        memory_gb_per_s: Likewise, rate of the memory that holds the slots.
+        speculate: Self-speculative decoding: draft tokens with fewer experts of each layer and verify them in one pass
+            with all. ``off``; ``conservative`` keeps the distribution of the text as it is; ``adaptive`` accepts more
+            drafts and changes it. The draft length follows what rounds are measured to take; plain steps where they
+            are faster.
+        keep_fp8: Keep the experts of a Hugging Face folder in block FP8 as they are stored, with a budget as well; else
+            they are dequantised.
+    """
+
+    source: str | None = None
+    prompt: str = ""
+    prompts: tuple[str, ...] = ()
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: str | None = None
+    dtype: GenerateDtype = "auto"
+    cuda_graph: GraphMode = "auto"
+    expert_budget: float | None = None
+    speculate: SpeculationMode = "off"
+    expert_store: ExpertStoreKind = "host"
+    host_budget: float | None = None
+    expert_policy: Policy = "lru"
+    expert_prefetch: PrefetchSetting = "auto"
+    expert_dtype: MXType | None = None
+    host_cores: str = "off"
+    link_gb_per_s: float | None = None
+    memory_gb_per_s: float | None = None
+    keep_fp8: bool = False
+
+    def __post_init__(self) -> None:
+        SpeculationConfig.__post_init__(self)  # super() finds no class in one with slots
+        require(self.source is None or bool(self.source), f"source={self.source!r} must name a folder")
+        require(all(self.prompts), f"prompts={list(self.prompts)} must each have a character")
+        require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        finite = 0 <= self.temperature < float("inf")
+        require(finite, f"temperature={self.temperature} must be finite and at least 0 (0: the most probable token)")
+        require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1, or None for all tokens")
+        require(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
+        positive = 0 < self.repetition_penalty < float("inf")
+        require(positive, f"repetition_penalty={self.repetition_penalty} must be positive and finite (1: none)")
+        require(self.seed >= 0, f"seed={self.seed} must be at least 0")
+        require(self.stop is None or bool(self.stop), f"stop={self.stop!r} must have a character, or be None")
+        for name in ("expert_budget", "host_budget", "link_gb_per_s", "memory_gb_per_s"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < float("inf"), f"{name}={value} must be finite and above 0, or None")
+        file_only = self.expert_store == "file" or self.host_budget is None
+        require(
+            file_only, f"host_budget={self.host_budget} must be None with expert_store=host, which holds all experts"
+        )
+        check_setting(self.host_cores)
+        prefetch_wanted(self.expert_prefetch)
+        dtypes = get_args(MXType)
+        require(
+            self.expert_dtype is None or self.expert_dtype in dtypes,
+            f"expert_dtype={self.expert_dtype!r} must be one of {', '.join(dtypes)}, or None",
+        )
+        for name, choices in (
+            ("dtype", get_args(GenerateDtype)),
+            ("cuda_graph", get_args(GraphMode)),
+            ("expert_store", get_args(ExpertStoreKind)),
+            ("expert_policy", get_args(Policy)),
+        ):
+            value = getattr(self, name)
+            require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+        require(
+            self.expert_budget is not None or not self.draft_cached_only,
+            "draft_cached_only=True must come with expert_budget: without one all experts are in GPU memory",
+        )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts to continue; ``prompt``, if given, comes first."""
+        return (self.prompt, *self.prompts) if self.prompt else self.prompts

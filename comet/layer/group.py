@@ -1,0 +1,265 @@
+"""The ranks that share the experts of a model, with the memory they talk through."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from comet.comm import Backend, make_communicator
+from comet.comm.base import Communicator
+from comet.comm.handshake import check_equal, gather, set_deadline
+from comet.config import DIM_MULTIPLE, MoEConfig, ParallelConfig, require
+from comet.layer.sharding import forget_meshes, make_mesh
+from comet.layer.workspace import Workspace, WorkspaceShape
+from comet.layout import ExpertLayout
+from comet.tuner.choice import Resolver, shared_resolver
+from comet.utils.streams import SideStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGroup:
+    """This rank's MoE group: W = EP x TP consecutive ranks of the world; the groups are data-parallel to each other.
+
+    Args:
+        parallel: EP and TP, and the ranks of a node.
+        world_rank: This rank among all ranks.
+        world_size: All ranks.
+        process_group: The W ranks of this MoE group; ``None`` when the world is one rank.
+        expert_data_group: The ranks that hold the same expert shard, one of each MoE group; ``None`` when alone.
+        mesh: The world as torch's tools see it, ``(data, ep, tp)`` without those of ``ep`` and ``tp`` that are 1;
+            ``None`` where an MoE group is one rank.
+        process_groups: All that ``close`` destroys.
+        comm: Communicator over the MoE group.
+        workspace: The pool all MoE layers share; without memory where the group spans several nodes.
+        cuda_kernels: Whether all ranks of the group have the kernels in CUDA C++.
+        spare_multiprocessors: How many layer 1 leaves to other kernels.
+        resolver: What a layer without a setting of its own asks for one.
+        side_stream: For what a layer computes beside its routed experts.
+        plan_stream: For the plan, whose small kernels all ranks wait for, where something large runs beside it.
+    """
+
+    parallel: ParallelConfig
+    world_rank: int
+    world_size: int
+    process_group: ProcessGroup | None
+    expert_data_group: ProcessGroup | None
+    mesh: DeviceMesh | None
+    process_groups: tuple[ProcessGroup, ...]
+    comm: Communicator
+    workspace: Workspace
+    cuda_kernels: bool
+    spare_multiprocessors: int
+    resolver: Resolver
+    side_stream: SideStream
+    plan_stream: SideStream
+
+    @property
+    def rank(self) -> int:
+        """This rank in its MoE group, 0 .. W-1."""
+        return self.world_rank % self.parallel.world_size
+
+    @property
+    def data_parallel(self) -> int:
+        """How many MoE groups the world holds."""
+        return self.world_size // self.parallel.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens, weights and symmetric memory live."""
+        return self.comm.device
+
+    def layout(self, moe: MoEConfig) -> ExpertLayout:
+        """This rank's place among the experts of ``moe``; raises ``ValueError`` where they do not divide."""
+        return ExpertLayout.create(moe, self.parallel, self.rank)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """The group itself: a copy of a layer runs on the same ranks and memory."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: processes and their memory cannot be written down."""
+        raise TypeError(
+            "an ExpertGroup cannot be pickled, nor can a layer that runs on one: save its state_dict(), with "
+            "torch.distributed.checkpoint for several ranks, and make group and layer anew"
+        )
+
+    def close(self) -> None:
+        """Release the symmetric memory and the process groups (collective, idempotent); no layer runs afterwards.
+
+        CUDA graphs that hold a collective of these process groups have to go first. If a rank did not come, the process
+        groups are kept: NCCL would wait for it, without a deadline.
+        """
+        self.comm.close()
+        if self.comm.all_left:
+            leave_groups(*self.process_groups)
+
+
+def make_expert_group(
+    moe: MoEConfig,
+    parallel: ParallelConfig,
+    *,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: Backend = "auto",
+    timeout_s: float = 60.0,
+    profiles: Path | str | None = None,
+    spare_multiprocessors: int = 0,
+) -> ExpertGroup:
+    """Join the MoE group of this rank (collective over the world).
+
+    Collectives of other streams may run beside the group's layers; see ``MoE``.
+
+    Args:
+        moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.
+        parallel: EP and TP, and the ranks of a node; EP x TP must divide the world size.
+        max_tokens: Most tokens a rank passes to a layer; equal on all ranks, as capacities and settings follow from it.
+        dtype: Element type of the tokens; equal on all ranks.
+        device: This rank's device; a GPU has to be the current one, on which kernels start (``torch.cuda.set_device``).
+        backend: Communicator: ``auto``, ``nvshmem``, ``symm_mem`` or ``cpu_shm``; between nodes ``auto``.
+        timeout_s: Deadline of every wait for another rank, in seconds.
+        profiles: Folder of measured settings (``comet tune``), read by the group's first rank; ``None`` reads those
+            shipped with Comet only.
+        spare_multiprocessors: How many of the GPU's multiprocessors layer 1 leaves to kernels of other streams, so that
+            these run beside it and not behind it: as many as they have blocks, all that run at a time together (NCCL:
+            channels, of which ``NCCL_MAX_CTAS=32`` allows 32).
+
+    Returns:
+        The group, with symmetric memory allocated if its ranks run on one node.
+
+    Raises:
+        ValueError: If the experts or the world do not divide over the group, its ranks ask for different pools, the
+            device is not the current GPU, or layer 1 would keep less than half of its multiprocessors.
+        UnavailableError: If the backend cannot work here.
+    """
+    device = torch.device(device)
+    check_current(device)
+    check_spare(spare_multiprocessors, device)
+    world_rank, world_size = _world()
+    parallel.check(moe)
+    parallel.check_world(world_size)
+    if world_rank == 0:
+        _tell_of_padding(moe.ffn_size, parallel.tp)
+    shape = WorkspaceShape.create(moe, parallel.world_size, max_tokens, dtype)
+    group, expert_data_group = _process_groups(world_size, parallel.world_size)
+    mesh = make_mesh(parallel, device.type, group, expert_data_group)
+    groups = [each for each in (group, expert_data_group) if each is not None]
+    groups += [] if mesh is None else mesh.get_all_groups()
+    for each in groups:
+        set_deadline(each, timeout_s)
+    shared = group if parallel.world_size > 1 else None
+    with ExitStack() as opened:
+        if device.type == "cpu":  # NCCL might wait for ranks that did not fail
+            opened.callback(leave_groups, *groups)
+        if group is not None:
+            check_equal(group, {**asdict(shape), "node_size": parallel.node_size})
+        comm = opened.enter_context(
+            make_communicator(backend, shared, device, timeout_s=timeout_s, node_size=parallel.node_size)
+        )
+        made = ExpertGroup(
+            parallel=parallel,
+            world_rank=world_rank,
+            world_size=world_size,
+            process_group=group,
+            expert_data_group=expert_data_group,
+            mesh=mesh,
+            process_groups=tuple(groups),
+            comm=comm,
+            workspace=Workspace(comm, shape),
+            cuda_kernels=agree_on_kernels(comm.device, group),
+            spare_multiprocessors=spare_multiprocessors,
+            resolver=shared_resolver(None if profiles is None else Path(profiles), device, parallel.world_size, group),
+            side_stream=SideStream.create(comm.device),
+            plan_stream=SideStream.create(comm.device, urgent=True),
+        )
+        opened.pop_all()
+    return made
+
+
+def _tell_of_padding(ffn_size: int, tp: int) -> None:
+    width = ffn_size // tp
+    if padded := -width % DIM_MULTIPLE:
+        logger.warning(
+            "ffn_size=%d over tp=%d is %d columns per rank, no multiple of %d: every call copies the rank's expert "
+            "weights, padded to %d columns", ffn_size, tp, width, DIM_MULTIPLE, width + padded,
+        )  # fmt: skip
+
+
+def check_current(device: torch.device) -> None:
+    """Raise ``ValueError`` for a GPU that is not the current one: kernels would start on that, for another's memory."""
+    if device.type == "cuda" and device.index is not None and torch.cuda.is_available():
+        current = torch.cuda.current_device()
+        require(
+            device.index == current,
+            f"device={device} must be the current GPU, cuda:{current}; torch.cuda.set_device makes it so",
+        )
+
+
+def check_spare(spare_multiprocessors: int, device: torch.device) -> None:
+    """Raise ``ValueError`` unless layer 1 keeps at least half of the GPU."""
+    require(spare_multiprocessors >= 0, f"spare_multiprocessors={spare_multiprocessors} must be at least 0")
+    if spare_multiprocessors > 0 and device.type == "cuda":
+        most = torch.cuda.get_device_properties(device).multi_processor_count // 2
+        require(
+            spare_multiprocessors <= most,
+            f"spare_multiprocessors={spare_multiprocessors} must be at most {most}, half of the GPU's",
+        )
+
+
+def leave_groups(*groups: ProcessGroup) -> None:
+    """Destroy process groups, with their threads and connections (collective); those already destroyed are left."""
+    for group in groups:
+        with suppress(ValueError):  # what torch says of a group it no longer knows
+            dist.destroy_process_group(group)
+    forget_meshes()
+
+
+def agree_on_kernels(device: torch.device, group: ProcessGroup | None) -> bool:
+    """Whether all ranks have the kernels in CUDA C++; says what which rank lacks if only some have (collective).
+
+    Args:
+        device: This rank's device.
+        group: The ranks; ``None`` for a rank alone.
+    """
+    lacking = [why_no_cuda(device)] if group is None else gather(group, why_no_cuda(device))
+    if group is not None and group.rank() == 0 and not all(lacking):
+        for rank, reason in enumerate(lacking):
+            if reason:
+                logger.warning("rank %d: %s; so larger layers are slower on all ranks of its group", rank, reason)
+    return not any(lacking)
+
+
+def why_no_cuda(device: torch.device) -> str:
+    """What keeps this process from kernels in CUDA C++, in words; empty if nothing does."""
+    if device.type != "cuda":
+        return f"{device} is no GPU"
+    from comet.kernels.runtime.nvrtc import is_available, what_is_missing  # needs Triton, as GPUs do
+
+    return "" if is_available(device) else what_is_missing() or f"{device} is no GPU of sm_90"
+
+
+def _world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _process_groups(size: int, group_size: int) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """The MoE group and the expert-data group of this rank; every rank creates all of them in the same order."""
+    if size == 1:
+        return None, None
+    blocks = [list(range(start, start + group_size)) for start in range(0, size, group_size)]
+    strides = [list(range(first, size, group_size)) for first in range(group_size)]
+    mine, _ = dist.new_subgroups_by_enumeration(blocks)
+    same_shard, _ = dist.new_subgroups_by_enumeration(strides)
+    return mine, same_shard

@@ -1,0 +1,341 @@
+"""The plan: who goes where, built on the device from the top-k ids of all ranks, without the host.
+
+Letters: T tokens on this rank, M their static maximum (``max_tokens``, a multiple of 128, equal on all ranks), K, E, e,
+W; P phases; R = W*M received-row slots; Q static capacity of routed rows on this rank.
+
+Row numbering, the same on every rank:
+
+* *Received row* ``r = s*M + i``: the i-th row that source rank s sent to this rank. A token that goes to several
+  experts of this rank is sent once (rank-deduplicated). Rows of one source are in the order of waves, then tokens: the
+  *wave* of a token at a rank says which of its experts needs the token first (``comet.layer.twin.plan.waves``), so that
+  rows arrive in the order in which layer 0 goes through the experts. Rows of this rank to itself do not travel: there
+  ``i`` is simply the token, so received row ``rank*M + t`` *is* token t of this rank.
+* *Routed row* ``q``: one (received row, expert slot) pair computed here. Routed rows are laid out by local expert,
+  then phase, then source and token; the segment of every expert starts at a multiple of ``block_rows``. A tile is
+  computed in the phase of its last row, so a phase costs no padding of its own.
+* *Combine slot* ``d*M + i`` at the source: where rank d puts the partial sum of received row ``s*M + i``: the same i.
+* *Arrival row*: where layer 0 finds the token of a received row. Pushed rows arrive as received rows; copy engines move
+  whole tensors, so that token t of source s arrives as row ``s*M + t``. All else keeps the numbers of received rows:
+  returns and gradients travel deduplicated under either transport.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet.config import OverlapConfig, Transport, require
+from comet.layer.workspace import Workspace
+from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
+from comet.schedule.tiles import check_phases
+
+COUNTERS_PER_LAUNCH = 32
+NUM_COUNTERS = 4 * COUNTERS_PER_LAUNCH
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRules:
+    """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``.
+
+    Args:
+        num_phases: P.
+        block_rows: Rows of a GEMM tile.
+        expert_capacity: Routed rows each expert keeps.
+        max_routed_rows: Q.
+        transport: How layer 0 moves rows, hence where they arrive.
+    """
+
+    num_phases: int
+    block_rows: int
+    expert_capacity: int
+    max_routed_rows: int
+    transport: Transport
+
+    @classmethod
+    def create(cls, overlap: OverlapConfig, expert_capacity: int | None, max_routed_rows: int) -> PlanRules:
+        """The rules of one layer; a capacity of ``None`` keeps every routed row."""
+        return cls(
+            num_phases=overlap.num_phases,
+            block_rows=overlap.block_rows,
+            expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
+            max_routed_rows=max_routed_rows,
+            transport=overlap.transport,
+        )
+
+    def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
+        """Raise ``ValueError`` unless the rules fit layout and pool, ``RuntimeError`` if the pool has been closed."""
+        shape, comm = workspace.shape, workspace.comm
+        comm.require_open()
+        require(
+            layout.world_size == comm.world_size and layout.rank == comm.rank,
+            f"rank={layout.rank} of {layout.world_size} in the layout must be the communicator's "
+            f"{comm.rank} of {comm.world_size}",
+        )
+        require(
+            layout.top_k <= shape.top_k, f"top_k={layout.top_k} must be at most the workspace's top_k={shape.top_k}"
+        )
+        check_phases(self.num_phases, layout.world_size)
+        require(
+            1 <= self.expert_capacity <= INT32_MAX,
+            f"expert_capacity={self.expert_capacity} must be at least 1 and fit 32 bits, or None",
+        )
+        require(
+            0 < self.max_routed_rows <= INT32_MAX and self.max_routed_rows % self.block_rows == 0,
+            f"max_routed_rows={self.max_routed_rows} must be a positive multiple of block_rows={self.block_rows}",
+        )
+        pool = 2 * layout.world_size * workspace.max_tokens * shape.top_k
+        require(
+            pool <= INT32_MAX,
+            f"max_tokens={workspace.max_tokens} with {layout.world_size} ranks and top_k={shape.top_k} makes "
+            f"{pool} ids, must be at most {INT32_MAX}",
+        )
+
+
+def check_routing(ids: Tensor, weights: Tensor, layout: ExpertLayout, workspace: Workspace) -> None:
+    """Raise ``ValueError`` unless ids and weights fit the layout and the pool."""
+    _check_placed("top_k_ids", ids, torch.int32, workspace)
+    _check_placed("top_k_weights", weights, torch.float32, workspace)
+    require(
+        ids.dim() == 2 and ids.shape[1] == layout.top_k,
+        lambda: f"shape={tuple(ids.shape)} of top_k_ids must be (tokens, top_k={layout.top_k})",
+    )
+    require(
+        weights.shape == ids.shape,
+        lambda: f"shape={tuple(weights.shape)} of top_k_weights must equal {tuple(ids.shape)} of top_k_ids",
+    )
+    require(
+        ids.shape[0] <= workspace.max_tokens,
+        lambda: (
+            f"num_tokens={ids.shape[0]} must be at most max_tokens={workspace.max_tokens} of the workspace; "
+            "raise max_tokens when it is made"
+        ),
+    )
+
+
+def check_tokens(tokens: Tensor, ids: Tensor, workspace: Workspace) -> None:
+    """Raise ``ValueError`` unless tokens fit the pool and are as many as rows of ids: kernels read what they name."""
+    hidden_size = workspace.shape.hidden_size
+    require(
+        tokens.shape == (*ids.shape[:1], hidden_size),
+        lambda: (
+            f"shape={tuple(tokens.shape)} of tokens must be (T, hidden_size={hidden_size}), with the T of top_k_ids of "
+            f"shape={tuple(ids.shape)}"
+        ),
+    )
+    _check_placed("tokens", tokens, workspace.shape.dtype, workspace, whose="the group's ")
+
+
+def _check_placed(name: str, tensor: Tensor, dtype: torch.dtype, workspace: Workspace, whose: str = "") -> None:
+    device = workspace.ids.local.device
+    require(tensor.dtype == dtype, lambda: f"dtype={tensor.dtype} of {name} must be {whose}{dtype}")
+    require(tensor.device == device, lambda: f"device={tensor.device} of {name} must be the group's {device}")
+
+
+def num_counters(world_size: int, max_tokens: int) -> int:
+    """Counters of a plan: those of the launches, then one of each chunk of rows that goes to a rank.
+
+    Example:
+        W=4 and M=2048 make 128 + 4 * 16 = 192.
+    """
+    return NUM_COUNTERS + world_size * (max_tokens // CHUNK_ROWS)
+
+
+def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``.
+
+    There is no ``arrival_row_ids`` where rows arrive as the received rows they are (transport ``push``).
+    """
+    ranks, rows, top_k = layout.world_size, layout.world_size * max_tokens, layout.top_k
+    by_token = {"arrival_row_ids": (rules.max_routed_rows,)} if rules.transport == "copy" else {}
+    return by_token | {
+        "send_token_ids": (ranks, max_tokens),
+        "send_counts": (ranks,),
+        "send_rows": (max_tokens, ranks),
+        "recv_counts": (ranks,),
+        "row_slots": (rows, top_k),
+        "row_weights": (rows, top_k),
+        "routed_row_ids": (rules.max_routed_rows,),
+        "routed_slots": (rules.max_routed_rows,),
+        "segment_starts": (layout.experts_local + 1,),
+        "segment_counts": (layout.experts_local,),
+        "tiles": (rules.max_routed_rows // rules.block_rows, 4),
+        "segment_tiles": (rules.max_routed_rows // rules.block_rows, 4),
+        "tile_starts": (rules.num_phases + 1,),
+        "status": (4,),
+        "counters": (num_counters(layout.world_size, max_tokens),),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where every row of one MoE layer call goes.
+
+    Args:
+        layout: The experts over the ranks.
+        num_tokens: T, this rank's tokens in this call.
+        max_tokens: M.
+        block_rows: Rows of a GEMM tile; segments start at its multiples.
+        num_phases: P; phase 0 holds local rows, phase p >= 1 the rows of the p-th group of remote sources.
+        transport: How layer 0 moves rows.
+        send_token_ids: ``(W, M)`` int32: token whose row is the i-th sent to rank d; -1 past the end. For d = rank it
+            is the identity on the tokens that stay, -1 elsewhere.
+        send_counts: ``(W,)`` int32: rows sent to each rank (for d = rank: tokens that stay).
+        send_rows: ``(M, W)`` int32: the i of token t in the list of rank d, or -1; inverse of ``send_token_ids``.
+        recv_counts: ``(W,)`` int32: rows received from each source (from itself: tokens that stay).
+        row_slots: ``(R, K)`` int32: the routed row of (received row, expert slot k), or -1 when slot k is masked,
+            dropped or not computed here.
+        row_weights: ``(R, K)`` float32: the routing weight of slot k, 0 where ``row_slots`` is -1.
+        routed_row_ids: ``(Q,)`` int32: received row of each routed row; -1 in the padding of a segment.
+        arrival_row_ids: ``(Q,)`` int32: arrival row of each routed row; -1 in the padding of a segment. Under transport
+            ``push`` it is ``routed_row_ids`` itself.
+        routed_slots: ``(Q,)`` int32: expert slot k of each routed row; -1 in the padding of a segment.
+        segment_starts: ``(e + 1,)`` int32: first routed row of each local expert's segment; last: rows used.
+        segment_counts: ``(e,)`` int32: valid routed rows of each segment.
+        tiles: ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase of the last row; phase-major,
+            then by expert and row.
+        segment_tiles: ``(max_tiles, 4)`` int32: the same tiles by expert and row, whatever their phase.
+        tile_starts: ``(P + 1,)`` int32: first tile of each phase; last: number of tiles.
+        status: ``(4,)`` int32: routed rows needed (with padding), routed rows dropped by the capacity mode, 1 if the
+            rows needed exceed Q (then the surplus was left out and the host raises), 0.
+        counters: ``(128 + W * C,)`` int32 zeros: ticket and panel counters of the fused kernels, 32 for each launch,
+            then of each chunk of sent rows the tickets that were done.
+        memory: ``(...)`` int32: what all of these tensors lie in.
+    """
+
+    layout: ExpertLayout
+    num_tokens: int
+    max_tokens: int
+    block_rows: int
+    num_phases: int
+    transport: Transport
+    send_token_ids: Tensor
+    send_counts: Tensor
+    send_rows: Tensor
+    recv_counts: Tensor
+    row_slots: Tensor
+    row_weights: Tensor
+    routed_row_ids: Tensor
+    arrival_row_ids: Tensor
+    routed_slots: Tensor
+    segment_starts: Tensor
+    segment_counts: Tensor
+    tiles: Tensor
+    segment_tiles: Tensor
+    tile_starts: Tensor
+    status: Tensor
+    counters: Tensor
+    memory: Tensor
+
+    def in_memory(self, memory: Tensor) -> Plan:
+        """This plan with its tensors read from other memory: that of the same call, made again."""
+        if memory.data_ptr() == self.memory.data_ptr():
+            return self
+        tensors: dict[str, Any] = {
+            field.name: memory.view(here.dtype).as_strided(here.shape, here.stride(), here.storage_offset())
+            for field in fields(self)
+            if isinstance(here := getattr(self, field.name), Tensor) and field.name != "memory"
+        }
+        return replace(self, **tensors, memory=memory)
+
+
+def begin_plan(
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    layout: ExpertLayout,
+    workspace: Workspace,
+    *,
+    overlap: OverlapConfig,
+    expert_capacity: int | None,
+    max_routed_rows: int,
+    use_kernels: bool,
+    at_once: bool = False,
+    trains: bool = False,
+) -> Callable[[], Plan]:
+    """Send this rank's ids to all ranks; what is returned builds its plan (collective; the host reads nothing back).
+
+    Args:
+        top_k_ids: ``(T, K)`` int32 global expert ids, 0 .. E-1; -1 masks a slot. T may differ between ranks and be 0.
+        top_k_weights: ``(T, K)`` float32 routing weights.
+        layout: The experts over the ranks.
+        workspace: The pool; its epoch grows by one.
+        overlap: ``num_phases``, ``block_rows`` and ``transport`` are used; equal on all ranks.
+        expert_capacity: Routed rows each expert keeps, the first ones in (source rank, token, slot) order; ``None``
+            keeps all. Equal on all ranks.
+        max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
+        use_kernels: Triton kernels (a GPU, or the interpreter) instead of plain torch on the CPU.
+        at_once: Count all ranks' ids now, where that is one launch: for whoever has nothing to run in between. Who
+            plays several ranks in one process or on one GPU has to begin all their plans before finishing the first.
+        trains: Whether a backward pass will follow here; equal on all ranks, which the CPU checks.
+
+    Returns:
+        The second half, to be called once: it waits for the other ranks' ids and builds the plan, whose ``status[2]``
+        is 1 if Q was too small.
+
+    Raises:
+        ValueError: If an argument breaks its rule or does not fit the workspace.
+        CommTimeoutError: On the CPU, by the second half, when another rank is late (on a GPU ``workspace.check``).
+
+    Example:
+        One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
+        segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
+    """
+    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    check_routing(top_k_ids, top_k_weights, layout, workspace)
+    rules.check(layout, workspace)
+    if use_kernels:
+        from comet.layer.plan_kernels import start  # needs triton
+    else:
+        from comet.layer.twin.plan import start
+    routing = (top_k_ids.contiguous(), top_k_weights.contiguous())
+    finish = start(*routing, layout, workspace, rules, at_once=at_once, trains=trains)
+    num_tokens, max_tokens = top_k_ids.shape[0], workspace.max_tokens
+    return lambda: plan_of(layout, num_tokens, max_tokens, rules, finish())
+
+
+def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, max_imbalance: float | None) -> int:
+    """Q: routed rows to reserve on a rank.
+
+    Args:
+        layout: The experts over the ranks.
+        max_tokens: M, most tokens of a rank.
+        block_rows: Rows of a GEMM tile.
+        max_imbalance: Largest load of a rank over the mean load that must fit; ``None`` means that any routing of K
+            distinct experts fits.
+
+    Returns:
+        A multiple of ``block_rows``: routed rows plus the padding of every segment.
+
+    Raises:
+        ValueError: If ``max_imbalance`` is below 1.
+
+    Example:
+        E=8, K=2, EP=4, M=128, block_rows=16: worst case 4*128*2 = 1024 rows, 2 segments of 15 more at most: 1054,
+        rounded up to 1056. With max_imbalance 1.5: 1.5*1024/4 = 384 + 30, rounded up to 416.
+    """
+    require(max_imbalance is None or max_imbalance >= 1, f"max_imbalance={max_imbalance} must be at least 1, or None")
+    routed = layout.world_size * max_tokens
+    rows = routed * min(layout.top_k, layout.experts_local)
+    if max_imbalance is not None:
+        rows = min(rows, math.ceil(max_imbalance * routed * layout.top_k / layout.ep))
+    return round_up(rows + layout.experts_local * (block_rows - 1), block_rows)
+
+
+def plan_of(
+    layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRules, tensors: dict[str, Tensor]
+) -> Plan:
+    """The plan of these tensors."""
+    return Plan(
+        layout=layout,
+        num_tokens=num_tokens,
+        max_tokens=max_tokens,
+        block_rows=rules.block_rows,
+        num_phases=rules.num_phases,
+        transport=rules.transport,
+        **{"arrival_row_ids": tensors["routed_row_ids"], **tensors},
+    )

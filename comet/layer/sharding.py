@@ -1,0 +1,130 @@
+"""Expert weights as ``DTensor`` parameters: what torch's own tools need to know of who holds what.
+
+Each rank of an MoE group of several ranks holds a part of two global tensors, ``w1 (E, 2, F, D)`` and ``w2 (E, D, F)``:
+``Shard(0)`` over EP and ``Shard(2)`` over TP. As these, ``state_dict()`` saves and loads on any EP x TP, and a norm is
+that of all experts. Kernels get the local part, which costs an attribute, and in training one autograd function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from comet.comm.collectives import wants_grad
+from comet.config import ParallelConfig
+
+PLACEMENTS = {"ep": Shard(0), "tp": Shard(2)}
+
+
+def make_mesh(
+    parallel: ParallelConfig, device_type: str, process_group: ProcessGroup | None, same_shard: ProcessGroup | None
+) -> DeviceMesh | None:
+    """The world as a mesh of (MoE group ``data``, ``ep``, ``tp``) without those of ``ep`` and ``tp`` that are 1.
+
+    Example: 4 ranks, EP = 2, TP = 1: ``[[0, 1], [2, 3]]`` of ``("data", "ep")``.
+
+    Args:
+        parallel: EP and TP.
+        device_type: Of the weights.
+        process_group: The MoE group of this rank.
+        same_shard: The ranks with the same experts.
+
+    Returns:
+        The mesh (collective where EP and TP are both above 1); ``None`` where an MoE group is one rank.
+    """
+    if process_group is None or same_shard is None or parallel.world_size == 1:
+        return None
+    shape = (same_shard.size(), parallel.ep, parallel.tp)
+    if min(shape[1:]) > 1:
+        return init_device_mesh(device_type, shape, mesh_dim_names=("data", "ep", "tp"))
+    ranks = torch.arange(dist.get_world_size()).view(same_shard.size(), -1)
+    names = ("data", "ep" if parallel.ep > 1 else "tp")
+    return DeviceMesh.from_group([same_shard, process_group], device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def forget_meshes() -> None:
+    """Let torch forget the operations on ``DTensor``s that it knows.
+
+    It knows a mesh by its ranks, and would run an operation of the next group on process groups that are closed. The
+    function it has for this imports the compiler.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in every torch
+    if clear_native is not None:
+        clear_native()
+
+
+def expert_parameter(part: Tensor, mesh: DeviceMesh | None) -> nn.Parameter:
+    """This rank's part as a parameter: of the global tensor, or the whole where ``mesh`` is ``None``."""
+    if mesh is None:
+        return nn.Parameter(part)
+    names = mesh.mesh_dim_names
+    assert names is not None
+    placements = [PLACEMENTS[name] for name in names[1:]]
+    if part.device.type != mesh.device_type:  # experts in host memory: a DTensor on the mesh would move there
+        mesh = DeviceMesh(part.device.type, mesh.mesh, mesh_dim_names=names, _init_backend=False)
+    return nn.Parameter(DTensor.from_local(part, mesh[names[1:]], placements, run_check=False))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a ``DTensor``, of which autograd knows nothing; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """This rank's part of both as the kernels take it, differentiably.
+
+    Args:
+        w1: ``(e, 2, F/TP, D)`` or, of the same local shape, a ``DTensor``.
+        w2: ``(e, D, F/TP)``, likewise.
+        dtype: Of the products.
+
+    Returns:
+        ``(e, 2F/TP, D)`` and ``(e, D, F/TP)``, not copied where the type is theirs.
+    """
+    if not (isinstance(w1, DTensor) and isinstance(w2, DTensor)):
+        return w1.to(dtype).flatten(1, 2), w2.to(dtype)
+    if wants_grad(w1, w2):
+        parts: tuple[Tensor, Tensor] = _LocalWeights.apply(w1, w2, dtype)
+        return parts
+    return w1._local_tensor.to(dtype).flatten(1, 2), w2._local_tensor.to(dtype)
+
+
+def global_grad(part: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """A gradient of ``local(parameter)``, in any shape and type, as one of ``parameter``."""
+    if part is None or not isinstance(parameter, DTensor):
+        return None if part is None else part.view_as(parameter)
+    part = part.to(parameter.dtype).reshape(parameter._local_tensor.shape)
+    return _wrap(part.contiguous(), parameter._spec)
+
+
+class _LocalWeights(torch.autograd.Function):
+    """One function for both weights, with cast and shape: torch's own, one by one, take several times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, w1: DTensor, w2: DTensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.parameters = w1, w2
+        part1, part2 = w1._local_tensor, w2._local_tensor
+        # Tensors of their own: autograd marks what is returned.
+        return part1.to(dtype).flatten(1, 2), part2.view(part2.shape) if part2.dtype == dtype else part2.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        pairs = zip(grads, ctx.parameters, strict=True)
+        return *(global_grad(grad, parameter) for grad, parameter in pairs), None
+
+
+def _wrap(part: Tensor, spec: Any) -> Tensor:
+    make: Callable[..., Tensor] = DTensor  # from_local takes tens of microseconds to find the same spec again
+    return make(part, spec, requires_grad=False)

@@ -1,0 +1,1 @@
+"""The fused layer and its plan in torch, step by step as the kernels do them."""

@@ -1,0 +1,352 @@
+"""The pieces of the layer in plain torch over symmetric memory: the CPU path and the oracle of ``comet.layer.fused``.
+
+Both modules define the same functions. The order of work is that of the kernels: local rows first, then each phase as
+its source ranks' rows arrive; partial sums in slot order, final sums in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from comet.comm.base import SymmTensor
+from comet.comm.signals import signal, wait, waited
+from comet.layer.copy_engine import start_copies
+from comet.layer.plan import Plan
+from comet.layer.workspace import Workspace
+from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
+from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
+from comet.quantization.packed import pack, unpack
+from comet.schedule.settings import LayerSettings
+from comet.utils.autocast import without_autocast
+
+
+def layer0(
+    x: Tensor, w1: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Dispatch || grouped GEMM || SwiGLU.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens.
+        w1: ``(e, 2F, D)`` gate rows, then up rows.
+        plan: Where rows go.
+        workspace: The pool.
+        settings: Order of the phases.
+        save_pre: Keep gate | up for the backward pass.
+
+    Returns:
+        hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
+    """
+    if plan.transport == "copy":
+        keep_own_rows(x, plan, workspace.recv_rows)
+        start_copies(x, plan, workspace, settings.copy_stream)()
+    else:
+        push_rows(x, plan, workspace, workspace.recv_rows)
+    pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
+    for rows, expert in _tile_runs(plan, workspace, settings):
+        torch.mm(workspace.recv_rows.local[plan.arrival_row_ids[rows]], w1[expert].T, out=pre[rows])
+    gate, up = pre.chunk(2, dim=1)
+    return silu(gate) * up, pre if save_pre else None
+
+
+def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """Grouped GEMM || weighted top-k reduce || combine.
+
+    Args:
+        hidden: ``(Q, F)`` from ``layer0``.
+        w2: ``(e, D, F)``.
+        plan: Where rows go; holds the routing weights.
+        workspace: The pool.
+        settings: Unused here.
+
+    Returns:
+        ``(T, D)`` for this rank's tokens.
+    """
+    y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
+    return combine(y, plan, workspace, settings, weighted=True)
+
+
+def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> FP8:
+    """``layer0`` on e4m3: tokens are quantised before they travel, hidden as soon as it is computed, in float32.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens.
+        w1: ``(e, 2F, D)`` gate rows, then up rows; D and F multiples of 128.
+        plan: Where rows go.
+        workspace: The pool.
+        settings: Order of the phases.
+
+    Returns:
+        hidden ``(Q, F)`` with a scale per row and 128 columns; rows of no tile are undefined.
+    """
+    hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
+    packed = pack(quantize_rows(x, trusted=True), x.dtype)
+    landing = workspace.recv_rows.with_columns(packed.shape[1])
+    if plan.transport == "copy":
+        keep_own_rows(packed, plan, landing)
+        start_copies(packed, plan, workspace, settings.copy_stream)()
+    else:
+        push_rows(packed, plan, workspace, landing)
+    num_rows = plan.routed_row_ids.numel()
+    hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
+    for rows, expert in _tile_runs(plan, workspace, settings):
+        arrived = unpack(landing.local[plan.arrival_row_ids[rows]], hidden_size)
+        gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
+        quantised = quantize_rows(silu(gate) * up, trusted=True)
+        hidden[rows], scales[rows] = quantised.elements, quantised.scales
+    return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
+
+
+def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """``layer1`` on e4m3: hidden ``(Q, F)`` from ``layer0_fp8``, w2 ``(e, D, F)``; ``(T, D)`` of the pool's type."""
+    y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=workspace.shape.dtype)
+    for segment, expert in _nonempty(plan):
+        rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
+        y[segment] = multiply(rows, w2, expert).to(y.dtype)
+    return combine(y, plan, workspace, settings, weighted=True)
+
+
+def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
+    """``(n, N)`` float32: rows ``(n, K)`` times one expert's matrix of ``(e, N, K)``."""
+    matrix = FP8(elements=weight.elements[expert], scales=weight.scales[expert], trusted=True)
+    with without_autocast(rows.elements.device):
+        return rows.dequantize() @ matrix.dequantize().T
+
+
+def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
+    """Send ``rows (T, C)`` along the plan; returns the received rows ``(R, C)``, own rows included.
+
+    The result is a view of the pool: the next dispatch overwrites it. C is at most D, the same on all ranks.
+    """
+    landing = workspace.recv_rows.with_columns(rows.shape[1])
+    push_rows(rows, plan, workspace, landing)
+    for source, count in enumerate(plan.recv_counts.tolist()):
+        if source != plan.layout.rank:
+            first = source * (plan.max_tokens // CHUNK_ROWS)
+            _wait_chunks(plan, workspace, range(first, first + -(-count // CHUNK_ROWS)))
+    return landing.local
+
+
+def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, weighted: bool) -> Tensor:
+    """Add up each received row's routed rows of ``y (Q, D)``, send the sums home, and add those up: ``(T, D)``.
+
+    Args:
+        y: ``(Q, D)`` expert outputs.
+        plan: Where rows came from; ``row_slots`` says which of ``y`` make up each.
+        workspace: The pool.
+        settings: Unused here.
+        weighted: Apply the plan's routing weights.
+    """
+    return _combine(y, plan, workspace, weighted=weighted, row_grads=None)[0]
+
+
+def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
+    """``(Q, D)``: of the received rows ``(R, D)`` row ``row_ids[q]`` for each routed row q; others may be anything."""
+    return rows[row_ids.clamp(min=0)]
+
+
+def grad_hidden(
+    grad_y: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
+) -> tuple[Tensor, Tensor]:
+    """Dispatch || grouped GEMM: routed rows of grad_y ``(Q, D)``, and hidden's gradient before routing weights."""
+    grads = routed_rows(dispatch(grad_y, plan, workspace, settings), plan.routed_row_ids, plan)
+    return grads, _grouped_mm(grads, w2, plan)
+
+
+def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of ``weight * (silu(gate) * up)``.
+
+    Args:
+        pre: ``(Q, 2F)`` gate | up.
+        grad: ``(Q, F)`` from ``grad_hidden``.
+        plan: Holds the routing weights.
+
+    Returns:
+        Gradient of pre ``(Q, 2F)``, weighted hidden ``(Q, F)``, gradients of the routing weights ``(R, K)`` float32;
+        routed rows of no segment are 0.
+    """
+    used = _used_rows(plan)
+    ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
+    weights = plan.row_weights[ids, slots][:, None]
+    gate, up = pre[used].float().chunk(2, dim=1)
+    grad_used = grad[used].float()
+    sigmoid = torch.sigmoid(gate)
+    hidden = (gate * sigmoid * up).to(pre.dtype).float()
+    grad_weights = torch.zeros_like(plan.row_weights)
+    grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
+    scaled = weights * grad_used
+    grad_gate = scaled * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_pre = torch.zeros_like(pre)
+    grad_pre[used] = torch.cat([grad_gate, scaled * gate * sigmoid], dim=1).to(pre.dtype)
+    weighted_hidden = torch.zeros_like(grad)
+    weighted_hidden[used] = (weights * hidden).to(pre.dtype)
+    return grad_pre, weighted_hidden, grad_weights
+
+
+def grad_weight(left: Tensor, right: Tensor, plan: Plan, *, launch: int) -> Tensor:
+    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up.
+
+    ``launch`` says with which of the plan's launches a kernel shares counters, and is unused here.
+    """
+    out = left.new_zeros(plan.layout.experts_local, left.shape[1], right.shape[1])
+    for segment, expert in _nonempty(plan):
+        out[expert].addmm_(left[segment].T, right[segment])
+    return out
+
+
+def grad_tokens(
+    grad_pre: Tensor, w1: Tensor, row_grads: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x ``(T, D)`` and of the routing weights ``(T, K)``: grouped GEMM || reduce || combine."""
+    y = _grouped_mm(grad_pre, w1, plan)
+    grad_x, grad_top_k = _combine(y, plan, workspace, weighted=False, row_grads=row_grads)
+    assert grad_top_k is not None
+    return grad_x, grad_top_k
+
+
+def _combine(
+    y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, row_grads: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Reduce routed rows to partial sums, send them home, and add them up in rank order; see ``combine``."""
+    rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
+    world_size = plan.layout.world_size
+    chunks = max_tokens // COMBINE_CHUNK_ROWS
+    counts = plan.recv_counts.tolist()
+    counts[rank] = plan.num_tokens
+    for source in _ring(rank, world_size):
+        window = slice(source * max_tokens, source * max_tokens + counts[source])
+        home = slice(rank * max_tokens, rank * max_tokens + counts[source])
+        workspace.combine_rows.peers[source][home] = _partial_sums(y, plan, window, weighted)
+        if row_grads is not None:
+            workspace.combine_grads.peers[source][home, : row_grads.shape[1]] = row_grads[window]
+        flags = workspace.combine_flags.peers[source]
+        for chunk in range(-(-counts[source] // COMBINE_CHUNK_ROWS)):
+            signal(flags, (rank * chunks + chunk) * MAX_PANELS, epoch)
+    return _sum_partials(y, plan, workspace, row_grads is not None)
+
+
+def barrier(workspace: Workspace) -> None:
+    """Advance the epoch once every rank has arrived: opens a use of the pool that no plan opens."""
+    workspace.comm.in_flight = True
+    workspace.comm.barrier()
+    workspace.epoch += 1
+
+
+def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> None:
+    """Copy this rank's rows into ``rows`` of every rank that needs them, its own among them, then raise chunk flags."""
+    rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
+    chunks = max_tokens // CHUNK_ROWS
+    counts = plan.send_counts.tolist()
+    for step in range(1, plan.layout.world_size + 1):
+        target = (rank - step) % plan.layout.world_size
+        if target == rank:
+            keep_own_rows(x, plan, rows)
+            continue
+        landing = rows.peers[target][rank * max_tokens :]
+        landing[: counts[target]] = x[plan.send_token_ids[target, : counts[target]]]
+        for chunk in range(-(-counts[target] // CHUNK_ROWS)):
+            signal(workspace.recv_flags.peers[target], rank * chunks + chunk, epoch)
+
+
+def keep_own_rows(x: Tensor, plan: Plan, rows: SymmTensor) -> None:
+    """Copy this rank's rows to where it reads them itself; the kernels of layer 0 read them from ``x``."""
+    first = plan.layout.rank * plan.max_tokens
+    rows.local[first : first + plan.num_tokens] = x
+
+
+def _tile_runs(plan: Plan, workspace: Workspace, settings: LayerSettings) -> Iterator[tuple[slice, int]]:
+    """(routed rows, local expert) of neighbouring tiles in schedule order, each phase once its rows have arrived."""
+    layout, starts = plan.layout, plan.tile_starts.tolist()
+    chunks = (plan.arrival_row_ids[_used_rows(plan)] // CHUNK_ROWS).unique().tolist()
+    per_source = plan.max_tokens // CHUNK_ROWS
+    tiles = plan.tiles[: starts[-1]].tolist()
+    for phase in range(plan.num_phases):
+        for source in settings.layer0.wait_sources(phase, layout.rank, layout.world_size):
+            if source != layout.rank:
+                _wait_chunks(plan, workspace, [chunk for chunk in chunks if chunk // per_source == source])
+        for expert, run in groupby(tiles[starts[phase] : starts[phase + 1]], key=lambda tile: tile[0]):
+            entries = list(run)
+            yield slice(entries[0][1], entries[-1][1] + entries[-1][2]), expert
+
+
+def _nonempty(plan: Plan) -> Iterator[tuple[slice, int]]:
+    """Routed rows and local expert of every segment that has rows."""
+    starts, counts = plan.segment_starts.tolist(), plan.segment_counts.tolist()
+    for index, count in enumerate(counts):
+        if count:
+            yield slice(starts[index], starts[index] + count), index
+
+
+def _used_rows(plan: Plan) -> Tensor:
+    """Ids of the routed rows that exist."""
+    segments = [torch.arange(segment.start, segment.stop) for segment, _ in _nonempty(plan)]
+    return torch.cat(segments) if segments else torch.empty(0, dtype=torch.int64)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    """``(Q, N)``: rows ``(Q, C)`` of each segment times its expert's ``(C, N)``."""
+    out = rows.new_empty(rows.shape[0], weights.shape[2])
+    for segment, expert in _nonempty(plan):
+        torch.mm(rows[segment], weights[expert], out=out[segment])
+    return out
+
+
+def _partial_sums(y: Tensor, plan: Plan, window: slice, weighted: bool) -> Tensor:
+    """Sum of each received row's routed rows, in slot order, in float32."""
+    slots, weights = plan.row_slots[window], plan.row_weights[window]
+    total = torch.zeros(slots.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
+    for k in range(slots.shape[1]):
+        hit = (slots[:, k] >= 0).nonzero().squeeze(1)
+        part = y[slots[hit, k]].to(total.dtype)
+        total.index_add_(0, hit, part * weights[hit, k, None] if weighted else part)
+    return total.to(y.dtype)
+
+
+def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool) -> tuple[Tensor, Tensor | None]:
+    max_tokens, tokens = plan.max_tokens, plan.num_tokens
+    chunks = max_tokens // COMBINE_CHUNK_ROWS
+    total = torch.zeros(tokens, y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
+    grads = torch.zeros(tokens, plan.layout.top_k, dtype=torch.float32) if with_grads else None
+    for contributor in range(plan.layout.world_size):
+        rows = plan.send_rows[:tokens, contributor]
+        hit = (rows >= 0).nonzero().squeeze(1)
+        if hit.numel() == 0:
+            continue
+        for chunk in range(int(rows.max()) // COMBINE_CHUNK_ROWS + 1):
+            index = (contributor * chunks + chunk) * MAX_PANELS
+            _wait_flag(workspace, workspace.combine_flags.local, index, contributor, "layer 1 combine", chunk)
+        slots = contributor * max_tokens + rows[hit]
+        total.index_add_(0, hit, workspace.combine_rows.local[slots].to(total.dtype))
+        if grads is not None:
+            grads.index_add_(0, hit, workspace.combine_grads.local[slots, : grads.shape[1]])
+    return total.to(y.dtype), grads
+
+
+def _wait_chunks(plan: Plan, workspace: Workspace, chunks: Iterable[int]) -> None:
+    """Wait for chunks of rows, numbered over all sources."""
+    for index in chunks:
+        source, chunk = divmod(index, plan.max_tokens // CHUNK_ROWS)
+        _wait_flag(workspace, workspace.recv_flags.local, index, source, "layer 0 dispatch", chunk)
+
+
+def _wait_flag(workspace: Workspace, flags: Tensor, index: int, peer: int, place: str, chunk: int) -> None:
+    """Wait until one flag carries the epoch; the words for a late peer are only made when it is late."""
+    comm = workspace.comm
+    wait(
+        flags,
+        index,
+        int(workspace.epoch),
+        timeout_s=comm.timeout_s,
+        describe=lambda: waited(comm.rank, peer, f"{place}, chunk {chunk}", comm.timeout_s),
+        check=comm.board.check,
+    )
+
+
+def _ring(rank: int, world_size: int) -> list[int]:
+    """All ranks, the next one first, this one last."""
+    return [(rank + step) % world_size for step in range(1, world_size + 1)]

@@ -1,0 +1,242 @@
+"""The plan in plain torch: what the kernels of ``comet.kernels.plan.metadata`` compute, and the CPU's way to a plan.
+
+Letters and row numbering as in ``comet.layer.plan``. ``exchange_ids`` and ``receive_ids`` move the ids,
+``plan_tensors`` is a pure function of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from comet.comm.collectives import bad_ids, check_grad_modes, check_ids, grad_mode
+from comet.comm.signals import signal, wait, waited
+from comet.config import require
+from comet.kernels.runtime.buffers import allocate, cut
+from comet.layer.plan import PlanRules, num_counters
+from comet.layer.workspace import Workspace
+from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves, positions_in_groups
+from comet.schedule.tiles import phase_of_source
+
+PLACE = "exchange of top-k ids"
+
+
+def start(
+    ids: Tensor,
+    weights: Tensor,
+    layout: ExpertLayout,
+    workspace: Workspace,
+    rules: PlanRules,
+    *,
+    at_once: bool,
+    trains: bool,
+) -> Callable[[], dict[str, Tensor]]:
+    """Send the ids ``(T, K)`` and weights ``(T, K)``; the result waits for the others' and makes the plan's tensors.
+
+    ``at_once`` changes nothing here (see ``comet.layer.plan_kernels``); ``trains`` has to be equal on all ranks.
+    """
+    device = workspace.comm.device
+    require(device.type == "cpu", f"use_kernels=False needs a workspace on the CPU, this one is on {device}")
+    exchange_ids(ids, weights, workspace, trains=trains)
+    return lambda: plan_tensors(*receive_ids(ids, layout, workspace), layout, rules)
+
+
+def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: bool) -> None:
+    """Write this rank's ids ``(T, K)`` and weights ``(T, K)`` into every rank's pool and signal; -1 past T."""
+    rank, epoch = workspace.comm.rank, int(workspace.epoch) + 1
+    num_tokens, top_k = ids.shape
+    workspace.comm.in_flight = True
+    for peer in range(workspace.comm.world_size):
+        peer_ids = _half(workspace.ids.peers[peer], epoch, top_k)[rank]
+        peer_ids[:num_tokens] = ids
+        peer_ids[num_tokens:] = -1
+        _half(workspace.weights.peers[peer], epoch, top_k)[rank, :num_tokens] = weights
+        workspace.grad_modes.peers[peer][epoch & 1, rank] = grad_mode(trains)
+        # The whole block is written at once, so the flag of its first chunk speaks for all.
+        signal(workspace.ids_flags.peers[peer], rank * _chunks(workspace), epoch)
+
+
+def receive_ids(ids: Tensor, layout: ExpertLayout, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """Wait for the ids of all ranks and advance the epoch; ids and weights ``(W, M, K)`` as they lie in the pool.
+
+    Args:
+        ids: ``(T, K)`` of this rank.
+        layout: Of the experts.
+        workspace: Where all ids arrive.
+
+    Raises:
+        ValueError: On all ranks, if ids of any are out of range, or some of them want gradients and some do not.
+        CommTimeoutError: If a rank is late.
+    """
+    rank, epoch, timeout_s = workspace.comm.rank, int(workspace.epoch) + 1, workspace.comm.timeout_s
+    for source in range(workspace.comm.world_size):
+        wait(
+            workspace.ids_flags.local,
+            source * _chunks(workspace),
+            epoch,
+            timeout_s=timeout_s,
+            describe=lambda source=source: waited(rank, source, f"{PLACE}, chunk 0", timeout_s),  # type: ignore[misc]
+            check=workspace.comm.board.check,
+        )
+    workspace.epoch.fill_(epoch)
+    workspace.comm.in_flight = False  # should all ranks raise
+    check_grad_modes(workspace.grad_modes.local[epoch & 1].tolist(), "tokens, top_k_weights, w1 or w2")
+    received = _half(workspace.ids.local, epoch, layout.top_k)
+    check_ids(bad_ids(received, layout).flatten(1).sum(1).tolist(), ids, layout)
+    workspace.comm.in_flight = True
+    return received, _half(workspace.weights.local, epoch, layout.top_k)
+
+
+def _half(region: Tensor, epoch: int, top_k: int) -> Tensor:
+    """The half ``(W, M, K)`` of a region ``(2, W, M, K_pool)`` that an epoch uses; every source's block is dense."""
+    ranks, tokens = region.shape[1:3]
+    return region[epoch & 1].view(ranks, -1)[:, : tokens * top_k].view(ranks, tokens, top_k)
+
+
+def _chunks(workspace: Workspace) -> int:
+    return workspace.max_tokens // CHUNK_ROWS
+
+
+def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: PlanRules) -> dict[str, Tensor]:
+    """The tensor fields of one rank's ``comet.layer.plan.Plan``, by name.
+
+    Args:
+        ids: ``(W, M, K)`` int32 ids of all ranks; -1 in masked slots and past the tokens of a rank.
+        weights: ``(W, M, K)`` float32.
+        layout: Whose plan.
+        rules: Phases, tile rows and limits.
+    """
+    local = ids - layout.first_expert
+    mine = (local >= 0) & (local < layout.experts_local)
+    needed = mine.any(dim=2)
+    row_ids = torch.arange(needed.numel()).view(needed.shape)
+    place = _places(waves(local, mine, layout.experts_local)) + row_ids[:, :1]
+    # Rows of this rank to itself do not travel: row and token are the same.
+    place[layout.rank] = row_ids[layout.rank]
+    source, token, slot = mine.nonzero(as_tuple=True)
+    expert, row = local[source, token, slot].long(), place[source, token]
+    kept = positions_in_groups(expert, layout.experts_local)[0] < rules.expert_capacity
+    group = expert * rules.num_phases + _phases(layout, rules.num_phases)[source]
+    table, routed = _segments(group[kept], int((~kept).sum()), layout.experts_local, rules)
+    fits = routed < rules.max_routed_rows
+    chosen = kept.nonzero()[:, 0][fits]
+    weight = weights[source, token, slot][chosen]
+    routed, row, slot = routed[fits], row[chosen], slot[chosen]
+    shape = (needed.numel(), ids.shape[2])
+    arrivals = {}
+    if rules.transport == "copy":
+        tokens = row_ids[source, token][chosen].int()
+        arrivals["arrival_row_ids"] = _scatter((rules.max_routed_rows,), (routed,), tokens, -1)
+    tensors = {
+        **arrivals,
+        **_send_lists(ids[layout.rank], layout),
+        **table,
+        "recv_counts": needed.sum(1).int(),
+        "row_slots": _scatter(shape, (row, slot), routed.int(), -1),
+        "row_weights": _scatter(shape, (row, slot), weight, 0.0),
+        "routed_row_ids": _scatter((rules.max_routed_rows,), (routed,), row.int(), -1),
+        "routed_slots": _scatter((rules.max_routed_rows,), (routed,), slot.int(), -1),
+        "counters": torch.zeros(num_counters(*ids.shape[:2]), dtype=torch.int32),
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    memory = allocate(shapes, ids.device)
+    for name, place in cut(memory, shapes).items():
+        tensors[name] = place.view(tensors[name].dtype).copy_(tensors[name])
+    return tensors | {"memory": memory}
+
+
+def waves(local: Tensor, mine: Tensor, experts_local: int) -> Tensor:
+    """Wave of each token at a rank: which of its experts needs the token first, in steps; the last: none does.
+
+    Example: 8 local experts make 15 waves and the last: tokens whose first expert is 0, 1, 7 or none are in waves
+    0, 1, 13 and 15.
+
+    Args:
+        local: ``(..., K)`` expert ids relative to the rank's first.
+        mine: ``(..., K)`` bool, whether the slot names an expert of the rank.
+        experts_local: e.
+
+    Returns:
+        ``(...)`` int64.
+    """
+    last = num_waves(experts_local) - 1
+    first = torch.where(mine, local, experts_local).amin(dim=-1).long()
+    return torch.where(first < experts_local, first * last // experts_local, last)
+
+
+def _places(waves: Tensor) -> Tensor:
+    """Place of each token in its list ``(..., M)``, ordered by wave, then token: waves ``[3, 0, 3, 0]``: 2, 0, 3, 1."""
+    return waves.argsort(dim=-1, stable=True).argsort(dim=-1)
+
+
+def _segments(
+    group: Tensor, num_dropped: int, experts_local: int, rules: PlanRules
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Tables of the segments, and the routed row of each element of ``group`` (expert * P + phase); may lie past Q."""
+    block_rows, limit = rules.block_rows, rules.max_routed_rows
+    positions, sizes = positions_in_groups(group, experts_local * rules.num_phases)
+    until = sizes.view(experts_local, rules.num_phases).cumsum(1)
+    starts = torch.zeros(experts_local + 1, dtype=torch.int64)
+    torch.cumsum((until[:, -1] + block_rows - 1) // block_rows * block_rows, 0, out=starts[1:])
+    used = starts.clamp(max=limit)
+    counts = torch.minimum(until[:, -1], limit - used[:-1])
+    num_rows = int(starts[-1])
+    table = {
+        "segment_starts": used.int(),
+        "segment_counts": counts.int(),
+        **_tiles(used[:-1], counts, until, rules),
+        "status": torch.tensor([num_rows, num_dropped, num_rows > limit, 0], dtype=torch.int32),
+    }
+    first = (starts[:-1, None] + until).flatten() - sizes
+    return table, first[group] + positions
+
+
+def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> dict[str, Tensor]:
+    """Tile tables and tile starts from each expert's first row, rows, and rows until each phase ``(e, P)``."""
+    block_rows = rules.block_rows
+    num_tiles = (counts + block_rows - 1) // block_rows
+    experts = torch.arange(counts.numel()).repeat_interleave(num_tiles)
+    index = torch.arange(experts.numel()) - (num_tiles.cumsum(0) - num_tiles)[experts]
+    valid = (counts[experts] - index * block_rows).clamp(max=block_rows)
+    # A tile is computed in the phase of its last row.
+    phases = (until[experts] <= (index * block_rows + valid - 1)[:, None]).sum(1)
+    entries = torch.stack((experts, starts[experts] + index * block_rows, valid, phases), dim=1).int()
+    unused = torch.zeros(rules.max_routed_rows // block_rows - len(entries), 4, dtype=torch.int32)
+    tile_starts = torch.zeros(rules.num_phases + 1, dtype=torch.int32)
+    tile_starts[1:] = torch.bincount(phases, minlength=rules.num_phases).cumsum(0)
+    return {
+        "tiles": torch.cat((entries[phases.argsort(stable=True)], unused)),
+        "segment_tiles": torch.cat((entries, unused)),
+        "tile_starts": tile_starts,
+    }
+
+
+def _scatter(shape: tuple[int, ...], places: tuple[Tensor, ...], values: Tensor, fill: float) -> Tensor:
+    """``fill`` everywhere but at ``places``, in the type of ``values``."""
+    return torch.full(shape, fill, dtype=values.dtype).index_put_(places, values)
+
+
+def _phases(layout: ExpertLayout, num_phases: int) -> Tensor:
+    ranks = range(layout.world_size)
+    return torch.tensor([phase_of_source(source, layout.rank, layout.world_size, num_phases) for source in ranks])
+
+
+def _send_lists(ids: Tensor, layout: ExpertLayout) -> dict[str, Tensor]:
+    """Send lists from this rank's ids ``(M, K)``."""
+    max_tokens, ranks = ids.shape[0], layout.world_size
+    local = ids[:, None] - layout.experts_local * torch.arange(layout.ep)[:, None]
+    wave = waves(local, (local >= 0) & (local < layout.experts_local), layout.experts_local)
+    wave = wave.repeat_interleave(layout.tp, dim=1)
+    going = wave < num_waves(layout.experts_local) - 1
+    places = _places(wave.T).T.contiguous()
+    places[:, layout.rank] = torch.arange(max_tokens)
+    token, rank = going.nonzero(as_tuple=True)
+    send_token_ids = torch.full((ranks, max_tokens), -1, dtype=torch.int32)
+    send_token_ids[rank, places[token, rank]] = token.int()
+    return {
+        "send_token_ids": send_token_ids,
+        "send_counts": going.sum(0).int(),
+        "send_rows": places.masked_fill_(~going, -1).int(),
+    }

@@ -1,0 +1,278 @@
+"""One pool of symmetric memory for all MoE layers of a process, and the epoch that orders its use.
+
+Regions (W ranks, M = ``max_tokens`` rounded up to 128, K, D; C = M / 128 chunks):
+
+================  ======================  ========  ==========================================================
+region            shape                   dtype     written by
+================  ======================  ========  ==========================================================
+``ids``           (2, W, M, K)            int32     every rank s writes its top-k ids into [parity, s] of all
+``weights``       (2, W, M, K)            float32   likewise, its routing weights
+``ids_flags``     (W, C)                  int32     epoch of the exchange, per chunk of 128 tokens
+``recv_rows``     (W * M, D)              dtype     dispatch: rank s writes s*M + i (or token s*M + t)
+``recv_flags``    (W, C)                  int32     epoch of the dispatch, per chunk of 128 rows
+``combine_rows``  (W * M, D)              dtype     combine: rank d writes partial sums d*M + i
+``combine_grads`` (W * M, K)              float32   backward: gradients of the routing weights
+``combine_flags`` (W, 4C, 16)             int32     epoch of the combine, per chunk of 32 rows, panel and part
+``barrier_flags`` (W,)                    int32     epoch of the barrier
+``grad_modes``    (2, W)                  int32     the twin's plan: rank s writes [parity, s] of all: gradients wanted
+================  ======================  ========  ==========================================================
+
+Why no rank overwrites what another still reads: a rank writes ids of epoch n+1 only after its stream finished the
+layer of epoch n; every rank waits for all ids (or at the barrier that opens a backward pass) before it writes rows;
+hence when rows of epoch n+1 are written, all ranks are done with epoch n. Ids themselves alternate between two halves,
+because a fast rank may write ids n+1 while a slow one still reads ids n; ids n+2 wait for ids n+1 of all ranks.
+
+The epoch lasts for a billion calls. ``Workspace.check`` tells when they are used up, and ``Workspace.restart`` starts
+anew (``comet.comm.signals``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from comet.comm.base import ALIGNMENT, Communicator, SymmTensor, settle
+from comet.comm.signals import check_epoch
+from comet.config import MOE_DTYPES, MoEConfig, ParallelConfig, require
+from comet.errors import CapacityError, NotFiniteError
+from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS, round_up
+
+if TYPE_CHECKING:
+    from comet.kernels.runtime.recorder import Recorder
+
+ROWS_NEEDED = 7  # the entry of ``fault`` that says how many rows a plan had no room for
+PLACES = ("barrier", "exchange of top-k ids", "layer 0 dispatch", "layer 1 panel", "layer 1 combine")
+
+# Of places where a rank waits that has opened an epoch: flags of those who opened it by the other kind of pass.
+OTHERWISE = {0: ("ids_flags", "forward"), 1: ("barrier_flags", "backward")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkspaceShape:
+    """What the pool must hold.
+
+    Args:
+        world_size: W.
+        max_tokens: Most tokens a rank passes to a layer; rounded up to a multiple of 128.
+        hidden_size: D.
+        top_k: K, the largest of all layers.
+        dtype: Element type of tokens: float32, float16 or bfloat16.
+    """
+
+    world_size: int
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1")
+        require(self.dtype in MOE_DTYPES, f"dtype={self.dtype} must be one of {MOE_DTYPES}")
+
+    @classmethod
+    def create(cls, moe: MoEConfig, world_size: int, max_tokens: int, dtype: torch.dtype) -> WorkspaceShape:
+        """The shape for one layer configuration."""
+        return cls(
+            world_size=world_size, max_tokens=max_tokens, hidden_size=moe.hidden_size, top_k=moe.top_k, dtype=dtype
+        )
+
+    def check(self, moe: MoEConfig) -> None:
+        """Raise ``ValueError`` unless layers of this shape can use the pool: kernels trust its columns and slots."""
+        require(
+            moe.hidden_size == self.hidden_size,
+            f"hidden_size={moe.hidden_size} of the layer must be the group's {self.hidden_size}",
+        )
+        require(moe.top_k <= self.top_k, f"top_k={moe.top_k} of the layer must be at most the group's {self.top_k}")
+
+    @property
+    def padded_tokens(self) -> int:
+        """M."""
+        return round_up(self.max_tokens, CHUNK_ROWS)
+
+    def regions(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every region, in pool order."""
+        ranks, tokens, chunks = self.world_size, self.padded_tokens, self.padded_tokens // CHUNK_ROWS
+        return {
+            "ids": ((2, ranks, tokens, self.top_k), torch.int32),
+            "weights": ((2, ranks, tokens, self.top_k), torch.float32),
+            "ids_flags": ((ranks, chunks), torch.int32),
+            "recv_rows": ((ranks * tokens, self.hidden_size), self.dtype),
+            "recv_flags": ((ranks, chunks), torch.int32),
+            "combine_rows": ((ranks * tokens, self.hidden_size), self.dtype),
+            "combine_grads": ((ranks * tokens, self.top_k), torch.float32),
+            "combine_flags": ((ranks, tokens // COMBINE_CHUNK_ROWS, MAX_PANELS), torch.int32),
+            "barrier_flags": ((ranks,), torch.int32),
+            "grad_modes": ((2, ranks), torch.int32),
+        }
+
+
+def workspace_bytes(shape: WorkspaceShape) -> int:
+    """Bytes of symmetric memory one rank needs.
+
+    Example: W=2, max_tokens=100 (M=128), D=64, K=2, float32: ids and weights 4096 + 4096, rows 65536 + 65536, weight
+    gradients 2048, combine flags 512, three other flag regions and modes of 256 each: 142848 bytes.
+    """
+    sizes = (math.prod(dims) * dtype.itemsize for dims, dtype in shape.regions().values())
+    return sum(round_up(size, ALIGNMENT) for size in sizes)
+
+
+def rank_pool_bytes(shape: WorkspaceShape, parallel: ParallelConfig) -> int:
+    """``workspace_bytes``, or 0 where ``parallel.node_size`` says that there is no symmetric memory."""
+    return 0 if parallel.declares_nodes else workspace_bytes(shape)
+
+
+class Workspace:
+    """The pool, cut into regions, with its epoch and fault record; no regions where a group has no symmetric memory.
+
+    Args:
+        comm: The communicator of the MoE group; the workspace does not close it.
+        shape: What to hold; collective: equal on all ranks.
+
+    Raises:
+        ValueError: If the communicator has another world size, the ranks ask for different sizes or the pool does not
+            fit; the message says how many bytes it needs and which setting to lower.
+
+    Attributes:
+        epoch: ``(1,)`` int32 on the device; grows by one with every plan and every barrier, equally on all ranks.
+        fault: ``(8,)`` int64 record of a spin that met its deadline (see ``comet.kernels.runtime.primitives``).
+        largest_logit: ``()`` float32, NaN or infinite once a router's logits were (see
+            ``comet.router.router.watch_finite``) and ``check`` has not told.
+        recorder: Where the fused kernels note what they do and when (see ``comet.trace.timeline``); ``None``: they do
+            not.
+        recorder_in_graph: Whether it is for a CUDA graph that is being captured, or else for launches.
+    """
+
+    ids: SymmTensor
+    weights: SymmTensor
+    ids_flags: SymmTensor
+    recv_rows: SymmTensor
+    recv_flags: SymmTensor
+    combine_rows: SymmTensor
+    combine_grads: SymmTensor
+    combine_flags: SymmTensor
+    barrier_flags: SymmTensor
+    grad_modes: SymmTensor
+
+    def __init__(self, comm: Communicator, shape: WorkspaceShape) -> None:
+        require(
+            shape.world_size == comm.world_size,
+            f"world_size={shape.world_size} of the workspace must equal the communicator's {comm.world_size}",
+        )
+        self.comm = comm
+        self.shape = shape
+        self.num_bytes = 0 if comm.memory_obstacle else workspace_bytes(shape)
+        if self.num_bytes:
+            self._cut(self._alloc())
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=comm.device)
+        self.fault = torch.zeros(8, dtype=torch.int64, device=comm.device)
+        self.largest_logit = torch.zeros((), dtype=torch.float32, device=comm.device)
+        self.recorder: Recorder | None = None
+        self.recorder_in_graph = False
+        flags = [getattr(self, name).local for name in shape.regions() if name.endswith("_flags") and self.num_bytes]
+        comm.renew_at_restart(self.epoch, self.fault, flags)
+        self.forward_step = comm.step("forward pass")
+        self.backward_step = comm.step("backward pass")
+
+    def _alloc(self) -> SymmTensor:
+        shape = self.shape
+        try:
+            return self.comm.alloc(self.num_bytes)
+        except ValueError as error:
+            raise ValueError(
+                f"max_tokens={shape.max_tokens} with hidden_size={shape.hidden_size}, top_k={shape.top_k} and "
+                f"world_size={shape.world_size} needs {self.num_bytes} bytes of symmetric memory per rank: {error}"
+            ) from error
+
+    def _cut(self, pool: SymmTensor) -> None:
+        offset = 0
+        for name, (dims, dtype) in self.shape.regions().items():
+            setattr(self, name, pool.view(offset, dims, dtype))
+            offset += round_up(math.prod(dims) * dtype.itemsize, ALIGNMENT)
+
+    @property
+    def max_tokens(self) -> int:
+        """M."""
+        return self.shape.padded_tokens
+
+    @property
+    def timeout_ns(self) -> int:
+        """Deadline of every spin."""
+        return int(self.comm.timeout_s * 1e9)
+
+    def check(self) -> None:
+        """Report what went wrong on the device since the last check; waits for all its streams.
+
+        After a timeout the ranks are out of step: every later check reports it again, and the next call on any rank
+        is refused, until ``restart``. The rest is reported once, so that a job that leaves out what it computed may go
+        on.
+
+        Raises:
+            CommTimeoutError: If a spin of a kernel met its deadline.
+            StepFailedError: If a step failed on any rank.
+            EpochError: If the epoch has passed 2^30; ``restart`` is due.
+            CapacityError: If a plan needed more routed rows than were reserved.
+            ValueError: If the router of a layer on a GPU met logits that are not finite.
+        """
+        settle(self.comm.device)
+        rows_needed = int(self.fault[ROWS_NEEDED])
+        if late := self.timeout():
+            error = self.comm.board.explained(late)
+            self.comm.board.note("last step", error)
+            raise error
+        self.comm.board.check()
+        check_epoch(self.epoch, self.comm.rank)
+        if rows_needed:
+            self.fault[ROWS_NEEDED] = 0
+            raise CapacityError(
+                f"rank {self.comm.rank} needs {rows_needed} routed rows, more than max_imbalance reserves; "
+                "raise max_imbalance or leave it unset"
+            )
+        largest_logit = self.largest_logit.item()
+        if not math.isfinite(largest_logit):
+            self.largest_logit.zero_()
+            raise NotFiniteError(
+                f"router logits on rank {self.comm.rank}, {largest_logit} among them, must be finite: look for NaN or "
+                "Inf in tokens or router weight"
+            )
+
+    def timeout(self) -> str:
+        """Who waited for whom, as the kernels of this rank recorded it; empty if nobody met a deadline."""
+        aborted, place, peer, index, expected, seen, _, _ = self.fault.tolist()
+        if not aborted:
+            return ""
+        text = (
+            f"rank {self.comm.rank} waited {self.comm.timeout_s:.1f} s for rank {peer} "
+            f"({PLACES[place]}, chunk {index}, epoch {expected}, saw {seen})"
+        )
+        flags, kind = OTHERWISE.get(place, ("", ""))
+        if not flags or not (getattr(self, flags).local[peer : peer + 1] >= expected).any():
+            return text
+        return (
+            f"{text}; rank {peer} began a {kind} pass: gradients must be wanted on all ranks of the group, or on none"
+        )
+
+    def join_stream(self) -> None:
+        """Let the current stream wait for the last one that used the pool: for whoever replays a graph of a layer.
+
+        Raises:
+            RuntimeError: If the group has been closed.
+            StepFailedError: If a step failed on any rank.
+        """
+        self.comm.require_open()
+        self.comm.stream_order.join()
+
+    def restart(self) -> None:
+        """Start anew (collective): between calls, after a step that failed, or when ``check`` raises ``EpochError``.
+
+        It goes for all that uses the group's communicator, decode steps as well. A service may do so whenever it is
+        idle. Captured graphs stay valid, as they read the epoch on the device, and a backward pass may follow whose
+        forward pass came before. A plan is lost that no layer has used yet. Waits for the device.
+
+        Raises:
+            StepFailedError: If a collective of ``torch.distributed`` broke off, which stays out of step.
+            CommTimeoutError: If a rank did not come in time.
+        """
+        self.comm.restart()

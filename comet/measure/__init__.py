@@ -1,0 +1,1 @@
+"""Times of layers on this machine: candidates, sweeps, and what explains them."""

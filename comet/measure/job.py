@@ -1,0 +1,371 @@
+"""The ``tune`` and ``sweep`` tasks: measure each point in one job on all ranks, whatever fails, and keep results.
+
+Points of a sweep share the job's process group. Rank 0 expands the lists, decides what is still to be measured, tells
+the others and alone writes: the CSV file after every shape, whose points are timed in one loop, then the table, the
+picture and one JSON object; and its progress to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comet.comm.base import require_memory
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
+from comet.errors import NothingMeasuredError
+from comet.jobs.config import JobConfig
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.workspace import Workspace, WorkspaceShape
+from comet.measure.explain import Explained, Tuned, explain_facts, explain_text, regret_text, regrets
+from comet.measure.layers import first_failure, measure_layer, reason
+from comet.measure.sweep import Outcome, Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table
+from comet.training.ranks import RankContext, from_first_rank
+from comet.training.run import activation_dtype
+from comet.training.run_folder import FolderLock
+from comet.tuner.choice import resolve
+from comet.tuner.model import predict, propose
+from comet.tuner.problem import Machine, Problem, counted, effective
+from comet.tuner.profile import Kernels, ProfileEntry, ProfileKey, ProfileStore, profile_path
+from comet.utils.progress import Measuring
+from comet.utils.shared_file import require_writable
+from comet.version import comet_version
+
+LoadModels = Callable[[Sequence[str]], Mapping[str, MoEConfig]]
+
+
+def tune_job(config: JobConfig, context: RankContext, load_models: LoadModels) -> dict[str, Any]:
+    """Tune every point of the job (collective); each winner is stored as soon as it is measured.
+
+    Args:
+        config: Layer, layout, communicator and ``tune`` settings.
+        context: This rank.
+        load_models: From names to layers; called on rank 0.
+
+    Returns:
+        The facts of all points, and ``regrets``; equal on all ranks but for seconds. Rank 0 has printed the tables and,
+        as the last line, these facts.
+
+    Raises:
+        ValueError: If the store cannot be written, or a setting breaks its rule.
+        NothingMeasuredError: If no candidate of any point runs; where one of a point's does not, the point is told.
+        UnavailableError: If the group spans several nodes.
+    """
+    start = time.perf_counter()
+    require_this_machine(config)
+    models = from_first_rank(lambda: load_models(config.tune.models))
+    points = job_points(config, models, context.device)
+    machine, store = from_first_rank(lambda: _open_store(config, context.device))
+    first = next(iter(points.values()))[0]
+    group = make_expert_group(
+        first.moe,
+        config.parallel,
+        max_tokens=1,  # each point has a pool of its own
+        dtype=first.dtype,
+        device=context.device,
+        backend=config.comm.backend,
+        timeout_s=config.comm.timeout_s,
+    )
+    require_memory(group.comm, "tune", "there is nothing to tune between nodes, which run path 'plain'")
+    tuned: list[Tuned] = []
+    facts: list[dict[str, Any]] = []
+    progress = Measuring(sum(map(len, points.values())), "point", enabled=context.rank == 0)
+    for model, problem in ((model, problem) for model, problems in points.items() for problem in problems):
+        begin = time.perf_counter()
+        progress.begin(f"{model}, {problem.num_tokens} tokens")
+        try:
+            tuned.append(_tune_point(problem, machine, store, group, config.tune.rounds, progress.tell))
+        except NothingMeasuredError as error:
+            facts.append({"model": model, "tokens": problem.num_tokens, "failure": str(error)})
+            progress.end(f"{model}, {problem.num_tokens} tokens: {error}\n")
+            continue
+        explained, seconds = _explained(tuned[-1], machine, store), time.perf_counter() - begin
+        facts.append({"model": model, "seconds": round(seconds, 2), **explain_facts(explained)})
+        progress.end(f"{model}, {seconds:.1f} s\n{explain_text(explained)}\n")
+    progress.close()
+    group.close()
+    total, found = round(time.perf_counter() - start, 2), regrets(tuned, store, machine)
+    result = {"task": "tune", "profile": str(store.path), "seconds": total, "regrets": found, "points": facts}
+    if context.rank == 0:
+        sys.stdout.write(f"{regret_text(found)}\n\n{json.dumps(result)}\n")
+    if not tuned:
+        raise NothingMeasuredError(f"tune: none of {len(facts)} points ran, the first: {facts[0]['failure']}")
+    return result
+
+
+def require_this_machine(config: JobConfig) -> None:
+    """Raise ``ValueError`` if another machine is named, of which ``explain`` alone can tell."""
+    machine = config.tune.machine
+    require(machine == "this", f"tune.machine={machine!r} must be 'this': tune measures where it runs")
+
+
+def job_points(config: JobConfig, models: Mapping[str, MoEConfig], device: torch.device) -> dict[str, list[Problem]]:
+    """The points of a job by model: one per number of tokens, under uniform routing.
+
+    Args:
+        config: Whose model counts where ``models`` is empty.
+        models: The layers of ``config.tune.models``, by name.
+        device: Decides the element type.
+
+    Raises:
+        ValueError: If a model does not divide over the ranks.
+    """
+    dtype = activation_dtype(config.train.dtype, device)
+    tokens = dict.fromkeys(config.tune.tokens or (config.train.batch_size * config.model.context,))
+    layers = models or {config.model.name: config.model.moe}
+    return {name: [Problem.create(moe, config.parallel, num, dtype) for num in tokens] for name, moe in layers.items()}
+
+
+def _open_store(config: JobConfig, device: torch.device) -> tuple[Machine, ProfileStore]:
+    """Of the first rank: the candidates depend on both, and ranks have to agree on them."""
+    machine = Machine.of(device)
+    folder, ranks = Path(config.tune.profiles), config.parallel.world_size
+    require_writable(profile_path(folder, machine.name, ranks), f"tune.profiles={config.tune.profiles!r}")
+    return machine, ProfileStore.open(folder, machine.name, ranks)
+
+
+def _tune_point(
+    problem: Problem,
+    machine: Machine,
+    store: ProfileStore,
+    group: ExpertGroup,
+    rounds: int,
+    tell: Callable[[str], None],
+) -> Tuned:
+    """Measure and store: as in a layer made for this many tokens, which decides between kernels."""
+    shape = WorkspaceShape.create(problem.moe, problem.world_size, problem.num_tokens, problem.dtype)
+    group = replace(group, workspace=Workspace(group.comm, shape))
+    machine = replace(machine, cuda_kernels=machine.cuda_kernels and group.cuda_kernels)
+    predictions = propose(problem, machine)
+    stored = resolve(problem, store, machine).setting  # of other tokens, or of an earlier run
+    if stored is not None:
+        taken = effective(stored, problem, machine)
+        if all(item.setting != taken for item in predictions):
+            predictions.append(predict(problem, taken, machine))
+    measured = measure_layer(problem, [item.setting for item in predictions], group, rounds=rounds, tell=tell)
+    if all(item.ms is None for item in measured):
+        raise NothingMeasuredError(f"none of {len(measured)} settings ran, the first: {measured[0].failure}")
+    date = datetime.now(UTC).date().isoformat()
+    kernels: Kernels = "auto" if machine.cuda_kernels else "triton"
+    key = ProfileKey.create(problem, machine.name)
+    entry = ProfileEntry(key=key, measured=measured, commit=comet_version(), date=date, kernels=kernels)
+    if group.world_rank == 0:
+        store.put(entry)
+    else:
+        store.entries[entry.key] = entry
+    return Tuned(problem=problem, predictions=predictions, entry=entry)
+
+
+def _explained(point: Tuned, machine: Machine, store: ProfileStore) -> Explained:
+    return Explained(
+        problem=point.problem,
+        machine=machine,
+        predictions=point.predictions,
+        resolved=resolve(point.problem, store, machine),
+        entry=point.entry,
+        profile=store.path,
+    )
+
+
+CSV_NAME, PLOT_NAME = "sweep.csv", "sweep.png"
+
+Todo = dict[Shape, list[Point]]
+
+
+def run_sweep(
+    job: JobConfig, context: RankContext, load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]]
+) -> dict[str, Any]:
+    """Measure the points of which the CSV file holds no time yet (collective).
+
+    Args:
+        job: Lists of the sweep; ``resume`` names the folder to continue in, ``output_dir`` otherwise.
+        context: This rank.
+        load_models: From names to layers; called on rank 0.
+
+    Returns:
+        The facts, equal on all ranks; rank 0 has printed the table and, as the last line, these facts.
+
+    Raises:
+        ValueError: If a setting breaks its rule, every point does, or the CSV file cannot be read or written.
+        NothingMeasuredError: If every point failed, now or before; one that fails beside others is no error.
+    """
+    name, value = folder_setting(job)
+    with FolderLock(Path(value), f"{name}={value!r}") as lock:
+        return _sweep_into(lock, job, context, load_models)
+
+
+def _sweep_into(
+    lock: FolderLock,
+    job: JobConfig,
+    context: RankContext,
+    load_models: Callable[[Sequence[str]], Mapping[str, MoEConfig]],
+) -> dict[str, Any]:
+    dtype, device = str(activation_dtype(job.train.dtype, context.device)), Machine.of(context.device).name
+    name, folder = folder_setting(job)[0], lock.folder
+    log = SweepLog(folder / CSV_NAME)
+
+    def prepare() -> tuple[list[Point], Todo]:
+        require(name == "output_dir" or log.path.exists(), f"resume={job.resume!r} must be a folder with {CSV_NAME}")
+        points = sweep_points(job, load_models(job.sweep.models))
+        lock.acquire()
+        require_writable(log.path, lock.setting)
+        broken = {point.key(dtype, device): point.broken_rule for point in points if point.broken_rule}
+        log.put({key: Outcome(ms=None, failure=f"ValueError: {rule}") for key, rule in broken.items()})
+        return points, pending(points, log, dtype, device)
+
+    points, todo = from_first_rank(prepare)
+    if context.rank == 0:
+        told = f"sweep of {counted(len(points), 'point')}, {sum(map(len, todo.values()))} to measure in {folder}"
+        sys.stderr.write(f"comet: {told}\n")
+    for shape, outcomes in _measure_all(job, todo, context):
+        if context.rank == 0:
+            log.put({point.key(dtype, device): item for point, item in zip(todo[shape], outcomes, strict=True)})
+
+    def finish() -> dict[str, Any]:
+        results = {point: log.rows[point.key(dtype, device)] for point in points}
+        plot_sweep(results, folder / PLOT_NAME)
+        facts = _facts(results, folder, sum(map(len, todo.values())))
+        sys.stdout.write(sweep_table(results) + "\n\n" + json.dumps(facts) + "\n")
+        return facts
+
+    facts = from_first_rank(finish)
+    if facts["failed"] == facts["points"]:
+        raise NothingMeasuredError(f"sweep: none of {facts['points']} points ran, the first: {facts['first_failure']}")
+    return facts
+
+
+def folder_setting(job: JobConfig) -> tuple[str, str]:
+    """Name and value of the setting that names the folder of a sweep: ``resume`` where it names one."""
+    return ("output_dir", job.output_dir) if job.resume in (None, "auto") else ("resume", str(job.resume))
+
+
+def tell_kept(job: JobConfig) -> str:
+    """Where the rows of a sweep that was stopped are, and how it goes on, in one line."""
+    name, value = folder_setting(job)
+    rows = SweepLog.load(Path(value) / CSV_NAME).rows
+    times = counted(sum(item.ms is not None for item in rows.values()), "measured point")
+    return f"{times} kept in {value}; the same command with {name}={value} measures the others"
+
+
+def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
+    """The points of each shape of which the log holds no time: why one failed then may be gone by now.
+
+    Points whose knobs break a rule are left out.
+    """
+    todo: Todo = {}
+    for point in points:
+        known = log.rows.get(point.key(dtype, device))
+        if not point.broken_rule and (known is None or known.ms is None):
+            todo.setdefault(point.shape, []).append(point)
+    return todo
+
+
+def _measure_all(job: JobConfig, todo: Todo, context: RankContext) -> Iterator[tuple[Shape, list[Outcome]]]:
+    """Yield each shape with the outcomes of its points; shapes of one layer and layout share a group and its memory."""
+    families: dict[tuple[MoEConfig, ParallelConfig], list[Shape]] = {}
+    for shape in todo:
+        families.setdefault((shape.moe, shape.parallel), []).append(shape)
+    progress = Measuring(len(todo), "shape", enabled=context.rank == 0)
+    for shapes in families.values():
+        group, failure = _open_group(job, shapes, context)
+        for shape in shapes:
+            progress.begin(f"{shape.title}: {counted(len(todo[shape]), 'setting')} timed in one loop, rows at its end")
+            if group is None:
+                yield shape, [Outcome(ms=None, failure=failure)] * len(todo[shape])
+            else:
+                settings = [point.knobs.setting() for point in todo[shape]]
+                yield shape, measure_shape(job, shape, settings, group, context, progress.tell)
+            progress.end()
+        if group is not None:
+            group.close()
+    progress.close()
+
+
+def _open_group(job: JobConfig, shapes: Sequence[Shape], context: RankContext) -> tuple[ExpertGroup | None, str]:
+    """A group for all shapes, or ``None`` and the reason; memory of a group only some ranks got is not returned."""
+    group: ExpertGroup | None = None
+    failure = ""
+    try:
+        group = make_expert_group(
+            shapes[0].moe,
+            shapes[0].parallel,
+            max_tokens=max(shape.tokens for shape in shapes),
+            dtype=activation_dtype(job.train.dtype, context.device),
+            device=context.device,
+            backend=job.comm.backend,
+            timeout_s=job.comm.timeout_s,
+        )
+    except (RuntimeError, ValueError) as error:
+        failure = reason(error)
+    failure = _agree(failure, context)
+    return (None, failure) if failure else (group, "")
+
+
+def measure_shape(
+    job: JobConfig,
+    shape: Shape,
+    settings: Sequence[OverlapConfig],
+    group: ExpertGroup,
+    context: RankContext,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Outcome]:
+    """Measure the settings of one shape, interleaved; what fails is part of the result (collective).
+
+    Args:
+        job: For ``train.dtype`` and ``sweep.rounds``.
+        shape: What is measured; must fit the group's workspace.
+        settings: Distinct settings.
+        group: The ranks.
+        context: This rank.
+        tell: Called with what is being done.
+
+    Returns:
+        One outcome per setting, in their order.
+    """
+    failure = ""
+    try:
+        dtype = activation_dtype(job.train.dtype, context.device)
+        problem = Problem.create(shape.moe, shape.parallel, shape.tokens, dtype)
+        measured = measure_layer(problem, settings, group, rounds=job.sweep.rounds, tell=tell)
+    except (RuntimeError, ValueError) as error:
+        failure = reason(error)
+    failure = _agree(failure, context)
+    if failure:
+        return [Outcome(ms=None, failure=failure)] * len(settings)
+    return [Outcome(ms=item.ms, failure=item.failure) for item in measured]
+
+
+def _agree(failure: str, context: RankContext) -> str:
+    """The first failure of any rank; this is also the barrier between points, and ends the job if a rank is gone."""
+    return first_failure(failure, dist.group.WORLD if context.world_size > 1 else None)
+
+
+def _facts(results: Mapping[Point, Outcome], folder: Path, num_measured: int) -> dict[str, Any]:
+    best = [
+        {
+            "model": shape.model,
+            "ep": shape.parallel.ep,
+            "tp": shape.parallel.tp,
+            "tokens": shape.tokens,
+            "setting": point.knobs._asdict(),
+            "ms": results[point].ms,
+        }
+        for shape, point in best_points(results).items()
+    ]
+    return {
+        "task": "sweep",
+        "points": len(results),
+        "measured_now": num_measured,
+        "failed": sum(item.ms is None for item in results.values()),
+        "first_failure": next((item.failure for item in results.values() if item.ms is None), None),
+        "best": best,
+        "output_dir": str(folder),
+    }

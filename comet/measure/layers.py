@@ -1,0 +1,288 @@
+"""Time candidates on this machine through the layer's own paths, by the protocol of ``comet.measure.timing``.
+
+There are two input sets: each more would be another graph to record for each candidate, and all other candidates run
+between two calls of one. Fused candidates are replayed as CUDA graphs, because launching one from the host takes as
+long as a small layer, whatever its setting; the plain path, which waits for the host, cannot be. On a CPU a wall clock
+takes the place of events and the twin that of the kernels; only the machinery can be tried there.
+
+A candidate that fails is out, whatever it leaves in the pool: all ranks recover together (``recover``),
+and the others are measured as if it had never been there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from comet.comm.base import settle
+from comet.comm.handshake import gather
+from comet.config import OverlapConfig, require
+from comet.errors import StepFailedError
+from comet.layer.group import ExpertGroup
+from comet.layer.paths import ExpertPath, make_path
+from comet.layer.workspace import Workspace
+from comet.measure.timing import Timing, Variant, capture, host_ahead, max_over_ranks, rank_barrier, time_interleaved
+from comet.tuner.problem import Problem, counted
+from comet.tuner.profile import Measured
+
+
+def recover(workspace: Workspace, process_group: ProcessGroup | None) -> None:
+    """Forget what failed, and restart all that uses the group's communicator (collective); waits for the device.
+
+    The order counts where ranks differ. A kernel that waits for a failed rank leaves its fault, and may advance the
+    epoch, only when it has met its deadline: on each rank all streams end before either is looked at. No note is taken
+    away before that is so on all ranks: none leaves another one.
+
+    Args:
+        workspace: The pool.
+        process_group: The ranks; ``None`` is a rank alone.
+    """
+    comm = workspace.comm
+    meet = rank_barrier(comm.device, process_group)
+    settle(comm.device)
+    meet()
+    settle(comm.device)
+    comm.board.clear()
+    comm.restart()
+    workspace.fault.zero_()
+    meet()  # also where ranks of several hosts have no board together
+
+
+NUM_INPUTS = 2
+MOST_LETTERS = 300  # a compiler may say more
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredInputs:
+    """``NUM_INPUTS`` sets of tokens ``(T, D)``, ids and weights ``(T, K)``; one set of expert weights."""
+
+    tokens: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+    w1: Tensor
+    w2: Tensor
+
+    def run(self, path: ExpertPath, index: int) -> Tensor:
+        """One layer call."""
+        with torch.no_grad():
+            return path(self.tokens[index], self.ids[index], self.weights[index], self.w1, self.w2)
+
+
+def measure_layer(
+    problem: Problem,
+    settings: Sequence[OverlapConfig | None],
+    group: ExpertGroup,
+    *,
+    rounds: int = 20,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Measured, ...]:
+    """Time all candidates in one interleaved run under uniform routing (collective).
+
+    Args:
+        problem: Shape and tokens; must fit the group's workspace.
+        settings: Candidates, equal on all ranks; ``None`` is the plain path.
+        group: The ranks.
+        rounds: Counted calls of each candidate.
+        seed: Of inputs and weights.
+        tell: Called with what is being done, such as ``compiling candidate 3 of 12``.
+
+    Returns:
+        Of each candidate, in their order, the median ms, the slowest rank counting in every round, or why it failed on
+        some rank, at first or in the loop; equal on all ranks.
+
+    Raises:
+        ValueError: If ``rounds`` is below 1.
+    """
+    require(rounds >= 1, f"rounds={rounds} must be at least 1")
+    inputs = make_inputs(problem, group, seed)
+    candidates: dict[OverlapConfig | None, list[Call]] = {}
+    failures: dict[OverlapConfig | None, str] = {}
+    for number, setting in enumerate(settings, 1):
+        tell(f"compiling candidate {number} of {len(settings)}")
+        calls, failure = _try_setting(problem, setting, group, inputs)
+        if calls is None:
+            failures[setting] = failure
+        else:
+            candidates[setting] = calls
+    timings, late = _time_all(candidates, group, rounds, tell)
+    failures |= late
+
+    return tuple(
+        Measured(setting=setting, ms=None, failure=failures[setting])
+        if setting in failures
+        else Measured(setting=setting, ms=timings[setting].median_ms)
+        for setting in settings
+    )
+
+
+def first_failure(failure: str, process_group: ProcessGroup | None) -> str:
+    """The first failure of any rank, "" if there is none (collective; ``None`` is a rank alone)."""
+    if process_group is None:
+        return failure
+    found = {rank: reason for rank, reason in enumerate(gather(process_group, failure)) if reason}
+    told = {rank for rank, reason in found.items() if reason.startswith(StepFailedError.__name__)}  # of by another
+    first = min(found.keys() - told or found, default=-1)
+    reason, is_alone = found.get(first, ""), len(found.keys() - told) < process_group.size()
+    return f"rank {first}: {reason}" if reason and is_alone and f"rank {first}" not in reason else reason
+
+
+class _Watch:
+    """The calls of one timing loop, watched for the first that leaves a fault; nobody waits for the device for it.
+
+    Args:
+        group: The ranks, and the pool.
+        tell: Called with the number of the call that comes.
+    """
+
+    def __init__(self, group: ExpertGroup, tell: Callable[[int], None]) -> None:
+        self.group = group
+        self.tell = tell
+        self.arrive = host_ahead(rank_barrier(group.device, group.process_group), group.device)
+        self.settings: list[OverlapConfig | None] = []  # one for each call
+        self.failure = ""  # raised by a call, as the twin's waits do
+        self.looks_without_fault = torch.zeros(1, dtype=torch.int64, device=group.device)
+
+    def barrier(self) -> None:
+        """The barrier before a call."""
+        self.tell(len(self.settings))
+        self._look()
+        self.arrive()
+
+    def call(self, setting: OverlapConfig | None, calls: Sequence[Call], index: int) -> None:
+        """One of a candidate's calls; after a failure only plain, whose collectives every rank has to join.
+
+        The others would each wait for the other ranks until the deadline.
+        """
+        self.settings.append(setting)
+        try:
+            if setting is None or not self.failure:
+                calls[index]()
+        except (RuntimeError, ValueError) as error:
+            if self.group.comm.board.is_final:  # the collectives in which ranks would agree what failed, do, too
+                raise
+            self.failure = self.failure or reason(error)
+
+    def culprit(self) -> tuple[OverlapConfig | None, str] | None:
+        """The candidate of the first call that failed on any rank, and why; ``None`` if all went well (collective).
+
+        Of calls a, b, a the second left a fault: two of four looks found none, so it was call 1, that of b.
+        """
+        self._look()
+        latest = max_over_ranks(self.group.device, self.group.process_group)
+        own, first = int(self.looks_without_fault) - 1, -int(latest(-self.looks_without_fault)) - 1
+        if first == len(self.settings):
+            return None
+        failure = self.failure or _fault(self.group)
+        return self.settings[first], first_failure(failure if own == first else "", self.group.process_group)
+
+    def _look(self) -> None:
+        """Before each call and after the last: a fault stays."""
+        if not self.failure:
+            self.looks_without_fault += self.group.workspace.fault.eq(0).all()
+
+
+def _time_all(
+    candidates: Mapping[OverlapConfig | None, Sequence[Call]],
+    group: ExpertGroup,
+    rounds: int,
+    tell: Callable[[str], None],
+) -> tuple[dict[OverlapConfig | None, Timing], dict[OverlapConfig | None, str]]:
+    """Times, and failures of those that met a deadline in the loop: without them the others are timed anew."""
+    failures: dict[OverlapConfig | None, str] = {}
+    while True:
+        left = {setting: calls for setting, calls in candidates.items() if setting not in failures}
+        timed = counted(len(left), "candidate")
+        watch = _Watch(group, lambda call: tell(f"timing {timed}, round {call // len(left) + 1}"))  # noqa: B023
+        timings = time_interleaved(
+            {setting: partial(watch.call, setting, calls) for setting, calls in left.items()},
+            rounds=rounds,
+            barrier=watch.barrier,
+            rotate=NUM_INPUTS,
+            device=group.device,
+            slowest=max_over_ranks(group.device, group.process_group),
+        )
+        found = watch.culprit()
+        if found is None:
+            return timings, failures
+        failures[found[0]] = found[1]
+        recover(group.workspace, group.process_group)
+
+
+def _fault(group: ExpertGroup) -> str:
+    """What the pool of this rank complains of, or ""."""
+    try:
+        group.workspace.check()
+    except (RuntimeError, ValueError) as error:
+        return reason(error)
+    return ""
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, on one line that fits a table."""
+    return shorten(f"{type(error).__name__}: {error}", MOST_LETTERS)
+
+
+def make_inputs(problem: Problem, group: ExpertGroup, seed: int) -> MeasuredInputs:
+    """Random tokens and weights of this rank, on its device; every expert equally likely.
+
+    Args:
+        problem: Shape and tokens.
+        group: The ranks.
+        seed: Equal on all ranks, which draw different numbers from it.
+    """
+    generator = torch.Generator(group.device).manual_seed(seed * 1_000 + group.rank)
+    moe, width, local = problem.moe, problem.width, problem.experts_local
+    drawn: dict[str, Any] = dict(generator=generator, device=group.device, dtype=torch.float32)
+    inputs = MeasuredInputs(
+        [], [], [],
+        torch.empty(local, 2 * width, moe.hidden_size, device=group.device, dtype=problem.dtype),
+        torch.empty(local, moe.hidden_size, width, device=group.device, dtype=problem.dtype),
+    )  # fmt: skip
+    for weight in (inputs.w1, inputs.w2):
+        weight.normal_(0, weight.shape[2] ** -0.5, generator=generator)
+    for _ in range(NUM_INPUTS):
+        tokens = torch.randn(problem.num_tokens, moe.hidden_size, **drawn)
+        scores = torch.rand(problem.num_tokens, moe.num_experts, **drawn)
+        values, ids = scores.topk(moe.top_k, dim=1)
+        inputs.tokens.append(tokens.to(problem.dtype))
+        inputs.ids.append(ids.int())
+        inputs.weights.append(values / values.sum(1, keepdim=True))
+    return inputs
+
+
+def _try_setting(
+    problem: Problem, setting: OverlapConfig | None, group: ExpertGroup, inputs: MeasuredInputs
+) -> tuple[list[Call] | None, str]:
+    """Build a path and run it once; its call for every input set, or ``None`` and the reason if any rank failed."""
+    calls: list[Call] = []
+    failure = ""
+    try:
+        name = "plain" if setting is None else "auto"
+        path = make_path(name, problem.moe, group, setting or OverlapConfig())
+        inputs.run(path, 0)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        group.workspace.check()
+        run: Variant = partial(inputs.run, path)
+        if group.device.type == "cuda" and setting is not None:
+            run = capture(run, rotate=NUM_INPUTS)
+        calls = [partial(run, index) for index in range(NUM_INPUTS)]
+    except (RuntimeError, ValueError) as error:
+        if group.comm.board.is_final:
+            raise
+        failure = reason(error)
+    failure = first_failure(failure, group.process_group)
+    if not failure:
+        return calls, ""
+    recover(group.workspace, group.process_group)
+    return None, failure

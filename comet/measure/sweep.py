@@ -1,0 +1,258 @@
+"""What the ``sweep`` task measures, keeps and draws: points, the CSV file a later run continues from, and a picture.
+
+A shape is a model's layer in one layout with a number of tokens; a point is a shape with one value of each knob.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport, require
+from comet.jobs.config import JobConfig
+from comet.tuner.problem import counted
+from comet.utils.shared_file import locked, write_whole
+from comet.utils.tables import aligned
+
+KEY_COLUMNS = tuple(
+    "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
+    "comm_blocks num_panels num_phases block_rows beside transport".split()
+)
+COLUMNS = (*KEY_COLUMNS, "ms", "failure")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A layer, its layout and its tokens per rank; whether they fit each other shows when it is measured."""
+
+    model: str
+    moe: MoEConfig
+    parallel: ParallelConfig
+    tokens: int
+
+    @property
+    def title(self) -> str:
+        """For people: ``tiny EP2 TP1, 512 tokens``."""
+        return f"{self.model} EP{self.parallel.ep} TP{self.parallel.tp}, {self.tokens} tokens"
+
+
+class Knobs(NamedTuple):
+    """One combination of a sweep's lists; whether it breaks a rule shows when it becomes a setting."""
+
+    comm_blocks: int
+    num_panels: int
+    num_phases: int
+    block_rows: int
+    beside: bool
+    transport: Transport
+
+    def setting(self) -> OverlapConfig:
+        """Raises ``ValueError`` with the rule that is broken."""
+        return OverlapConfig(**self._asdict())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Of a point: its median ms, or ``None`` and why there is none."""
+
+    ms: float | None
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        valid = self.ms is None or (math.isfinite(self.ms) and self.ms > 0)
+        require(valid, f"ms={self.ms} must be positive and finite, or None for a point that failed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measurement of a sweep."""
+
+    shape: Shape
+    knobs: Knobs
+
+    @property
+    def broken_rule(self) -> str:
+        """The rule that its knobs break, or ""; a point that breaks one is never measured."""
+        try:
+            self.knobs.setting()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def key(self, dtype: str, device: str) -> tuple[str, ...]:
+        """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
+        shape, moe, knobs = self.shape, self.shape.moe, self.knobs
+        values = (
+            shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
+            shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
+            knobs.comm_blocks, knobs.num_panels, knobs.num_phases, knobs.block_rows,
+            int(knobs.beside), knobs.transport,
+        )  # fmt: skip
+        return tuple(map(str, values))
+
+
+def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]:
+    """All combinations of the lists in ``job.sweep``, points of one shape together.
+
+    Args:
+        job: Lists of the sweep, and the values that stand in for empty ones.
+        models: The layers of ``job.sweep.models``, by name.
+
+    Returns:
+        Distinct points; one transport, 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phase: 24.
+
+    Raises:
+        ValueError: If every combination breaks a rule.
+    """
+    sweep, overlap = job.sweep, job.overlap or OverlapConfig()
+    layers = models or {job.model.name: job.model.moe}
+    layouts = [replace(job.parallel, ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
+    tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
+    combinations = [
+        Knobs(blocks, panels, phases, overlap.block_rows, overlap.beside, transport)
+        for transport in sweep.transport or (overlap.transport,)
+        for panels in sweep.num_panels or (overlap.num_panels,)
+        for phases in sweep.num_phases or (overlap.num_phases,)
+        for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
+    ]
+    points = [
+        Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), knobs=knobs)
+        for (name, moe), parallel, num, knobs in itertools.product(layers.items(), layouts, tokens, combinations)
+    ]
+    rules = [point.broken_rule for point in points]
+    require(not all(rules), f"sweep: every point breaks a rule, the first: {rules[0]}")
+    return list(dict.fromkeys(points))
+
+
+@dataclass(slots=True)
+class SweepLog:
+    """The CSV file of a sweep, which others may add to at the same time; a killed run leaves complete rows.
+
+    Args:
+        path: The file.
+        rows: What was measured, or why it failed, by ``Point.key``.
+    """
+
+    path: Path
+    rows: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> SweepLog:
+        """Read the file if there is one; raises ``ValueError`` if it is no CSV file of a sweep."""
+        if not path.exists():
+            return cls(path)
+        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+        require(bool(lines) and lines[0] == list(COLUMNS), f"{path} must start with the columns {','.join(COLUMNS)}")
+        rows = {}
+        for number, line in enumerate(lines[1:], 2):
+            require(len(line) == len(COLUMNS), f"{path}:{number} must have {len(COLUMNS)} columns, not {len(line)}")
+            try:
+                rows[tuple(line[: len(KEY_COLUMNS)])] = _outcome(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+        return cls(path, rows)
+
+    def put(self, found: Mapping[tuple[str, ...], Outcome]) -> None:
+        """Add rows, in memory and in the file, whose folder must exist; rows other processes wrote meanwhile are kept.
+
+        A failure does not take the place of a time.
+        """
+        with locked(self.path):
+            self.rows |= self.load(self.path).rows
+            self.rows |= {key: item for key, item in found.items() if item.ms or not self._has_time(key)}
+            write_whole(self.path, self._text())
+
+    def _has_time(self, key: tuple[str, ...]) -> bool:
+        return key in self.rows and self.rows[key].ms is not None
+
+    def _text(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for key, item in self.rows.items():
+            writer.writerow((*key, "" if item.ms is None else f"{item.ms:.6g}", item.failure))
+        return text.getvalue()
+
+
+def _outcome(line: Sequence[str]) -> Outcome:
+    *numbers, transport, ms, failure = line[len(KEY_COLUMNS) - len(Knobs._fields) :]
+    for number in numbers:
+        int(number)
+    require(transport in get_args(Transport), f"transport={transport!r} must be one of {get_args(Transport)}")
+    return Outcome(ms=float(ms) if ms else None, failure=failure)
+
+
+def best_points(results: Mapping[Point, Outcome]) -> dict[Shape, Point]:
+    """The fastest point of every shape of which at least one ran, shapes in the order of ``results``."""
+    best: dict[Shape, Point] = {}
+    times = {point: item.ms for point, item in results.items() if item.ms is not None}
+    for point in sorted(times, key=times.__getitem__):
+        best.setdefault(point.shape, point)
+    return {point.shape: best[point.shape] for point in results if point.shape in best}
+
+
+def sweep_table(results: Mapping[Point, Outcome]) -> str:
+    """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
+    best = set(best_points(results).values())
+    head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "transport", "ms", "")
+    lines: list[tuple[str, ...]] = [head]
+    for point, item in results.items():
+        shape, knobs = point.shape, point.knobs
+        numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, knobs.comm_blocks, knobs.num_panels)
+        time = "failed" if item.ms is None else f"{item.ms:.4f}"
+        note = "*" if point in best else item.failure
+        lines.append((shape.model, *map(str, numbers), str(knobs.num_phases), knobs.transport, time, note))
+    return "\n".join(aligned(lines, left=(0, len(head) - 1)))
+
+
+MAX_COLUMNS = 3
+SUBPLOT_INCHES = (5.0, 3.6)
+DOTS_PER_INCH = 110
+TOP_MARGIN = 1.1
+
+
+def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
+    """Draw all points that ran as a PNG; a shape without any keeps an empty subplot that says so."""
+    from matplotlib.figure import Figure
+
+    shapes = list(dict.fromkeys(point.shape for point in results))
+    columns = min(len(shapes), MAX_COLUMNS)
+    rows = math.ceil(len(shapes) / columns)
+    size = (SUBPLOT_INCHES[0] * columns, SUBPLOT_INCHES[1] * rows)
+    figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[len(shapes) :]:
+        axes.set_axis_off()
+    for shape, axes in zip(shapes, grid, strict=False):
+        lines = sweep_lines({point: item for point, item in results.items() if point.shape == shape})
+        for (panels, phases, transport), line in lines.items():
+            label = f"{counted(panels, 'panel')}, {counted(phases, 'phase')}, {transport}"
+            axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=label)
+        axes.set(xlabel="communication blocks", ylabel="ms", title=shape.title)
+        if lines:
+            times = [ms for line in lines.values() for _, ms in line]
+            axes.set_ylim(0, TOP_MARGIN * max(times))
+            axes.set_xticks(sorted({blocks for line in lines.values() for blocks, _ in line}))
+            axes.legend(fontsize="small")
+        else:
+            axes.set(xticks=[], yticks=[])
+            axes.text(0.5, 0.5, "every setting failed", ha="center", transform=axes.transAxes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def sweep_lines(results: Mapping[Point, Outcome]) -> dict[tuple[int, int, str], list[tuple[int, float]]]:
+    """Lines of one shape: (panels, phases, transport) -> (comm_blocks, ms) of the points that ran, ascending."""
+    lines: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
+    for point, item in results.items():
+        if item.ms is not None:
+            knobs = point.knobs
+            name = (knobs.num_panels, knobs.num_phases, knobs.transport)
+            lines.setdefault(name, []).append((knobs.comm_blocks, item.ms))
+    return {name: sorted(line) for name, line in lines.items()}

@@ -1,0 +1,227 @@
+"""The routed experts in plain torch, in the kernels' order of summation and rounding: specification and oracle.
+
+For every rank d of W = ep * tp: EP shard d // tp owns experts ``[shard * e, (shard + 1) * e)``, TP rank d % tp owns an
+equal run of columns of gate, of up and of w2. With ``round`` meaning "to the dtype of the tokens" and all else float32:
+
+    hidden_k  = round(silu(x @ gate_k^T) * (x @ up_k^T))
+    output_k  = round(hidden_k @ w2_k^T)
+    partial_d = round(sum over the slots k of rank d, in slot order, of weight_k * output_k)
+    y         = round(sum over d, in rank order, of partial_d)
+
+In float16 what is past 65504 before such a rounding becomes infinite: a partial sum too, though the other ranks' might
+bring y back, and then y is infinite or NaN, never a wrong number. Plain path and decode add before they round.
+
+Everything is differentiable by autograd. float64 tensors run in float64 throughout: the exact oracle.
+Not covered: communication (all experts are here), and speed beyond tiny models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from comet.comm.collectives import accumulator_dtype
+from comet.config import require
+from comet.layout import ExpertLayout, positions_in_groups
+from comet.utils.autocast import product, without_autocast
+from comet.utils.match import Sizes, check_id_dtype, check_id_range
+
+
+def reference_experts(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    ep: int = 1,
+    tp: int = 1,
+    expert_capacity: int | None = None,
+) -> Tensor:
+    """Send every token through its K experts and add up the weighted outputs as W = ep * tp ranks would.
+
+    Example (T = 1, K = E = 2, D = F = 1): token ``[[1]]``, ids ``[[0, 1]]``, weights ``[[0.5, 0.25]]``, w1
+    ``[[[32], [1]], [[32], [2]]]``, w2 ``[[[1]], [[0.5]]]``. silu(32) is 32 in float32, so hidden is 32 and 64, the
+    outputs are 32 and 32, and y is ``0.5 * 32 + 0.25 * 32 = [[24]]``. With ids ``[[1, -1]]`` it is ``[[16]]``.
+
+    Args:
+        tokens: ``(T, D)`` floating; T may be 0.
+        top_k_ids: ``(T, K)`` integer in ``[-1, E)``; -1 is a masked slot and contributes nothing.
+        top_k_weights: ``(T, K)`` float32; float64 with float64 tokens.
+        w1: ``(E, 2F, D)``, gate rows first, then up rows; dtype of ``tokens``.
+        w2: ``(E, D, F)``, dtype of ``tokens``.
+        ep: Expert-parallel shards to imitate; divides E.
+        tp: Ranks each expert is split over; divides F.
+        expert_capacity: Routed rows an expert takes of these T tokens (see ``kept_slots``); ``None`` takes all.
+
+    Returns:
+        ``(T, D)``, dtype of ``tokens``.
+
+    Raises:
+        ValueError: If a shape, dtype, id or divisor breaks the rules above.
+    """
+    _check(tokens, top_k_ids, top_k_weights, w1, w2)
+    num_experts = w1.shape[0]
+    require(ep >= 1 and num_experts % ep == 0, f"ep={ep} must divide num_experts={num_experts}")
+    require(tp >= 1 and w2.shape[2] % tp == 0, f"tp={tp} must divide ffn_size={w2.shape[2]}")
+    if expert_capacity is not None:
+        top_k_ids = top_k_ids.masked_fill(~kept_slots(top_k_ids, num_experts, expert_capacity), -1)
+    partials = []
+    for rank in range(ep * tp):
+        layout = ExpertLayout(num_experts=num_experts, top_k=top_k_ids.shape[1], ep=ep, tp=tp, rank=rank)
+        w1_local, w2_local = shard_experts(w1, w2, layout)
+        first = layout.first_expert
+        partials.append(rank_partial(tokens, top_k_ids, top_k_weights, w1_local, w2_local, first_expert=first))
+    return sum_partials(partials)
+
+
+def shard_experts(w1: Tensor, w2: Tensor, layout: ExpertLayout) -> tuple[Tensor, Tensor]:
+    """The part of the experts that one rank owns.
+
+    Example: E = 4, F = 6, EP = 2, TP = 3, rank 4 is shard 1 and TP rank 1: of experts 2 and 3, the gate rows 2 and 3
+    and the up rows 8 and 9 of w1, and the columns 2 and 3 of w2.
+
+    Args:
+        w1: ``(E, 2F, D)``.
+        w2: ``(E, D, F)``.
+        layout: The rank's place.
+
+    Returns:
+        ``(e, 2F/tp, D)``, gate rows first, and ``(e, D, F/tp)``.
+    """
+    ffn_local = w2.shape[2] // layout.tp
+    experts = slice(layout.first_expert, layout.first_expert + layout.experts_local)
+    columns = slice(layout.tp_rank * ffn_local, (layout.tp_rank + 1) * ffn_local)
+    gate, up = w1[experts].chunk(2, dim=1)
+    return torch.cat([gate[:, columns], up[:, columns]], dim=1), w2[experts, :, columns]
+
+
+def rank_partial(
+    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1_local: Tensor, w2_local: Tensor, *, first_expert: int
+) -> Tensor:
+    """What one rank contributes to every token: the weighted sum over the token's slots that this rank owns.
+
+    Args:
+        tokens: ``(T, D)``.
+        top_k_ids: ``(T, K)`` global expert ids; slots of other ranks' experts and -1 are skipped.
+        top_k_weights: ``(T, K)`` float32.
+        w1_local: ``(e, 2F/tp, D)``.
+        w2_local: ``(e, D, F/tp)``.
+        first_expert: Global id of local expert 0.
+
+    Returns:
+        ``(T, D)``, dtype of ``tokens``; zero where the rank owns none of the token's slots.
+    """
+    num_tokens, top_k = top_k_ids.shape
+    accumulator = accumulator_dtype(tokens.dtype)
+    owned = (top_k_ids >= first_expert) & (top_k_ids < first_expert + w1_local.shape[0])
+    with without_autocast(tokens.device):
+        outputs = expert_outputs(tokens, top_k_ids, w1_local, w2_local, first_expert=first_expert)
+        outputs = outputs.to(accumulator).view(num_tokens, top_k, tokens.shape[1])
+        partial = torch.zeros(tokens.shape, dtype=accumulator, device=tokens.device)
+        for slot in range(top_k):
+            # Masking both factors keeps a NaN weight of a skipped slot out of the sum and out of the gradients.
+            weight = top_k_weights[:, slot, None].to(accumulator).where(owned[:, slot, None], 0.0)
+            partial = partial + weight * outputs[:, slot]
+    return partial.to(tokens.dtype)
+
+
+def expert_outputs(
+    tokens: Tensor, top_k_ids: Tensor, w1_local: Tensor, w2_local: Tensor, *, first_expert: int
+) -> Tensor:
+    """Every routed row's expert output before weighting, in (token, slot) order.
+
+    Args:
+        tokens: ``(T, D)``.
+        top_k_ids: ``(T, K)`` global expert ids.
+        w1_local: ``(e, 2F/tp, D)``.
+        w2_local: ``(e, D, F/tp)``.
+        first_expert: Global id of local expert 0.
+
+    Returns:
+        ``(T*K, D)``, dtype of ``tokens``; zero rows for slots that are masked or not of these experts.
+    """
+    top_k = top_k_ids.shape[1]
+    slot_ids = top_k_ids.flatten()
+    rows, outputs = [], []
+    # unbind, not w1_local[i]: its backward stacks the gradients once instead of filling E tensors of full size.
+    # Experts without rows run on empty matrices, so that every weight always gets a gradient.
+    for local_expert, (w1, w2) in enumerate(zip(w1_local.unbind(), w2_local.unbind(), strict=True)):
+        expert_rows = (slot_ids == first_expert + local_expert).nonzero().flatten()
+        rows.append(expert_rows)
+        outputs.append(swiglu_expert(tokens.index_select(0, expert_rows // top_k), w1, w2))
+    buffer = tokens.new_zeros(slot_ids.shape[0], tokens.shape[1])
+    return buffer.index_copy(0, torch.cat(rows), torch.cat(outputs))
+
+
+def swiglu_expert(tokens: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """One expert on its rows, rounding where the kernels round: hidden and output, never the pre-activations.
+
+    Args:
+        tokens: ``(R, D)``.
+        w1: ``(2F, D)``.
+        w2: ``(D, F)``.
+
+    Returns:
+        ``(R, D)``, dtype of ``tokens``.
+    """
+    accumulator = accumulator_dtype(tokens.dtype)
+    gate, up = product(tokens.to(accumulator), w1.to(accumulator)).chunk(2, dim=-1)
+    hidden = (silu(gate) * up).to(tokens.dtype)
+    return product(hidden.to(accumulator), w2.to(accumulator)).to(tokens.dtype)
+
+
+def sum_partials(partials: Iterable[Tensor]) -> Tensor:
+    """The final sum of the ranks' contributions, in the order given.
+
+    Args:
+        partials: At least one ``(T, D)`` tensor, in rank order, all of one dtype.
+
+    Returns:
+        ``(T, D)``, same dtype, summed in float32 (float64 for float64) and rounded once.
+    """
+    first, *others = partials
+    total = first.to(accumulator_dtype(first.dtype))
+    for partial in others:
+        total = total + partial
+    return total.to(first.dtype)
+
+
+def kept_slots(top_k_ids: Tensor, num_experts: int, expert_capacity: int) -> Tensor:
+    """Which slots stay when every expert takes only its first ``expert_capacity`` routed rows in (token, slot) order.
+
+    The number of dropped routed rows is ``(top_k_ids >= 0).sum() - kept.sum()``.
+
+    Example: ids ``[[0, 1], [0, -1], [1, 0]]``, capacity 2: expert 0 has three rows and loses the last, so
+    ``[[True, True], [True, False], [True, False]]``; one row is dropped.
+
+    Args:
+        top_k_ids: ``(T, K)`` integer in ``[-1, E)``; -1 is a masked slot and never kept.
+        num_experts: E.
+        expert_capacity: Routed rows an expert takes, at least 0.
+
+    Returns:
+        ``(T, K)`` bool.
+
+    Raises:
+        ValueError: If ``expert_capacity`` is negative.
+    """
+    require(expert_capacity >= 0, f"expert_capacity={expert_capacity} must be at least 0")
+    bins = top_k_ids.flatten().long() + 1  # bin 0 holds the masked slots
+    position, _ = positions_in_groups(bins, num_experts + 1)
+    return ((bins > 0) & (position < expert_capacity)).view(top_k_ids.shape)
+
+
+def _check(tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> None:
+    sizes, dtype, device = Sizes(), tokens.dtype, tokens.device
+    sizes.match("tokens", tokens, "T D")
+    require(tokens.is_floating_point(), f"tokens of dtype {dtype} must be floating")
+    sizes.match("w2", w2, "E D F", dtype=dtype, device=device)
+    sizes.match("w1", w1, "E 2F D", dtype=dtype, device=device)
+    sizes.match("top_k_ids", top_k_ids, "T K", device=device)
+    check_id_dtype(top_k_ids)
+    sizes.match("top_k_weights", top_k_weights, "T K", dtype=accumulator_dtype(dtype), device=device)
+    check_id_range(top_k_ids, w2.shape[0])

@@ -1,0 +1,328 @@
+"""Expert parallelism without symmetric memory: the plain path (what everybody has today) and the gathered reference.
+
+``plain_experts``: sort routed rows by destination, exchange counts, wait for them on the host, all-to-all, grouped
+GEMM, eager SwiGLU, grouped GEMM, all-to-all back, un-sort, weighted sum. It overlaps nothing, so it is the baseline of
+the benchmarks, and it runs wherever ``torch.distributed`` does. ``gather_reference_experts`` moves the weights, not the
+tokens, and runs ``comet.reference.layer`` on them: slow, and the specification on several ranks.
+
+Both are differentiable in tokens, weights, w1 and w2. Letters as in the design: T tokens here, K slots each, D, F, E
+experts, e of this shard, W = EP x TP ranks; N = rows sent, R = rows received. Not covered: a capacity factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed import ProcessGroup
+from torch.nn.functional import silu
+
+from comet.comm.collectives import (
+    accumulator_dtype,
+    all_gather_stacked,
+    all_to_all_rows,
+    bad_ids,
+    check_grad_modes,
+    check_ids,
+    grad_mode,
+    wants_grad,
+)
+from comet.config import check_token_dtype, require
+from comet.layout import ExpertLayout
+from comet.reference.layer import reference_experts
+from comet.utils.autocast import product, without_autocast
+from comet.utils.match import Sizes, check_id_dtype
+
+# tokens, top_k_ids, top_k_weights, w1, w2, layout, process_group -> (T, D); see ``plain_experts``.
+CollectiveExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLayout, ProcessGroup | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowExchange:
+    """Which routed rows travel where on the plain path; a routed row goes to all TP ranks of its expert's shard.
+
+    Entry ``(t*K + k)*TP + j`` is token t's slot k on its way to TP rank j.
+
+    Args:
+        layout: The experts over the ranks.
+        send_entries: ``(N,)`` int64: entries by destination rank, then local expert, then entry; no masked ones.
+        send_counts: W rows sent to each rank.
+        recv_counts: W rows received from each rank.
+        recv_order: ``(R,)`` int64: received rows by local expert, then source rank, then entry.
+        expert_counts: e received rows of each local expert.
+        expert_ends: ``(e,)`` int32: their running sum, the offsets of a grouped GEMM.
+    """
+
+    layout: ExpertLayout
+    send_entries: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    recv_order: Tensor
+    expert_counts: tuple[int, ...]
+    expert_ends: Tensor
+
+
+def plain_experts(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout: ExpertLayout,
+    process_group: ProcessGroup | None,
+) -> Tensor:
+    """Send every token to the ranks of its experts and back, one step after the other; collective.
+
+    Args:
+        tokens: ``(T, D)``; T may be 0 and differ between ranks.
+        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``; -1 masks a slot.
+        top_k_weights: ``(T, K)`` float32 (float64 with float64 tokens).
+        w1: ``(e, 2F/TP, D)``, gate rows first, then up rows; dtype of ``tokens``.
+        w2: ``(e, D, F/TP)``, dtype of ``tokens``.
+        layout: The experts over the ranks.
+        process_group: The W ranks; not used when W is 1.
+
+    Returns:
+        ``(T, D)``: ``round(sum over slots and TP ranks of weight * output)``, summed in float32.
+
+    Raises:
+        ValueError: If a shape, dtype or id breaks the rules above, or the group is not the layout's; on all ranks, if
+            gradients are wanted on some of them only.
+    """
+    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
+    mode = grad_mode(wants_grad(tokens), wants_grad(tokens, w1, w2))
+    exchange = make_exchange(top_k_ids, layout, process_group, mode)
+    with without_autocast(tokens.device):
+        received = dispatch_rows(tokens, exchange, process_group)
+        outputs = expert_rows(received, w1, w2, exchange)
+        returned = return_rows(outputs, exchange, process_group)
+        return weighted_sum(returned, top_k_ids, top_k_weights, exchange)
+
+
+def make_exchange(
+    top_k_ids: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None, mode: int = 0
+) -> RowExchange:
+    """Decide which rows travel where; waits once for the device; collective.
+
+    Example: E=4, EP=2, TP=1, K=2, rank 0 with ids ``[[3, 0], [1, -1]]`` and rank 1 with no tokens: on rank 0
+    ``send_entries = [1, 2, 0]``, ``send_counts = (2, 1)``, ``recv_counts = (2, 0)``, ``expert_counts = (1, 1)``; on
+    rank 1 ``recv_counts = (1, 0)``, ``expert_counts = (0, 1)``.
+
+    Args:
+        top_k_ids: ``(T, K)`` int32 or int64 in ``[-1, E)``.
+        layout: The experts over the ranks.
+        process_group: The W ranks; not used when W is 1.
+        mode: ``grad_mode`` of tokens, and of rows; 0 where nobody asks for gradients.
+
+    Returns:
+        The exchange.
+
+    Raises:
+        ValueError: If an id is out of range, the mode differs between ranks, or the group is not the layout's.
+    """
+    check_group(layout, process_group)
+    num_ranks, num_local = layout.world_size, layout.experts_local
+    bad = bad_ids(top_k_ids, layout)
+    bins = _destination_bins(top_k_ids.masked_fill(bad, -1), layout)
+    counts = torch.zeros(num_ranks * num_local + 1, dtype=torch.int64, device=bins.device)
+    counts.scatter_add_(0, bins, torch.ones_like(bins))
+    # The last bin holds the masked entries. The last columns tell all ranks of bad ids and of gradients that are wanted
+    # here, so that all raise and none waits.
+    told = [bad.sum().expand(num_ranks, 1), counts.new_full((num_ranks, 1), mode)]
+    sent = torch.cat([counts[:-1].view(num_ranks, num_local), *told], dim=1)
+    received = sent
+    if num_ranks > 1:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=process_group)
+    sent_host, received_host = torch.stack([sent, received]).tolist()  # the host waits for the device here
+    check_grad_modes([row.pop() for row in received_host], "tokens", "tokens, w1 or w2")
+    check_ids([row.pop() for row in received_host], top_k_ids, layout)
+    send_counts = tuple(sum(row[:num_local]) for row in sent_host)
+    recv_counts = tuple(map(sum, received_host))
+    received = received[:, :num_local]
+    local_experts = torch.arange(num_local, device=bins.device).repeat(num_ranks)
+    recv_experts = local_experts.repeat_interleave(received.flatten(), output_size=sum(recv_counts))
+    return RowExchange(
+        layout=layout,
+        send_entries=bins.argsort(stable=True)[: sum(send_counts)],
+        send_counts=send_counts,
+        recv_counts=recv_counts,
+        recv_order=recv_experts.argsort(stable=True),
+        expert_counts=tuple(map(sum, zip(*received_host, strict=True))),
+        expert_ends=received.sum(0).cumsum(0).to(torch.int32),
+    )
+
+
+def dispatch_rows(tokens: Tensor, exchange: RowExchange, process_group: ProcessGroup | None) -> Tensor:
+    """Send ``(T, D)`` tokens to the ranks of their experts; returns ``(R, D)`` received rows by source rank."""
+    layout = exchange.layout
+    sent = _GatherRows.apply(tokens, exchange.send_entries, layout.top_k * layout.tp)
+    if layout.world_size == 1:
+        return sent
+    return all_to_all_rows(sent, exchange.send_counts, exchange.recv_counts, process_group)
+
+
+def expert_rows(received: Tensor, w1: Tensor, w2: Tensor, exchange: RowExchange) -> Tensor:
+    """Run every received row ``(R, D)`` through its local expert; returns ``(R, D)`` in the same order."""
+    rows = _GatherRows.apply(received, exchange.recv_order, 1)
+    counts, ends = exchange.expert_counts, exchange.expert_ends
+    gate, up = grouped_matmul(rows, w1, counts, ends).chunk(2, dim=-1)
+    outputs = grouped_matmul(silu(gate) * up, w2, counts, ends)
+    return torch.empty_like(outputs).index_copy(0, exchange.recv_order, outputs)
+
+
+def return_rows(outputs: Tensor, exchange: RowExchange, process_group: ProcessGroup | None) -> Tensor:
+    """Send ``(R, D)`` outputs back to where their rows came from; returns ``(N, D)`` in the order they were sent."""
+    if exchange.layout.world_size == 1:
+        return outputs
+    return all_to_all_rows(outputs, exchange.recv_counts, exchange.send_counts, process_group)
+
+
+def weighted_sum(returned: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, exchange: RowExchange) -> Tensor:
+    """Add up each token's outputs: ``(N, D)`` rows and ``(T, K)`` ids and weights to ``(T, D)``."""
+    num_tokens, top_k = top_k_ids.shape
+    fan_out = top_k * exchange.layout.tp
+    entries = returned.new_zeros(num_tokens * fan_out, returned.shape[1])
+    entries = entries.index_copy(0, exchange.send_entries, returned).view(num_tokens, fan_out, returned.shape[1])
+    weights = top_k_weights.masked_fill(top_k_ids < 0, 0.0)  # a NaN weight of a masked slot does no harm
+    weights = weights.repeat_interleave(exchange.layout.tp, dim=1).to(accumulator_dtype(returned.dtype))
+    return (entries * weights.unsqueeze(-1)).sum(1).to(returned.dtype)
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, expert_counts: tuple[int, ...], expert_ends: Tensor) -> Tensor:
+    """Multiply every row by the weight of its expert: torch's grouped GEMM for bf16 on a GPU, else one by one.
+
+    Example: rows ``[[1], [2], [3]]``, weights ``[[[10]], [[100]]]``, counts (1, 2), ends ``[1, 3]`` give
+    ``[[10], [200], [300]]``.
+
+    Args:
+        rows: ``(R, I)``, by expert.
+        weights: ``(e, O, I)``.
+        expert_counts: e rows of each expert.
+        expert_ends: ``(e,)`` int32, their running sum.
+
+    Returns:
+        ``(R, O)``.
+    """
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0:
+        return torch._grouped_mm(rows, weights.transpose(1, 2), offs=expert_ends)
+    runs = rows.split(list(expert_counts))
+    return torch.cat([product(run, weight) for run, weight in zip(runs, weights.unbind(), strict=True)])
+
+
+def gather_reference_experts(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout: ExpertLayout,
+    process_group: ProcessGroup | None,
+) -> Tensor:
+    """Gather all experts and run the reference on this rank's tokens; collective, differentiable, memory-hungry.
+
+    Args, and what is raised: as for ``plain_experts``; the gradients of w1 and w2 sum over the tokens of all ranks.
+
+    Returns:
+        ``(T, D)``, as ``comet.reference.layer.reference_experts(..., ep=EP, tp=TP)`` computes it.
+    """
+    check_inputs(tokens, top_k_ids, top_k_weights, w1, w2, layout)
+    check_group(layout, process_group)
+    if layout.world_size > 1:
+        mode = torch.tensor(grad_mode(wants_grad(w1), wants_grad(w2)), device=tokens.device)
+        check_grad_modes(all_gather_stacked(mode, process_group).tolist(), "w1", "w2")
+        w1, w2 = gather_weights(w1, w2, layout, process_group)
+    return reference_experts(tokens, top_k_ids, top_k_weights, w1, w2, ep=layout.ep, tp=layout.tp)
+
+
+def gather_weights(
+    w1: Tensor, w2: Tensor, layout: ExpertLayout, process_group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """All experts from every rank's shard: ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` to ``(E, 2F, D)``, ``(E, D, F)``."""
+    ep, tp, num_local = layout.ep, layout.tp, layout.experts_local
+    hidden_size, width = w2.shape[1], w2.shape[2]
+    w1_ranks = all_gather_stacked(w1, process_group).view(ep, tp, num_local, 2, width, hidden_size)
+    w2_ranks = all_gather_stacked(w2, process_group).view(ep, tp, num_local, hidden_size, width)
+    w1_all = w1_ranks.permute(0, 2, 3, 1, 4, 5).reshape(layout.num_experts, 2 * tp * width, hidden_size)
+    w2_all = w2_ranks.permute(0, 2, 3, 1, 4).reshape(layout.num_experts, hidden_size, tp * width)
+    return w1_all, w2_all
+
+
+def check_group(layout: ExpertLayout, process_group: ProcessGroup | None) -> None:
+    """Raise ``ValueError`` unless the process group has the layout's size and gives this process the layout's rank."""
+    if layout.world_size == 1:
+        return
+    size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    require(
+        size == layout.world_size,
+        f"process_group of {size} ranks must have ep x tp = {layout.world_size} of the layout",
+    )
+    require(
+        rank == layout.rank, f"rank={layout.rank} of the layout must be this process's rank {rank} in process_group"
+    )
+
+
+def check_inputs(
+    tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, layout: ExpertLayout
+) -> None:
+    """Raise ``ValueError`` unless shapes, dtypes and devices are those of ``plain_experts``."""
+    check_shapes(tokens, top_k_ids, top_k_weights, w1, w2, layout, dtype=tokens.dtype)
+
+
+def check_shapes(
+    tokens: Tensor,
+    top_k_ids: Tensor,
+    top_k_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    layout: ExpertLayout,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """``check_inputs`` for weights of this dtype, or of any."""
+    device = tokens.device
+    sizes = Sizes(K=(layout.top_k, "top_k"), e=(layout.experts_local, "num_experts / ep"))
+    sizes.match("tokens", tokens, "T D")
+    check_token_dtype(tokens.dtype)
+    sizes.match("top_k_ids", top_k_ids, "T K", device=device)
+    sizes.match("top_k_weights", top_k_weights, "T K", device=device)
+    check_id_dtype(top_k_ids)
+    sizes.match("w2", w2, "e D F", dtype=dtype, device=device)
+    sizes.match("w1", w1, "e 2F D", dtype=dtype, device=device)
+
+
+def _destination_bins(top_k_ids: Tensor, layout: ExpertLayout) -> Tensor:
+    """Destination rank x e + local expert of every entry, W x e for masked ones: ``(T, K)`` to ``(T*K*TP,)`` int64."""
+    ids = top_k_ids.long().unsqueeze(-1)
+    shard, local_expert = ids // layout.experts_local, ids % layout.experts_local
+    ranks = shard * layout.tp + torch.arange(layout.tp, device=ids.device)
+    bins = ranks * layout.experts_local + local_expert
+    return bins.masked_fill(ids < 0, layout.world_size * layout.experts_local).flatten()
+
+
+class _GatherRows(torch.autograd.Function):
+    """``rows[entries // fan_out]`` for distinct entries; a row's gradient sums its entries in order, in float32.
+
+    The backward pass of ``index_select`` would add with atomics, in the dtype of the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, entries: Tensor, fan_out: int) -> Tensor:
+        ctx.save_for_backward(entries)
+        ctx.num_rows, ctx.fan_out = rows.shape[0], fan_out  # type: ignore[attr-defined]
+        return rows.index_select(0, entries // fan_out)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (entries,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad, fan_out = grads[0], ctx.fan_out  # type: ignore[attr-defined]
+        slots = grad.new_zeros(ctx.num_rows * fan_out, grad.shape[1])  # type: ignore[attr-defined]
+        slots = slots.index_copy(0, entries, grad)
+        if fan_out == 1:
+            return slots, None, None
+        slots = slots.view(-1, fan_out, grad.shape[1])
+        return slots.sum(1, dtype=accumulator_dtype(grad.dtype)).to(grad.dtype), None, None

@@ -1,0 +1,1 @@
+"""From tokens to experts: the router, its kernels, its losses."""

@@ -1,0 +1,139 @@
+"""The router on Triton kernels, with gradients; imported only where there is a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from comet.config import MoEConfig
+from comet.kernels.router.gradients import measure_gradient, select_gradient
+from comet.kernels.router.logits import router_logits
+from comet.kernels.router.measure import LossRule
+from comet.kernels.router.measure import measure as measure_losses
+from comet.kernels.router.select import SelectRule
+from comet.kernels.router.select import select as select_ids
+from comet.router.losses import RouterStats
+from comet.utils.autocast import without_autocast
+
+__all__ = ["logits", "measure", "select"]
+
+
+def logits(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Router logits in float32 of bfloat16 tokens, as accurate as products in float32.
+
+    Args:
+        tokens: ``(T, D)`` bfloat16.
+        weight: ``(E, D)`` float32 or bfloat16.
+
+    Returns:
+        ``(T, E)`` float32, with gradient.
+    """
+    result: Tensor = _Logits.apply(tokens, weight)
+    return result
+
+
+def select(logits: Tensor, selection_bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, experts and weights in one launch.
+
+    Args:
+        logits: ``(T, E)`` float32.
+        selection_bias: ``(E,)`` float32, or ``None``.
+        config: Read for the routing rule.
+
+    Returns:
+        As ``comet.router.router`` makes them in plain torch: ids ``(T, K)`` int32, weights ``(T, K)`` float32 and
+        scores ``(T, E)`` float32, the last two with gradient.
+    """
+    rule = SelectRule(
+        top_k=config.top_k,
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        sigmoid=config.score == "sigmoid",
+        renormalize=config.renormalize,
+        routed_scale=config.routed_scale,
+    )
+    result: tuple[Tensor, Tensor, Tensor] = _Select.apply(logits.contiguous(), selection_bias, rule)
+    return result
+
+
+def measure(logits: Tensor, scores: Tensor, top_k_ids: Tensor, config: MoEConfig, largest_logit: Tensor) -> RouterStats:
+    """``measure_routing`` and ``watch_finite`` in one launch, or two for many tokens.
+
+    Args:
+        logits: ``(T, E)`` float32.
+        scores: ``(T, E)`` float32.
+        top_k_ids: ``(T, K)`` integer; -1 is a masked slot.
+        config: Read for the losses.
+        largest_logit: ``()`` float32, see ``comet.router.router.watch_finite``.
+
+    Returns:
+        The statistics.
+    """
+    rule = LossRule(aux=config.aux_loss_coef if config.balance == "aux" else 0.0, z=config.z_loss_coef)
+    inputs = (logits.contiguous(), scores.contiguous(), top_k_ids.int().contiguous())
+    return RouterStats(*_Measure.apply(*inputs, largest_logit, rule))
+
+
+class _Logits(torch.autograd.Function):
+    """Backward as ``nn.functional.linear`` in float32 has it."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return router_logits(tokens.contiguous(), weight.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        tokens, weight = ctx.saved_tensors
+        wants_tokens, wants_weight = ctx.needs_input_grad
+        with without_autocast(grad.device):
+            grad_tokens = (grad @ weight.float()).to(tokens.dtype) if wants_tokens else None
+            grad_weight = (grad.T @ tokens.float()).to(weight.dtype) if wants_weight else None
+        return grad_tokens, grad_weight
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tensor, Tensor, Tensor]:
+        ids, weights, scores = select_ids(logits, bias, rule)
+        ctx.save_for_backward(scores, ids)
+        ctx.rule = rule
+        ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)
+        return ids, weights, scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, _: None, grad_weights: Tensor | None, grad_scores: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        if grad_weights is None and grad_scores is None:
+            return None, None, None
+        scores, ids = ctx.saved_tensors
+        of_weights, of_scores = (None if grad is None else grad.contiguous() for grad in (grad_weights, grad_scores))
+        return select_gradient(scores, ids, of_weights, of_scores, ctx.rule), None, None
+
+
+class _Measure(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, scores: Tensor, ids: Tensor, largest: Tensor, rule: LossRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        aux_loss, z_loss, load = measure_losses(logits, scores, ids, largest, rule)
+        ctx.save_for_backward(logits, scores, load)
+        ctx.rule = rule
+        unused = [loss for loss, factor in ((aux_loss, rule.aux), (z_loss, rule.z)) if factor == 0]
+        ctx.mark_non_differentiable(load, *unused)
+        ctx.set_materialize_grads(False)
+        return aux_loss, z_loss, load
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_aux: Tensor | None, grad_z: Tensor | None, _: None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        logits, scores, load = ctx.saved_tensors
+        return *measure_gradient(logits, scores, load, (grad_aux, grad_z), ctx.rule), None, None, None

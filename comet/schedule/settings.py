@@ -1,0 +1,116 @@
+"""How the pieces of one layer are launched: the split and, from the dependency analysis, the order of each pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig
+from comet.layout import MAX_PANELS, ExpertLayout, round_up
+from comet.schedule.dependency import pipelines
+from comet.schedule.tiles import TileSchedule
+from comet.utils.streams import SideStream
+
+GROUP_TILES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileShape:
+    """GEMM tile of the fused kernels for one element type.
+
+    Args:
+        block_f: Hidden columns of a layer-0 tile (its GEMM tile is gate and up, twice as wide).
+        block_n: Output columns of a layer-1 tile.
+        block_k: Contraction step.
+        num_stages: Depth of the load pipeline.
+    """
+
+    block_f: int
+    block_n: int
+    block_k: int
+    num_stages: int
+
+    @classmethod
+    def select(cls, dtype: torch.dtype, hidden_size: int, ffn_size: int) -> TileShape:
+        """The measured default, narrowed to the matrix.
+
+        128 x 256 x 64 in 16 bits; 16 x 64 x 16 in 32, as IEEE float32 has no tensor cores.
+
+        Example: bfloat16, D=2048, F=768: 128, 256, 64; bfloat16, D=64, F=48: 64, 64, 64.
+        """
+        wide = dtype != torch.float32
+        block_f, block_n, block_k, num_stages = (128, 256, 64, 4) if wide else (16, 64, 16, 2)
+        return cls(
+            block_f=min(block_f, _power_of_2(ffn_size)),
+            block_n=min(block_n, _power_of_2(hidden_size)),
+            block_k=min(block_k, _power_of_2(min(hidden_size, ffn_size))),
+            num_stages=num_stages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSettings:
+    """Everything but the tensors that the launches of one layer share.
+
+    Args:
+        comm_blocks: Thread blocks that start as communication blocks; none in layer 0 where copy engines move its rows.
+        beside: Layer 1's comm blocks share the multiprocessors of its compute blocks.
+        tile: GEMM tile shape.
+        layer0: Order of dispatch || GEMM.
+        layer1: Order of GEMM || combine.
+        layer0_backward: Order of GEMM || combine of the gradient of the tokens.
+        cuda_kernels: Whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may
+            differ between them.
+        spare_multiprocessors: How many layer 1 leaves to other kernels.
+        copy_stream: Where copy engines get their work (``comet.layer.copy_engine``).
+    """
+
+    comm_blocks: int
+    beside: bool
+    tile: TileShape
+    layer0: TileSchedule
+    layer1: TileSchedule
+    layer0_backward: TileSchedule
+    cuda_kernels: bool = True
+    spare_multiprocessors: int = 0
+    copy_stream: SideStream = field(default_factory=partial(SideStream, None), compare=False)
+
+    @classmethod
+    def create(cls, moe: MoEConfig, layout: ExpertLayout, overlap: OverlapConfig, dtype: torch.dtype) -> LayerSettings:
+        """Analyse the pipelines and schedule them for one layer shape.
+
+        A panel is at least one column block: with fewer column blocks than ``overlap.num_panels`` there are as many
+        panels as column blocks.
+
+        Example: bfloat16, D=512, F=768, TP=2, ``num_panels=4``: a rank's 384 hidden columns are 3 column blocks of 128
+        in layer 0; the 512 output columns of layer 1 are 2 column blocks of 256, so 2 panels.
+        """
+        width = round_up(moe.ffn_size // layout.tp, DIM_MULTIPLE)
+        tile = TileShape.select(dtype, moe.hidden_size, width)
+        columns = {"layer0": -(-width // tile.block_f), "layer1": -(-moe.hidden_size // tile.block_n)}
+        columns["layer0_backward"] = columns["layer1"]
+        found = pipelines()
+        schedules = {
+            name: TileSchedule.build(
+                found[name],
+                num_cols=num_cols,
+                group_tiles=GROUP_TILES,
+                num_phases=overlap.num_phases,
+                num_panels=min(overlap.num_panels, num_cols, MAX_PANELS),
+            )
+            for name, num_cols in columns.items()
+        }
+        return cls(
+            comm_blocks=overlap.comm_blocks,
+            beside=overlap.beside,
+            tile=tile,
+            layer0=schedules["layer0"],
+            layer1=schedules["layer1"],
+            layer0_backward=schedules["layer0_backward"],
+        )
+
+
+def _power_of_2(value: int) -> int:
+    return 1 << (value - 1).bit_length()

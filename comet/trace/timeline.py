@@ -1,0 +1,305 @@
+"""Timelines: what every block of the fused kernels did and when, on all ranks, as a trace and a picture.
+
+    from comet.trace import record
+
+    with record(group) as timeline:
+        moe(x)
+    if group.rank == 0:
+        timeline.write(Path("outputs/timeline"))
+
+Only launches inside the ``with`` record, and only those of the ``fused`` path. The first recorded call of a shape
+compiles its kernels once more, while other ranks wait: call the layer inside a ``record`` once before the one that
+counts. Clocks of the ranks are compared before and after (``comet.trace.events.compare_clocks``); between GPUs of one
+host the error is about the time a signal takes from one to the other, and is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from comet.comm.base import require_memory
+from comet.comm.handshake import gather
+from comet.config import require
+from comet.kernels.runtime.recorder import DEFAULT_CAPACITY, MAX_CAPACITY, Recorder, align
+from comet.layer.group import ExpertGroup
+from comet.layer.workspace import Workspace
+from comet.trace.events import (
+    CONVERSION,
+    WAITS,
+    WORKS,
+    Clock,
+    Event,
+    Launch,
+    Span,
+    compare_clocks,
+    decode_events,
+    find_launches,
+    find_spans,
+)
+from comet.trace.plot import draw_timeline
+from comet.utils.graphs import hold_if_captured, is_capturing
+
+ROLES = {0: "joins the GEMM", 1: "joins reduce and send"}
+# Reserved colour names of chrome://tracing; Perfetto picks its own colour for each name.
+COLOURS = {
+    "dispatch": "rail_load",
+    "layer 0 GEMM": "thread_state_runnable",
+    "layer 1 GEMM": "rail_response",
+    "reduce and send": "good",
+    "final sum": "rail_animation",
+} | dict.fromkeys(WAITS, "terrible")
+
+
+def chrome_trace(events: Sequence[Event], spans: Sequence[Span], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole file as an object for ``json.dump``.
+
+    Args:
+        events: All events; conversions become instants.
+        spans: What each block did when.
+        summary: Kept under ``otherData``.
+
+    Returns:
+        ``traceEvents`` (names first, then by time; ``ts`` and ``dur`` in microseconds from the first begin),
+        ``displayTimeUnit`` and ``otherData``.
+    """
+    origin = min((event.begin for event in events), default=0)
+    conversions = [event for event in events if event.work == CONVERSION]
+    entries = [_complete(span, origin) for span in spans] + [_instant(event, origin) for event in conversions]
+    return {
+        "traceEvents": [*_names(events), *sorted(entries, key=lambda entry: entry["ts"])],
+        "displayTimeUnit": "ns",
+        "otherData": dict(summary),
+    }
+
+
+def _names(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Names of ranks and blocks, in the order in which a viewer shall list them."""
+    names = []
+    for rank in sorted({event.rank for event in events}):
+        names.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        names.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
+    for rank, block in sorted({(event.rank, event.block) for event in events}):
+        place = {"pid": rank, "tid": block}
+        names.append({"ph": "M", "name": "thread_name", **place, "args": {"name": f"block {block:3d}"}})
+        names.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": block}})
+    return names
+
+
+def _complete(span: Span, origin: int) -> dict[str, Any]:
+    kind = "wait" if span.name in WAITS else "work"
+    entry = _entry(span.event, span.name, kind, span.begin - origin) | {"ph": "X", "cname": COLOURS[span.name]}
+    return entry | {"dur": (span.end - span.begin) / 1e3, "args": {**span.event.arguments, **entry["args"]}}
+
+
+def _instant(event: Event, origin: int) -> dict[str, Any]:
+    return _entry(event, ROLES[event.layer], CONVERSION, event.end - origin) | {"ph": "i", "s": "t"}
+
+
+def _entry(event: Event, name: str, kind: str, time_ns: int) -> dict[str, Any]:
+    place = {"pid": event.rank, "tid": event.block, "ts": time_ns / 1e3}
+    return {"name": name, "cat": kind, **place, "args": {"sm": event.sm, "epoch": event.epoch}}
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one rank recorded.
+
+    Args:
+        rows: ``(n, 10)`` int64 on the CPU: block, then the fields of each event (``comet.kernels.runtime.recorder``).
+        lost: Events that found the buffer full.
+        stamps: ``(barriers, 2)`` int64 arrival and departure at the barriers that compare the clocks.
+    """
+
+    rows: Tensor
+    lost: int
+    stamps: Tensor
+
+
+@dataclass
+class Timeline:
+    """The recording of all ranks of a group, complete when the ``with`` of ``record`` ends, on every rank.
+
+    Args:
+        records: One per rank.
+    """
+
+    records: list[RankRecord] = field(default_factory=list)
+
+    @cached_property
+    def clocks(self) -> list[Clock]:
+        """How the clock of each rank differs from rank 0's."""
+        return compare_clocks([record.stamps for record in self.records])
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """All events on rank 0's clock, by rank, block and order of recording."""
+        pairs = enumerate(zip(self.records, self.clocks, strict=True))
+        return [event for rank, (record, clock) in pairs for event in decode_events(rank, record.rows, clock)]
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What each block did when (``comet.trace.events.find_spans``)."""
+        return find_spans(self.events)
+
+    @cached_property
+    def launches(self) -> list[Launch]:
+        """The launches of all ranks, by rank and begin."""
+        return find_launches(self.events)
+
+    def summary(self) -> dict[str, Any]:
+        """The recording in numbers, ready for JSON.
+
+        Returns:
+            ``ranks``, ``launches`` (of one rank), ``events``, ``lost_events``, ``span_ms`` (first begin to last end),
+            ``clock_error_us`` (largest of all ranks), ``clock_step_ns`` (smallest difference between two times),
+            ``wait_share`` (of all block time) and ``per_rank``: ``rank``, ``block_ms`` (blocks x time, summed over the
+            launches), ``work_ms``, ``wait_ms`` (by name), ``wait_share``, ``idle_share`` and ``lost_events``.
+        """
+        ranks = [self._rank_summary(rank) for rank in range(len(self.records))]
+        block_ms = sum(rank["block_ms"] for rank in ranks)
+        wait_ms = sum(sum(rank["wait_ms"].values()) for rank in ranks)
+        return {
+            "ranks": len(ranks),
+            "launches": sum(launch.rank == 0 for launch in self.launches),
+            "events": len(self.events),
+            "lost_events": sum(record.lost for record in self.records),
+            "span_ms": self._span_ns() / 1e6,
+            "clock_error_us": max(clock.error_ns for clock in self.clocks) / 1e3,
+            "clock_step_ns": self._clock_step_ns(),
+            "wait_share": wait_ms / block_ms if block_ms else 0.0,
+            "per_rank": ranks,
+        }
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write ``timeline.json`` (open it in ui.perfetto.dev or chrome://tracing), ``timeline.png``, ``summary.json``.
+
+        Args:
+            folder: Where to; made if it is not there. One rank of the group calls this.
+
+        Returns:
+            ``summary()``.
+
+        Raises:
+            ValueError: If nothing was recorded.
+            UnavailableError: If matplotlib is not installed; the trace is written all the same.
+        """
+        require(bool(self.events), "events=0 must be at least 1: only the 'fused' path records, inside the with block")
+        folder.mkdir(parents=True, exist_ok=True)
+        summary = self.summary()
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (folder / "timeline.json").write_text(json.dumps(chrome_trace(self.events, self.spans, summary)) + "\n")
+        draw_timeline(self.spans, self.launches, summary, folder / "timeline.png")
+        return summary
+
+    def _rank_summary(self, rank: int) -> dict[str, Any]:
+        block_ns = sum((one.end - one.begin) * one.blocks for one in self.launches if one.rank == rank)
+        times: Counter[str] = Counter()
+        for span in self._spans_of_rank[rank]:
+            times[span.name] += span.end - span.begin
+        waits = sum(times[name] for name in WAITS)
+        return {
+            "rank": rank,
+            "block_ms": block_ns / 1e6,
+            "work_ms": {name: times[name] / 1e6 for name in WORKS if times[name]},
+            "wait_ms": {name: times[name] / 1e6 for name in WAITS if times[name]},
+            "wait_share": waits / block_ns if block_ns else 0.0,
+            "idle_share": 1 - sum(times.values()) / block_ns if block_ns else 0.0,
+            "lost_events": self.records[rank].lost,
+        }
+
+    @cached_property
+    def _spans_of_rank(self) -> dict[int, list[Span]]:
+        found = defaultdict(list)
+        for span in self.spans:
+            found[span.event.rank].append(span)
+        return found
+
+    def _span_ns(self) -> int:
+        ends = [launch.end for launch in self.launches]
+        return max(ends) - min(launch.begin for launch in self.launches) if ends else 0
+
+    def _clock_step_ns(self) -> int:
+        times = torch.cat([record.rows[:, 7:].flatten().sort().values.diff() for record in self.records])
+        return int(times[times > 0].min()) if (times > 0).any() else 0
+
+
+@contextmanager
+def record(group: ExpertGroup, *, capacity: int = DEFAULT_CAPACITY) -> Iterator[Timeline]:
+    """Record the launches of all MoE layers of a group (collective: every rank of the group enters and leaves).
+
+    A CUDA graph cannot be captured inside (``ValueError``), and one captured before does not record.
+
+    Args:
+        group: The ranks and their memory.
+        capacity: Events each block can keep, 48 bytes each; what comes after is counted as lost.
+
+    Yields:
+        The timeline, still empty; complete on every rank when the block ends. When it ends by an exception the
+        timeline stays empty, and no rank waits for another.
+
+    Raises:
+        ValueError: If ``capacity`` is not between 1 and a million, or there is no kernel to record: on a CPU they run
+            under Triton's interpreter only.
+        CommTimeoutError: If another rank does not come.
+        UnavailableError: If the group spans several nodes, whose layers launch no such kernels.
+    """
+    require(1 <= capacity <= MAX_CAPACITY, f"capacity={capacity} must be at least 1 and at most {MAX_CAPACITY}")
+    require_memory(group.comm, "recording", "trace the collectives of path 'plain' with torch.profiler")
+    require(
+        group.device.type != "cpu" or triton.knobs.runtime.interpret,
+        f"device={group.device} must be used with TRITON_INTERPRET=1: only kernels record",
+    )
+    recorder = Recorder.allocate(group.device, capacity)
+    timeline = Timeline()
+    before = compare(group.workspace)
+    with recording_to(group.workspace, recorder):
+        yield timeline
+    after = compare(group.workspace)
+    group.workspace.check()
+    stamps = torch.cat([before, after]).cpu()
+    mine = _read(recorder, stamps)
+    timeline.records.extend([mine] if group.process_group is None else gather(group.process_group, mine))
+
+
+@contextmanager
+def recording_to(workspace: Workspace, recorder: Recorder) -> Iterator[None]:
+    """Let the launches over a workspace write into ``recorder``; for those that manage it themselves.
+
+    Where this begins and ends inside the capture of a CUDA graph, each replay records; the recorder lives as long as
+    the workspace then. Who goes on replaying it has to ``clear`` the recorder now and then.
+    """
+    hold_if_captured(workspace.epoch, recorder.events)
+    workspace.recorder, workspace.recorder_in_graph = recorder, is_capturing(recorder.events.device)
+    try:
+        yield
+    finally:
+        workspace.recorder, workspace.recorder_in_graph = None, False
+
+
+def compare(workspace: Workspace) -> Tensor:
+    """Barriers that note their times (collective, in stream order); ``(barriers, 2)`` int64 of this rank's clock."""
+    flags = workspace.barrier_flags
+    return align(flags.pointers, workspace.epoch, workspace.fault, flags.rank, workspace.timeout_ns)
+
+
+def _read(recorder: Recorder, stamps: Tensor) -> RankRecord:
+    """The events that were kept, with the block in front of each."""
+    events = recorder.events.cpu()
+    counts = events[:, 0, 0].long()
+    kept = counts.clamp(max=recorder.capacity)
+    is_kept = torch.arange(recorder.capacity) < kept[:, None]
+    blocks = torch.arange(len(events))[:, None].expand_as(is_kept)[is_kept]
+    words = events[:, 1:][is_kept]
+    rows = torch.cat([blocks[:, None], words[:, :6], words[:, 6:].contiguous().view(torch.int64)], dim=1)
+    return RankRecord(rows, int((counts - kept).sum()), stamps)

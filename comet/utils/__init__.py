@@ -1,0 +1,1 @@
+"""What is used everywhere and knows nothing of experts."""

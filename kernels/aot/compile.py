@@ -1,0 +1,305 @@
+"""Compile every shipped kernel configuration for sm_90 on a machine without a GPU, and judge the machine code.
+
+    python -m comet.kernels.aot.compile [--filter NAME] [--modules MODULE ...] [--jobs N]
+
+Prints one row per configuration (registers, spilled bytes, shared memory, warp-group matrix instructions, 16-byte and
+narrow accesses to global memory) and one JSON line at the end. The exit code is 1 when a configuration does not
+compile, spills registers, needs more shared memory than a block has, waits for a warp-group matrix instruction before
+it issues the next, or misses a feature its ``KernelCase`` expects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..runtime.case import CudaCase, KernelCase
+from ..runtime.cuda_text import SHARED_LIMIT
+from ..runtime.nvrtc import compile_cubin
+
+TARGET = GPUTarget("cuda", 90, 32)
+ARCHITECTURE = "sm_90a"
+KERNELS = "comet.kernels"
+
+# What to count in the PTX. Narrow is below 4 bytes: the sign that the compiler lost alignment or contiguity.
+WGMMA = r"wgmma\.mma_async"
+WIDE_LOADS = r"cp\.async\.cg\.shared|ld\.global[\w.:]*\.v4\.[bfsu]32|ld\.global[\w.:]*\.v2\.[bfsu]64"
+TMA_LOADS = r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::\w+\.global"
+WIDE_STORES = r"st\.global[\w.:]*\.v4\.[bfsu]32|st\.global[\w.:]*\.v2\.[bfsu]64"
+TMA_STORES = r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared"
+NARROW_LOADS = r"ld\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
+NARROW_STORES = r"st\.(?:[a-z]+\.)*global(?:\.(?!v[24])[\w:]+)*\.[bsu](?:8|16)\s"
+HGMMA = r"\b[HQ]GMMA\."  # of 16 bits, or of 8
+# One after the other, how warp-group matrix instructions are issued and waited for.
+WARPGROUP_CODE = r"\b(?:[HQ]GMMA\.|WARPGROUP\.(?:ARRIVE|DEPBAR))[^;]*"
+# What the assembler says where it waits unasked, of one place or of all that a function multiplies.
+SERIALIZED = r"\(C75\d\d\) (.*(?:instructions are serialized|wait\w* is injected).*)"
+
+HEADER = ("kernel", "configuration", "regs", "spill B", "shared B", "wgmma", "ld16", "st16", "narrow")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quality:
+    """Machine code of one configuration in numbers.
+
+    Args:
+        registers: Per thread.
+        spilled_bytes: Register spill stores plus loads, per thread.
+        shared_bytes: Shared memory of a block.
+        wgmma: Warp-group matrix instructions.
+        wide_loads: 16-byte loads (``cp.async``, vectors) and TMA loads from global memory.
+        wide_stores: 16-byte and TMA stores to global memory.
+        narrow_loads: Loads of less than 4 bytes.
+        narrow_stores: Stores of less than 4 bytes.
+        serialized: Kinds of wgmma that are waited for one by one, as the assembler does when registers are few; of a
+            Triton kernel what the assembler says of it.
+    """
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    wgmma: int
+    wide_loads: int
+    wide_stores: int
+    narrow_loads: int
+    narrow_stores: int
+    serialized: tuple[str, ...] = ()
+
+    def complaints(self, case: KernelCase | CudaCase) -> list[str]:
+        """What breaks the case's expectations, in words; empty when all is well."""
+        found = []
+        if self.spilled_bytes > case.spilled_bytes:
+            found.append(f"spills {self.spilled_bytes} bytes of registers")
+        if isinstance(case, CudaCase) and case.registers not in (None, self.registers):
+            found.append(f"has {self.registers} registers, the source counts on {case.registers}")
+        if self.shared_bytes > SHARED_LIMIT:
+            found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}")
+        if "wgmma" in case.expects and not self.wgmma:
+            found.append("missing wgmma")
+        if self.serialized:
+            found.append(f"waits for a wgmma before the next: {', '.join(self.serialized)}")
+        for feature, wide, narrow in (
+            ("wide_loads", self.wide_loads, max(0, self.narrow_loads - case.narrow_loads)),
+            ("wide_stores", self.wide_stores, self.narrow_stores),
+        ):
+            if feature in case.expects and not wide:
+                found.append(f"missing {feature}: no 16-byte access")
+            elif feature in case.expects and narrow:
+                found.append(f"missing {feature}: {narrow} accesses of less than 4 bytes")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Result for one configuration: its quality, or the compiler's error, and the complaints."""
+
+    kernel: str
+    name: str
+    quality: Quality | None
+    complaints: list[str]
+
+    def row(self) -> tuple[str, ...]:
+        """The fields under ``HEADER``."""
+        if self.quality is None:
+            return (self.kernel, self.name, *["-"] * (len(HEADER) - 2))
+        q = self.quality
+        numbers = (q.registers, q.spilled_bytes, q.shared_bytes, q.wgmma, q.wide_loads, q.wide_stores)
+        return (self.kernel, self.name, *map(str, numbers), str(q.narrow_loads + q.narrow_stores))
+
+
+def compile_case(case: KernelCase | CudaCase) -> Quality:
+    """Compile one configuration (or take it from Triton's cache) and measure its code.
+
+    Raises:
+        Exception: Whatever the compiler raises.
+    """
+    if isinstance(case, CudaCase):
+        return measure_cubin(compile_cubin(case.source, case.kernel), case.shared_bytes)
+    source = ASTSource(case.fn, case.types(), dict(case.constexprs), case.attributes())
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
+    compiled = triton.compile(source, target=TARGET, options=options)
+    return measure(compiled.asm["ptx"], compiled.metadata.shared)
+
+
+def measure(ptx: str, shared_bytes: int) -> Quality:
+    """Count instructions in the PTX and ask the assembler for registers and spills."""
+    log = _ask(
+        triton.knobs.nvidia.ptxas, ptx.encode("ascii"), "-v", f"--gpu-name={ARCHITECTURE}", "-o", os.devnull
+    ).stderr
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert spills is not None, log
+    assert registers is not None, log
+    return Quality(
+        registers=int(registers[1]),
+        spilled_bytes=int(spills[1]) + int(spills[2]),
+        shared_bytes=shared_bytes,
+        wgmma=count(WGMMA, ptx),
+        wide_loads=count(WIDE_LOADS, ptx) + count(TMA_LOADS, ptx),
+        wide_stores=count(WIDE_STORES, ptx) + count(TMA_STORES, ptx),
+        narrow_loads=count(NARROW_LOADS, ptx),
+        narrow_stores=count(NARROW_STORES, ptx),
+        serialized=tuple(re.findall(SERIALIZED, log)),
+    )
+
+
+def measure_cubin(cubin: bytes, shared_bytes: int) -> Quality:
+    """Count instructions in the machine code; a stack frame is where registers are spilled to."""
+    tools = triton.knobs.nvidia
+    usage, code = _ask(tools.cuobjdump, cubin, "-res-usage").stdout, _ask(tools.nvdisasm, cubin, "-c").stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert used is not None, usage
+    return Quality(
+        registers=int(used[1]),
+        spilled_bytes=int(used[2]),
+        shared_bytes=shared_bytes,
+        wgmma=count(HGMMA, code),
+        wide_loads=count(r"\b(?:UTMALDG|LDGSTS\.E\S*\.128|LDG\.E\S*\.128)", code),
+        wide_stores=count(r"\b(?:UTMASTG|STG\.E\S*\.128)", code),
+        narrow_loads=count(r"\bLDG\.E\S*\.[US](?:8|16)\b", code),
+        narrow_stores=count(r"\bSTG\.E\S*\.[US](?:8|16)\b", code),
+        serialized=waited_alone(code),
+    )
+
+
+def _ask(tool: Any, text: bytes, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a tool on a file in memory, of which nothing stays behind however this process ends."""
+    with open(os.memfd_create("kernel"), "wb") as file:
+        file.write(text)
+        file.flush()
+        command = [tool.path, *options, f"/proc/self/fd/{file.fileno()}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=(file.fileno(),))
+
+
+def waited_alone(code: str) -> tuple[str, ...]:
+    """Kinds of warp-group matrix instructions of which one is a group of its own, and waited for before the next.
+
+    Whoever multiplies a step by several commits them together, so only the last has the barrier.
+
+    Example: ``HGMMA.64x32x16.F32 R24, gsb0 ; WARPGROUP.DEPBAR.LE gsb0, 0x0 ;`` gives ``("64x32x16",)``; with another
+    HGMMA right before it, or with ``0x1`` behind it, nothing.
+    """
+    steps = ["", *re.findall(WARPGROUP_CODE, code)]
+    alone = (
+        product.split(".")[1]
+        for before, product, after in zip(steps, steps[1:], steps[2:], strict=False)
+        if not re.match(HGMMA, before)
+        and re.match(rf"{HGMMA}.*\bgsb0\b", product)
+        and re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", after)
+    )
+    return tuple(dict.fromkeys(alone))
+
+
+def count(pattern: str, ptx: str) -> int:
+    """Occurrences of a pattern."""
+    return len(re.findall(pattern, ptx))
+
+
+def kernel_modules() -> list[str]:
+    """Names of the modules of ``comet.kernels`` that define ``aot_cases``."""
+    package = importlib.import_module(KERNELS)
+    names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{KERNELS}.")]
+    return [name for name in names if name != __name__ and hasattr(importlib.import_module(name), "aot_cases")]
+
+
+def cases_of(module: str) -> list[KernelCase]:
+    """The configurations a module declares."""
+    return importlib.import_module(module).aot_cases()
+
+
+def run_case(module: str, index: int) -> Outcome:
+    """Compile the ``index``-th case of a module; runs in a worker process, so a case travels by name."""
+    case = cases_of(module)[index]
+    try:
+        quality = compile_case(case)
+    except (triton.TritonError, RuntimeError, ValueError, TypeError, subprocess.CalledProcessError) as error:
+        reason = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())}"
+        return Outcome(kernel=case.kernel, name=case.name, quality=None, complaints=[reason])
+    return Outcome(kernel=case.kernel, name=case.name, quality=quality, complaints=quality.complaints(case))
+
+
+def run_cases(tasks: Sequence[tuple[str, int]], jobs: int) -> list[Outcome]:
+    """Outcomes in the order of the tasks, compiled by ``jobs`` processes, with a running count on standard error."""
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures: list[Future[Outcome]] = [pool.submit(run_case, *task) for task in tasks]
+        for done, future in enumerate(as_completed(futures), start=1):
+            outcome = future.result()
+            sys.stderr.write(f"[{done}/{len(futures)}] {outcome.kernel} {outcome.name}\n")
+    return [future.result() for future in futures]
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as aligned columns, words to the left and numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="comet compile",
+        description="Compile every shipped kernel configuration for sm_90 without a GPU and check its machine code.",
+    )
+    parser.add_argument(
+        "--filter", default="", metavar="NAME", help="only kernels whose 'kernel configuration' has NAME"
+    )
+    parser.add_argument(
+        "--modules", nargs="+", metavar="MODULE", help="modules with aot_cases(); default: comet.kernels"
+    )
+    words = "compiler processes (default: one for each core)"
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=words)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print the table, the complaints and the JSON line; see the module.
+
+    Args:
+        arguments: Command line without the program's name; ``None`` takes the process's own.
+
+    Returns:
+        Exit code: 0 when every configuration meets its expectations, else 1; 2 when no configuration matches.
+    """
+    options = build_parser().parse_args(arguments)
+    start = time.monotonic()
+    tasks = [
+        (module, index)
+        for module in options.modules or kernel_modules()
+        for index, case in enumerate(cases_of(module))
+        if options.filter in f"{case.kernel} {case.name}"
+    ]
+    if not tasks:
+        sys.stderr.write(f"no kernel configuration has --filter={options.filter!r} in its name\n")
+        return 2
+    outcomes = run_cases(tasks, min(options.jobs, len(tasks)))
+    failed = [outcome for outcome in outcomes if outcome.complaints]
+    sys.stdout.write(format_table([HEADER, *(outcome.row() for outcome in outcomes)]) + "\n")
+    for outcome in failed:
+        sys.stdout.write(f"FAILED {outcome.kernel} ({outcome.name}): {'; '.join(outcome.complaints)}\n")
+    summary = {"task": "compile", "kernels": len(outcomes), "failed": len(failed), "target": ARCHITECTURE}
+    sys.stdout.write(json.dumps({**summary, "seconds": round(time.monotonic() - start, 1)}) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The configurations of the kernels in block FP8 that ship, for the compile-ahead tool."""
+
+from triton.runtime.jit import JITFunction
+
+from ..gemm.fp8 import PACKED_GROUPS, SCALE_GROUP, pack_rows_kernel
+from ..layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm_kernel
+from ..layer.triton.gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
+from ..runtime.arguments import CHUNK_ROWS
+from ..runtime.case import KernelCase
+from .fused import RECORDED, recording_constants, recording_suffix
+
+E4M3 = "fp8e4nv"
+PUSH_WORDS = 512
+# A tile takes all 255 registers: 128 for sums, 64 for a product. What does not fit are addresses and strides that are
+# the same in every step, read back from the first-level cache.
+FEW_SPILLS = 64
+POINTERS = {
+    "*i32": "rows_ptr words_ptr flag_ptr send_token_ids send_counts tiles_ptr num_tiles_ptr row_ids_ptr counters "
+    "epoch_ptr events_ptr",
+    "*i64": "recv_addresses flag_addresses fault_ptr",
+    "*fp32": "w1_scales hidden_scales a_scales b_scales",
+    "*bf16": "y_ptr",
+    "i64": "timeout_ns",
+}
+
+
+def aot_cases() -> list[KernelCase]:
+    """Packing of every type; layer 0 and the GEMM of layer 1, also recording."""
+    packs = [_pack(dtype) for dtype in ("bf16", "fp16", "fp32")]
+    return [*packs, *(case(events) for case in (_layer0, _panels) for events in (0, RECORDED))]
+
+
+def _pack(dtype: str) -> KernelCase:
+    constants = dict(D=7168, GROUPS=PACKED_GROUPS, INTERPRET=False)
+    return KernelCase(
+        name=dtype,
+        fn=pack_rows_kernel,
+        signature=_signature(pack_rows_kernel.arg_names, constants, {"x_ptr": f"*{dtype}"}),
+        constexprs=constants,
+        unaligned=frozenset({"num_groups"}),
+        num_warps=4,
+        expects=frozenset({"wide_loads", "wide_stores"}),
+    )
+
+
+def _layer0(events: int) -> KernelCase:
+    constants = dict(
+        BLOCK_M=128, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=PUSH_WORDS, CHUNK=CHUNK_ROWS, INTERPRET=False,
+        **recording_constants(events),
+    )  # fmt: skip
+    descriptors = {
+        "w1_desc": f"tensordesc<{E4M3}[1, 1, {SCALE_GROUP}, {SCALE_GROUP}]>",
+        "hidden_desc": f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
+    }
+    return _gemm(f"inference{recording_suffix(events)}", fp8_dispatch_gemm_kernel, constants, descriptors)
+
+
+def _panels(events: int) -> KernelCase:
+    block_n = 2 * SCALE_GROUP
+    constants = dict(
+        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=SCALE_GROUP, GROUP_TILES=8, B_IS_KN=False, FLATTEN=True,
+        PANEL_COUNTERS=PANEL_COUNTERS, PRECISION="tf32", INTERPRET=False, **recording_constants(events),
+    )  # fmt: skip
+    descriptors = {
+        "a_desc": f"tensordesc<{E4M3}[128, {SCALE_GROUP}]>",
+        "b_desc": f"tensordesc<{E4M3}[1, {block_n // 2}, {SCALE_GROUP}]>",
+    }
+    return _gemm(f"block FP8, forward{recording_suffix(events)}", gemm_panels_kernel, constants, descriptors)
+
+
+def _gemm(name: str, fn: JITFunction, constants: dict, descriptors: dict[str, str]) -> KernelCase:
+    return KernelCase(
+        name=name,
+        fn=fn,
+        signature=_signature(fn.arg_names, constants, descriptors),
+        constexprs=constants,
+        num_warps=8,
+        num_stages=4,
+        spilled_bytes=FEW_SPILLS,
+        expects=frozenset({"wgmma", "wide_loads", "wide_stores"}),
+    )
+
+
+def _signature(names: list[str], constants: dict, others: dict[str, str]) -> dict[str, str]:
+    kinds = {name: kind for kind, pointers in POINTERS.items() for name in pointers.split()} | others
+    return {name: kinds.get(name, "i32") for name in names if name not in constants}

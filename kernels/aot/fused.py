@@ -1,0 +1,165 @@
+"""The configurations of the fused kernels that ship, for the compile-ahead tool."""
+
+from triton.runtime.jit import JITFunction
+
+from ..layer.triton.combine import slot_block
+from ..layer.triton.dispatch import dispatch_kernel
+from ..layer.triton.dispatch_gemm import dispatch_gemm_kernel
+from ..layer.triton.gemm_combine import (
+    COMM_REGISTERS,
+    COMM_WARPS,
+    COMPUTE_REGISTERS,
+    LINE_BYTES,
+    combine_kernel,
+    gemm_combine_kernel,
+)
+from ..layer.triton.gemm_panels import PANEL_COUNTERS, gemm_panels_kernel
+from ..runtime.arguments import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
+from ..runtime.case import KernelCase
+
+# Top-k of the five models; layer 1 unrolls over it.
+TOP_KS = (2, 4, 8)
+TYPES = {"bf16": (128, 256, 64, 4), "fp16": (128, 256, 64, 4), "fp32": (16, 64, 16, 2)}
+INT32 = (
+    "flag_ptr send_token_ids send_counts recv_counts tiles_ptr num_tiles_ptr row_ids_ptr counters epoch_ptr row_slots "
+    "send_rows events_ptr"
+).split()
+INT64 = "recv_addresses flag_addresses combine_addresses combine_grad_addresses fault_ptr".split()
+ROWS = "x_ptr y_ptr out_ptr combine_ptr".split()
+RECORDED = 4096  # events per block, where a configuration records
+FLOATS = "grads_out row_weights row_grads combine_grads".split()
+
+
+def aot_cases() -> list[KernelCase]:
+    """Layer 0 and layer 1 in every type, with and without what training adds; in bf16 also recording."""
+    cases = []
+    for dtype in TYPES:
+        cases += [_layer0(dtype, save_pre=False), _layer0(dtype, save_pre=True), _dispatch(dtype)]
+        for backward in (False, True):
+            cases.append(_layer1_beside(gemm_panels_kernel, dtype, 2, backward=backward))
+            for top_k in TOP_KS:
+                cases.append(_layer1(dtype, top_k, backward=backward))
+                cases.append(_layer1_beside(combine_kernel, dtype, top_k, backward=backward))
+            cases.append(_layer1_beside(combine_kernel, dtype, TOP_KS[-1], backward=backward, few=True))
+    cases += [_layer0("bf16", save_pre=save_pre, events=RECORDED) for save_pre in (False, True)]
+    cases += [_layer1("bf16", top_k, backward=False, events=RECORDED) for top_k in TOP_KS]
+    cases += [_layer1("bf16", TOP_KS[-1], backward=True, events=RECORDED), _dispatch("bf16", events=RECORDED)]
+    for kernel in (gemm_panels_kernel, combine_kernel):
+        cases.append(_layer1_beside(kernel, "bf16", TOP_KS[-1], backward=False, events=RECORDED))
+    return cases
+
+
+def _layer0(dtype: str, *, save_pre: bool, events: int = 0) -> KernelCase:
+    block_f, _, block_k, num_stages = TYPES[dtype]
+    descriptors = {
+        "w1_desc": f"tensordesc<{dtype}[1, 2, {block_f}, {block_k}]>",
+        "hidden_desc": f"tensordesc<{dtype}[128, {block_f}]>",
+        "pre_desc": f"tensordesc<{dtype}[128, 1, {block_f}]>",
+    }
+    constants = dict(
+        BLOCK_M=128, BLOCK_F=block_f, BLOCK_K=block_k, GROUP_TILES=8, PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024),
+        CHUNK=CHUNK_ROWS, EVEN_K=True, SAVE_PRE=save_pre, FLATTEN=dtype != "fp32", PRECISION=_precision(dtype),
+        INTERPRET=False, **recording_constants(events),
+    )  # fmt: skip
+    return KernelCase(
+        name=f"{dtype}, {'training' if save_pre else 'inference'}{recording_suffix(events)}",
+        fn=dispatch_gemm_kernel,
+        signature=_signature(dispatch_gemm_kernel.arg_names, constants, descriptors, dtype),
+        constexprs=constants,
+        num_warps=8,
+        num_stages=min(num_stages, 3) if save_pre else num_stages,
+        expects=_expects(dtype),
+    )
+
+
+def _dispatch(dtype: str, *, events: int = 0) -> KernelCase:
+    constants = dict(PUSH_ROWS=32, PUSH_COLS=_most_cols(dtype, 1024), CHUNK=CHUNK_ROWS, INTERPRET=False)
+    constants |= recording_constants(events)
+    return KernelCase(
+        name=f"{dtype}{recording_suffix(events)}",
+        fn=dispatch_kernel,
+        signature=_signature(dispatch_kernel.arg_names, constants, {}, dtype),
+        constexprs=constants,
+        num_warps=8,
+        expects=frozenset({"wide_loads", "wide_stores"}),
+    )
+
+
+def _layer1(dtype: str, top_k: int, *, backward: bool, events: int = 0) -> KernelCase:
+    _, block_n, block_k, num_stages = TYPES[dtype]
+    b_block = (block_k, block_n) if backward else (block_n, block_k)
+    descriptors = {
+        "a_desc": f"tensordesc<{dtype}[128, {block_k}]>",
+        "b_desc": f"tensordesc<{dtype}[1, {b_block[0]}, {b_block[1]}]>",
+    }
+    constants = dict(
+        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_TILES=8, W=4, K=top_k, K_BLOCK=slot_block(top_k),
+        WEIGHTED=not backward, HAS_GRADS=backward, B_IS_KN=backward, FLATTEN=dtype != "fp32", TOKENS=32,
+        PART_STEP=LINE_BYTES // (4 if dtype == "fp32" else 2), ROWS=8, COLS=_most_cols(dtype, 512),
+        CHUNK=COMBINE_CHUNK_ROWS, PANELS=MAX_PANELS, PANEL_COUNTERS=PANEL_COUNTERS,
+        PRECISION=_precision(dtype), INTERPRET=False, **recording_constants(events),
+    )  # fmt: skip
+    return KernelCase(
+        name=f"{dtype}, top-{top_k}, {'backward' if backward else 'forward'}{recording_suffix(events)}",
+        fn=gemm_combine_kernel,
+        signature=_signature(gemm_combine_kernel.arg_names, constants, descriptors, dtype),
+        constexprs=constants,
+        num_warps=8,
+        num_stages=num_stages,
+        expects=_expects(dtype),
+    )
+
+
+def _layer1_beside(
+    kernel: JITFunction, dtype: str, top_k: int, *, backward: bool, few: bool = False, events: int = 0
+) -> KernelCase:
+    """One of the two launches that run beside each other, from the case of the one launch; ``few`` tokens or many."""
+    split = _layer1(dtype, top_k, backward=backward, events=events)
+    computes, is_wide = kernel is gemm_panels_kernel, dtype == "fp32"
+    constants = {name: split.constexprs[name] for name in kernel.arg_names if name in split.constexprs}
+    if computes:
+        constants |= dict(a_scales=None, b_scales=None)
+    else:
+        line = dict(ROWS=COMBINE_CHUNK_ROWS, COLS=constants["PART_STEP"])  # as ``cut_panels`` has it
+        constants |= line if few else dict(COLS=128 if is_wide else 256)
+    way = f"{'backward' if backward else 'forward'}{', few tokens' if few else ''}"
+    most = COMPUTE_REGISTERS if computes else COMM_REGISTERS
+    return KernelCase(
+        name=f"{dtype}, {'' if computes else f'top-{top_k}, '}{way}{recording_suffix(events)}",
+        fn=kernel,
+        signature={name: split.signature.get(name, "i32") for name in kernel.arg_names if name not in constants},
+        constexprs=constants,
+        num_warps=8 if computes else COMM_WARPS,
+        num_stages=min(split.num_stages, 3),
+        max_registers=None if computes and is_wide else most,
+        expects=_expects(dtype) if computes else frozenset({"wide_loads", "wide_stores"}),
+    )
+
+
+def _signature(names: list[str], constants: dict, descriptors: dict[str, str], dtype: str) -> dict[str, str]:
+    kinds = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64") | dict.fromkeys(FLOATS, "*fp32")
+    kinds |= dict.fromkeys(ROWS, f"*{dtype}") | descriptors | {"timeout_ns": "i64", "recv_offset": "i64"}
+    return {name: kinds.get(name, "i32") for name in names if name not in constants}
+
+
+def recording_constants(events: int) -> dict[str, int | None]:
+    """Constants of a kernel that records up to ``events`` events per block; one that does not has no buffer."""
+    return {"EVENTS": events} if events else {"EVENTS": 0, "events_ptr": None}
+
+
+def recording_suffix(events: int) -> str:
+    """What the name of such a kernel ends with."""
+    return ", recording" if events else ""
+
+
+def _most_cols(dtype: str, most: int) -> int:
+    return most // 4 if dtype == "fp32" else most
+
+
+def _precision(dtype: str) -> str:
+    return "ieee" if dtype == "fp32" else "tf32"
+
+
+def _expects(dtype: str) -> frozenset[str]:
+    """IEEE float32 has no tensor-core instruction."""
+    return frozenset({"wide_loads", "wide_stores"} | ({"wgmma"} if dtype != "fp32" else set()))

@@ -1,0 +1,1 @@
+"""Warp decode: experts of a few tokens."""

@@ -1,0 +1,285 @@
+"""Which shapes of blocks the decode kernels take, and which are the default for a step."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+
+from .scales import CODED_LANE, EIGHT, MX
+
+LOAD_BYTES = 16
+FEW_BLOCKS = 200  # one and a half for each multiprocessor of an H200
+LARGE_EXPERT = 2**23  # elements of w2; Qwen3's has 1.6 million, DeepSeek-V3's 15, Mixtral's 59
+LONG_EXPERT = 2**25
+LEAST_REGISTERS, MOST_REGISTERS = 32, 255  # of a thread
+SIX_BLOCKS_REGISTERS, FOUR_BLOCKS_REGISTERS = 80, 128  # 6 or 4 blocks of 4 warps on a multiprocessor with 65536
+QUANTISED_BYTES = 32  # of a row, least step of the matrix form for quantised weights: what TMA swizzles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockShape:
+    """Block of one of the two kernels.
+
+    Args:
+        rows: Output columns: of hidden (gate/up reads as many rows of gate and of up) or of the output.
+        depth: Step of the contraction; in the vector form 16 bytes for each lane of all warps, or loads get narrower;
+            in the matrix form one of block FP8 may be several of its blocks of 128.
+        num_warps: Warps per block.
+        num_stages: Depth of the load pipeline (matrix form).
+        max_registers: Most registers of a thread, so that more blocks run at once; 0 leaves it to the compiler, as it
+            is over ranks, whose all-reduce takes more.
+    """
+
+    rows: int
+    depth: int
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int = 0
+
+
+LONG_STEPS = BlockShape(rows=32, depth=256), BlockShape(rows=64, depth=256)  # of quantised weights of small experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """How a decode step runs; every choice computes the same sums in another order of additions.
+
+    Args:
+        form: ``vector``: rows times contraction in registers, for 1 or 2 tokens; ``matrix``: ``tl.dot``.
+        gate_up: Block of the first kernel; in the vector form its rows divide 16.
+        down: Block of the second kernel; in the vector form its rows divide 16.
+        fold: Down adds a token's experts in registers: no partial sums, weights shared by tokens are read again.
+        dependent: Start down while gate/up drains (programmatic dependent launch).
+        ahead: Steps of w2 that down loads before gate/up has ended, at most its contraction (vector form).
+        tile: Most tokens of an expert that are multiplied at once (matrix form): fewer are quicker, but an expert that
+            more tokens chose is read once more for each tile of them.
+    """
+
+    form: Literal["vector", "matrix"]
+    gate_up: BlockShape
+    down: BlockShape
+    fold: bool = False
+    dependent: bool = False
+    ahead: int = 0
+    tile: int = 64
+
+    def __post_init__(self) -> None:
+        if self.form not in ("vector", "matrix"):
+            raise ValueError(f"form={self.form!r} must be 'vector' or 'matrix'")
+        if self.fold and self.form != "vector":
+            raise ValueError(f"fold={self.fold} must go with form='vector', not {self.form!r}")
+        if self.ahead and (self.ahead < 0 or self.form != "vector"):
+            raise ValueError(f"ahead={self.ahead} must be 0, or at least 1 with form='vector', not {self.form!r}")
+        if self.tile not in (8, 16, 32, 64):
+            raise ValueError(f"tile={self.tile} must be 8, 16, 32 or 64")
+        for name in ("gate_up", "down"):
+            shape = getattr(self, name)
+            least, most = (1, 16) if self.form == "vector" else (16, 128)
+            for field, value, low, high in (("rows", shape.rows, least, most), ("depth", shape.depth, 16, 4096)):
+                if not low <= value <= high or value & (value - 1):
+                    raise ValueError(
+                        f"{name}.{field}={value} must be a power of two from {low} to {high} for form={self.form!r}"
+                    )
+            if shape.max_registers and not LEAST_REGISTERS <= shape.max_registers <= MOST_REGISTERS:
+                raise ValueError(
+                    f"{name}.max_registers={shape.max_registers} must be 0 or from {LEAST_REGISTERS} to "
+                    f"{MOST_REGISTERS}"
+                )
+
+    def fit(self, hidden_size: int, ffn_size: int) -> "DecodeConfig":
+        """The same with no step longer than its contraction."""
+        gate_up = replace(self.gate_up, depth=min(self.gate_up.depth, triton.next_power_of_2(hidden_size)))
+        return replace(
+            self, gate_up=gate_up, down=replace(self.down, depth=min(self.down.depth, triton.next_power_of_2(ffn_size)))
+        )
+
+
+def lane_of(dtype: torch.dtype) -> int:
+    """Weights in the 16 bytes that a thread loads at once; int32 are words of eight e2m1 codes (MXFP4).
+
+    Example: 8 in bfloat16, 16 in float8_e4m3fn, 32 in int32.
+    """
+    return LOAD_BYTES // dtype.itemsize * (EIGHT.value if dtype == torch.int32 else 1)
+
+
+def least_depth(lane: int) -> int:
+    """Least step of the matrix form for quantised weights, of which 16 bytes hold ``lane``: 32, in MXFP4 64."""
+    return QUANTISED_BYTES // LOAD_BYTES * lane
+
+
+def select(
+    dtype: torch.dtype,
+    num_tokens: int,
+    top_k: int,
+    hidden_size: int,
+    ffn_size: int,
+    *,
+    shared_scale: int = 0,
+    four_bits: bool = False,
+    dependent: bool = True,
+) -> DecodeConfig:
+    """The default for a step.
+
+    16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models (see
+    ``benchmarks/RESULTS.md``): vector for one token, and for two where experts are large or quantised; else matrix.
+    float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once), else
+    matrix. MXFP4, not measured: what MXFP8 takes, with as many bytes for each thread in the vector form.
+
+    Args:
+        dtype: Of the tokens.
+        num_tokens: T.
+        top_k: K.
+        hidden_size: D.
+        ffn_size: F.
+        shared_scale: Neighbouring weights that share a scale (see ``Step``); 0: weights in the dtype of the tokens.
+        four_bits: Whether the weights are MXFP4, where their scale is that of an MX type.
+        dependent: See ``DecodeConfig``; not where experts are too large for it to pay.
+    """
+    # Where gate/up has very many blocks, those of down would take their room and wait.
+    dependent = dependent and hidden_size * ffn_size < LONG_EXPERT
+    lane = (CODED_LANE.value if four_bits else LOAD_BYTES) if shared_scale else lane_of(dtype)
+    if dtype == torch.float32:
+        config = _float32_blocks(num_tokens, top_k, hidden_size, ffn_size, lane, dependent)
+    elif num_tokens <= 2 and shared_scale:
+        config = _few_quantised(num_tokens, lane, dependent)
+    elif shared_scale:
+        config = _quantised_blocks(
+            num_tokens, dtype, shared_scale, four_bits, is_large(hidden_size, ffn_size), dependent
+        )
+    elif num_tokens == 1 or (num_tokens == 2 and is_large(hidden_size, ffn_size)):
+        config = _few_blocks(num_tokens, hidden_size, ffn_size, dependent)
+    else:
+        config = _measured_blocks(num_tokens, top_k, hidden_size, ffn_size, dependent)
+    least = least_depth(lane) if shared_scale else 1
+    return config.fit(max(hidden_size, least), max(ffn_size, least))
+
+
+def _float32_blocks(
+    num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, lane: int, dependent: bool
+) -> DecodeConfig:
+    """Weights, ``lane`` of them in 16 bytes, beside float32 tokens."""
+    if num_tokens > 2:
+        block = BlockShape(rows=16, depth=max(32, least_depth(lane)), num_stages=2)
+        return DecodeConfig(form="matrix", gate_up=block, down=block, dependent=dependent)
+    loads = 8 if num_tokens == 1 else 4  # weight rows times experts a lane has in flight
+    if lane == CODED_LANE.value:
+        loads //= 2  # beside 128 bytes of the token more would not fit into registers
+    return DecodeConfig(
+        form="vector",
+        gate_up=_vector_block(lane, hidden_size, rows=loads // 2),
+        down=_vector_block(
+            lane, ffn_size, rows=max(2, 2 * loads // triton.next_power_of_2(top_k)) if num_tokens == 1 else 4
+        ),
+        fold=num_tokens == 1,
+        dependent=dependent,
+    )
+
+
+def is_large(hidden_size: int, ffn_size: int) -> bool:
+    """Whether an expert is as large as those of Mixtral and DeepSeek-V3, rather than as those of Qwen3."""
+    return hidden_size * ffn_size >= LARGE_EXPERT
+
+
+def _few_quantised(num_tokens: int, lane: int, dependent: bool) -> DecodeConfig:
+    """One or two tokens: half a warp for a row of w2 in bytes, as much of which is loaded early as fits.
+
+    In MXFP4, 32 weights for each of the lanes, a step of w2 is as long, for it fits F, and has twice the rows.
+    """
+    gate_up = BlockShape(rows=2, depth=32 * lane, num_warps=1)
+    down = BlockShape(rows=lane // 2, depth=256, num_warps=1)
+    ahead = 3 if num_tokens == 1 else 1
+    return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=ahead)
+
+
+def _few_blocks(num_tokens: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
+    """One or two tokens, weights of 16 bits: small blocks of one warp; large experts leave nothing to load early."""
+    is_one = num_tokens == 1
+    if not is_large(hidden_size, ffn_size):
+        gate_up, down = BlockShape(rows=2, depth=256, num_warps=1), BlockShape(rows=8, depth=256, num_warps=1)
+        return DecodeConfig(form="vector", gate_up=gate_up, down=down, dependent=dependent, ahead=1)
+    return DecodeConfig(
+        form="vector",
+        gate_up=BlockShape(rows=1, depth=1024, num_warps=4 if is_one else 2),
+        down=BlockShape(rows=1 if is_one else 4, depth=256, num_warps=1),
+        fold=is_one,
+        dependent=dependent,
+    )
+
+
+def _quantised_blocks(
+    num_tokens: int, dtype: torch.dtype, shared_scale: int, four_bits: bool, large: bool, dependent: bool
+) -> DecodeConfig:
+    """Few tokens of an expert at once, and blocks of which there are many: what bounds these is not memory alone.
+
+    Tiles of 8 read an expert that all tokens chose once more for every 8 of them; tiles of 16 cost little then, and are
+    nearly as fast else. MXFP8 takes longer steps, for its scales are loads as well; beside float16 tokens it is
+    multiplied in tf32, whose operands take twice the registers: no longer steps there. A model with large experts has
+    few, so that many tokens chose each: no tiles. MXFP4 takes no long steps of w2 in passes: over ranks they spill, and
+    where the compiler aims at 96 registers short ones do.
+    """
+    is_half, is_mx = dtype == torch.float16, shared_scale == MX.value
+    gate_up, down = BlockShape(rows=64, depth=128, num_stages=3), BlockShape(rows=64, depth=128, num_stages=4)
+    narrow = BlockShape(rows=32, depth=128, num_stages=4)
+    tile = 8
+    if is_mx and not (is_half or large):
+        gate_up, long_down = LONG_STEPS
+        down = replace(down, max_registers=FOUR_BLOCKS_REGISTERS) if four_bits and num_tokens > 8 else long_down
+    elif num_tokens <= 32 and not (is_mx or large):
+        gate_up, down = _small_fp8_blocks(num_tokens)
+    elif num_tokens <= 8 and is_mx:
+        gate_up = narrow if is_half else LONG_STEPS[0]
+    elif num_tokens > 8 and (large or num_tokens <= 32):
+        depth = 64 if is_half and num_tokens > 16 else 128
+        gate_up, down = replace(gate_up, depth=depth), BlockShape(rows=128, depth=depth, num_stages=3)
+        tile = 64
+    elif num_tokens > 32:
+        gate_up = gate_up if is_mx else narrow
+        tile = 16
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent, tile=tile)
+
+
+def _small_fp8_blocks(num_tokens: int) -> tuple[BlockShape, BlockShape]:
+    """Block FP8 of small experts, up to 32 tokens in tiles of 8: steps of two scales where that was faster.
+
+    From 9 tokens on down does better with more blocks at once: six for each multiprocessor in place of five.
+    """
+    if num_tokens <= 8:
+        return LONG_STEPS
+    down = BlockShape(rows=64, depth=128, num_stages=4, max_registers=SIX_BLOCKS_REGISTERS)
+    return BlockShape(rows=64, depth=256, num_stages=2), down
+
+
+def _measured_blocks(num_tokens: int, top_k: int, hidden_size: int, ffn_size: int, dependent: bool) -> DecodeConfig:
+    """Large blocks keep more loads in flight; where that makes too few of them for the GPU, narrower ones."""
+    routed_rows = num_tokens * top_k
+    if num_tokens > 8:
+        gate_up = BlockShape(rows=64, depth=128, num_warps=8, num_stages=3)
+    else:
+        enough = routed_rows * ffn_size >= FEW_BLOCKS * 32
+        gate_up = BlockShape(rows=32 if enough else 16, depth=128, num_stages=4)
+    if num_tokens > 32 and is_large(hidden_size, ffn_size):
+        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
+    elif num_tokens > 32:
+        down = BlockShape(rows=64, depth=64, num_stages=4)
+    elif num_tokens > 16:
+        down = BlockShape(rows=64, depth=128, num_stages=3)
+    elif routed_rows * hidden_size >= FEW_BLOCKS * 128:
+        down = BlockShape(rows=128, depth=128, num_warps=8, num_stages=3)
+    else:
+        down = BlockShape(rows=32, depth=256, num_stages=3)
+    return DecodeConfig(form="matrix", gate_up=gate_up, down=down, dependent=dependent)
+
+
+def _vector_block(lane: int, contraction: int, *, rows: int) -> BlockShape:
+    """Every lane of up to 4 warps loads 16 bytes of a row at a time; as many warps as divide the contraction.
+
+    All warps along the contraction: a lane's piece of the tokens serves all rows of the block, and arrives where it is
+    needed without shared memory. Quantised weights, where not even one warp divides it: half a warp for each of twice
+    the rows.
+    """
+    lanes = 32 * lane
+    if lane >= LOAD_BYTES and contraction % lanes:
+        return BlockShape(rows=min(2 * rows, 16), depth=lanes // 2, num_warps=1)
+    num_warps = next(count for count in (4, 2, 1) if count == 1 or contraction % (count * lanes) == 0)
+    return BlockShape(rows=min(rows, 16), depth=num_warps * lanes, num_warps=num_warps)

@@ -1,0 +1,332 @@
+"""The expert cache of one layer, kept by the GPU inside the decode step: no launch and no host beside it.
+
+The first blocks of ``gate_up_kernel`` serve the step's misses. One of them, the planner, finds the experts of the step
+that have no slot and gives each one the slot whose expert is worth least. All of them then read these experts from host
+memory, which the GPU has mapped, into their slots: first w1 of all, then w2, and the scales of quantised experts with
+each. The blocks that multiply wait for the w1
+of their own expert alone, so experts that are there are computed meanwhile, and w1 of those that arrive while w2
+travels. A step whose experts are all there waits for nobody: the planner's work runs beside the products.
+
+No slot is overwritten that a kernel may still read, and none is read half-written. A step's kernels run one after the
+other on one stream. A slot whose expert this step needs is never given away. ``arriving`` names a slot once w1 is
+there, ``slots`` once w2 is too, each by a store that releases what was written before it. ``down_kernel`` starts to
+read w2 before ``gate_up_kernel`` has ended only where the planner said that nothing is missing.
+
+Experts may have begun to travel before their step (``experts.prefetch``); the planner takes over how far they came.
+
+What bounds it: the link to the host (55 GB/s on an H200 with PCIe 5).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.dependent import wait_for_previous
+from ..runtime.primitives import clock_ns
+from .host import leave_to_host, tell_mail, worth_least
+from .prefetch import STOP, take_over, take_over_torch
+from .tables import (
+    CHANGED,
+    CLOCK,
+    COUNT,
+    DONE,
+    FIRST,
+    GATE,
+    HOSTED,
+    LAST,
+    LFU,
+    LRU,
+    NEVER,
+    READY,
+    THERE1,
+    HostExperts,
+    cheapest_place,
+    header_of,
+    load_acquired,
+    worths,
+)
+
+KEPT = tl.constexpr(0.98)  # of an expert's worth, with every step
+
+
+@triton.jit
+def readable_by_tma(value, INTERPRET: tl.constexpr):
+    """``value``, after which TMA loads see what was stored before it without TMA."""
+    if INTERPRET:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE: tl.constexpr):
+    """Let what experts are worth fade, and add a use, or its routing weight, to those of the step."""
+    experts, js = tl.arange(0, CACHE.experts), tl.arange(0, ids.shape[0])
+    if CACHE.fades:
+        scores = tl.load(scores_ptr + experts, mask=experts < E, other=0.0)
+        tl.store(scores_ptr + experts, scores * KEPT, mask=experts < E)
+        tl.debug_barrier()
+    gain = tl.full(ids.shape, 1.0, tl.float32)
+    if CACHE.policy != LFU:
+        gain = tl.load(weights_ptr + js, mask=held, other=0.0)
+    tl.atomic_add(scores_ptr + ids, gain, mask=held, sem="relaxed")
+
+
+@triton.jit
+def give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE: tl.constexpr):
+    """Give each missing expert that the host does not compute a slot, empty ones first; of equals the lower number.
+
+    Lists the copies. An expert that was ``taken`` over half there has its slot, and is the first copy, if there is one.
+    Returns how many are missing, and how many of these are fetched.
+    """
+    state_ptr, scores_ptr = cache[0], cache[1]
+    experts, places = tl.arange(0, CACHE.experts), tl.arange(0, CACHE.slots)
+    missing = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0) == now
+    missing = missing & (tl.load(state_ptr + experts, mask=experts < E, other=0) < 0)
+    num_missing = tl.sum(missing.to(tl.int32), axis=0)
+    missing = missing & (experts != taken)
+    num_fetched = num_missing
+    if CACHE.asks:
+        missing, num_fetched = leave_to_host(missing, num_missing, before, T, cache, E, S, CACHE)
+    owners_ptr, copies_ptr = state_ptr + 3 * E, state_ptr + 3 * E + S
+    owners = tl.load(owners_ptr + places, mask=places < S, other=-1)
+    last_used = tl.load(state_ptr + 2 * E + owners, mask=owners >= 0, other=-1)
+    worth = tl.where((last_used == now) | (places >= S), NEVER, worths(owners, last_used, scores_ptr, CACHE.policy))
+    for copy in range(num_taken, num_fetched):
+        expert = tl.min(tl.where(missing, experts, NEVER), axis=0)
+        missing = missing & (experts != expert)
+        place = tl.argmin(worth, axis=0)
+        worth = tl.where(places == place, NEVER, worth)
+        owner = tl.load(owners_ptr + place)
+        if owner >= 0:
+            tl.store(state_ptr + owner, -1)
+            tl.store(state_ptr + E + owner, -1)
+        tl.store(owners_ptr + place, expert)
+        tl.store(copies_ptr + copy, expert)
+        tl.store(copies_ptr + S + copy, place)
+    return num_missing, num_fetched
+
+
+@triton.jit
+def plan_misses(ids_ptr, weights_ptr, T, J, cache, E, S, J_BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """Find the experts of the step that have no slot, give them slots, and let the blocks that fetch begin."""
+    state_ptr, scores_ptr, totals_ptr = cache[0], cache[1], cache[2]
+    header_ptr = header_of(state_ptr, E, S)
+    now = tl.load(header_ptr + CLOCK) + 1
+    js = tl.arange(0, J_BLOCK)
+    ids = tl.load(ids_ptr + js, mask=js < J, other=-1).to(tl.int32)
+    held = (ids >= tl.load(header_ptr + FIRST)) & (ids < tl.load(header_ptr + LAST))
+    if CACHE.policy != LRU:
+        raise_scores(ids_ptr, weights_ptr, ids, held, scores_ptr, E, CACHE)
+    before = now
+    if CACHE.asks:
+        experts = tl.arange(0, CACHE.experts)
+        before = tl.load(state_ptr + 2 * E + experts, mask=experts < E, other=0)
+        tl.debug_barrier()
+    # Of equal ids one swap alone finds another number.
+    earlier = tl.atomic_xchg(state_ptr + 2 * E + ids, now, mask=held, sem="relaxed")
+    num_needed = tl.sum((held & (earlier != now)).to(tl.int32), axis=0)
+    taken, num_taken, num_ahead = -1, 0, 0
+    if CACHE.ahead > 0:
+        tl.debug_barrier()
+        taken, num_taken, num_ahead = take_over(now, state_ptr, totals_ptr, E, S, CACHE)
+        tl.debug_barrier()
+    num_missing = tl.sum((held & (tl.load(state_ptr + ids, mask=held, other=0) < 0)).to(tl.int32), axis=0)
+    num_fetched = num_missing
+    if num_missing > 0:
+        tl.store(totals_ptr + 3, clock_ns(now.to(tl.int64), CACHE.interpret))
+        tl.debug_barrier()
+        num_missing, num_fetched = give_slots(now, before, T, taken, num_taken, cache, E, S, CACHE)
+        tl.atomic_add(totals_ptr + 1, num_fetched.to(tl.int64), sem="relaxed")
+    tl.atomic_add(totals_ptr, num_needed.to(tl.int64), sem="relaxed")
+    tl.store(header_ptr + CLOCK, now)
+    tl.store(header_ptr + COUNT, num_missing)
+    tl.store(header_ptr + CHANGED, num_missing + num_ahead)
+    if CACHE.asks:
+        tl.store(header_ptr + HOSTED, num_missing - num_fetched)
+        tl.atomic_add(totals_ptr + 7, (num_missing - num_fetched).to(tl.int64), sem="relaxed")
+    tl.debug_barrier()
+    tl.atomic_xchg(header_ptr + READY, num_fetched + 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def copy_pieces(first, fetchers, source_ptr, target_ptr, WORDS: tl.constexpr, PIECE: tl.constexpr):
+    """One block's pieces of so many words, from its ``first`` one on."""
+    for piece in range(first, tl.cdiv(WORDS, PIECE), fetchers):
+        at = piece * PIECE + tl.arange(0, PIECE)
+        if WORDS % PIECE == 0:
+            tl.store(target_ptr + at, tl.load(source_ptr + at, eviction_policy="evict_first"))
+        else:
+            words = tl.load(source_ptr + at, mask=at < WORDS, other=0, eviction_policy="evict_first")
+            tl.store(target_ptr + at, words, mask=at < WORDS)
+
+
+@triton.jit
+def fetch_half(fetcher, fetchers, copy, cache, E, S, HALF: tl.constexpr, CACHE: tl.constexpr):
+    """This block's pieces of w1 (HALF 0) or w2 (1) of a missing expert, and of the scales that go with it.
+
+    The last block to end says that it is there.
+    """
+    state_ptr = cache[0]
+    header_ptr, copies_ptr = header_of(state_ptr, E, S), state_ptr + 3 * E + S
+    expert, place = tl.load(copies_ptr + copy), tl.load(copies_ptr + S + copy)
+    stored, slot = (expert - tl.load(header_ptr + FIRST)).to(tl.int64), place.to(tl.int64)
+    WORDS: tl.constexpr = CACHE.words2 if HALF else CACHE.words1
+    first = fetcher
+    if CACHE.ahead > 0:
+        if copy == 0:
+            first += tl.load(header_ptr + THERE1 + HALF)
+    copy_pieces(
+        first, fetchers, cache[3 + HALF] + stored * WORDS, cache[5 + HALF] + slot * WORDS, WORDS, CACHE.piece
+    )  # fmt: skip
+    SCALES: tl.constexpr = CACHE.scales2 if HALF else CACHE.scales1
+    if SCALES > 0:
+        # The other way round: the first blocks may have had a piece more.
+        copy_pieces(
+            fetchers - 1 - fetcher, fetchers, cache[7 + HALF] + stored * SCALES, cache[9 + HALF] + slot * SCALES,
+            SCALES, CACHE.piece,
+        )  # fmt: skip
+    landed_ptr = state_ptr + 3 * E + (3 + HALF) * S + copy
+    tl.debug_barrier()
+    if tl.atomic_add(landed_ptr, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
+        tl.store(landed_ptr, 0)
+        tl.atomic_xchg(state_ptr + (1 - HALF) * E + expert, place, sem="release", scope="gpu")
+
+
+@triton.jit
+def fetch_misses(fetcher, fetchers, cache, E, S, CACHE: tl.constexpr):
+    """Bring what is missing, once the planner has said so; the last block to end makes ready for the next step."""
+    state_ptr, totals_ptr = cache[0], cache[2]
+    header_ptr = header_of(state_ptr, E, S)
+    ready = load_acquired(header_ptr + READY, CACHE.interpret)
+    while ready == 0:
+        ready = load_acquired(header_ptr + READY, CACHE.interpret)
+    count = ready - 1
+    for copy in range(count):
+        fetch_half(fetcher, fetchers, copy, cache, E, S, 0, CACHE)
+    for copy in range(count):
+        fetch_half(fetcher, fetchers, copy, cache, E, S, 1, CACHE)
+    tl.debug_barrier()
+    if tl.atomic_add(header_ptr + DONE, 1, sem="acq_rel", scope="gpu") == fetchers - 1:
+        tl.store(header_ptr + DONE, 0)
+        tl.store(header_ptr + READY, 0)
+        if CACHE.ahead > 0:
+            tl.atomic_add(header_ptr + GATE, -STOP, sem="acq_rel", scope="gpu")
+        if count > 0:
+            clock = clock_ns(tl.load(header_ptr + CLOCK).to(tl.int64) + 1, CACHE.interpret)
+            tl.store(totals_ptr + 2, tl.load(totals_ptr + 2) + clock - tl.load(totals_ptr + 3))
+
+
+@triton.jit
+def arrived_slot(expert, state_ptr, E, S, CACHE: tl.constexpr):
+    """Slot of an expert once its w1 is there; below 0 for one that the host computes, or another rank serves."""
+    known = (expert >= 0) & (expert < E)
+    # To acquire empties L1, which the tokens are in. An expert that was there before this launch needs none, nor does
+    # one that arrived since: its slot is of no other expert of this step, so L1 has nothing of it, unless its scales
+    # share a line with those of another slot.
+    if CACHE.lines_shared:
+        slot = load_acquired(state_ptr + E + tl.where(known, expert, 0), CACHE.interpret)
+    else:
+        slot = tl.load(state_ptr + E + tl.where(known, expert, 0))
+    if slot < 0:
+        header_ptr = header_of(state_ptr, E, S)
+        if (expert >= tl.load(header_ptr + FIRST)) & (expert < tl.load(header_ptr + LAST)):
+            if CACHE.asks:
+                while slot == -1:
+                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+            else:
+                while slot < 0:
+                    slot = load_acquired(state_ptr + E + expert, CACHE.interpret)
+    return tl.where(known, readable_by_tma(slot, CACHE.interpret), -1)
+
+
+@triton.jit
+def count_missing(cache, E, S, CACHE: tl.constexpr):
+    """How many slots of the step the kernel before changes, for one that starts early; nothing waits for it yet."""
+    if CACHE is None:
+        return 0
+    else:
+        return tl.load(header_of(cache[0], E, S) + CHANGED, volatile=True)
+
+
+@triton.jit
+def wait_for_missing(count, DEPENDENT: tl.constexpr, CACHE: tl.constexpr):
+    """Return at once where all experts of the step were there before it; to be called before slots are read."""
+    if CACHE is not None:
+        if count > 0:
+            wait_for_previous(DEPENDENT)
+            readable_by_tma(0, CACHE.interpret)
+
+
+def bring_torch(
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    host: HostExperts,
+    scales: Sequence[Tensor] = (),
+    *,
+    fades: bool = True,
+) -> None:
+    """The twin of what the first blocks of a decode step do: give the missing experts slots, and copy them there.
+
+    Example (E = 4, S = 2; slot 0 holds expert 3, used in step 1, slot 1 expert 0, used in step 2): ids ``[[3, 2]]`` in
+    step 3 keep slot 0 and give slot 1 to expert 2: slots ``[-1, -1, 1, 0]``, owners ``[3, 2]``, copies ``[2], [1]``.
+
+    Args:
+        ids: ``(T, K)`` int32 or int64 expert ids; others than those this rank serves need no slot.
+        weights: ``(T, K)`` float32 routing weights.
+        w1: ``(S, ...)`` the slots.
+        w2: ``(S, ...)``, of the same experts.
+        host: Where experts come from; its tables are changed.
+        scales: Of quantised experts, of the slots w1 and w2.
+        fades: Whether what experts are worth fades, as it does once a step.
+    """
+    tables = host.tables
+    first, end = tables.header[FIRST.value : LAST.value + 1].tolist()
+    needed = sorted({expert for expert in ids.flatten().tolist() if first <= expert < end})
+    now = int(tables.header[CLOCK.value]) + 1
+    if host.policy != "lru":
+        if fades:
+            tables.scores.mul_(KEPT.value)
+        held = (ids >= first) & (ids < end)
+        gain = weights if host.policy == "score" else torch.ones_like(weights)
+        tables.scores.index_add_(0, ids[held].long(), gain[held].float())
+    worth = tables.last_used.clone() if host.policy == "lru" else tables.scores
+    tables.last_used[needed] = now
+    taken, num_ahead = take_over_torch(host, now) if host.prefetched else (-1, 0)
+    missing = [expert for expert in needed if tables.slots[expert] < 0]
+    missing.sort(key=lambda expert: expert != taken)
+    hosted = (
+        []
+        if host.mail is None
+        else worth_least(
+            [expert for expert in missing if expert != taken], worth, host.mail.share_of(len(ids), len(missing))
+        )
+    )
+    missing = [expert for expert in missing if expert not in hosted]
+    for copy, expert in enumerate(missing):
+        place = cheapest_place(host, now) if expert != taken else int((tables.owners == taken).nonzero())
+        owner = int(tables.owners[place])
+        if owner >= 0:
+            tables.slots[owner] = tables.arriving[owner] = -1
+        tables.owners[place] = expert
+        tables.slots[expert] = tables.arriving[expert] = place
+        tables.copies[0, copy], tables.copies[1, copy] = expert, place
+        for slots, stored in zip((w1, w2, *scales), host.parts, strict=True):
+            slots[place] = stored[expert - first]
+    for copy, expert in enumerate(hosted, start=len(missing)):
+        tables.copies[0, copy], tables.copies[1, copy] = expert, -1
+    num_missing = len(missing) + len(hosted)
+    tables.header[CLOCK.value], tables.header[COUNT.value] = now, num_missing
+    tables.header[CHANGED.value] = num_missing + num_ahead
+    if host.mail is not None:
+        tables.header[HOSTED.value] = len(hosted)
+        tell_mail(host.mail, hosted)
+    tables.totals[:2] += torch.tensor([len(needed), len(missing)])
+    tables.totals[7] += len(hosted)

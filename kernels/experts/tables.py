@@ -1,0 +1,345 @@
+"""What the GPU and the host know of an expert cache: tables, where experts come from, constants of its kernels."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.arguments import power_of_2
+from .mailbox import Mailbox
+from .parts import ExpertParts
+
+Policy = Literal["lru", "lfu", "score"]
+POLICIES = ("lru", "lfu", "score")
+LRU, LFU = tl.constexpr(0), tl.constexpr(1)  # places among them
+NEVER = tl.constexpr(2**31 - 1)
+FETCH_WARPS = 64  # of all blocks together; a warp has 4 KB in flight
+PIECE_WORDS = 512  # of 8 bytes, that a warp copies at once
+AHEAD_WORDS = 1024  # that a block copies at once before their step
+LINE_BYTES = 128  # of L1
+HEADER_WORDS = 32
+# The words of ``CacheTables.header`` of a step,
+COUNT, CLOCK, READY, DONE, FIRST, LAST, CHANGED = (tl.constexpr(word) for word in range(7))
+# of what travels before it (see ``experts.prefetch``),
+GATE, PLANNED, NEXT, THERE1, THERE2, BEGUN, NEEDED = (tl.constexpr(word) for word in range(7, 14))
+# and of what the host computes (see ``experts.host``).
+HOSTED, LAYER = tl.constexpr(14), tl.constexpr(15)
+# Of what travels for the verification of drafts (see ``experts.drafts``): the first two are BEGUN and NEEDED of drafts.
+DRAFT_BEGUN, DRAFT_NEEDED, BY_DRAFT, ROUND, DRAFTED, UNUSED, HALF, HALF_EXPERT, HALF_PLACE = (
+    tl.constexpr(word) for word in range(16, 25)
+)
+OF_DRAFTS = tl.constexpr(DRAFT_BEGUN.value - BEGUN.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheTables:
+    """What the GPU knows of a layer's cache.
+
+    Args:
+        state: ``(4E + 8S + 32,)`` int32, all of the following one after the other: slots, arriving, last_used, owners,
+            copies, landed, ahead, header, unused.
+        scores: ``(E,)`` float32: what an expert is worth, for the policies ``lfu`` and ``score``.
+        totals: ``(8,)`` int64 of all steps: distinct experts needed, those fetched, nanoseconds in which experts
+            travelled; when the last ones began to; experts that began to travel before their step, how many of these
+            it needed, and words of 8 bytes that travelled so; experts that the host computed.
+        num_experts: E.
+        num_slots: S.
+    """
+
+    state: Tensor
+    scores: Tensor
+    totals: Tensor
+    num_experts: int
+    num_slots: int
+
+    @classmethod
+    def create(
+        cls, num_experts: int, num_slots: int, device: torch.device, held: tuple[int, int] | None = None
+    ) -> "CacheTables":
+        """Of a cache that holds nothing yet; ``held``: the first expert that this rank serves, and the last + 1."""
+        tables = cls(
+            state=torch.zeros(4 * num_experts + 8 * num_slots + HEADER_WORDS, dtype=torch.int32, device=device),
+            scores=torch.zeros(num_experts, device=device),
+            totals=torch.zeros(8, dtype=torch.int64, device=device),
+            num_experts=num_experts,
+            num_slots=num_slots,
+        )
+        for table in (tables.slots, tables.arriving, tables.owners):
+            table.fill_(-1)
+        first, end = held or (0, num_experts)
+        tables.header[FIRST.value : LAST.value + 1] = torch.tensor([first, end], dtype=torch.int32)
+        return tables
+
+    @property
+    def slots(self) -> Tensor:
+        """``(E,)`` in ``[-1, S)``: slot of each expert; -1 without one, or while its weights travel."""
+        return self.state[: self.num_experts]
+
+    @property
+    def arriving(self) -> Tensor:
+        """``(E,)`` in ``[-1, S)``: the same, from the moment on that w1 is there."""
+        return self.state[self.num_experts : 2 * self.num_experts]
+
+    @property
+    def last_used(self) -> Tensor:
+        """``(E,)``: number of the last step that needed an expert, 0 for none."""
+        return self.state[2 * self.num_experts : 3 * self.num_experts]
+
+    @property
+    def owners(self) -> Tensor:
+        """``(S,)`` in ``[-1, E)``: expert of each slot, -1 while it is empty."""
+        return self._after_experts(0, 1)
+
+    def words_of(self, experts: Collection[int], slots: Collection[int]) -> list[int]:
+        """Places in ``state`` of the slots of experts, of the same while they arrive, and of the owners of slots.
+
+        Example (E = 8): experts 2 and 5, slot 1: ``[2, 5, 10, 13, 25]``.
+        """
+        arriving = (self.num_experts + expert for expert in experts)
+        return [*experts, *arriving, *(3 * self.num_experts + slot for slot in slots)]
+
+    @property
+    def copies(self) -> Tensor:
+        """``(2, S)``: the experts that the last step missed, and their slots; the first ``header[COUNT]`` count.
+
+        Behind those that were fetched come ``header[HOSTED]`` that the host computed, with -1.
+        """
+        return self._after_experts(1, 2).view(2, self.num_slots)
+
+    @property
+    def ahead(self) -> Tensor:
+        """``(3, S)``: experts that are to travel before their step, their slots, and whose these were, or -1."""
+        return self._after_experts(5, 3).view(3, self.num_slots)
+
+    @property
+    def header(self) -> Tensor:
+        """``(32,)``: missing in the last step, number of that step, and between its blocks; number of the layer."""
+        return self._after_experts(8, 0, HEADER_WORDS)
+
+    @property
+    def unused(self) -> Tensor:
+        """``(E,)``: 1 for experts that travelled by the routing of a draft and were not needed since, else 0."""
+        return self.state[-self.num_experts :]
+
+    def _after_experts(self, start: int, count: int, words: int = 0) -> Tensor:
+        first = 3 * self.num_experts + start * self.num_slots
+        return self.state[first : first + count * self.num_slots + words]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostExperts(ExpertParts):
+    """Where the experts of a step that have no slot come from.
+
+    Args:
+        w1: ``(e, ...)`` of the experts this rank serves, in host memory that the GPU reads; 16 bytes divide an expert.
+        w2: ``(e, ...)``, in the same memory.
+        tables: Of the layer; a step changes them.
+        policy: Which expert's slot is given away: of the one used longest ago (``lru``), used least (``lfu``, where
+            a use counts 2 % less with every step), or of the least routing weight (``score``, likewise).
+        w1_scales: ``(e, ...)`` of quantised experts, in the same memory; 4 bytes divide those of an expert.
+        w2_scales: Likewise.
+        prefetched: Whether experts may travel to these slots before their step (``experts.prefetch``).
+        drafted: With ``prefetched``: whether the routing of drafts is a list of such experts, too.
+        fetched: Recorded where all experts of a step are there, if anybody asks.
+        mail: Asks the host's cores for some of them; ``None``: all that are missing come to the device.
+    """
+
+    w1: Tensor
+    w2: Tensor
+    tables: CacheTables
+    policy: Policy = "lru"
+    w1_scales: Tensor | None = None
+    w2_scales: Tensor | None = None
+    prefetched: bool = False
+    drafted: bool = False
+    fetched: torch.cuda.Event | None = None
+    mail: Mailbox | None = None
+
+    @property
+    def pieces(self) -> int:
+        """Of one expert that travels before its step."""
+        return pieces_of([part[0].nbytes for part in self.parts])
+
+    def pointers(
+        self, w1: Tensor, w2: Tensor, w1_scales: Tensor | None = None, w2_scales: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The ``cache`` argument of ``gate_up_kernel``, for slots w1 and w2 and their scales."""
+        words = (_words(weight) for weight in (self.w1, self.w2, w1, w2))
+        given = self.w1_scales, self.w2_scales, w1_scales, w2_scales
+        scales = (_words(each) for each in given if each is not None)
+        mail = () if self.mail is None else self.mail.pointers
+        return (self.tables.state, self.tables.scores, self.tables.totals, *words, *scales, *mail)
+
+    def constants(self, groups: int, num_warps: int) -> "CacheConstants":
+        """The ``CACHE`` argument, for a grid of so many groups and blocks of so many warps."""
+        sizes = self.tables.num_experts, self.tables.num_slots
+        num_bytes = [part[0].nbytes for part in self.parts]
+        ahead = self.pieces if self.prefetched else 0
+        found = cache_constants(*sizes, num_bytes, groups, num_warps, self.policy, ahead)._replace(drafts=self.drafted)
+        return found if self.mail is None else found._replace(**self.mail.constants(3 + 2 * len(self.parts)))
+
+    @property
+    def mail_pointers(self) -> tuple[Tensor, ...]:
+        """The ``cache`` argument of ``waves_kernel``, which has to do with no slots."""
+        assert self.mail is not None, "the host is asked"
+        return (self.tables.state, self.tables.scores, self.tables.totals, *self.mail.pointers)
+
+    def mail_constants(self, num_warps: int) -> "CacheConstants":
+        """The ``CACHE`` argument of ``waves_kernel``, a block of so many warps."""
+        assert self.mail is not None, "the host is asked"
+        found = cache_constants(self.tables.num_experts, self.tables.num_slots, (0, 0), 1, num_warps, self.policy)
+        return found._replace(**self.mail.constants(3))
+
+
+class CacheConstants(NamedTuple):
+    """What ``gate_up_kernel`` is compiled for where it serves misses.
+
+    Args:
+        rows: Rows of blocks, in front of those that multiply, which fetch.
+        experts: Power of two, at least E.
+        slots: Power of two, at least S.
+        words1: Of w1 of an expert, of 8 bytes.
+        words2: Of w2.
+        scales1: Words of the scales of w1, each of ``word_bytes``; 0: there are none.
+        scales2: Of w2.
+        lines_shared: Whether the scales of two slots' w1 may be in one line of L1.
+        piece: Words that a block copies at once.
+        policy: Place in ``POLICIES``.
+        ahead: Pieces of an expert that travels before its step; 0: none does.
+        interpret: Under Triton's interpreter.
+        fades: Whether what experts are worth fades, as it does once a step.
+        mail: Place of ``Mailbox.pointers`` among those of the cache; 0: the host computes nothing.
+        mail_tokens: Most tokens that it takes.
+        timeout_ns: Deadline of its answer.
+        drafts: Whether some of what travels before its step does so for the verification of drafts.
+        asks: Whether the kernel asks it; the last of a step in waves takes an answer that another kernel asked for.
+    """
+
+    rows: int
+    experts: int
+    slots: int
+    words1: int
+    words2: int
+    scales1: int
+    scales2: int
+    lines_shared: bool
+    piece: int
+    policy: int
+    ahead: int
+    interpret: bool
+    fades: bool = True
+    mail: int = 0
+    mail_tokens: int = 0
+    timeout_ns: int = 0
+    drafts: bool = False
+    asks: bool = False
+
+    def of_wave(self, number: int, num_waves: int) -> "CacheConstants":
+        """The same for one wave of a step, from 0 on.
+
+        The host was asked before the first one, where what experts are worth faded, too, and the last one takes what it
+        answers.
+        """
+        if num_waves == 1:
+            return self
+        # LRU has nothing that fades: one kernel for all waves.
+        fades = POLICIES[self.policy] == "lru" or (number == 0 and not self.mail)
+        if number == num_waves - 1:
+            return self._replace(fades=fades, asks=False)
+        return self._replace(fades=fades, mail=0, mail_tokens=0, timeout_ns=0, asks=False)
+
+
+# Types of ``HostExperts.pointers``, without scales,
+CACHE_POINTERS = ("*i32", "*fp32", "*i64", *["*i64"] * 4)
+SCALE_POINTERS = ("*i64",) * 4  # and of scales, those of an expert a multiple of 8 bytes
+
+
+def cache_constants(
+    num_experts: int,
+    num_slots: int,
+    num_bytes: Sequence[int],
+    groups: int,
+    num_warps: int,
+    policy: Policy,
+    ahead: int = 0,
+) -> CacheConstants:
+    """What a cache of S slots for E experts is compiled for; ``num_bytes``: of ``HostExperts.parts`` of an expert.
+
+    ``ahead``: ``HostExperts.pieces`` where it is ``prefetched``.
+    """
+    (w1, w2), scales = num_bytes[:2], num_bytes[2:] or (0, 0)
+    return CacheConstants(
+        rows=triton.cdiv(FETCH_WARPS, groups * num_warps),
+        experts=power_of_2(num_experts),
+        slots=power_of_2(num_slots),
+        words1=w1 // 8,
+        words2=w2 // 8,
+        scales1=scales[0] // word_bytes(scales[0]),
+        scales2=scales[1] // word_bytes(scales[1]),
+        lines_shared=scales[0] % LINE_BYTES != 0,
+        piece=PIECE_WORDS * num_warps,
+        policy=POLICIES.index(policy),
+        ahead=ahead,
+        interpret=triton.knobs.runtime.interpret,
+    )
+
+
+def pieces_of(num_bytes: Sequence[int]) -> int:
+    """Pieces in which an expert travels before its step, of parts of so many bytes.
+
+    Example: 65,536 bytes are 8 pieces, 65,544 are 9, and 12 bytes of scales one, whose words have 4.
+    """
+    return sum(triton.cdiv(part // word_bytes(part), AHEAD_WORDS) for part in num_bytes)
+
+
+def word_bytes(num_bytes: int) -> int:
+    """Bytes that are copied as one word: 8 where they divide those of an expert, else 4, of a few float32 scales."""
+    return 4 if num_bytes % 8 else 8
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """An expert a row, of ``word_bytes`` an element."""
+    rows = tensor.view(torch.uint8).flatten(1)
+    return rows.view(torch.int32 if word_bytes(rows.shape[1]) == 4 else torch.int64)
+
+
+@triton.jit
+def load_acquired(ptr, INTERPRET: tl.constexpr):
+    """An int32 that another block stores with release; what it wrote before can be read after this."""
+    if INTERPRET:
+        return tl.load(ptr)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def header_of(state_ptr, E, S):
+    """Pointer to ``CacheTables.header``."""
+    return state_ptr + 3 * E + 8 * S
+
+
+@triton.jit
+def worths(owners, last_used, scores_ptr, POLICY: tl.constexpr):
+    """``(slots,)`` int32: what the experts of slots are worth, less than any where a slot is empty."""
+    if POLICY == LRU:
+        return last_used
+    else:
+        # The bits of positive floats are in their order; those of -1 are a negative integer.
+        return tl.load(scores_ptr + owners, mask=owners >= 0, other=-1.0).to(tl.int32, bitcast=True)
+
+
+def cheapest_place(host: HostExperts, now: int, kept: Sequence[int] = ()) -> int:
+    """The slot that is given away next, of no expert that step ``now`` needs nor of one that is ``kept``."""
+    tables = host.tables
+    owners = tables.owners.long()
+    worth = tables.last_used if host.policy == "lru" else tables.scores
+    values = worth[owners].double().where(owners >= 0, -1.0)
+    needed = (owners >= 0) & (tables.last_used[owners] == now)
+    needed |= torch.isin(owners, torch.tensor(kept, dtype=torch.int64))
+    return int(values.where(~needed, torch.inf).argmin())

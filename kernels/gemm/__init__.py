@@ -1,0 +1,1 @@
+"""Grouped GEMMs and what stands beside them."""

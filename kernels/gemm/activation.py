@@ -1,0 +1,192 @@
+"""SwiGLU: ``silu(gate) * up``, its forward as a device function and its backward pass over the routed rows.
+
+The backward pass also yields the gradient of the routing weights and the weighted hidden rows that w2's gradient needs,
+so that layer-1 outputs are never kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2
+from ..runtime.case import KernelCase
+from .group_gemm import num_blocks, valid_rows
+from .tiles import rows_of_piece
+
+ROWS = 8  # rows a block works on at once; divides every tile
+COLS = 256
+BLOCKS_PER_PROCESSOR = 8
+
+
+@triton.jit
+def swiglu(gate, up):
+    """``silu(gate) * up`` of float32 blocks."""
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def swiglu_gradient(gate, up, grad):
+    """Gradients of ``swiglu`` with respect to gate and up, of float32 blocks."""
+    gate_sigmoid = tl.sigmoid(gate)
+    grad_gate = grad * up * gate_sigmoid * (1.0 + gate * (1.0 - gate_sigmoid))
+    return grad_gate, grad * gate * gate_sigmoid
+
+
+@triton.jit(do_not_specialize_on_alignment=["num_tiles_ptr"])
+def swiglu_backward_kernel(
+    pre_ptr, grad_act_ptr, row_ids_ptr, slots_ptr, weights_ptr, tiles_ptr, num_tiles_ptr,
+    grad_pre_ptr, hidden_ptr, grad_weights_ptr, F, K,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """See ``swiglu_backward``; persistent blocks over pieces of ROWS rows of a tile, K slots per received row."""
+    num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
+    for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)
+        row_ids = tl.load(row_ids_ptr + q, mask=valid, other=0).to(tl.int64)
+        slots = tl.load(slots_ptr + q, mask=valid, other=0)
+        weight = tl.load(weights_ptr + row_ids * K + slots, mask=valid, other=0.0)[:, None]
+        products = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        for first in range(0, F, COLS):
+            cols = first + tl.arange(0, COLS)
+            mask = valid[:, None] & (cols < F)[None, :]
+            narrow = q[:, None].to(tl.int64) * F + cols[None, :]
+            wide = q[:, None].to(tl.int64) * (2 * F) + cols[None, :]
+            gate = tl.load(pre_ptr + wide, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(pre_ptr + wide + F, mask=mask, other=0.0).to(tl.float32)
+            grad_act = tl.load(grad_act_ptr + narrow, mask=mask, other=0.0).to(tl.float32)
+            # Rounded as the forward pass rounded it.
+            hidden = swiglu(gate, up).to(hidden_ptr.dtype.element_ty).to(tl.float32)
+            products += grad_act * hidden
+            grad_gate, grad_up = swiglu_gradient(gate, up, grad_act * weight)
+            tl.store(hidden_ptr + narrow, (hidden * weight).to(hidden_ptr.dtype.element_ty), mask=mask)
+            tl.store(grad_pre_ptr + wide, grad_gate.to(grad_pre_ptr.dtype.element_ty), mask=mask)
+            tl.store(grad_pre_ptr + wide + F, grad_up.to(grad_pre_ptr.dtype.element_ty), mask=mask)
+        tl.store(grad_weights_ptr + row_ids * K + slots, tl.sum(products, axis=1), mask=valid)
+
+
+def swiglu_backward(
+    pre: Tensor,
+    grad_act: Tensor,
+    slots: Tensor,
+    row_weights: Tensor,
+    table: TileTable,
+    grad_pre: Tensor,
+    weighted_hidden: Tensor,
+    grad_weights: Tensor,
+) -> None:
+    """Backward of SwiGLU and of the routing weight, for every valid routed row.
+
+    With h = silu(gate) * up, rounded to the dtype, and w the routing weight, the row's contribution to the layer is
+    ``w * (h @ w2^T)``; ``grad_act`` is the incoming gradient times w2, without w.
+
+    Args:
+        pre: ``(Q, 2F)`` gate | up before the activation; F a multiple of 16.
+        grad_act: ``(Q, F)`` dY @ w2 of each routed row.
+        slots: ``(Q,)`` int32 expert slot of each routed row.
+        row_weights: ``(R, K)`` float32 routing weights.
+        table: Tiles and ``row_ids``.
+        grad_pre: ``(Q, 2F)`` receives the gradient of ``pre``.
+        weighted_hidden: ``(Q, F)`` receives w * h.
+        grad_weights: ``(R, K)`` float32, receives sum_f grad_act * h at [row_ids[q], slots[q]]; other entries, and the
+            padding rows of the other results, are left alone.
+
+    Raises:
+        ValueError: If shapes do not fit together, F is not a multiple of 16, or the tiles not of 8 rows.
+
+    Example:
+        gate 0, up 3, grad_act 4, w 0.5: h = 0, weighted_hidden 0, grad_weight 0,
+        grad_pre = [0.5*4 * 3 * 0.5, 0.5*4 * 0] = [3, 0].
+    """
+    ffn = check_backward(pre, grad_act, slots, row_weights, table, grad_pre, weighted_hidden, grad_weights)
+    if pre.shape[0] == 0 or row_weights.shape[0] == 0:
+        return
+    max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
+    swiglu_backward_kernel[(num_blocks(pre.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
+        pre, grad_act, table.row_ids, slots, row_weights, table.tiles, table.num_tiles,
+        grad_pre, weighted_hidden, grad_weights, ffn, row_weights.shape[1],
+        BLOCK_M=table.block_rows, ROWS=ROWS, COLS=min(COLS, power_of_2(ffn)), num_warps=4,
+    )  # fmt: skip
+
+
+def swiglu_backward_torch(
+    pre: Tensor,
+    grad_act: Tensor,
+    slots: Tensor,
+    row_weights: Tensor,
+    table: TileTable,
+    grad_pre: Tensor,
+    weighted_hidden: Tensor,
+    grad_weights: Tensor,
+) -> None:
+    """Torch twin of ``swiglu_backward``, in float32 (float64 stays float64)."""
+    check_backward(pre, grad_act, slots, row_weights, table, grad_pre, weighted_hidden, grad_weights)
+    rows, _ = valid_rows(table)
+    row_ids, row_slots = table.row_ids.long()[rows], slots.long()[rows]
+    wide = torch.promote_types(pre.dtype, torch.float32)
+    gate, up = pre[rows].to(wide).chunk(2, dim=1)
+    grad = grad_act[rows].to(wide)
+    weight = row_weights[row_ids, row_slots].to(wide)[:, None]
+    hidden = (silu(gate) * up).to(pre.dtype).to(wide)
+    sigmoid = torch.sigmoid(gate)
+    grad_gate = weight * grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_pre[rows] = torch.cat([grad_gate, weight * grad * gate * sigmoid], dim=1).to(grad_pre.dtype)
+    weighted_hidden[rows] = (weight * hidden).to(weighted_hidden.dtype)
+    grad_weights[row_ids, row_slots] = (grad * hidden).sum(1).to(grad_weights.dtype)
+
+
+def check_backward(
+    pre: Tensor,
+    grad_act: Tensor,
+    slots: Tensor,
+    row_weights: Tensor,
+    table: TileTable,
+    grad_pre: Tensor,
+    weighted_hidden: Tensor,
+    grad_weights: Tensor,
+) -> int:
+    """F; raises ``ValueError`` unless the arguments of ``swiglu_backward`` fit together."""
+    num_rows, ffn = grad_act.shape
+    expected = {
+        "pre": (pre, (num_rows, 2 * ffn)),
+        "slots": (slots, (num_rows,)),
+        "grad_pre": (grad_pre, (num_rows, 2 * ffn)),
+        "weighted_hidden": (weighted_hidden, (num_rows, ffn)),
+        "grad_weights": (grad_weights, tuple(row_weights.shape)),
+        "row_weights": (row_weights, tuple(row_weights.shape)),
+        "grad_act": (grad_act, (num_rows, ffn)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()} must be contiguous of shape {shape}"
+            )
+    if ffn <= 0 or ffn % 16:
+        raise ValueError(f"F={ffn} must be a positive multiple of 16")
+    if table.block_rows % ROWS:
+        raise ValueError(f"block_rows={table.block_rows} must be a multiple of {ROWS}")
+    return ffn
+
+
+def aot_cases() -> list[KernelCase]:
+    """The backward pass in bf16, as users run it, and in float32."""
+    return [_aot_case(dtype) for dtype in (torch.bfloat16, torch.float32)]
+
+
+def _aot_case(dtype: torch.dtype) -> KernelCase:
+    element = as_triton_dtype(dtype)
+    pointers = {
+        "pre_ptr": element, "grad_act_ptr": element, "row_ids_ptr": "i32", "slots_ptr": "i32", "weights_ptr": "fp32",
+        "tiles_ptr": "i32", "num_tiles_ptr": "i32", "grad_pre_ptr": element, "hidden_ptr": element,
+        "grad_weights_ptr": "fp32",
+    }  # fmt: skip
+    return KernelCase(
+        name=f"{element} backward",
+        fn=swiglu_backward_kernel,
+        signature={**{name: f"*{kind}" for name, kind in pointers.items()}, "F": "i32", "K": "i32"},
+        constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": COLS},
+        unaligned=frozenset({"K"}),
+        num_warps=4,
+        expects=frozenset({"wide_loads", "wide_stores"}),
+    )

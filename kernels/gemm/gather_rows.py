@@ -1,0 +1,133 @@
+"""Received rows in the order of the experts: a copy of a row for every routed row.
+
+For backward GEMMs, above all the weight gradients, which contract over an expert's rows: gathered inside, w1's takes
+up to twice as long, and this copy, at the rate of memory, a tenth of that (benchmarks/RESULTS.md, run 12).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.arguments import TileTable, as_triton_dtype, power_of_2
+from ..runtime.case import KernelCase
+from .group_gemm import num_blocks, valid_rows
+from .tiles import rows_of_piece
+
+ROWS = 8  # rows a block copies at once; divides every tile
+ROW_BYTES = 2048  # of each of them
+BLOCKS_PER_PROCESSOR = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnRows:
+    """Received rows that lie elsewhere: this rank's own, where they did not travel.
+
+    Args:
+        rows: ``(T, N)`` contiguous.
+        first: Received row that the first of them is.
+    """
+
+    rows: Tensor
+    first: int
+
+
+@triton.jit(do_not_specialize=["first_own", "num_own"], do_not_specialize_on_alignment=["num_tiles_ptr"])
+def gather_rows_kernel(
+    rows_ptr, own_ptr, out_ptr, tiles_ptr, num_tiles_ptr, row_ids_ptr, first_own, num_own, N,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, HAS_OWN: tl.constexpr,
+):  # fmt: skip
+    """See ``gather_rows``; persistent blocks over pieces of ROWS rows of a tile."""
+    num_pieces = tl.load(num_tiles_ptr) * (BLOCK_M // ROWS)
+    for piece in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        q, valid = rows_of_piece(piece, tiles_ptr, BLOCK_M, ROWS)
+        row_ids = tl.load(row_ids_ptr + q, mask=valid, other=0)
+        source = rows_ptr + row_ids.to(tl.int64)[:, None] * N
+        if HAS_OWN:
+            own_ids = row_ids - first_own
+            is_own = (own_ids >= 0) & (own_ids < num_own)
+            source = tl.where(is_own[:, None], own_ptr + own_ids.to(tl.int64)[:, None] * N, source)
+        target = out_ptr + q.to(tl.int64)[:, None] * N
+        for first in range(0, N, COLS):
+            cols = first + tl.arange(0, COLS)[None, :]
+            mask = valid[:, None] & (cols < N)
+            tl.store(target + cols, tl.load(source + cols, mask=mask), mask=mask)
+
+
+def gather_rows(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable, own: OwnRows | None = None) -> None:
+    """``out[q] = rows[row_ids[q]]`` for the routed rows q of all tiles.
+
+    Args:
+        rows: ``(R, N)`` contiguous, N a multiple of 16.
+        out: ``(Q, N)``, same dtype; rows of no tile and the padding of tiles are left alone.
+        row_ids: ``(Q,)`` int32; those of valid routed rows are in [0, R).
+        table: Tiles.
+        own: Rows that are read in the place of ``rows[own.first :]``, or ``None``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example: one tile of 2 rows, row_ids ``[1, 0, -1]``: rows ``[[5], [6]]`` (were such a width legal) make
+    ``[[6], [5], ..]``, and with own rows ``[[7]]`` from 1 on ``[[7], [5], ..]``.
+    """
+    check_gather(rows, out, row_ids, own)
+    cols = min(ROW_BYTES // rows.element_size(), power_of_2(rows.shape[1]))
+    max_items = table.tiles.shape[0] * (table.block_rows // ROWS)
+    gather_rows_kernel[(num_blocks(rows.device, max_items, per_processor=BLOCKS_PER_PROCESSOR),)](
+        rows, rows if own is None else own.rows, out, table.tiles, table.num_tiles, row_ids,
+        0 if own is None else own.first, 0 if own is None else own.rows.shape[0], rows.shape[1],
+        BLOCK_M=table.block_rows, ROWS=ROWS, COLS=cols, HAS_OWN=own is not None,
+    )  # fmt: skip
+
+
+def gather_rows_torch(rows: Tensor, out: Tensor, row_ids: Tensor, table: TileTable, own: OwnRows | None = None) -> None:
+    """Torch twin of ``gather_rows``."""
+    check_gather(rows, out, row_ids, own)
+    if own is not None:
+        rows = rows.clone()
+        rows[own.first : own.first + own.rows.shape[0]] = own.rows
+    routed, _ = valid_rows(table)
+    out[routed] = rows[row_ids[routed].long()]
+
+
+def check_gather(rows: Tensor, out: Tensor, row_ids: Tensor, own: OwnRows | None = None) -> None:
+    """Raise ``ValueError`` unless the arguments of ``gather_rows`` fit together."""
+    if out.shape != (row_ids.numel(), rows.shape[1]) or out.dtype != rows.dtype:
+        raise ValueError(
+            f"out of shape {tuple(out.shape)} and {out.dtype} must have a row for each of row_ids="
+            f"{row_ids.numel()}, and columns={rows.shape[1]} and dtype={rows.dtype} of rows"
+        )
+    if rows.shape[1] % 16:
+        raise ValueError(f"columns of rows={rows.shape[1]} must be a multiple of 16")
+    own_rows = rows[:0] if own is None else own.rows
+    if own_rows.shape[1:] != rows.shape[1:] or own_rows.dtype != rows.dtype:
+        raise ValueError(
+            f"own rows of shape {tuple(own_rows.shape)} and {own_rows.dtype} must have columns={rows.shape[1]} and "
+            f"dtype={rows.dtype} of rows"
+        )
+    for name, tensor in (("rows", rows), ("own rows", own_rows), ("out", out)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
+
+
+def aot_cases() -> list[KernelCase]:
+    """16 and 32 bits, and with own rows apart, which are for 16."""
+    shapes = (torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)
+    return [_aot_case(dtype, has_own) for dtype, has_own in shapes]
+
+
+def _aot_case(dtype: torch.dtype, has_own: bool) -> KernelCase:
+    element = as_triton_dtype(dtype)
+    return KernelCase(
+        name=f"{element}, own rows apart" if has_own else element,
+        fn=gather_rows_kernel,
+        signature={
+            **dict.fromkeys(["rows_ptr", "own_ptr", "out_ptr"], f"*{element}"),
+            **dict.fromkeys(["tiles_ptr", "num_tiles_ptr", "row_ids_ptr"], "*i32"),
+            **dict.fromkeys(["first_own", "num_own", "N"], "i32"),
+        },
+        constexprs={"BLOCK_M": 128, "ROWS": ROWS, "COLS": ROW_BYTES // dtype.itemsize, "HAS_OWN": has_own},
+        expects=frozenset({"wide_loads", "wide_stores"}),
+    )  # fmt: skip

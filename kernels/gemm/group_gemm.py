@@ -1,0 +1,246 @@
+"""Grouped GEMM over the tile table: every tile of routed rows times the weight of its expert.
+
+Compute only: the GEMM of the unfused path, of the input gradients and of the GEMM-only times. One launch of persistent
+blocks; a block takes the work items (tile, column block) ``block, block + blocks, ...`` in grouped order. How many
+there are is read on the device, so the host never waits for the plan.
+
+Loads: weights come through a host tensor descriptor (TMA), which also fills the tails of N and K with zeros; rows come
+through one as well, or, when gathered by index, as 16-byte ``cp.async``. Both are multi-buffered by the compiler.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..runtime.arguments import TileTable, as_triton_dtype, multiprocessors, power_of_2
+from ..runtime.case import KernelCase
+from .tiles import decode_tokens
+
+Layout = Literal["nk", "kn"]
+
+INTERPRETED_BLOCKS = 3  # few, and more than one: the interpreter runs them one after the other
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmConfig:
+    """Tile shape and pipeline of a grouped GEMM.
+
+    Args:
+        block_m: Rows of an output tile of the weight gradient (``group_gemm`` takes the rows of the tile table).
+        block_n: Columns of an output tile.
+        block_k: Contraction step.
+        group_tiles: Consecutive tiles that share their weight columns through L2.
+        flatten: Prefetch the next item's operands during the epilogue, for 32 KB more shared memory.
+        num_stages: Depth of the load pipeline.
+        num_warps: Warps per block.
+        max_blocks: At most so many blocks, or ``None`` for one per multiprocessor.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_tiles: int = 8
+    flatten: bool = False
+    num_stages: int = 4
+    num_warps: int = 8
+    max_blocks: int | None = None
+
+    @classmethod
+    def select(cls, dtype: torch.dtype) -> "GemmConfig":
+        """The default for an element type; float32 has no tensor cores at full precision and takes small tiles."""
+        if dtype == torch.float32:
+            return cls(block_m=64, block_n=64, block_k=16, num_stages=3)
+        return cls()
+
+
+@triton.jit(do_not_specialize_on_alignment=["num_tiles_ptr"])
+def group_gemm_kernel(
+    a, b_desc, out_ptr, tiles_ptr, num_tiles_ptr, row_ids_ptr, N, K,
+    GATHER: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_TILES: tl.constexpr, FLATTEN: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """See ``group_gemm``; ``a`` is a pointer when rows are gathered, else a descriptor of (BLOCK_M, BLOCK_K) blocks."""
+    num_tiles = tl.load(num_tiles_ptr)
+    num_cols = tl.cdiv(N, BLOCK_N)
+    in_tile = tl.arange(0, BLOCK_M)
+    in_step = tl.arange(0, BLOCK_K)
+    for item in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0), flatten=FLATTEN):
+        tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
+        expert = tl.load(tiles_ptr + tile * 4)
+        first_row = tl.load(tiles_ptr + tile * 4 + 1)
+        valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
+        first_col = col * BLOCK_N
+        if GATHER:
+            # Rows past the end of the segment read row 0: cheaper than masking every load, and never stored.
+            row_ids = tl.load(row_ids_ptr + first_row + in_tile, mask=valid, other=0)
+            rows = a + row_ids.to(tl.int64)[:, None] * K + in_step[None, :]
+        # ---- main loop
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if not GATHER:
+                x = a.load([first_row, k])
+            elif EVEN_K:
+                x = tl.load(rows + k)
+            else:
+                x = tl.load(rows + k, mask=(k + in_step < K)[None, :], other=0.0)
+            if LAYOUT == "nk":
+                w = b_desc.load([expert, first_col, k]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                w = b_desc.load([expert, k, first_col]).reshape(BLOCK_K, BLOCK_N)
+            accumulator = tl.dot(x, w, accumulator, input_precision=PRECISION)
+        # ---- epilogue: only the first row needs 64 bits, offsets inside a tile do not
+        cols = first_col + tl.arange(0, BLOCK_N)
+        target = out_ptr + first_row.to(tl.int64) * N + in_tile[:, None] * N + cols[None, :]
+        tl.store(target, accumulator.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (cols < N)[None, :])
+
+
+def group_gemm(
+    a: Tensor, b: Tensor, out: Tensor, table: TileTable, *, gather: bool, layout: Layout, config: GemmConfig
+) -> None:
+    """Multiply every routed row with the weight of its expert: ``out[q] = a[row] @ b[expert]``, row = q or row_ids[q].
+
+    Args:
+        a: ``(R, K)`` rows to gather, or ``(Q, K)`` routed rows; K a multiple of 16.
+        b: ``(e, N, K)`` weights of layout ``nk`` (``out[q] = b[expert] @ a[row]``) or ``(e, K, N)`` of layout ``kn``;
+            dtype of ``a``; N a multiple of 16.
+        out: ``(Q, N)`` result, rounded once from float32; rows of no tile and the padding of tiles are left alone.
+        table: Tiles; ``block_rows`` is the height of a GEMM tile.
+        gather: Whether routed row q reads ``a[table.row_ids[q]]`` instead of ``a[q]``.
+        layout: Layout of ``b``.
+        config: Tile shape and pipeline.
+
+    Raises:
+        ValueError: If shapes do not fit together, or N or K is not a multiple of 16.
+
+    Example:
+        One expert with b ``[[[10]]]`` (were K = N = 1 legal), one tile of 3 rows. Gathered with row_ids ``[1, 0, 1]``,
+        a ``[[1], [2]]`` gives ``[[20], [10], [20]]``; in place, a ``[[1], [2], [3]]`` gives ``[[10], [20], [30]]``.
+    """
+    num_cols, depth = check_shapes(a, b, out, layout)
+    if out.shape[0] == 0 or a.shape[0] == 0:
+        return
+    block_n = min(config.block_n, power_of_2(num_cols))
+    block_k = min(config.block_k, power_of_2(depth))
+    b_block = [1, block_n, block_k] if layout == "nk" else [1, block_k, block_n]
+    max_items = table.tiles.shape[0] * -(-num_cols // block_n)
+    group_gemm_kernel[(num_blocks(a.device, max_items, most=config.max_blocks),)](
+        a if gather else TensorDescriptor.from_tensor(a, [table.block_rows, block_k]),
+        TensorDescriptor.from_tensor(b, b_block),
+        out, table.tiles, table.num_tiles, table.row_ids, num_cols, depth,
+        GATHER=gather, LAYOUT=layout, BLOCK_M=table.block_rows, BLOCK_N=block_n, BLOCK_K=block_k,
+        GROUP_TILES=config.group_tiles, FLATTEN=config.flatten, EVEN_K=depth % block_k == 0,
+        PRECISION=dot_precision(a.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def group_gemm_torch(
+    a: Tensor, b: Tensor, out: Tensor, table: TileTable, *, gather: bool, layout: Layout, config: GemmConfig
+) -> None:
+    """Torch twin of ``group_gemm``: one product per expert, accumulated in float32 (float64 stays float64)."""
+    check_shapes(a, b, out, layout)
+    rows, experts = valid_rows(table)
+    sources = table.row_ids.long()[rows] if gather else rows
+    wide = torch.promote_types(a.dtype, torch.float32)
+    for expert in range(b.shape[0]):
+        of_expert = experts == expert
+        weight = b[expert].to(wide)
+        product = a[sources[of_expert]].to(wide) @ (weight.T if layout == "nk" else weight)
+        out[rows[of_expert]] = product.to(out.dtype)
+
+
+def valid_rows(table: TileTable) -> tuple[Tensor, Tensor]:
+    """Routed rows that are not padding, and the local expert of each.
+
+    Args:
+        table: Tiles, read on the host.
+
+    Returns:
+        ``(V,)`` int64 routed rows and ``(V,)`` int32 experts, in the order of the tiles.
+
+    Example:
+        tiles ``[[0, 0, 2, 0], [3, 4, 1, 0]]`` give rows ``[0, 1, 4]`` and experts ``[0, 0, 3]``.
+    """
+    tiles = table.tiles[: int(table.num_tiles)]
+    in_tile = torch.arange(table.block_rows, device=tiles.device)
+    rows = tiles[:, 1:2].long() + in_tile
+    valid = in_tile < tiles[:, 2:3]
+    return rows[valid], tiles[:, :1].expand_as(valid)[valid]
+
+
+def check_shapes(a: Tensor, b: Tensor, out: Tensor, layout: Layout) -> tuple[int, int]:
+    """N and K of a grouped GEMM; raises ``ValueError`` unless the shapes fit together and are multiples of 16."""
+    if layout not in ("nk", "kn"):
+        raise ValueError(f"layout={layout!r} must be 'nk' or 'kn'")
+    num_cols, depth = b.shape[1:] if layout == "nk" else (b.shape[2], b.shape[1])
+    if a.shape[1] != depth:
+        raise ValueError(f"a has {a.shape[1]} columns, b of layout {layout!r} contracts over {depth}: they must agree")
+    if out.shape[1] != num_cols:
+        raise ValueError(f"out has {out.shape[1]} columns, b of layout {layout!r} gives {num_cols}: they must agree")
+    for name, value in (("K", depth), ("N", num_cols)):
+        if value <= 0 or value % 16:
+            raise ValueError(f"{name}={value} must be a positive multiple of 16")
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
+    return num_cols, depth
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """``input_precision`` of ``tl.dot``: float32 operands are not rounded to tf32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def num_blocks(device: torch.device, max_items: int, *, most: int | None = None, per_processor: int = 1) -> int:
+    """Persistent blocks: so many per multiprocessor, but no more than there can be work items and at least one."""
+    if triton.knobs.runtime.interpret:
+        blocks = INTERPRETED_BLOCKS
+    else:
+        blocks = per_processor * multiprocessors(device)
+    if most is not None:
+        blocks = min(blocks, most)
+    return max(1, min(blocks, max_items))
+
+
+def aot_cases() -> list[KernelCase]:
+    """Gathered and ungathered rows, the backward pass's layout, even and ragged K; float32 as the oracle runs it."""
+    forward, backward = [(gather, "nk") for gather in (True, False)], (False, "kn")
+    cases = [_aot_case(torch.bfloat16, *shape, True, GemmConfig()) for shape in (*forward, backward)]
+    cases += [_aot_case(torch.bfloat16, True, "nk", False, GemmConfig())]
+    cases += [_aot_case(torch.bfloat16, *shape, True, GemmConfig(flatten=True)) for shape in forward]
+    cases += [_aot_case(torch.float16, *shape, True, GemmConfig()) for shape in (forward[0], backward)]
+    float32 = GemmConfig.select(torch.float32)
+    return [
+        *cases,
+        _aot_case(torch.float32, True, "nk", False, float32),
+        _aot_case(torch.float32, *backward, True, float32),
+    ]
+
+
+def _aot_case(dtype: torch.dtype, gather: bool, layout: Layout, even_k: bool, config: GemmConfig) -> KernelCase:
+    element = as_triton_dtype(dtype)
+    block_m = 128
+    rows = f"*{element}" if gather else f"tensordesc<{element}[{block_m}, {config.block_k}]>"
+    b_block = (config.block_n, config.block_k) if layout == "nk" else (config.block_k, config.block_n)
+    words = [element, layout, "gathered" if gather else "in place", "even K" if even_k else "ragged K"]
+    tensor_cores = {"wgmma"} if dtype != torch.float32 else set()
+    return KernelCase(
+        name=" ".join([*words, "flat"] if config.flatten else words),
+        fn=group_gemm_kernel,
+        signature={
+            "a": rows, "b_desc": f"tensordesc<{element}[1, {b_block[0]}, {b_block[1]}]>", "out_ptr": f"*{element}",
+            "tiles_ptr": "*i32", "num_tiles_ptr": "*i32", "row_ids_ptr": "*i32", "N": "i32", "K": "i32",
+        },
+        constexprs={
+            "GATHER": gather, "LAYOUT": layout, "BLOCK_M": block_m, "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k, "GROUP_TILES": config.group_tiles, "FLATTEN": config.flatten,
+            "EVEN_K": even_k, "PRECISION": dot_precision(dtype),
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        expects=frozenset({"wide_loads", "wide_stores"} | tensor_cores),
+    )  # fmt: skip

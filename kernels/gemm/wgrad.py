@@ -1,0 +1,139 @@
+"""Weight gradients: for every expert the sum over its routed rows of an outer product (a GEMM contracted over rows).
+
+The rows of an expert are followed by padding, which may hold anything, NaN included. They are read through a *segment
+descriptor* (``triton.tools.ragged_tma``): the copy engine itself fills what lies behind the end of the segment with
+zeros, at no cost in the loop. Every output element is summed by one block in the order of the rows, so results are
+bitwise reproducible.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+
+from ..runtime.arguments import as_triton_dtype, power_of_2
+from ..runtime.case import KernelCase
+from .group_gemm import GemmConfig, dot_precision, num_blocks
+from .tiles import decode_tokens
+
+
+@triton.jit
+def group_gemm_wgrad_kernel(
+    a_desc, b_desc, out_ptr, starts_ptr, counts_ptr, M, N, num_experts,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """See ``group_gemm_wgrad``; the operands come as segment descriptors."""
+    num_rows = tl.cdiv(M, BLOCK_M)
+    num_cols = tl.cdiv(N, BLOCK_N)
+    for item in tl.range(tl.program_id(0), num_experts * num_rows * num_cols, tl.num_programs(0)):
+        expert = item // (num_rows * num_cols)
+        row, col = decode_tokens(item - expert * num_rows * num_cols, num_rows, num_cols, GROUP_TILES)
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        start = tl.load(starts_ptr + expert)
+        count = tl.load(counts_ptr + expert)
+        for k in range(0, count, BLOCK_K):
+            x = load_ragged(a_desc, start, count, [k, row * BLOCK_M])
+            y = load_ragged(b_desc, start, count, [k, col * BLOCK_N])
+            accumulator = tl.dot(x.T, y, accumulator, input_precision=PRECISION)
+        # ---- epilogue
+        ms = row * BLOCK_M + tl.arange(0, BLOCK_M)
+        ns = col * BLOCK_N + tl.arange(0, BLOCK_N)
+        target = out_ptr + expert.to(tl.int64) * M * N + ms.to(tl.int64)[:, None] * N + ns[None, :]
+        tl.store(target, accumulator.to(out_ptr.dtype.element_ty), mask=(ms < M)[:, None] & (ns < N)[None, :])
+
+
+def group_gemm_wgrad(
+    a: Tensor, b: Tensor, out: Tensor, segment_starts: Tensor, segment_counts: Tensor, *, config: GemmConfig
+) -> None:
+    """Sum of outer products over the routed rows q of each expert: ``out[expert] = sum_q a[q]^T b[q]``.
+
+    Args:
+        a: ``(Q, M')`` routed rows; M' a multiple of 16.
+        b: ``(Q, N')`` routed rows; dtype of ``a``; N' a multiple of 16.
+        out: ``(e, M', N')`` result, written (not added to), rounded once from float32; zeros for experts without rows.
+        segment_starts: ``(e,)`` or ``(e + 1,)`` int32 first routed row of each expert.
+        segment_counts: ``(e,)`` int32 routed rows of each expert.
+        config: Tile shape and pipeline.
+
+    Raises:
+        ValueError: If shapes do not fit together, or M' or N' is not a multiple of 16.
+
+    Example:
+        One expert, one segment of 2 rows, a ``[[1, 2], [3, 4], [nan, nan]]``, b ``[[20], [10], [nan]]`` (were such
+        widths legal): out is ``[[[1*20 + 3*10], [2*20 + 4*10]]] = [[[50], [80]]]``.
+    """
+    check_wgrad(a, b, out, segment_counts)
+    num_experts, width_m, width_n = out.shape
+    if a.shape[0] == 0:
+        out.zero_()
+        return
+    block_m = min(config.block_m, power_of_2(width_m))
+    block_n = min(config.block_n, power_of_2(width_n))
+    max_items = num_experts * -(-width_m // block_m) * -(-width_n // block_n)
+    group_gemm_wgrad_kernel[(num_blocks(a.device, max_items, most=config.max_blocks),)](
+        create_ragged_descriptor(a, [config.block_k, block_m]), create_ragged_descriptor(b, [config.block_k, block_n]),
+        out, segment_starts, segment_counts, width_m, width_n, num_experts,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, GROUP_TILES=config.group_tiles,
+        PRECISION=dot_precision(a.dtype), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def group_gemm_wgrad_torch(
+    a: Tensor, b: Tensor, out: Tensor, segment_starts: Tensor, segment_counts: Tensor, *, config: GemmConfig
+) -> None:
+    """Torch twin of ``group_gemm_wgrad``: one product per expert."""
+    check_wgrad(a, b, out, segment_counts)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    for expert, (start, count) in enumerate(zip(segment_starts.tolist(), segment_counts.tolist(), strict=False)):
+        rows = slice(start, start + count)
+        out[expert] = (a[rows].to(wide).T @ b[rows].to(wide)).to(out.dtype)
+
+
+def check_wgrad(a: Tensor, b: Tensor, out: Tensor, segment_counts: Tensor) -> None:
+    """Raise ``ValueError`` unless the arguments fit together."""
+    num_experts, width_m, width_n = out.shape
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"a has {a.shape[0]} rows, b has {b.shape[0]}: they must agree")
+    if (a.shape[1], b.shape[1]) != (width_m, width_n):
+        raise ValueError(
+            f"out of shape {tuple(out.shape)} must be (experts, columns of a, columns of b) = "
+            f"({num_experts}, {a.shape[1]}, {b.shape[1]})"
+        )
+    for name, value in (("columns of a", width_m), ("columns of b", width_n)):
+        if value <= 0 or value % 16:
+            raise ValueError(f"{name}={value} must be a positive multiple of 16")
+    if segment_counts.numel() != num_experts:
+        raise ValueError(f"segment_counts has {segment_counts.numel()} entries, must be experts={num_experts}")
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
+
+
+def aot_cases() -> list[KernelCase]:
+    """16 bits, and float32 as the oracle runs it."""
+    return [_aot_case(dtype, GemmConfig.select(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+
+
+def _aot_case(dtype: torch.dtype, config: GemmConfig) -> KernelCase:
+    element = as_triton_dtype(dtype)
+    a_type = f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_m}]>"
+    b_type = f"tensordesc<{element}[1, 1, {config.block_k}, {config.block_n}]>"
+    tensor_cores = {"wgmma"} if dtype != torch.float32 else set()
+    return KernelCase(
+        name=element,
+        fn=group_gemm_wgrad_kernel,
+        signature={
+            "a_desc": a_type, "b_desc": b_type, "out_ptr": f"*{element}", "starts_ptr": "*i32", "counts_ptr": "*i32",
+            "M": "i32", "N": "i32", "num_experts": "i32",
+        },
+        constexprs={
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+            "GROUP_TILES": config.group_tiles, "PRECISION": dot_precision(dtype),
+        },
+        unaligned=frozenset({"num_experts"}),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        expects=frozenset({"wide_loads", "wide_stores"} | tensor_cores),
+    )  # fmt: skip

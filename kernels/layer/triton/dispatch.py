@@ -1,0 +1,168 @@
+"""Dispatch: token rows go straight into the receive rows of the ranks that compute them.
+
+``push_rows`` draws (destination, chunk of 128 rows) tickets, copies the rows of a chunk into the peer's receive rows
+and publishes the epoch in the peer's flag of (this rank, chunk). Layer 0 calls it from its communication blocks;
+``dispatch_kernel`` is the same without compute, for the backward pass and modular layers: push, then wait for the rows
+of every rank.
+
+Why it terminates: ``push_rows`` waits for nobody, and a block of ``dispatch_kernel`` waits only after all pushes of
+its rank have been drawn. This holds on every rank, so each flag that is waited for is raised, also when blocks run one
+after the other (the interpreter). A rank that died is met by the deadline of the spin.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...runtime.arguments import CHUNK_ROWS, Wire, multiprocessors
+from ...runtime.primitives import MOST_THREADS, PLACE_LAYER0, any_of, signal, wait_flags
+from ...runtime.recorder import KIND_DISPATCH, KIND_RECEIVE, now, record, recording
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchConfig:
+    """How rows are moved.
+
+    Args:
+        push_rows: Rows a block moves at once.
+        push_cols: Columns it moves at once, a power of two.
+        num_warps: Warps per block.
+    """
+
+    push_rows: int = 32
+    push_cols: int = 1024
+    num_warps: int = 8
+
+
+@triton.jit
+def push_chunk(
+    x_ptr, send_token_ids, target_ptr, first, count, D, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows ``first .. min(first + CHUNK, count)`` of a send list to consecutive rows at ``target_ptr``."""
+    cols = tl.arange(0, PUSH_COLS)
+    for start in range(0, CHUNK, PUSH_ROWS):
+        rows = first + start + tl.arange(0, PUSH_ROWS)
+        valid = rows < count
+        tokens = tl.load(send_token_ids + rows, mask=valid, other=0)
+        valid = valid & (tokens >= 0)
+        source = x_ptr + tokens[:, None].to(tl.int64) * D
+        target = target_ptr + rows[:, None].to(tl.int64) * D
+        for col in range(0, D, PUSH_COLS):
+            mask = valid[:, None] & (col + cols < D)[None, :]
+            block = tl.load(source + col + cols[None, :], mask=mask)
+            tl.store(target + col + cols[None, :], block, mask=mask)
+
+
+@triton.jit
+def push_rows(
+    x_ptr, send_token_ids, send_counts, row_addresses, flag_addresses, ticket_ptr, epoch, rank, world_size, M, D,
+    events_ptr, by_source, INCLUDE_SELF: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
+    CHUNK: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Draw (destination, chunk) tickets until none is left.
+
+    All destinations in turn, so that the first waves arrive from every source; or, ``by_source``, one destination after
+    the other, down the ring: every rank receives from one source at a time, in the order of its phases.
+    """
+    num_targets = world_size - 1 + INCLUDE_SELF
+    num_chunks = M // CHUNK
+    ticket = tl.atomic_add(ticket_ptr, 1)
+    while ticket < num_targets * num_chunks:
+        hop = ticket % num_targets
+        first = ticket // num_targets * CHUNK
+        if by_source:
+            hop = ticket // num_chunks
+            first = ticket % num_chunks * CHUNK
+        target = (rank + world_size - 1 - hop) % world_size
+        count = tl.load(send_counts + target)
+        if INCLUDE_SELF:
+            # Rows that stay are not compacted: token t is row t.
+            count = tl.where(target == rank, M, count)
+        if first < count:
+            begin = now(EVENTS, INTERPRET)
+            rows = tl.load(row_addresses + target).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            rows = tl.multiple_of(rows, 16) + rank.to(tl.int64) * M * D
+            push_chunk(x_ptr, send_token_ids + target * M, rows, first, count, D, PUSH_ROWS, PUSH_COLS, CHUNK)
+            flags = tl.load(flag_addresses + target).to(tl.pointer_type(tl.int32))
+            signal(flags + rank * num_chunks + first // CHUNK, epoch)
+            record(
+                events_ptr, KIND_DISPATCH, epoch, target, first // CHUNK, 0, begin, begin, EVENTS, INTERPRET
+            )  # fmt: skip
+        ticket = tl.atomic_add(ticket_ptr, 1)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "timeout_ns"])
+def dispatch_kernel(
+    x_ptr, recv_addresses, flag_ptr, flag_addresses, send_token_ids, send_counts, recv_counts, counters, epoch_ptr,
+    fault_ptr, rank, world_size, timeout_ns, M, D, events_ptr,
+    PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, EVENTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Dispatch alone, own rows included: push all, then wait for all; ``counters[0]`` and ``[1]`` hold tickets."""
+    epoch = tl.load(epoch_ptr)
+    # A plan may be older than what failed.
+    if any_of(tl.load(fault_ptr, volatile=True) != 0, tl.arange(0, MOST_THREADS)) == 0:
+        push_rows(
+            x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
+            events_ptr, False, True, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
+        )  # fmt: skip
+    # The block that draws the last ticket is not the last to finish: every block draws chunks to wait for.
+    num_chunks = M // CHUNK
+    ticket = tl.atomic_add(counters + 1, 1)
+    while ticket < world_size * num_chunks:
+        source = ticket // num_chunks
+        first = ticket % num_chunks * CHUNK
+        count = tl.where(source == rank, M, tl.load(recv_counts + source))
+        late = tl.arange(0, 1)
+        begin = now(EVENTS, INTERPRET)
+        wait_flags(
+            flag_ptr + ticket + late, first + late < count, epoch, fault_ptr, timeout_ns, PLACE_LAYER0,
+            source + late, first // CHUNK + late, INTERPRET,
+        )  # fmt: skip
+        if EVENTS:
+            if first < count:
+                ready = now(EVENTS, INTERPRET)
+                record(
+                    events_ptr, KIND_RECEIVE, epoch, source, first // CHUNK, 0, begin, ready, EVENTS, INTERPRET
+                )  # fmt: skip
+        ticket = tl.atomic_add(counters + 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sends:
+    """What this rank sends, all int32 (``comet.layer.plan``).
+
+    Args:
+        token_ids: ``(W, M)``.
+        counts: ``(W,)``.
+        recv_counts: ``(W,)``.
+        pushed: ``(W, M / 128)`` zeros, used up where warps share a chunk, or ``None``.
+    """
+
+    token_ids: Tensor
+    counts: Tensor
+    recv_counts: Tensor
+    pushed: Tensor | None = None
+
+
+def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: DispatchConfig) -> None:
+    """Dispatch without compute: on return (in stream order) all received rows, own rows included, are in ``wire.rows``.
+
+    Args:
+        x: ``(T, D)`` this rank's rows.
+        wire: Receive rows and flags.
+        sends: Send lists.
+        counters: ``(2,)`` int32 zeros, used up.
+        config: How rows are moved.
+    """
+    interpret = triton.knobs.runtime.interpret
+    num_blocks = 1 if interpret else multiprocessors(x.device)
+    dispatch_kernel[(num_blocks,)](
+        x, wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts, sends.recv_counts,
+        counters, wire.epoch, wire.fault, wire.rank, wire.world_size, wire.timeout_ns, wire.max_tokens, x.shape[1],
+        PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret,
+        **recording(wire.recorder, num_blocks), num_warps=config.num_warps,
+    )  # fmt: skip

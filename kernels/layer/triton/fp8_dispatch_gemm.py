@@ -1,0 +1,143 @@
+"""Layer 0 in block FP8: as ``dispatch_gemm``, on packed rows, with hidden quantised in the epilogue.
+
+Each of D / 128 steps multiplies the tile's rows with 128 columns of gate and 128 of up, apart: tensor cores keep some
+14 bits of a sum of e4m3 products, so no sum of theirs is longer than a step, and only one product has to be held beside
+the accumulators. One is scaled while the next is computed. A tile's 128 columns of hidden share a scale per row.
+
+Blocks draw tickets for all work items: a tile takes long enough to hide what a ticket costs, and one loop in the place
+of two needs fewer registers, of which a tile takes all.
+"""
+
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...gemm.activation import swiglu
+from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
+from ...gemm.tiles import decode_tokens
+from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
+from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
+from ..fp8_dispatch_gemm import fp8_dispatch_gemm_cuda, runs_cuda
+from .dispatch import Sends, push_rows
+from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
+
+
+@triton.jit
+def fp8_hidden_tile(
+    item, rows_ptr, w1_desc, w1_scales, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr,
+    epoch_ptr, fault_ptr, timeout_ns, rank, M, D, F, Q, row_words, events_ptr,
+    BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, CHUNK: tl.constexpr, EVENTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Compute one work item: wait, multiply, SwiGLU, quantise, store."""
+    num_cols = F // GROUP
+    num_blocks = D // GROUP
+    in_tile = tl.arange(0, BLOCK_M)
+    tile, col = decode_tokens(item, num_tiles, num_cols, GROUP_TILES)
+    expert = tl.load(tiles_ptr + tile * 4)
+    first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)
+    valid = in_tile < tl.load(tiles_ptr + tile * 4 + 2)
+    row_ids = tl.load(row_ids_ptr + first_row + tl.where(valid, in_tile, 0))
+    zero = 0
+    epoch = tl.load(epoch_ptr)  # of every tile anew: a register that is live through the GEMM's loop is one too many
+    phase = tl.load(tiles_ptr + tile * 4 + 3)
+    begin = now(EVENTS, INTERPRET)
+    ready = begin
+    if phase > 0:
+        zero = zero_after_rows(row_ids, flag_ptr, epoch, fault_ptr, timeout_ns, rank, M, CHUNK, INTERPRET)
+        ready = now(EVENTS, INTERPRET)
+    words = row_ids.to(tl.int64) * row_words + zero
+    elements_ptr = rows_ptr.to(tl.pointer_type(tl.float8e4nv))
+    a_ptrs = elements_ptr + tl.multiple_of(words * 4, 16)[:, None] + tl.arange(0, GROUP)[None, :]
+    a_scales = rows_ptr.to(tl.pointer_type(tl.float32)) + D // 4 + words
+    gate_scales = w1_scales + (expert * 2 * num_cols + col) * num_blocks
+    up_scales = gate_scales + num_cols * num_blocks
+    gate = tl.zeros((BLOCK_M, GROUP), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, GROUP), dtype=tl.float32)
+    # Scales are fetched a step ahead, so that a product is scaled while the next one is computed.
+    row_scales, gate_scale, up_scale = tl.load(a_scales), tl.load(gate_scales), tl.load(up_scales)
+    for block in range(0, num_blocks):
+        k = block * GROUP
+        a = tl.load(a_ptrs + k)
+        gate_b = w1_desc.load([expert, 0, col * GROUP, k]).reshape(GROUP, GROUP)
+        up_b = w1_desc.load([expert, 1, col * GROUP, k]).reshape(GROUP, GROUP)
+        to_gate, to_up = row_scales * gate_scale, row_scales * up_scale
+        following = tl.minimum(block + 1, num_blocks - 1)
+        row_scales = tl.load(a_scales + following)
+        gate_scale, up_scale = tl.load(gate_scales + following), tl.load(up_scales + following)
+        gate += tl.dot(a, gate_b.T) * to_gate[:, None]
+        up += tl.dot(a, up_b.T) * to_up[:, None]
+    hidden = swiglu(gate, up)
+    scales = group_scales(hidden)
+    tl.store(hidden_scales + col.to(tl.int64) * Q + first_row + in_tile, scales)
+    hidden_desc.store([first_row, col * GROUP], scaled_elements(hidden, scales, INTERPRET))
+    record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "by_source", "timeout_ns"])
+def fp8_dispatch_gemm_kernel(
+    rows_ptr, w1_desc, w1_scales, hidden_desc, hidden_scales, recv_addresses, flag_ptr, flag_addresses,
+    send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
+    rank, world_size, comm_blocks, by_source, timeout_ns, M, D, F, Q, row_words, events_ptr,
+    BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
+    CHUNK: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """See the module; ``counters[0]`` holds push tickets, ``counters[1]`` tickets of work items, both start at 0."""
+    if tl.program_id(0) < comm_blocks:
+        epoch = tl.load(epoch_ptr)
+        push_rows(
+            rows_ptr + rank.to(tl.int64) * M * row_words, send_token_ids, send_counts, recv_addresses, flag_addresses,
+            counters, epoch, rank, world_size, M, row_words, events_ptr, by_source, False, PUSH_ROWS,
+            PUSH_COLS, CHUNK, EVENTS, INTERPRET,
+        )  # fmt: skip
+        converted = now(EVENTS, INTERPRET)
+        record(events_ptr, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, EVENTS, INTERPRET)
+    num_tiles = tl.load(num_tiles_ptr)
+    num_items = num_tiles * (F // GROUP)
+    item = tl.atomic_add(counters + 1, 1)
+    while item < num_items:
+        fp8_hidden_tile(
+            item, rows_ptr, w1_desc, w1_scales, hidden_desc, hidden_scales, tiles_ptr, num_tiles, row_ids_ptr, flag_ptr,
+            epoch_ptr, fault_ptr, timeout_ns, rank, M, D, F, Q, row_words, events_ptr,
+            BLOCK_M, GROUP_TILES, CHUNK, EVENTS, INTERPRET,
+        )  # fmt: skip
+        item = tl.atomic_add(counters + 1, 1)
+
+
+def fp8_dispatch_gemm(
+    w1: Scaled,
+    hidden: Scaled,
+    wire: Wire,
+    sends: Sends,
+    table: TileTable,
+    config: DispatchGemmConfig,
+) -> None:
+    """Send this rank's packed rows, receive the others', and compute hidden, quantised, for all routed rows.
+
+    Args:
+        w1: ``(e, 2F, D)``, gate rows, then up rows, D and F multiples of 128; scales ``(e, 2F / 128, D / 128)``.
+        hidden: ``(Q, F)`` with scales ``(F / 128, Q)``, results; rows of no tile are left alone.
+        wire: Packed rows ``(R, ..)`` int32, of which this rank's own are there, and flags.
+        sends: Send lists.
+        table: Tiles in schedule order.
+        config: Split of the launch, and pieces of pushes; the tile shape is fixed.
+    """
+    if config.beside and runs_cuda(w1, wire, sends, table):
+        fp8_dispatch_gemm_cuda(w1, hidden, wire, sends, table)
+        return
+    experts, double_f, hidden_size = w1.elements.shape
+    ffn = double_f // 2
+    interpret = triton.knobs.runtime.interpret
+    num_blocks = 4 if interpret else multiprocessors(wire.rows.device)
+    halves = w1.elements.view(experts, 2, ffn, hidden_size)
+    fp8_dispatch_gemm_kernel[(num_blocks,)](
+        wire.rows, TensorDescriptor.from_tensor(halves, [1, 1, SCALE_GROUP, SCALE_GROUP]), w1.scales,
+        TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]), hidden.scales,
+        wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
+        table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
+        wire.rank, wire.world_size, min(config.comm_blocks, num_blocks - 1), int(config.by_source), wire.timeout_ns,
+        wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1],
+        BLOCK_M=table.block_rows, GROUP_TILES=config.group_tiles, PUSH_ROWS=config.push_rows,
+        PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret, **recording(wire.recorder, num_blocks),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""The GEMM of layer 1: column panel by column panel over all experts, each published when it is complete."""
+
+import triton
+import triton.language as tl
+
+from ...gemm.fp8 import GROUP
+from ...gemm.tiles import decode_columns
+from ...runtime.primitives import after_block
+from ...runtime.recorder import KIND_LAYER1_TILE, now, record
+
+PANEL_COUNTERS = 16  # where the panels' counters begin among a launch's counters
+
+
+@triton.jit
+def multiply_tile(
+    a_desc, b_desc, expert, first_row, first_col, CONTRACTION, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, B_IS_KN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of the product, ``(BLOCK_M, BLOCK_N)`` float32."""
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, CONTRACTION, BLOCK_K):
+        a = a_desc.load([first_row, k])
+        if B_IS_KN:
+            b = b_desc.load([expert, k, first_col]).reshape(BLOCK_K, BLOCK_N)
+            accumulator = tl.dot(a, b, accumulator, input_precision=PRECISION)
+        else:
+            b = b_desc.load([expert, first_col, k]).reshape(BLOCK_N, BLOCK_K)
+            accumulator = tl.dot(a, b.T, accumulator, input_precision=PRECISION)
+    return accumulator
+
+
+@triton.jit
+def multiply_fp8_tile(
+    a_desc, b_desc, a_scales, b_scales, expert, first_row, first_col, Q, D, CONTRACTION, BLOCK_M: tl.constexpr,
+    HALF_N: tl.constexpr,
+):  # fmt: skip
+    """The left and the right half of a tile of the product in block FP8, ``(BLOCK_M, HALF_N)`` float32 each."""
+    num_blocks = CONTRACTION // GROUP
+    left_block = expert * (D // GROUP) + first_col // GROUP
+    right_block = expert * (D // GROUP) + tl.minimum((first_col + HALF_N) // GROUP, D // GROUP - 1)
+    rows = tl.arange(0, BLOCK_M)
+    left = tl.zeros((BLOCK_M, HALF_N), dtype=tl.float32)
+    right = tl.zeros((BLOCK_M, HALF_N), dtype=tl.float32)
+    row_scales = tl.load(a_scales + first_row + rows)
+    left_scale = tl.load(b_scales + left_block * num_blocks)
+    right_scale = tl.load(b_scales + right_block * num_blocks)
+    for block in range(0, num_blocks):
+        a = a_desc.load([first_row, block * GROUP])
+        left_b = b_desc.load([expert, first_col, block * GROUP]).reshape(HALF_N, GROUP)
+        right_b = b_desc.load([expert, first_col + HALF_N, block * GROUP]).reshape(HALF_N, GROUP)
+        left_scales = row_scales * left_scale
+        right_scales = row_scales * right_scale
+        following = tl.minimum(block + 1, num_blocks - 1)
+        row_scales = tl.load(a_scales + (following * Q + first_row) + rows)
+        left_scale = tl.load(b_scales + (left_block * num_blocks + following))
+        right_scale = tl.load(b_scales + (right_block * num_blocks + following))
+        left += tl.dot(a, left_b.T) * left_scales[:, None]
+        right += tl.dot(a, right_b.T) * right_scales[:, None]
+    return left, right
+
+
+@triton.jit
+def store_tile(y_ptr, tile, first_row, first_col, num_rows, D):
+    """Store the first ``num_rows`` rows of a float32 tile, of its columns those below D."""
+    rows, cols = tl.arange(0, tile.shape[0]), first_col + tl.arange(0, tile.shape[1])
+    # Offsets that are the same for all tiles would be kept in registers through the GEMM's loop.
+    target = y_ptr + (first_row + rows)[:, None].to(tl.int64) * D + cols[None, :]
+    tl.store(target, tile.to(y_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (cols < D)[None, :])
+
+
+@triton.jit
+def gemm_panels(
+    a_desc, b_desc, a_scales, b_scales, y_ptr, tiles_ptr, num_tiles, num_cols, num_panels, first_item, stride,
+    panel_counters, epoch_ptr, Q, D, CONTRACTION, events_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
+    B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, EVENTS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Every ``stride``-th (panel, tile, column block) from ``first_item`` on; each adds 1 to its panel's counter."""
+    for item in tl.range(first_item, num_tiles * num_cols, stride, flatten=FLATTEN):
+        tile, col, panel = decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES)
+        begin = now(EVENTS, INTERPRET)
+        expert = tl.load(tiles_ptr + tile * 4)
+        first_row = tl.multiple_of(tl.load(tiles_ptr + tile * 4 + 1), BLOCK_M)
+        num_rows = tl.load(tiles_ptr + tile * 4 + 2)
+        if a_scales is None:
+            product = multiply_tile(
+                a_desc, b_desc, expert, first_row, col * BLOCK_N, CONTRACTION, BLOCK_M, BLOCK_N, BLOCK_K, B_IS_KN,
+                PRECISION,
+            )  # fmt: skip
+            store_tile(y_ptr, product, first_row, col * BLOCK_N, num_rows, D)
+        else:
+            left, right = multiply_fp8_tile(
+                a_desc, b_desc, a_scales, b_scales, expert, first_row, col * BLOCK_N, Q, D, CONTRACTION, BLOCK_M,
+                BLOCK_N // 2,
+            )  # fmt: skip
+            store_tile(y_ptr, left, first_row, col * BLOCK_N, num_rows, D)
+            store_tile(y_ptr, right, first_row, col * BLOCK_N + BLOCK_N // 2, num_rows, D)
+        tl.atomic_add(panel_counters + panel, after_block(1, INTERPRET), sem="release", scope="gpu")
+        if EVENTS:  # read late: a register that is live through the GEMM's loop is one too many
+            epoch = tl.load(epoch_ptr)
+            record(events_ptr, KIND_LAYER1_TILE, epoch, tile, col, panel, begin, begin, EVENTS, INTERPRET)
+
+
+@triton.jit(do_not_specialize=["num_panels"])
+def gemm_panels_kernel(
+    a_desc, b_desc, a_scales, b_scales, y_ptr, tiles_ptr, num_tiles_ptr, counters, epoch_ptr, num_panels, Q, D,
+    CONTRACTION, events_ptr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
+    B_IS_KN: tl.constexpr, FLATTEN: tl.constexpr, PANEL_COUNTERS: tl.constexpr, PRECISION: tl.constexpr,
+    EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The compute blocks."""
+    if not INTERPRET:
+        tl.extra.cuda.gdc_launch_dependents()
+    gemm_panels(
+        a_desc, b_desc, a_scales, b_scales, y_ptr, tiles_ptr, tl.load(num_tiles_ptr), tl.cdiv(D, BLOCK_N), num_panels,
+        tl.program_id(0), tl.num_programs(0), counters + PANEL_COUNTERS, epoch_ptr, Q, D, CONTRACTION, events_ptr,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_TILES, B_IS_KN, FLATTEN, PRECISION, EVENTS, INTERPRET,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The plan on the device."""

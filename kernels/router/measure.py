@@ -1,0 +1,199 @@
+"""Router: loads, losses and the largest logit, in one launch for few tokens and two for many.
+
+``measure_kernel``: each block adds up its own rows, ``finish_kernel`` the blocks in their order: no float atomics,
+equal inputs give equal bits. Few tokens take one block, which also finishes. What bounds it: reading logits and scores.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.case import KernelCase
+from .select import aot_case, at_least_tiny, exp
+
+MAX_BLOCKS = 64
+ROWS = 64  # up to so many, another block takes longer to start and to add than it saves
+BLOCK_ELEMENTS = 4096
+NUM_WARPS = 8
+WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)  # bits of a magnitude; as integers they are in its order, NaN above infinity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossRule:
+    """Factors of the losses; 0 leaves a loss out.
+
+    Args:
+        aux: Of the load-balancing loss.
+        z: Of the router z-loss.
+    """
+
+    aux: float
+    z: float
+
+
+@triton.jit
+def log_sum_exp(logits):
+    """Of each row."""
+    largest = tl.max(logits, axis=1)
+    return largest + tl.log(tl.sum(exp(logits - largest[:, None]), axis=1))
+
+
+@triton.jit
+def write_statistics(
+    sums, counts, squares, largest, load_ptr, aux_ptr, z_ptr, largest_ptr, T, aux, z,
+    E: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr,
+):  # fmt: skip
+    """From totals over all tokens: per expert the normalised scores and the routed rows, then two scalars."""
+    experts = tl.arange(0, sums.shape[0])
+    num_tokens = tl.maximum(T, 1).to(tl.float32)
+    tl.store(load_ptr + experts, counts, mask=experts < E)
+    aux_loss, z_loss = 0.0, 0.0
+    if USE_AUX:
+        share = tl.div_rn(counts, tl.maximum(tl.sum(counts, axis=0), 1.0))
+        aux_loss = aux * (E * tl.sum(share * tl.div_rn(sums, num_tokens), axis=0))
+    if USE_Z:
+        z_loss = z * tl.div_rn(squares, num_tokens)
+    tl.store(aux_ptr, aux_loss)
+    tl.store(z_ptr, z_loss)
+    seen = tl.load(largest_ptr).to(tl.int32, bitcast=True) & WITHOUT_SIGN
+    tl.store(largest_ptr, tl.maximum(seen, largest).to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["T", "rows", "aux", "z"])
+def measure_kernel(
+    logits_ptr, scores_ptr, ids_ptr, sums_ptr, scalars_ptr, load_ptr, aux_ptr, z_ptr, largest_ptr, T, rows, aux, z,
+    E: tl.constexpr, K: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Block b adds up rows b * ``rows`` to (b + 1) * ``rows``; ALONE, it writes the statistics, too."""
+    block = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    known = (experts < E)[None, :]
+    sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    counts = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    largest = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    squares = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    end = tl.minimum((block + 1) * rows, T)
+    for first in tl.range(block * rows, end, BLOCK_T):
+        tokens = (first + tl.arange(0, BLOCK_T)).to(tl.int64)
+        in_batch = tokens < end
+        there = in_batch[:, None] & known
+        places = tokens[:, None] * E + experts[None, :]
+        logits = tl.load(logits_ptr + places, mask=there, other=0.0)
+        largest = tl.maximum(largest, logits.to(tl.int32, bitcast=True) & WITHOUT_SIGN)
+        if USE_Z:
+            lse = log_sum_exp(tl.where(known, logits, float("-inf")))
+            squares += tl.where(in_batch, lse * lse, 0.0)
+        if USE_AUX:
+            scores = tl.load(scores_ptr + places, mask=there, other=0.0)
+            sums += tl.div_rn(scores, at_least_tiny(tl.sum(scores, axis=1))[:, None])
+        for k in range(K):
+            ids = tl.load(ids_ptr + tokens * K + k, mask=in_batch, other=-1)
+            counts += (ids[:, None] == experts[None, :]).to(tl.int32)
+    total_sums, total_squares = tl.sum(sums, axis=0), tl.sum(squares, axis=0)
+    total_counts, most = tl.sum(counts, axis=0).to(tl.float32), tl.max(tl.max(largest, axis=1), axis=0)
+    if ALONE:
+        write_statistics(
+            total_sums, total_counts, total_squares, most, load_ptr, aux_ptr, z_ptr, largest_ptr, T, aux, z,
+            E, USE_AUX, USE_Z,
+        )  # fmt: skip
+    else:
+        tl.store(sums_ptr + block * 2 * BLOCK_E + experts, total_sums)
+        tl.store(sums_ptr + (block * 2 + 1) * BLOCK_E + experts, total_counts)
+        tl.store(scalars_ptr + block * 2, total_squares)
+        tl.store(scalars_ptr + block * 2 + 1, most.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["T", "blocks", "aux", "z"])
+def finish_kernel(
+    sums_ptr, scalars_ptr, load_ptr, aux_ptr, z_ptr, largest_ptr, T, blocks, aux, z,
+    E: tl.constexpr, USE_AUX: tl.constexpr, USE_Z: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One block: the statistics of what the blocks of ``measure_kernel`` added up, ``(blocks, 2, BLOCK_E)``."""
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    sums = tl.zeros((BLOCK_B, BLOCK_E), dtype=tl.float32)
+    counts = tl.zeros((BLOCK_B, BLOCK_E), dtype=tl.float32)
+    for first in range(0, blocks, BLOCK_B):
+        of = (first + tl.arange(0, BLOCK_B))[:, None]
+        counts += tl.load(sums_ptr + (of * 2 + 1) * BLOCK_E + experts, mask=of < blocks, other=0.0)
+        if USE_AUX:
+            sums += tl.load(sums_ptr + of * 2 * BLOCK_E + experts, mask=of < blocks, other=0.0)
+    of = tl.arange(0, MAX_BLOCKS)
+    squares = tl.load(scalars_ptr + of * 2, mask=of < blocks, other=0.0)
+    largest = tl.load(scalars_ptr + of * 2 + 1, mask=of < blocks, other=0.0).to(tl.int32, bitcast=True)
+    write_statistics(
+        tl.sum(sums, axis=0), tl.sum(counts, axis=0), tl.sum(squares, axis=0), tl.max(largest, axis=0),
+        load_ptr, aux_ptr, z_ptr, largest_ptr, T, aux, z, E, USE_AUX, USE_Z,
+    )  # fmt: skip
+
+
+def measure(
+    logits: Tensor, scores: Tensor, ids: Tensor, largest: Tensor, rule: LossRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and loads of routed tokens.
+
+    Example: logits ``[[0.0, 0.0]]``, scores ``[[0.75, 0.25]]``, ids ``[[0]]``, factors 1: losses 1.5 and
+    ``ln(2) ** 2``, loads ``[1.0, 0.0]``.
+
+    Args:
+        logits: ``(T, E)`` float32, contiguous.
+        scores: ``(T, E)`` float32, contiguous; not read without an aux loss.
+        ids: ``(T, K)`` int32, contiguous; -1 is a masked slot.
+        largest: ``()`` float32, grows to the largest magnitude of the logits; stays infinite or NaN.
+        rule: Factors of the losses.
+
+    Returns:
+        Load-balancing loss ``()``, z-loss ``()`` and routed rows per expert ``(E,)``, all float32.
+    """
+    assert logits.dtype == scores.dtype == largest.dtype == torch.float32, (logits.dtype, scores.dtype, largest.dtype)
+    assert logits.is_contiguous(), logits.stride()
+    assert scores.is_contiguous(), scores.stride()
+    assert ids.dtype == torch.int32, ids.dtype
+    (num_tokens, num_experts), top_k = logits.shape, ids.shape[1]
+    aux_loss, z_loss, load = logits.new_empty(()), logits.new_empty(()), logits.new_empty(num_experts)
+    rows = max(ROWS, triton.cdiv(num_tokens, MAX_BLOCKS))
+    blocks = max(1, triton.cdiv(num_tokens, rows))
+    constants = _constants(num_experts, rule)
+    block = _rows_at_once(num_experts)
+    sums, scalars = logits.new_empty(blocks, 2, constants["BLOCK_E"]), logits.new_empty(blocks, 2)
+    statistics = (load, aux_loss, z_loss, largest, num_tokens)
+    measure_kernel[(blocks,)](
+        logits, scores, ids, sums, scalars, *statistics, rows, rule.aux, rule.z, K=top_k, ALONE=blocks == 1,
+        BLOCK_T=block, num_warps=NUM_WARPS, **constants,
+    )  # fmt: skip
+    if blocks > 1:
+        finish_kernel[(1,)](
+            sums, scalars, *statistics, blocks, rule.aux, rule.z, BLOCK_B=block, MAX_BLOCKS=MAX_BLOCKS,
+            num_warps=NUM_WARPS, **constants,
+        )  # fmt: skip
+    return aux_loss, z_loss, load
+
+
+def _constants(num_experts: int, rule: LossRule) -> dict[str, Any]:
+    width = triton.next_power_of_2(num_experts)
+    return dict(E=num_experts, USE_AUX=rule.aux != 0, USE_Z=rule.z != 0, BLOCK_E=width)
+
+
+def _rows_at_once(num_experts: int) -> int:
+    return min(ROWS, max(1, BLOCK_ELEMENTS // triton.next_power_of_2(num_experts)))
+
+
+def aot_cases() -> list[KernelCase]:
+    """Known numbers of experts, in training and in inference, on one block and on several."""
+    cases = []
+    for num_experts, top_k in ((8, 2), (60, 4), (128, 8), (256, 8), (512, 32)):
+        for use, rule in (("training", LossRule(aux=1e-2, z=1e-3)), ("inference", LossRule(aux=0.0, z=0.0))):
+            constants, block = _constants(num_experts, rule), _rows_at_once(num_experts)
+            of_measure, words = constants | dict(K=top_k, BLOCK_T=block), f"{num_experts} experts, {use}"
+            for kernel, values, suffix in (
+                (measure_kernel, of_measure | dict(ALONE=True), ", few tokens"),
+                (measure_kernel, of_measure | dict(ALONE=False), ""),
+                (finish_kernel, constants | dict(BLOCK_B=block, MAX_BLOCKS=MAX_BLOCKS), ""),
+            ):
+                cases.append(aot_case(words + suffix, kernel, values, NUM_WARPS))
+    return cases

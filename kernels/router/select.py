@@ -1,0 +1,235 @@
+"""Router: everything between logits and plan in one launch: scores, group limit, the K best experts, their weights.
+
+A row of experts stays in the registers of one warp where it fits. What is compared and its column are one integer, so
+that equal scores go to the lowest id, as a stable sort would have it. What bounds it: with few tokens its K rounds,
+with many also reading the logits and writing the scores.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.case import KernelCase
+
+TAKEN = tl.constexpr(-(2**63))
+LOWEST = tl.constexpr(0x7FFFFFFF)  # columns are kept with these bits turned over, so that the lowest is the largest
+MINUS_INFINITY = tl.constexpr(-0x7F800001)  # where minus infinity is in the order of ``to_keys``
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# ln 2 in two parts: products of the first with integers below 2^14 are exact.
+LN2_HIGH = tl.constexpr(0.693359375)
+LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
+MANY_TOKENS = 4096  # from here on, a warp gets several rows: else starting so many blocks takes longer than their work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectRule:
+    """How scores become experts and weights; the fields mean what they mean in ``comet.config.MoEConfig``.
+
+    Args:
+        top_k: K.
+        num_groups: Groups of consecutive experts.
+        top_groups: Groups a token may choose experts from.
+        sigmoid: Scores are sigmoids instead of a softmax.
+        renormalize: Divide the K chosen scores by their sum.
+        routed_scale: Factor on the weights.
+    """
+
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    sigmoid: bool = False
+    renormalize: bool = True
+    routed_scale: float = 1.0
+
+
+@triton.jit
+def exp(x):
+    """Of float32, as exact for large ``x`` as for small: ``tl.exp`` rounds ``x / ln 2``, which costs six bits at 64."""
+    x = tl.where(x < -192.0, -192.0, tl.where(x > 192.0, 192.0, x))  # NaN stays, infinity minus infinity does not arise
+    twos = tl.floor(x * LOG2_E + 0.5)
+    rest = (x - twos * LN2_HIGH) - twos * LN2_LOW
+    half = tl.floor(twos * 0.5)  # 2^128 is infinite, e^88.7 is not
+    return tl.exp2(rest * LOG2_E) * tl.exp2(half) * tl.exp2(twos - half)
+
+
+@triton.jit
+def at_least_tiny(total):
+    """The sum to divide by; NaN stays."""
+    return tl.where(total < TINY, TINY, total)
+
+
+@triton.jit
+def to_keys(scores, columns, known):
+    """int64 in the order of float32 ``scores``, then the lowest column first; NaN is the largest, zeros are equal."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    ordered = tl.where(scores != scores, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    keys = (ordered.to(tl.int64) << 32) | (columns ^ LOWEST)[None, :].to(tl.int64)
+    return tl.where(known[None, :], keys, TAKEN)
+
+
+@triton.jit
+def score_of(keys):
+    """The float32 score in a key."""
+    ordered = (keys >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def close_groups(
+    keys, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Keys with minus infinity for the scores of all groups but each token's best."""
+    grouped = tl.reshape(keys, (BLOCK_T, BLOCK_G, BLOCK_S))
+    best = tl.max(grouped, axis=2)
+    group_scores = score_of(best)
+    if SIZE > 1:
+        group_scores += score_of(tl.max(tl.where(grouped == best[:, :, None], TAKEN, grouped), axis=2))
+    groups = tl.arange(0, BLOCK_G)
+    group_keys = to_keys(group_scores, groups, groups < GROUPS)
+    rest = group_keys
+    for _ in range(TOP_GROUPS - 1):
+        rest = tl.where(rest == tl.max(rest, axis=1)[:, None], TAKEN, rest)
+    is_open = group_keys >= tl.max(rest, axis=1)[:, None]
+    # Padding has no column bits, so it stays below all experts, of which there are at least K.
+    closed = (tl.full(grouped.shape, MINUS_INFINITY, tl.int64) << 32) | (grouped & LOWEST)
+    grouped = tl.where(is_open[:, :, None], grouped, closed)
+    return tl.reshape(grouped, (BLOCK_T, BLOCK_G * BLOCK_S))
+
+
+@triton.jit(do_not_specialize=["T"])
+def select_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scores_ptr, T,
+    E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """See ``select``; a block takes BLOCK_T tokens, columns are GROUPS groups of E / GROUPS experts, both padded."""
+    SIZE: tl.constexpr = E // GROUPS
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_batch = (tokens < T)[:, None]
+    columns = tl.arange(0, BLOCK_G * BLOCK_S)
+    known = (columns % BLOCK_S < SIZE) & (columns // BLOCK_S < GROUPS)
+    experts = columns if SIZE == BLOCK_S else columns // BLOCK_S * SIZE + columns % BLOCK_S
+    there = in_batch & known[None, :]
+    places = tokens[:, None] * E + experts[None, :]
+    logits = tl.load(logits_ptr + places, mask=there, other=float("-inf"))
+    if SIGMOID:
+        scores = tl.div_rn(1.0, 1.0 + exp(-logits))
+    else:
+        exps = exp(logits - tl.max(logits, axis=1)[:, None])
+        scores = tl.div_rn(exps, tl.sum(exps, axis=1)[:, None])
+    tl.store(scores_ptr + places, scores, mask=there)
+    if HAS_BIAS:
+        keys = to_keys(scores + tl.load(bias_ptr + experts, mask=known, other=0.0)[None, :], columns, known)
+    else:
+        keys = to_keys(scores if GROUPS > 1 else logits, columns, known)
+    if GROUPS > 1:
+        keys = close_groups(keys, GROUPS, TOP_GROUPS, SIZE, BLOCK_T, BLOCK_G, BLOCK_S)
+    ks = tl.arange(0, BLOCK_K)[None, :]
+    chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
+    for k in range(K):
+        best = tl.max(keys, axis=1)[:, None]
+        chosen = tl.where(ks == k, ((best & LOWEST) ^ LOWEST).to(tl.int32), chosen)
+        keys = tl.where(keys == best, TAKEN, keys)
+    weights = tl.where(ks < K, tl.gather(scores, chosen, axis=1), 0.0)
+    if RENORMALIZE:
+        weights = tl.div_rn(weights, at_least_tiny(tl.sum(weights, axis=1))[:, None])
+    targets = tokens[:, None] * K + ks
+    tl.store(ids_ptr + targets, chosen // BLOCK_S * SIZE + chosen % BLOCK_S, mask=in_batch & (ks < K))
+    tl.store(weights_ptr + targets, weights * SCALE, mask=in_batch & (ks < K))
+
+
+def select(logits: Tensor, bias: Tensor | None, rule: SelectRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of the logits, ids of each token's best experts, and their weights.
+
+    Example: logits ``[[0.0, ln 2, 0.0]]``, K = 2, renormalised: ids ``[[1, 0]]``, weights ``[[2/3, 1/3]]``, scores
+    ``[[0.25, 0.5, 0.25]]``.
+
+    Args:
+        logits: ``(T, E)`` float32, contiguous.
+        bias: ``(E,)`` float32, added to the scores that are compared, or ``None``.
+        rule: What to do.
+
+    Returns:
+        ids ``(T, K)`` int32, best first; weights ``(T, K)`` float32; scores ``(T, E)`` float32.
+    """
+    assert logits.dtype == torch.float32, logits.dtype
+    assert logits.is_contiguous(), logits.stride()
+    (num_tokens, num_experts), top_k = logits.shape, rule.top_k
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights, scores = logits.new_empty(num_tokens, top_k), torch.empty_like(logits)
+    if num_tokens == 0:
+        return ids, weights, scores
+    constants, num_warps = _select_constants(num_tokens, num_experts, rule)
+    select_kernel[(triton.cdiv(num_tokens, constants["BLOCK_T"]),)](
+        logits, bias, ids, weights, scores, num_tokens, HAS_BIAS=bias is not None, num_warps=num_warps, **constants
+    )
+    return ids, weights, scores
+
+
+def rows_per_block(num_tokens: int, width: int) -> tuple[int, int]:
+    """Rows of a block and its warps; no row is on two warps up to 512 columns: reductions over it need no barrier.
+
+    Args:
+        num_tokens: T.
+        width: Columns of a row, a power of two.
+    """
+    if width > 512:
+        return 1, width // 512
+    if width > 128:  # more warps would share rows
+        return (1 if num_tokens <= MANY_TOKENS else 2), 1
+    return 4 * (128 // width) * (1 if num_tokens <= MANY_TOKENS else 4), 4
+
+
+def _select_constants(num_tokens: int, num_experts: int, rule: SelectRule) -> tuple[dict[str, Any], int]:
+    groups = rule.num_groups if rule.top_groups < rule.num_groups else 1
+    block_g, block_s = triton.next_power_of_2(groups), triton.next_power_of_2(num_experts // groups)
+    block_t, num_warps = rows_per_block(num_tokens, block_g * block_s)
+    constants = dict(
+        E=num_experts, K=rule.top_k, GROUPS=groups, TOP_GROUPS=min(rule.top_groups, groups), SIGMOID=rule.sigmoid,
+        RENORMALIZE=rule.renormalize, SCALE=rule.routed_scale, BLOCK_T=block_t, BLOCK_G=block_g, BLOCK_S=block_s,
+        BLOCK_K=triton.next_power_of_2(rule.top_k),
+    )  # fmt: skip
+    return constants, num_warps
+
+
+def aot_rules() -> dict[str, tuple[int, SelectRule]]:
+    """Name to experts and rule: the routers of known models, groups that are padded, and the widest."""
+    return {
+        "mixtral": (8, SelectRule(top_k=2)),
+        "qwen2": (60, SelectRule(top_k=4, renormalize=False)),
+        "qwen3": (128, SelectRule(top_k=8)),
+        "deepseek_v3": (256, SelectRule(top_k=8, num_groups=8, top_groups=4, sigmoid=True, routed_scale=2.5)),
+        "groups of 15": (60, SelectRule(top_k=4, num_groups=4, top_groups=2)),
+        "top-32 of 512": (512, SelectRule(top_k=32)),
+    }
+
+
+def aot_case(name: str, kernel: triton.JITFunction, constants: dict[str, Any], num_warps: int) -> KernelCase:
+    """A configuration of one of the kernels behind the logits; rows of 128 experts and more are read in wide loads."""
+    kinds = dict(T="i32", rows="i32", blocks="i32", aux="fp32", z="fp32", ids_ptr="*i32")
+    return KernelCase(
+        name=name,
+        fn=kernel,
+        signature={each: kinds.get(each, "*fp32") for each in kernel.arg_names if each not in constants},
+        constexprs=constants,
+        num_warps=num_warps,
+        expects=frozenset({"wide_loads"} if constants["E"] >= 128 else ()),
+    )
+
+
+def aot_cases() -> list[KernelCase]:
+    """All rules at few and at many tokens, sigmoids with a bias."""
+    cases = []
+    for name, (num_experts, rule) in aot_rules().items():
+        for num_tokens in (1, 2 * MANY_TOKENS):
+            constants, num_warps = _select_constants(num_tokens, num_experts, rule)
+            constants |= dict(HAS_BIAS=rule.sigmoid)
+            cases.append(aot_case(f"{name}, {num_tokens} tokens", select_kernel, constants, num_warps))
+    return cases

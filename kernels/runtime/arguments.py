@@ -1,0 +1,154 @@
+"""What the fused kernels are handed: tensors, integers and pointer tables, grouped by meaning.
+
+Letters as in ``comet.layer.plan``: W ranks, M tokens at most per rank, R = W*M received-row slots, Q routed rows, K, D,
+F, C = M / 128 chunks of rows, P phases.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .recorder import Recorder
+
+# Rows that share an arrival flag of the dispatch and of the combine, flags per chunk of the combine, and most waves
+# that a list of sent rows is ordered by; comet.layout holds the same values. A chunk of the combine is the work
+# of one block at a time, and with 128 rows there are too few at 2048 tokens.
+CHUNK_ROWS = 128
+COMBINE_CHUNK_ROWS = 32
+MAX_PANELS = 16
+MAX_WAVES = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """Symmetric rows with their arrival flags, as one rank sees them.
+
+    Args:
+        rows: ``(R, D)`` this rank's copy; source s writes rows s*M + i.
+        row_pointers: ``(W,)`` int64 address of every rank's ``rows``.
+        flags: ``(W, C)`` int32, of the combine ``(W, 4C, 16)``: this rank's copy; slot [s, c] is written by source s.
+        flag_pointers: ``(W,)`` int64 address of every rank's ``flags``.
+        epoch: ``(1,)`` int32; flags that carry at least this epoch have arrived.
+        fault: ``(8,)`` int64 record of a spin that met its deadline.
+        rank: This rank.
+        max_tokens: M.
+        timeout_ns: Deadline of every spin.
+        recorder: Where the launch writes what its blocks do and when, or ``None``.
+    """
+
+    rows: Tensor
+    row_pointers: Tensor
+    flags: Tensor
+    flag_pointers: Tensor
+    epoch: Tensor
+    fault: Tensor
+    rank: int
+    max_tokens: int
+    timeout_ns: int
+    recorder: Recorder | None = None
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return self.row_pointers.numel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileTable:
+    """The routed rows in GEMM tiles (see ``comet.layer.plan.Plan`` for the fields).
+
+    Args:
+        tiles: ``(max_tiles, 4)`` int32: local expert, first routed row, valid rows, phase.
+        num_tiles: ``(1,)`` int32.
+        row_ids: ``(Q,)`` int32 received row of each routed row.
+        counters: ``(32,)`` int32 zeros: tickets and panel counters, used up by one launch; one of them is the ticket of
+            the weight gradients that follow.
+        block_rows: Rows of a tile.
+        segments: ``(e + 1,)`` int32 first routed row and ``(e,)`` int32 routed rows of each local expert, for kernels
+            that cut an expert's rows their own way; ``None`` where they are not known.
+        even_rows: Routed rows of each expert if all have equally many and all ranks as many tokens as this one; to
+            choose a kernel's blocks by, 0 where it is not known.
+    """
+
+    tiles: Tensor
+    num_tiles: Tensor
+    row_ids: Tensor
+    counters: Tensor
+    block_rows: int
+    segments: tuple[Tensor, Tensor] | None = None
+    even_rows: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradWire:
+    """Gradients of the routing weights on their way home: received rows' ``(R, K)`` float32 and where they go.
+
+    Args:
+        row_grads: ``(R, K)`` gradient of each (received row, slot) computed here, 0 elsewhere.
+        landing: ``(R, K)`` this rank's symmetric copy.
+        landing_pointers: ``(W,)`` int64 address of every rank's copy.
+        out: ``(T, K)`` result for this rank's tokens.
+    """
+
+    row_grads: Tensor
+    landing: Tensor
+    landing_pointers: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returns:
+    """How routed rows become token rows again (``comet.layer.plan``).
+
+    Args:
+        row_slots: ``(R, K)`` int32 routed row of each (received row, slot), or -1.
+        row_weights: ``(R, K)`` float32 routing weights, or ``None`` to add rows up unweighted.
+        send_rows: ``(M, W)`` int32 the row of each token at each rank, or -1.
+        recv_counts: ``(W,)`` int32.
+        grads: Gradients of the routing weights to send along, or ``None``.
+    """
+
+    row_slots: Tensor
+    row_weights: Tensor | None
+    send_rows: Tensor
+    recv_counts: Tensor
+    grads: GradWire | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """A matrix in block FP8: float8_e4m3fn elements, and float32 scales in the layout that its kernel asks for."""
+
+    elements: Tensor
+    scales: Tensor
+
+
+def parts(matrix: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
+    """Elements and scales of a matrix; ``None`` where it has none."""
+    return (matrix.elements, matrix.scales) if isinstance(matrix, Scaled) else (matrix, None)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; kept, for torch takes ten microseconds to tell, and each launch asks."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power_of_2(value: int) -> int:
+    """The smallest power of two that is at least ``value``, 1 or more; ``power_of_2(5) == 8``.
+
+    For the host of a launch: Triton's own can be called in kernels, too, and takes microseconds.
+    """
+    return 1 << (value - 1).bit_length()
+
+
+def as_triton_dtype(dtype: torch.dtype) -> str:
+    """Triton's short name of a torch element type, for signatures: ``bf16``, ``fp16`` or ``fp32``."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """``rows`` itself, or a copy where it does not start at 16 bytes: kernels read rows in pieces of 16 bytes."""
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()

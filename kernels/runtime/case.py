@@ -1,0 +1,111 @@
+"""What the compile-ahead tool is told about one kernel configuration (see ``comet.kernels.aot.compile``).
+
+Every module that ships kernels defines ``aot_cases() -> list[KernelCase]`` with the configurations users run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from triton.runtime.jit import JITFunction
+
+FEATURES = ("wgmma", "wide_loads", "wide_stores")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One kernel with one set of types and constants.
+
+    Args:
+        name: The configuration in words, unique among the cases of the kernel.
+        fn: The ``@triton.jit`` function.
+        signature: Triton type of every argument that is not a constexpr: ``*bf16``, ``i32``,
+            ``tensordesc<bf16[128, 64]>``, or a tuple of such.
+        constexprs: Value of every constexpr.
+        unaligned: Integer arguments that are not multiples of 16 (pointers and integers are taken to be, as the
+            just-in-time compiler finds at run time; arguments the kernel excludes from specialisation never are).
+        num_warps: Warps per block.
+        num_stages: Depth of the load pipeline.
+        max_registers: Most registers of a thread, or ``None``.
+        expects: Features whose absence fails the compilation: ``wgmma``; ``wide_loads`` and ``wide_stores``: 16-byte
+            accesses to global memory are there and none is narrower than 4 bytes.
+        narrow_loads: How many loads of less than 4 bytes are meant and do not count, such as scales of a byte per lane.
+        spilled_bytes: How many bytes of spilled registers are known and do not fail the compilation.
+
+    Raises:
+        ValueError: If an argument of the kernel is missing or unknown, or a feature is unknown.
+    """
+
+    name: str
+    fn: JITFunction
+    signature: Mapping[str, Any]
+    constexprs: Mapping[str, Any]
+    unaligned: frozenset[str] = frozenset()
+    num_warps: int = 4
+    num_stages: int = 3
+    max_registers: int | None = None
+    expects: frozenset[str] = field(default_factory=frozenset)
+    narrow_loads: int = 0
+    spilled_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        given = set(self.signature) | set(self.constexprs)
+        needed = set(self.fn.arg_names)
+        if given != needed:
+            raise ValueError(
+                f"{self.kernel} ({self.name}): missing arguments {sorted(needed - given)}, "
+                f"unknown arguments {sorted(given - needed)}"
+            )
+        if unknown := self.expects - set(FEATURES):
+            raise ValueError(f"{self.kernel} ({self.name}): expects={sorted(unknown)} must be among {FEATURES}")
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return self.fn.__name__
+
+    def types(self) -> dict[str, Any]:
+        """Type of every argument in the order of the kernel, ``constexpr`` where a constant is given."""
+        return {name: self.signature.get(name, "constexpr") for name in self.fn.arg_names}
+
+    def attributes(self) -> dict[tuple[int, ...], list[list[Any]]]:
+        """Divisibility by 16 of the arguments, as the just-in-time compiler would record it."""
+        kinds: dict[tuple[int, ...], str] = {}
+        for index, parameter in enumerate(self.fn.params):
+            kind = self.signature.get(parameter.name, "constexpr")
+            fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if isinstance(kind, tuple):
+                kinds |= {(index, place): each for place, each in enumerate(kind)}
+            elif parameter.name not in self.unaligned and not fixed:
+                kinds[index,] = kind
+        return {place: [["tt.divisibility", 16]] for place, kind in kinds.items() if _has_divisor(kind)}
+
+
+def _has_divisor(kind: str) -> bool:
+    return kind.startswith(("*", "i", "u")) and kind not in ("i1", "u1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaCase:
+    """One CUDA C++ kernel with one set of constants; it has to use the tensor cores and bulk loads.
+
+    Args:
+        name: The configuration in words, unique among the cases of the kernel.
+        kernel: Name in the table.
+        source: The text, constants included.
+        shared_bytes: Dynamic shared memory of a block.
+        spilled_bytes: See ``KernelCase``.
+        registers: Of a thread at the launch, if the source counts on them.
+    """
+
+    name: str
+    kernel: str
+    source: str
+    shared_bytes: int
+    spilled_bytes: int = 0
+    registers: int | None = None
+    # As of a ``KernelCase``, and the same for all.
+    narrow_loads: ClassVar[int] = 0
+    expects: ClassVar[frozenset[str]] = frozenset({"wgmma", "wide_loads", "wide_stores"})

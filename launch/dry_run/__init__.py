@@ -1,0 +1,1 @@
+"""What ``--dry-run`` says of each task, before anything starts."""

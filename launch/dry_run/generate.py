@@ -1,0 +1,117 @@
+"""What ``comet generate --dry-run`` prints: the resolved settings, with the source's model, and the bytes of a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from comet.decode import shared_columns
+from comet.experts.budget import ExpertBudget
+from comet.experts.prefetch import PrefetchSetting, prefetches
+from comet.generation.experts import expectation, plan_experts
+from comet.generation.source import is_hf_folder
+from comet.jobs.config import JobConfig
+from comet.launch.dry_run.train import FLOAT32_BYTES, MIB, check_model_overlap, rank_parameters, resolved_yaml
+from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
+from comet.layout import ExpertLayout
+from comet.models.cache import allocated_places
+from comet.models.sizes import expert_elements
+from comet.training.run import activation_dtype
+
+
+def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """The text of a dry run; see ``comet.launch.dry_run.train.describe``."""
+    kind = "GPUs" if on_gpu else "CPU ranks"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = activation_dtype(job.generate.dtype, device)
+    check_model_overlap(job, dtype, on_gpu=on_gpu)
+    budget = plan_experts(job, dtype)
+    needs = memory_needs(job, dtype, budget)
+    lines = [
+        f"# {num_ranks} {kind}: {num_ranks // job.parallel.world_size} equal groups of ep={job.parallel.ep} x "
+        f"tp={job.parallel.tp}, {max(len(job.generate.texts), 1)} sequences",
+        "# memory of one rank, MiB, where every byte of a prompt is a token",
+        *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()),
+        *([] if budget is None else describe_budget(job, budget, dtype, device)),
+    ]
+    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
+
+
+def describe_budget(job: JobConfig, budget: ExpertBudget, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """What a budget puts in host memory and in files, whether it prefetches, and what uniform routing makes of it."""
+    settings, gb = job.generate, 1e9
+    link, memory = settings.link_gb_per_s, settings.memory_gb_per_s
+    expected = expectation(job, budget, dtype, link and link * gb, memory and memory * gb)
+    speed = expected["expected_tokens_per_second"]
+    if speed is not None:
+        told = f"up to {speed:,.1f} tokens/s by bytes alone ({link} GB/s from host memory, {memory} GB/s on the device)"
+    elif budget.store == "file":
+        told = "tokens/s not known: they depend on how fast the files are read"
+    else:
+        told = "tokens/s not known: state generate.link_gb_per_s and generate.memory_gb_per_s (a run measures them)"
+    where = "host memory" if budget.store == "host" else "files"
+    stored = f" in {budget.stored}" if budget.stored else ""
+    sizes = {f"all experts{stored}, in {where}": budget.store_bytes}
+    if budget.store == "file":
+        sizes[f"{budget.places} of them in host memory as well"] = budget.host_bytes
+    sizes["memory of this host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [
+        f"# experts on the device: {budget.slots} of {budget.held} in each of {budget.num_layers} layers, by "
+        f"{budget.policy}; MiB",
+        *(f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in sizes.items()),
+        f"# prefetch: {prefetch_told(job.generate.expert_prefetch, budget, device)}",
+        f"# expected if routing were uniform: hits {budget.expected_hits:.3f}, {told}",
+    ]
+
+
+def prefetch_told(setting: PrefetchSetting, budget: ExpertBudget, device: torch.device) -> str:
+    """What ``expert_prefetch`` comes to.
+
+    Example: ``auto`` of a host store is "off (expert_prefetch=auto)" on a CPU.
+    """
+    is_on = prefetches(setting, device, useful=budget.store == "host" and budget.slots < budget.held)
+    condition = ", where host memory can be pinned" if is_on and device.type == "cuda" else ""
+    return f"{'on' if is_on else 'off'}{condition} (expert_prefetch={str(setting).lower()})"
+
+
+def memory_needs(job: JobConfig, dtype: torch.dtype, budget: ExpertBudget | None = None) -> dict[str, int]:
+    """Bytes one rank needs, by purpose.
+
+    Args:
+        job: The configuration, with the model of the source.
+        dtype: Of products and of the matrices they read.
+        budget: Of the experts on the device; ``None``: all are.
+
+    Returns:
+        Bytes of the weights while they are read (a checkpoint's model is made in float32; of a Hugging Face folder
+        each tensor is converted as it is read), of the weights afterwards (norms, router and embedding counted as if
+        they had the same dtype, experts kept in FP8 as one byte, none that are in a store), of slots of experts, of the
+        pieces of shared experts that decode steps
+        read, of keys and values, and of symmetric memory. Ranks hold equally many pieces, or one less.
+    """
+    model, ranks = job.model, job.parallel.world_size
+    prompts = [len(text.encode("utf-8", "surrogateescape")) for text in job.generate.texts] or [1]
+    length = min(model.context, max(prompts) + job.generate.max_new_tokens)
+    cached = 2 * model.num_layers * len(prompts) * model.num_kv_heads * allocated_places(length) * model.head_width
+    shape = WorkspaceShape.create(model.moe, ranks, -(-len(prompts) * max(prompts) // ranks), dtype)
+    weights = rank_parameters(model, job.parallel.ep, job.parallel.tp)
+    weights -= 0 if budget is None else expert_elements(model) // ranks
+    layout = ExpertLayout.create(model.moe, job.parallel, 0)
+    keep_fp8 = job.generate.keep_fp8
+    columns = shared_columns(layout, model.moe.ffn_size, model.moe.shared_ffn_size)
+    piece = 3 * model.hidden_size * model.moe.ffn_size // job.parallel.tp
+    moe_layers = model.num_layers - model.dense_layers
+    pieces = 0 if budget is not None or job.parallel.declares_nodes else moe_layers * columns * piece
+    kept = moe_layers * layout.experts_local * piece if keep_fp8 and budget is None else 0
+    bytes_while_loading = dtype.itemsize if is_hf_folder(job.generate.source) else FLOAT32_BYTES
+    return {
+        "weights while loading": (weights - kept) * bytes_while_loading + kept,
+        "weights": (weights - kept) * dtype.itemsize + kept,
+        **({} if budget is None else {"slots of experts": budget.device_bytes}),
+        "shared experts in decode steps": pieces * (1 if keep_fp8 else dtype.itemsize),
+        "keys and values": cached * dtype.itemsize,
+        "symmetric memory": rank_pool_bytes(shape, job.parallel),
+    }

@@ -1,0 +1,126 @@
+"""What ``--dry-run`` prints: the resolved settings and the bytes one rank will need. Starts nothing.
+
+It touches no GPU either, unless ``overlap`` is given: then it asks how many multiprocessors there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from comet.config import OverlapConfig
+from comet.jobs.config import JobConfig
+from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
+from comet.models.config import ModelConfig
+from comet.models.sizes import dense_elements, expert_elements
+from comet.training.checkpoint_folder import to_yaml
+from comet.training.run import activation_dtype
+from comet.tuner.choice import check_setting
+from comet.tuner.problem import H200, Machine, Problem
+
+FLOAT32_BYTES = 4
+ADAMW_STATES = 2
+MIB = 2**20
+PATHS_WITHOUT_OVERLAP = ("plain", "reference")
+
+
+def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:
+    """The text of a dry run.
+
+    Args:
+        container: The composed configuration, printed as YAML.
+        job: The same, validated.
+        num_ranks: Ranks that would start.
+        on_gpu: Whether they would run on GPUs; decides the element type when it is left open.
+
+    Returns:
+        YAML, then comment lines with a table, so that the whole text is still YAML.
+
+    Raises:
+        ValueError: If ``overlap`` is impossible for the layers.
+    """
+    tokens = job.train.batch_size * job.model.context
+    kind = "GPUs" if on_gpu else "CPU ranks"
+    group = job.parallel.world_size
+    lines = [
+        f"# {num_ranks} {kind}: {num_ranks // group} data-parallel groups of ep={job.parallel.ep} x "
+        f"tp={job.parallel.tp}, {tokens} tokens per rank and step",
+        "# memory of one rank, MiB",
+    ]
+    dtype = activation_dtype(job.train.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    check_model_overlap(job, dtype, on_gpu=on_gpu)
+    needs = memory_needs(job, dtype)
+    lines += [f"#   {name:<32} {size / MIB:>12,.1f}" for name, size in needs.items()]
+    lines.append(f"#   {'total':<32} {sum(needs.values()) / MIB:>12,.1f}")
+    return resolved_yaml(container, job, num_ranks) + "\n".join(lines) + "\n"
+
+
+def resolved_yaml(container: Mapping[str, Any], job: JobConfig, num_ranks: int) -> str:
+    """The composed configuration with what was open filled in."""
+    return to_yaml({**container, "nproc": num_ranks, "parallel": asdict(job.parallel)})
+
+
+def check_model_overlap(job: JobConfig, dtype: torch.dtype, *, on_gpu: bool) -> None:
+    """Raise ``ValueError`` if the layers of the job's model would refuse ``overlap``, for however many tokens."""
+    if job.moe_path not in PATHS_WITHOUT_OVERLAP:
+        check_overlap(job.overlap, Problem.create(job.model.moe, job.parallel, 1, dtype), on_gpu=on_gpu)
+
+
+def check_overlap(overlap: OverlapConfig | None, problem: Problem, *, on_gpu: bool, is_h200: bool = False) -> None:
+    """Raise ``ValueError`` if a split that the user gave is impossible for a layer on this machine, or on an H200."""
+    if overlap is not None:
+        check_setting(overlap, problem, H200 if is_h200 else Machine.of(torch.device("cuda" if on_gpu else "cpu")))
+
+
+def memory_needs(job: JobConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes one rank needs, by purpose.
+
+    Args:
+        job: The configuration.
+        dtype: Element type of activations; parameters, gradients and AdamW's two states are float32.
+
+    Returns:
+        Bytes of parameters, gradients, optimizer states, symmetric memory, and an estimate for activations.
+    """
+    parameters = rank_parameters(job.model, job.parallel.ep, job.parallel.tp) * FLOAT32_BYTES
+    tokens = job.train.batch_size * job.model.context
+    shape = WorkspaceShape.create(job.model.moe, job.parallel.world_size, tokens, dtype)
+    return {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer states": ADAMW_STATES * parameters,
+        "symmetric memory": rank_pool_bytes(shape, job.parallel),
+        "activations (estimate)": activation_elements(job.model, job.parallel.tp, tokens) * dtype.itemsize,
+    }
+
+
+def rank_parameters(model: ModelConfig, ep: int, tp: int) -> int:
+    """Parameters held by one rank: its share of the experts, and a full copy of everything else.
+
+    Args:
+        model: Shape of the model.
+        ep: Expert shards.
+        tp: Ranks each expert is split over.
+
+    Returns:
+        Number of elements.
+
+    Example: vocabulary 256, D=128, 4 layers of 4 heads, 8 experts of F=128, ep=2, tp=1: 32768 elements of the
+    embedding and of the head each, per layer 65536 attention, 1024 router, 196608 expert and 256 norm elements, 128 in
+    the last norm: 1119360 in all.
+    """
+    embedding = model.vocab_size * model.hidden_size
+    return embedding + dense_elements(model) + expert_elements(model) // (ep * tp)
+
+
+def activation_elements(model: ModelConfig, tp: int, tokens: int) -> int:
+    """Elements kept for backward, estimated for balanced routing.
+
+    Per token and layer about 8 D for attention and norms; per routed row its input and two pre-activations; and the
+    logits with their gradient.
+    """
+    per_token = 8 * model.hidden_size + model.moe.top_k * (model.hidden_size + 2 * model.moe.ffn_size // tp)
+    return tokens * (model.num_layers * per_token + 2 * model.vocab_size)

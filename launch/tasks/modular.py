@@ -1,0 +1,150 @@
+"""The ``modular`` task: which parts go together; one pair timed beside the fused layer, with a torch trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from comet.config import require
+from comet.jobs.config import JobConfig
+from comet.launch.distributed import LaunchContext
+from comet.launch.tasks.registry import did_you_mean
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.layer.paths import CollectivePath, make_path
+from comet.measure.layers import NUM_INPUTS, make_inputs
+from comet.measure.timing import max_over_ranks, rank_barrier, time_interleaved
+from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
+from comet.modular.matrix import pairs, table
+from comet.training.run import activation_dtype
+from comet.tuner.problem import Problem
+
+Call = Callable[[int], Tensor]
+
+
+def modular_job(config: JobConfig, context: LaunchContext) -> dict[str, Any]:
+    """Print all pairs and run the one that was asked for (collective).
+
+    Args:
+        config: Layer, layout, communicator and the ``modular`` settings.
+        context: This rank.
+
+    Returns:
+        The pairs, and the times and the trace of ``modular.pair``. Rank 0 has printed a table and, as the last line,
+        these facts.
+
+    Raises:
+        ValueError: If a name is unknown, the pair does not fit, or a setting breaks its rule.
+    """
+    dtype = activation_dtype(config.train.dtype, context.device)
+    problem = Problem.create(config.model.moe, config.parallel, tokens_of(config), dtype)
+    kinds = find_parts(config)
+    group = make_expert_group(
+        problem.moe,
+        config.parallel,
+        max_tokens=problem.num_tokens,
+        dtype=dtype,
+        device=context.device,
+        backend=config.comm.backend,
+        timeout_s=config.comm.timeout_s,
+    )
+    found = pairs(problem.moe, group)
+    if context.rank == 0:
+        sys.stdout.write(f"{table(found)}\n")
+        sys.stdout.flush()
+    facts: dict[str, Any] = {"task": "modular", "pairs": [asdict(pair) for pair in found]}
+    if kinds:
+        calls = _calls(kinds, problem, group, config)
+        facts |= _measured(calls, group, config.modular.rounds)
+        facts["trace"] = _trace(calls, Path(config.output_dir), context.device if context.rank == 0 else None)
+    group.close()
+    if context.rank == 0:
+        sys.stdout.write(f"{_told(facts)}{json.dumps(facts)}\n")
+    return facts
+
+
+def tokens_of(config: JobConfig) -> int:
+    """Tokens of each rank."""
+    return config.modular.tokens or config.train.batch_size * config.model.context
+
+
+def find_parts(config: JobConfig) -> list[type]:
+    """The two classes of ``modular.pair``, none where it is empty; raises ``ValueError`` for a wrong name."""
+    return [_find(name, known) for name, known in zip(config.modular.pair, (PREPARE_FINALIZE, EXPERTS), strict=False)]
+
+
+def _find(name: str, known: tuple[type, ...]) -> type:
+    """The class of that name; raises ``ValueError`` that lists them for a wrong one."""
+    names = {kind.__name__: kind for kind in known}
+    near = did_you_mean(name, names)
+    require(name in names, f"modular.pair: {name!r} must be one of {', '.join(names)}{near}")
+    return names[name]
+
+
+def _calls(kinds: list[type], problem: Problem, group: ExpertGroup, config: JobConfig) -> dict[str, Call]:
+    """By name: the pair, and the layer of the same inputs: fused, on a CPU its torch twin, between nodes plain."""
+    transport, experts = (kind(problem.moe, group) for kind in kinds)
+    layer = make_path("auto", problem.moe, group, config.overlap)
+    layers = {
+        f"{kinds[0].__name__} + {kinds[1].__name__}": ModularMoE(transport, experts),
+        "plain layer" if isinstance(layer, CollectivePath) else "fused layer": layer,
+    }
+    inputs = make_inputs(problem, group, seed=0)
+    return {name: torch.no_grad()(partial(inputs.run, layer)) for name, layer in layers.items()}
+
+
+def _measured(calls: Mapping[str, Call], group: ExpertGroup, rounds: int) -> dict[str, Any]:
+    """Times of calls launched one by one, and how far apart their outputs are, as a share of the largest number."""
+    pair, fused = (call(0).double() for call in calls.values())
+    slowest = max_over_ranks(group.device, group.process_group)
+    apart = slowest(torch.stack([(pair - fused).abs().max(), fused.abs().max()]))
+    times = time_interleaved(
+        calls,
+        rounds=rounds,
+        barrier=rank_barrier(group.device, group.process_group),
+        rotate=NUM_INPUTS,
+        device=group.device,
+        slowest=slowest,
+    )
+    group.workspace.check()
+    return {"times": {name: asdict(timing) for name, timing in times.items()}, "apart": float(apart[0] / apart[1])}
+
+
+def _trace(calls: Mapping[str, Call], folder: Path, device: torch.device | None) -> str | None:
+    """Run each once more; where there is a device, under the profiler: the path of the trace (Chrome's JSON)."""
+    if device is None:
+        for call in calls.values():
+            call(0)
+        return None
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
+        for name, call in calls.items():
+            with record_function(name):
+                call(0)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    return str(path)
+
+
+def _told(facts: Mapping[str, Any]) -> str:
+    """The lines of a pair that ran; none where there was none."""
+    if "times" not in facts:
+        return ""
+    lines = [
+        f"{name}: {time['median_ms']:.3f} ms ({time['p10_ms']:.3f} to {time['p90_ms']:.3f})"
+        for name, time in facts["times"].items()
+    ]
+    return (
+        "\n".join([*lines, f"outputs apart by {facts['apart']:.1e} of the largest", f"trace: {facts['trace']}"]) + "\n"
+    )

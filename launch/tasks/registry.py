@@ -1,0 +1,164 @@
+"""The tasks of the command line, one table; a task's module is imported only when the task runs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One entry of the command line.
+
+    Args:
+        summary: What the help page says.
+        module: Module that holds ``function``.
+        function: With ``ranks``: called as ``function(config, context)`` on every rank, with a
+            ``comet.jobs.config.JobConfig`` and a ``comet.launch.distributed.LaunchContext``. Without: called once
+            with the composed container, or, without a dry run, with its own words; returns the exit status.
+        ranks: Whether the task runs on several ranks.
+        settings: Defaults of this task, by name.
+        reads: Settings that its help page shows, and sections of settings, most important first.
+        examples: Words that follow the task's name, each with what they do.
+        dry_run: Module and function that make the text of ``--dry-run``; ``None`` where the words after the task's name
+            are all its own, instead of the common options and Hydra overrides.
+        needs: Packages it cannot end without; what it imports at once need not be named.
+        shows_split: Whether rank 0 says which split its layers take; not where many are tried, and a table tells.
+    """
+
+    summary: str
+    module: str
+    function: str
+    ranks: bool = True
+    settings: Mapping[str, str] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    examples: Mapping[str, str] = field(default_factory=dict)
+    dry_run: str | None = "comet.launch.dry_run.train.describe"
+    needs: tuple[str, ...] = ()
+    shows_split: bool = True
+
+    def load(self) -> Callable[..., Any]:
+        """Import the task's module and return its function."""
+        function: Callable[..., Any] = getattr(importlib.import_module(self.module), self.function)
+        return function
+
+    def require_packages(self) -> None:
+        """Raise ``ModuleNotFoundError`` if one is missing, before hours of work need it."""
+        for name in self.needs:
+            importlib.import_module(name)
+
+    def load_dry_run(self) -> Callable[..., str]:
+        """Import the module of the dry run and return its function."""
+        assert self.dry_run is not None
+        module, _, name = self.dry_run.rpartition(".")
+        describe: Callable[..., str] = getattr(importlib.import_module(module), name)
+        return describe
+
+
+LAYER = ("parallel", "comm", "nproc", "launch", "model")  # what every layer needs
+
+TASKS: Mapping[str, Task] = {
+    "train": Task(
+        "train a small MoE language model end to end",
+        "comet.training.run",
+        "train",
+        reads=(
+            "train",
+            "data",
+            "output_dir",
+            "overwrite",
+            "resume",
+            "resume_changes",
+            "moe_path",
+            "tune.profiles",
+            "overlap",
+            *LAYER,
+        ),
+        examples={
+            "": "the small default model, on all GPUs or on two CPU ranks",
+            "model=tiny parallel.ep=2 train.steps=200": "",
+            "model=qwen3_30b_a3b model.num_layers=2 parallel=ep4": "",
+            "data.path=book.txt output_dir=outputs/book train.checkpoint_every=100": "",
+            "resume=outputs/book": "continue from the newest checkpoint there",
+            "nproc=4 parallel=ep2": "two data-parallel copies of two ranks",
+            "train.cuda_graph=off": "launch steps kernel by kernel, not from a CUDA graph",
+            "--config my.yaml train.steps=10": "settings of a YAML file, and others on top",
+            "--dry-run model=mixtral_8x7b": "print the settings and the memory they need",
+        },
+        needs=("matplotlib",),
+    ),
+    "generate": Task(
+        "continue texts with a trained or a Hugging Face model",
+        "comet.generation.job",
+        "generate_job",
+        reads=("generate", "moe_path", "tune.profiles", "overlap", "parallel", "comm", "nproc"),
+        examples={
+            'generate.source=outputs/book generate.prompt="It was a " generate.max_new_tokens=200': "",
+            'generate.source=models/qwen3 generate.temperature=0 generate.prompt="def " parallel=ep4': "",
+        },
+        dry_run="comet.launch.dry_run.generate.describe",
+    ),
+    "tune": Task(
+        "measure how fused kernels best share the GPU, keep the winners",
+        "comet.launch.tasks.tuning",
+        "tune_job",
+        reads=("tune", "train.dtype", *LAYER),
+        examples={"model=qwen3_30b_a3b tune.tokens=[2048,8192]": ""},
+        dry_run="comet.launch.dry_run.layers.describe_tune",
+        shows_split=False,
+    ),
+    "sweep": Task(
+        "measure a grid of overlap settings, models and layouts, draw it",
+        "comet.launch.tasks.tuning",
+        "sweep_job",
+        settings={"output_dir": "outputs/sweep-${now:%Y%m%d-%H%M%S}"},
+        reads=("sweep", "output_dir", "resume", "overlap", "train.dtype", *LAYER),
+        examples={"sweep.tokens=[512,2048] sweep.layouts=[[4,1],[2,2]] output_dir=outputs/sweep": ""},
+        dry_run="comet.launch.dry_run.layers.describe_sweep",
+        needs=("matplotlib",),
+        shows_split=False,
+    ),
+    "modular": Task(
+        "which dispatches and experts go together; time and trace a pair",
+        "comet.launch.tasks.modular",
+        "modular_job",
+        settings={"output_dir": "outputs/modular-${now:%Y%m%d-%H%M%S}"},
+        reads=("modular", "output_dir", "overlap", "train.dtype", *LAYER),
+        examples={"modular.pair=[AllToAll,GroupedContiguous] model=qwen3_30b_a3b parallel=ep4": ""},
+        dry_run="comet.launch.dry_run.layers.describe_modular",
+        shows_split=False,
+    ),
+    "explain": Task(
+        "predicted and measured time of each split",
+        "comet.launch.tasks.tuning",
+        "explain_job",
+        ranks=False,
+        reads=("tune", "overlap", "train.dtype", *LAYER),
+        examples={"model=qwen3_30b_a3b tune.tokens=[2048] parallel.ep=2 tune.machine=h200": ""},
+        dry_run="comet.launch.dry_run.layers.describe_explain",
+    ),
+    "compile": Task(
+        "compile every kernel ahead of time, no GPU needed",
+        "comet.kernels.aot.compile",
+        "main",
+        ranks=False,
+        examples={"--jobs 4": "with four compilers at a time"},
+        dry_run=None,
+    ),
+}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a wrong name: "; did you mean train?" of ``trian``; empty where none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def find_task(name: str, tasks: Mapping[str, Task]) -> Task:
+    """The task called ``name``; raises ``ValueError`` that lists the tasks when there is none."""
+    if name not in tasks:
+        raise ValueError(f"task={name!r} must be one of {', '.join(tasks)}{did_you_mean(name, tasks)}")
+    return tasks[name]
