@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from comet.comm.base import Communicator, LocalCommunicator, SymmTensor
-from comet.comm.handshake import separate_nodes
+from comet.comm.handshake import gather, separate_nodes
 from comet.config import require
 from comet.errors import UnavailableError
 
@@ -37,7 +37,7 @@ def make_communicator(
     Args:
         backend: ``cpu_shm`` (processes of one host), ``symm_mem`` (GPUs of one host, nothing to install), ``nvshmem``
             (needs nvshmem4py), or ``auto``: ``cpu_shm`` on the CPU, ``symm_mem`` on GPUs, and no symmetric memory for
-            ranks of several nodes.
+            ranks of several nodes, nor where a rank's GPU runs no kernel of ours (``comet.kernels.runtime.arch``).
         group: The ranks; ``None`` means this process alone, not all ranks (that is ``torch.distributed.group.WORLD``).
         device: Where symmetric memory lives; ``"cuda"`` without an index is the current GPU.
         timeout_s: Deadline of every wait, in seconds.
@@ -62,17 +62,20 @@ def make_communicator(
     size = 1 if group is None else group.size()
     require(world_size in (None, size), f"world_size={world_size} must equal the {size} ranks of the group")
     if group is None or size == 1:
-        return LocalCommunicator(device, timeout_s)
+        return LocalCommunicator(device, timeout_s, kernel_obstacle(device))
     nodes = separate_nodes(group, node_size)
-    if nodes and backend == "auto":
+    obstacle = f"a group of {size} ranks spans several: {nodes}" if nodes else _obstacle_of_ranks(group, device)
+    if obstacle and backend == "auto":
         from comet.comm.collective import CollectiveCommunicator
 
-        return CollectiveCommunicator(group, device, timeout_s, nodes)
+        return CollectiveCommunicator(group, device, timeout_s, obstacle)
     if nodes and (backend != "nvshmem" or (node_size or size) < size):
         raise UnavailableError(
             f"backend={backend!r} needs all ranks of a group on one node, but there are {nodes}; use backend='auto' "
             "and path 'plain', or backend='nvshmem' for GPUs that NVLink joins over hosts"
         )
+    if obstacle and not nodes:
+        raise UnavailableError(f"backend={backend!r} cannot be used: {obstacle}; use backend='auto' and path 'plain'")
     if backend == "nvshmem":
         from comet.comm.nvshmem import NvshmemCommunicator
 
@@ -84,6 +87,23 @@ def make_communicator(
     from comet.comm.cpu_shm import CpuShmCommunicator
 
     return CpuShmCommunicator(group, device, timeout_s)
+
+
+def kernel_obstacle(device: torch.device) -> str:
+    """Why a device runs no kernel of ours, in words; empty where it does, and on a CPU."""
+    if device.type != "cuda":
+        return ""
+    from comet.kernels.runtime.arch import obstacle  # needs Triton, as GPUs do
+
+    return obstacle(device)
+
+
+def _obstacle_of_ranks(group: ProcessGroup, device: torch.device) -> str:
+    """The first ``kernel_obstacle`` of the ranks (collective where there are GPUs)."""
+    if device.type != "cuda":
+        return ""
+    found = gather(group, kernel_obstacle(device))
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -94,7 +94,7 @@ def require_memory(comm: Communicator, what: str, instead: str) -> None:
         instead: What to use instead.
     """
     if comm.memory_obstacle:
-        raise UnavailableError(f"{what} needs one node, but {comm.memory_obstacle}; {instead}")
+        raise UnavailableError(f"{what} needs symmetric memory, but {comm.memory_obstacle}; {instead}")
 
 
 class StreamOrder:
@@ -153,7 +153,7 @@ class Communicator(ABC):
         timeout_s: Deadline of every wait in seconds, positive and finite.
 
     Attributes:
-        memory_obstacle: Why there is no symmetric memory, in words; empty where there is.
+        memory_obstacle: Why there is no symmetric memory, or no kernel for it, in words; empty where there is.
         all_left: Once closed, whether all ranks have closed it, or none waits for them.
         in_flight: Whether the present step has begun to send and not yet got all; set by what sends first.
         board: Where ranks leave notes of steps that failed.
@@ -301,10 +301,12 @@ class LocalCommunicator(Communicator):
     Args:
         device: Where memory lives.
         timeout_s: Deadline handed to kernels, in seconds.
+        obstacle: Why its device runs no kernel of ours, in words; empty where it does.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float = 30.0) -> None:
+    def __init__(self, device: torch.device, timeout_s: float = 30.0, obstacle: str = "") -> None:
         super().__init__(0, 1, device, timeout_s)
+        self.memory_obstacle = obstacle
 
     def _alloc(self, num_bytes: int) -> SymmTensor:
         try:

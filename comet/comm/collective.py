@@ -84,18 +84,18 @@ class StoreBoard(Board):
 
 
 class CollectiveCommunicator(Communicator):
-    """Ranks of several nodes; there is no memory to allocate.
+    """Ranks of several nodes, or of GPUs that run no kernel of ours; there is no memory to allocate.
 
     Args:
         group: The ranks, of any backend (NCCL or gloo).
         device: This rank's device.
         timeout_s: Deadline of every wait here, in seconds.
-        nodes: Which ranks run where, in words.
+        obstacle: Why, in words.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float, nodes: str) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float, obstacle: str) -> None:
         super().__init__(group.rank(), group.size(), device, timeout_s)
-        self.memory_obstacle = f"a group of {self.world_size} ranks spans several: {nodes}"
+        self.memory_obstacle = obstacle
         self.board = StoreBoard(group)
 
     def _alloc(self, num_bytes: int) -> SymmTensor:

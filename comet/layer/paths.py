@@ -33,7 +33,7 @@ from comet.utils.match import MatchOnce, Sizes
 from comet.utils.streams import SideStream
 from comet.utils.uncompiled import uncompiled
 
-WITHOUT_MEMORY = "use path 'plain' (moe_path=plain, or auto), or groups of ep x tp ranks that fit a node"
+WITHOUT_MEMORY = "use path 'plain' (moe_path=plain, or auto), or groups of ep x tp ranks on one node of Hopper GPUs"
 
 
 class ExpertPath(Protocol):
@@ -324,7 +324,7 @@ def make_path(
         require(overlap is None, f"overlap={overlap} must be left out for path 'plain': {group.comm.memory_obstacle}")
         group.resolver.warn(
             f"{group.comm.memory_obstacle}. So its layers take path 'plain', also to decode, whose communication no "
-            "computation hides; groups of ep x tp ranks that fit a node are faster"
+            "computation hides; groups of ep x tp ranks on one node of Hopper GPUs are faster"
         )
         name = "plain"
     if name == "auto":

@@ -1,11 +1,11 @@
-"""Compile every shipped kernel configuration for sm_90 on a machine without a GPU, and judge the machine code.
+"""Compile every shipped kernel configuration for a kind of GPU without having one, and judge the machine code.
 
-    python -m comet.kernels.aot.compile [--filter NAME] [--modules MODULE ...] [--jobs N]
+    python -m comet.kernels.aot.compile [--arch NAME] [--filter NAME] [--modules MODULE ...] [--jobs N]
 
 Prints one row per configuration (registers, spilled bytes, shared memory, warp-group matrix instructions, 16-byte and
 narrow accesses to global memory) and one JSON line at the end. The exit code is 1 when a configuration does not
 compile, spills registers, needs more shared memory than a block has, waits for a warp-group matrix instruction before
-it issues the next, or misses a feature its ``KernelCase`` expects.
+it issues the next, or misses a feature its ``KernelCase`` expects. Of GPUs other than Hopper only shared memory counts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..runtime.arch import ARCHS, HOPPER, Arch
 from ..runtime.case import CudaCase, KernelCase
-from ..runtime.cuda_text import SHARED_LIMIT
 from ..runtime.nvrtc import compile_cubin
 
-TARGET = GPUTarget("cuda", 90, 32)
-ARCHITECTURE = "sm_90a"
 KERNELS = "comet.kernels"
 
 # What to count in the PTX. Narrow is below 4 bytes: the sign that the compiler lost alignment or contiguity.
@@ -81,15 +78,17 @@ class Quality:
     narrow_stores: int
     serialized: tuple[str, ...] = ()
 
-    def complaints(self, case: KernelCase | CudaCase) -> list[str]:
-        """What breaks the case's expectations, in words; empty when all is well."""
+    def complaints(self, case: KernelCase | CudaCase, arch: Arch = HOPPER) -> list[str]:
+        """What breaks the case's expectations, in words; empty when all is well. They are Hopper's."""
         found = []
+        if self.shared_bytes > arch.shared_bytes:
+            found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {arch.shared_bytes}")
+        if arch != HOPPER:
+            return found
         if self.spilled_bytes > case.spilled_bytes:
             found.append(f"spills {self.spilled_bytes} bytes of registers")
         if isinstance(case, CudaCase) and case.registers not in (None, self.registers):
             found.append(f"has {self.registers} registers, the source counts on {case.registers}")
-        if self.shared_bytes > SHARED_LIMIT:
-            found.append(f"needs {self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}")
         if "wgmma" in case.expects and not self.wgmma:
             found.append("missing wgmma")
         if self.serialized:
@@ -123,7 +122,7 @@ class Outcome:
         return (self.kernel, self.name, *map(str, numbers), str(q.narrow_loads + q.narrow_stores))
 
 
-def compile_case(case: KernelCase | CudaCase) -> Quality:
+def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
     """Compile one configuration (or take it from Triton's cache) and measure its code.
 
     Raises:
@@ -131,16 +130,25 @@ def compile_case(case: KernelCase | CudaCase) -> Quality:
     """
     if isinstance(case, CudaCase):
         return measure_cubin(compile_cubin(case.source, case.kernel), case.shared_bytes)
-    source = ASTSource(case.fn, case.types(), dict(case.constexprs), case.attributes())
+    constants = dict(case.constexprs)
+    if not arch.starts_early and "DEPENDENT" in constants:
+        constants["DEPENDENT"] = False
+    source = ASTSource(case.fn, case.types(), constants, case.attributes())
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
-    compiled = triton.compile(source, target=TARGET, options=options)
-    return measure(compiled.asm["ptx"], compiled.metadata.shared)
+    compiled = triton.compile(source, target=arch.target, options=options)
+    return measure(compiled.asm["ptx"], compiled.metadata.shared, arch)
 
 
-def measure(ptx: str, shared_bytes: int) -> Quality:
+def measure(ptx: str, shared_bytes: int, arch: Arch = HOPPER) -> Quality:
     """Count instructions in the PTX and ask the assembler for registers and spills."""
+    tools = triton.knobs.nvidia
     log = _ask(
-        triton.knobs.nvidia.ptxas, ptx.encode("ascii"), "-v", f"--gpu-name={ARCHITECTURE}", "-o", os.devnull
+        tools.ptxas if arch.capability < (10, 0) else tools.ptxas_blackwell,
+        ptx.encode("ascii"),
+        "-v",
+        f"--gpu-name={arch.assembler}",
+        "-o",
+        os.devnull,
     ).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
@@ -223,21 +231,28 @@ def cases_of(module: str) -> list[KernelCase]:
     return importlib.import_module(module).aot_cases()
 
 
-def run_case(module: str, index: int) -> Outcome:
+def is_for(arch: Arch, case: KernelCase | CudaCase) -> bool:
+    """Whether GPUs run such a kernel at all."""
+    if isinstance(case, CudaCase):
+        return arch.cuda_kernels
+    return arch.converts_e4m3 or "fp8e4nv" not in str(case.signature)
+
+
+def run_case(module: str, index: int, arch: Arch = HOPPER) -> Outcome:
     """Compile the ``index``-th case of a module; runs in a worker process, so a case travels by name."""
     case = cases_of(module)[index]
     try:
-        quality = compile_case(case)
+        quality = compile_case(case, arch)
     except (triton.TritonError, RuntimeError, ValueError, TypeError, subprocess.CalledProcessError) as error:
         reason = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())}"
         return Outcome(kernel=case.kernel, name=case.name, quality=None, complaints=[reason])
-    return Outcome(kernel=case.kernel, name=case.name, quality=quality, complaints=quality.complaints(case))
+    return Outcome(kernel=case.kernel, name=case.name, quality=quality, complaints=quality.complaints(case, arch))
 
 
-def run_cases(tasks: Sequence[tuple[str, int]], jobs: int) -> list[Outcome]:
+def run_cases(tasks: Sequence[tuple[str, int]], jobs: int, arch: Arch = HOPPER) -> list[Outcome]:
     """Outcomes in the order of the tasks, compiled by ``jobs`` processes, with a running count on standard error."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures: list[Future[Outcome]] = [pool.submit(run_case, *task) for task in tasks]
+        futures: list[Future[Outcome]] = [pool.submit(run_case, *task, arch) for task in tasks]
         for done, future in enumerate(as_completed(futures), start=1):
             outcome = future.result()
             sys.stderr.write(f"[{done}/{len(futures)}] {outcome.kernel} {outcome.name}\n")
@@ -258,13 +273,17 @@ def build_parser() -> argparse.ArgumentParser:
     """Command line."""
     parser = argparse.ArgumentParser(
         prog="comet compile",
-        description="Compile every shipped kernel configuration for sm_90 without a GPU and check its machine code.",
+        description="Compile every shipped kernel configuration without a GPU and check its machine code.",
     )
     parser.add_argument(
         "--filter", default="", metavar="NAME", help="only kernels whose 'kernel configuration' has NAME"
     )
     parser.add_argument(
         "--modules", nargs="+", metavar="MODULE", help="modules with aot_cases(); default: comet.kernels"
+    )
+    archs = {arch.name: arch for arch in ARCHS}
+    parser.add_argument(
+        "--arch", default=HOPPER.name, choices=archs, help="GPUs to compile for; others than Hopper's run only Triton's"
     )
     words = "compiler processes (default: one for each core)"
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=words)
@@ -281,22 +300,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 when every configuration meets its expectations, else 1; 2 when no configuration matches.
     """
     options = build_parser().parse_args(arguments)
+    arch = next(arch for arch in ARCHS if arch.name == options.arch)
     start = time.monotonic()
     tasks = [
         (module, index)
         for module in options.modules or kernel_modules()
         for index, case in enumerate(cases_of(module))
-        if options.filter in f"{case.kernel} {case.name}"
+        if options.filter in f"{case.kernel} {case.name}" and is_for(arch, case)
     ]
     if not tasks:
         sys.stderr.write(f"no kernel configuration has --filter={options.filter!r} in its name\n")
         return 2
-    outcomes = run_cases(tasks, min(options.jobs, len(tasks)))
+    outcomes = run_cases(tasks, min(options.jobs, len(tasks)), arch)
     failed = [outcome for outcome in outcomes if outcome.complaints]
     sys.stdout.write(format_table([HEADER, *(outcome.row() for outcome in outcomes)]) + "\n")
     for outcome in failed:
         sys.stdout.write(f"FAILED {outcome.kernel} ({outcome.name}): {'; '.join(outcome.complaints)}\n")
-    summary = {"task": "compile", "kernels": len(outcomes), "failed": len(failed), "target": ARCHITECTURE}
+    summary = {"task": "compile", "kernels": len(outcomes), "failed": len(failed), "target": arch.assembler}
     sys.stdout.write(json.dumps({**summary, "seconds": round(time.monotonic() - start, 1)}) + "\n")
     return 1 if failed else 0
 

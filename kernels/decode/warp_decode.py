@@ -6,6 +6,7 @@
 which shapes of blocks are used when. Here: the launches.
 """
 
+import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -13,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..experts.tables import CacheConstants
 from ..experts.waves import count_waves
 from ..gemm.group_gemm import dot_precision
+from ..runtime.arch import arch_of
 from .blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .down import down_kernel
 from .gate_up import gate_up_kernel
@@ -49,15 +51,15 @@ def decode(step: Step, config: DecodeConfig, landing: Landing | None = None) -> 
     constants = dict(
         K=top_k, K_BLOCK=triton.next_power_of_2(top_k), T_BLOCK=max(least, triton.next_power_of_2(num_tokens)),
         BY_EXPERT=by_expert, VECTOR=config.form == "vector", LANE=lane_of(step.w1.dtype),
-        SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), DEPENDENT=_starts_early(config),
-        GATHERED=gathered,
+        SCALES=step.shared_scale, PRECISION=dot_precision(step.tokens.dtype), GATHERED=gathered,
+        DEPENDENT=_starts_early(config, step.tokens.device),
     )  # fmt: skip
     constants["TILE"] = min(config.tile, constants["T_BLOCK"])
     cache, of_step = _cache(step, groups, config.gate_up.num_warps)
     # Whatever can raise comes before the first launch: a gather alone would leave the other ranks with half a step.
     w1, w2 = _weights(step, config)
     if gathered:
-        gather(step, landing, dependent=_starts_early(config))
+        gather(step, landing, dependent=constants["DEPENDENT"])
     waves = [step.ids] if step.waves is None else step.waves.unbind()
     for number, ids in enumerate(waves):
         is_last = number == len(waves) - 1
@@ -108,9 +110,10 @@ def _check_depth(config: DecodeConfig, step: Step) -> None:
             )
 
 
-def _starts_early(config: DecodeConfig) -> bool:
-    """The interpreter runs one kernel after the other and knows no dependent launch."""
-    return config.dependent and not triton.knobs.runtime.interpret
+def _starts_early(config: DecodeConfig, device: torch.device) -> bool:
+    """The interpreter, and GPUs before Hopper, run one kernel after the other and know no dependent launch."""
+    arch = arch_of(device)
+    return config.dependent and not triton.knobs.runtime.interpret and arch is not None and arch.starts_early
 
 
 def _registers(shape: BlockShape, landing: Landing | None) -> dict[str, int]:
@@ -171,7 +174,7 @@ def _down(
             landing.addresses, landing.epoch, landing.fault, landing.rank, landing.max_tokens, landing.timeout_ns
         )  # fmt: skip
         blocks += step.out.shape[0] * triton.cdiv(hidden_size, WORD_COLS * shape.num_warps)
-    options = _registers(shape, landing) | ({"launch_pdl": True} if _starts_early(config) else {})
+    options = _registers(shape, landing) | ({"launch_pdl": True} if constants["DEPENDENT"] else {})
     down_kernel[(blocks,)](
         step.hidden, ids, step.slots, step.routing_weights, w2, step.w2_scales, step.partials, step.tickets,
         step.out, *network, cache, None if step.waves is None else step.all_ids,

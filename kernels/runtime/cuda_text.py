@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
+from .arch import HOPPER
 from .recorder import EVENT_WORDS
 
-SHARED_LIMIT = 232448  # bytes of shared memory a block can have on sm_90
+SHARED_LIMIT = HOPPER.shared_bytes
 
 # Constants of the sources, which get them from here.
 LINE = 128  # bytes of a row in shared memory: what a swizzle spans

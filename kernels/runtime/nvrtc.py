@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
-ARCHITECTURE = "sm_90a"
-OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "-default-device")
+from .arch import HOPPER, arch_of
+
+OPTIONS = (f"--gpu-architecture={HOPPER.assembler}", "-std=c++17", "-default-device")
 SEGMENT_ROWS = 2**30  # of the axis that ends with a segment: more than a tensor has
 MANY_ROWS = 2**31 - 2**16  # of an axis that ends nothing
 TENSOR_MAPS = 4096  # to keep: a training step needs a dozen of each layer, and finds none of them if they are too many
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def is_available(device: torch.device) -> bool:
     """Whether CUDA C++ kernels for sm_90a can be compiled and run on ``device``; says once what is missing."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    arch = arch_of(device)
+    if arch is None or not arch.cuda_kernels:
         return False
     missing = what_is_missing()
     if missing:

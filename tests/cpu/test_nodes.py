@@ -98,16 +98,18 @@ def auto_and_refusals(rank: int, world_size: int) -> list[str]:
     runner = ReplicatedRunner(CONFIG, group)
     assert (runner.decode.max_tokens, runner.decode_on_ranks) == (0, None)
     refused: dict[str, Callable[[], object]] = {
-        rf"^path='fused' needs one node, but {NODES}; use path 'plain' \(moe_path=plain, or auto\)": partial(
+        rf"^path='fused' needs symmetric memory, but {NODES}; use path 'plain' \(moe_path=plain, or auto\)": partial(
             make_path, "fused", CONFIG, group
         ),
-        f"^path='twin' needs one node, but {NODES}": partial(make_path, "twin", CONFIG, group),
-        f"^warp decode over ranks needs one node, but {NODES}": partial(RankDecode, group.comm, hidden_size=32),
+        f"^path='twin' needs symmetric memory, but {NODES}": partial(make_path, "twin", CONFIG, group),
+        f"^warp decode over ranks needs symmetric memory, but {NODES}": partial(RankDecode, group.comm, hidden_size=32),
         "^warp decode over ranks": partial(OwnTokensRunner, CONFIG, group, 4),
-        f"^SymmetricBatched needs one node, but {NODES}; use AllToAll$": partial(SymmetricBatched, CONFIG, group),
-        "^FusedPrepareFinalize needs one node": partial(FusedPrepareFinalize, CONFIG, group),
-        "^symmetric memory needs one node": partial(group.comm.alloc, 64),
-        f"^recording needs one node, but {NODES}": lambda: record(group).__enter__(),
+        f"^SymmetricBatched needs symmetric memory, but {NODES}; use AllToAll$": partial(
+            SymmetricBatched, CONFIG, group
+        ),
+        "^FusedPrepareFinalize needs symmetric memory": partial(FusedPrepareFinalize, CONFIG, group),
+        "^symmetric memory needs symmetric memory": partial(group.comm.alloc, 64),
+        f"^recording needs symmetric memory, but {NODES}": lambda: record(group).__enter__(),
         "^backend='cpu_shm' needs all ranks of a group on one node, but there are ranks 0 to 1 on": partial(
             open_group, 2, backend="cpu_shm"
         ),
@@ -124,7 +126,7 @@ def auto_and_refusals(rank: int, world_size: int) -> list[str]:
     with pytest.raises(ValueError, match=rf"^overlap=OverlapConfig\(.*must be left out for path 'plain': {NODES}$"):
         make_path("auto", CONFIG, group, OverlapConfig())
     reasons = {pair.prepare_finalize: pair.reason or "" for pair in pairs(CONFIG, group)}
-    assert re.match(f"SymmetricContiguous needs one node, but {NODES}", reasons["SymmetricContiguous"])
+    assert re.match(f"SymmetricContiguous needs symmetric memory, but {NODES}", reasons["SymmetricContiguous"])
     group.close()
     with pytest.raises(RuntimeError, match=r"used after close\(\)"):
         group.workspace.join_stream()
@@ -256,4 +258,6 @@ def tune(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_tune_needs_a_node(tmp_path) -> None:
-    assert all(text.startswith("tune needs one node, but a group of 2 ranks") for text in run_ranks(tune, 2, tmp_path))
+    assert all(
+        text.startswith("tune needs symmetric memory, but a group of 2 ranks") for text in run_ranks(tune, 2, tmp_path)
+    )

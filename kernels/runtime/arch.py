@@ -1,0 +1,87 @@
+"""One table of GPUs: what each runs, and its limits.
+
+A GPU that is not in it runs no kernel of ours. ``comet compile --arch NAME`` compiles what an entry says it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arch:
+    """What GPUs of one compute capability can do.
+
+    Args:
+        name: Of the family, as command lines have it.
+        capability: Major and minor number.
+        assembler: ``--gpu-name`` of ptxas, and of NVRTC where ``cuda_kernels``.
+        shared_bytes: Most shared memory of a block.
+        cuda_kernels: Whether it runs the kernels in CUDA C++, which are written for ``wgmma`` and TMA.
+        starts_early: Whether a kernel may start before the one before it has ended (``runtime.dependent``).
+        converts_e4m3: Whether it converts e4m3, which experts in block FP8 and MXFP8 are stored in.
+        lacks: What the fused layer's Triton kernels need and it does not have, in words; layers take the plain path
+            there. Empty where they run.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    assembler: str
+    shared_bytes: int
+    cuda_kernels: bool = False
+    starts_early: bool = False
+    converts_e4m3: bool = True
+    lacks: str = ""
+
+    @property
+    def target(self) -> GPUTarget:
+        """For Triton's compiler."""
+        major, minor = self.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+HOPPER = Arch(
+    name="hopper", capability=(9, 0), assembler="sm_90a", shared_bytes=232448,
+    cuda_kernels=True, starts_early=True,
+)  # fmt: skip
+ARCHS = (
+    Arch(
+        name="ampere",
+        capability=(8, 0),
+        assembler="sm_80",
+        shared_bytes=166912,
+        converts_e4m3=False,
+        lacks="dependent launches, by which the two kernels of layer 1 share a GPU",
+    ),
+    HOPPER,
+    Arch(
+        name="blackwell",
+        capability=(10, 0),
+        assembler="sm_100a",
+        shared_bytes=232448,
+        starts_early=True,
+        lacks="the 245,808 bytes of shared memory that a block of layer 0 in 16 bits takes there",
+    ),
+)
+
+
+@functools.cache
+def arch_of(device: torch.device) -> Arch | None:
+    """The entry of a GPU; ``None`` of one that is not in the table, and of a CPU."""
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return next((arch for arch in ARCHS if arch.capability == capability), None)
+
+
+def obstacle(device: torch.device) -> str:
+    """Why a GPU runs no kernel of ours, in words; empty where it does."""
+    arch, name = arch_of(device), torch.cuda.get_device_name(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    if arch is None:
+        return f"{name} (sm_{major}{minor}) is not in the table of GPUs, {', '.join(each.name for each in ARCHS)}"
+    return arch.lacks and f"{name} (sm_{major}{minor}) lacks {arch.lacks}"
