@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 benchmarks/bench.py moe --ep 4
 
 Rank 0 prints a table and, as the last line, the run as JSON, and writes JSON, CSV and pictures to ``--out``. Protocol,
-columns: ``RESULTS.md``. ``bench.py SUITE --help`` says what a suite measures, and its options. Suites:
+columns: ``results/protocol.md``. ``bench.py SUITE --help`` says what a suite measures, and its options. Suites:
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ Letters (design section 2): T tokens per rank, K, E, e = E / EP, D, F, W = EP x 
 Every number of a machine is a measurement, a data sheet's or a fit, and says which.
 
 ``H200`` is the default. "Design" is the project's design notes (sections 5, 6 and 8: one host of H200 GPUs, NV18),
-"fit" runs 1 (plain) to 4 (Triton) of ``benchmarks/RESULTS.md``. What is named ``cuda_`` was fitted, at EP4 in bfloat16,
-to how much faster than Triton layer 0 (run 6) and layer 1 (run 5) are in CUDA C++, alone and in one loop. "Profile fit"
-is a later one, to the fused candidates of ``configs/profiles/nvidia_h200_x2.json`` (run 8: 20 points at EP2, 512 to
-8192 tokens, measured without the host's launches): how long they take, and which is the fastest; with less weight to
-those of ``nvidia_h200_x4.json``, which were measured with them. It has no weight for run 5's panels: at EP4 six and
-eight were best.
+"fit" whole layers at EP4, plain (commit 0d3eb02) and Triton (415e5e9): ``benchmarks/results/tuner.md``. What is named
+``cuda_`` was fitted, at EP4 in bfloat16, to how much faster than Triton layer 0 (cefc688) and layer 1 (after 5ce02f1)
+are in CUDA C++, alone and in one loop (``forward_kernels.md`` there). "Profile fit" is a later one, to the fused
+candidates of ``configs/profiles/nvidia_h200_x2.json`` (12f0b6d: 20 points at EP2, 512 to 8192 tokens, measured without
+the host's launches): how long they take, and which is the fastest; with less weight to those of
+``nvidia_h200_x4.json``, which were measured with them. It has no weight for panels of layer 1 in CUDA C++ at EP4, where
+six and eight were best.
 ``tests/cpu/test_tuner.py`` and ``tests/cpu/test_tuner_shipped.py`` assert how well all this agrees.
 
 Which kernels a setting stands for follows from both: where layers run in CUDA C++ some knobs do nothing, and settings
@@ -72,7 +73,7 @@ class Machine:
         cuda_passes: What the combine costs layer 1's GEMM, over its memory traffic. Profile fit.
         cuda_panel_ns: What a panel more costs layer 1, per column of the result. Profile fit.
         cuda_launch_ms: Start and end of a launch in CUDA C++, late ranks. Profile fit.
-        plan_ms: Plan of an empty call: launches and the exchange of ids. ``benchmarks/RESULTS.md``, run 8.
+        plan_ms: Plan of an empty call: launches and the exchange of ids. ``benchmarks/results/plan.md``.
         plan_ns_per_row: What each of the W*T*K ids adds to it. The same.
         nccl_gbs: All-to-all of the plain path. Fit.
         pass_gbs: Element-wise and gather passes of the plain path. Fit.

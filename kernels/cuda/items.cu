@@ -2,7 +2,7 @@
 //
 // Items are drawn: a block that is ready takes the next one, so that neighbours in the order start together, and those
 // of the same columns share their weights in L2. In turn, blocks drift apart, and weights come from memory several
-// times, which costs time because the board's power is the limit (benchmarks/RESULTS.md, run 11).
+// times, which costs time because the board's power is the limit (benchmarks/results/forward_kernels.md).
 
 constexpr int ITEM_TICKETS = 1; // among a launch's counters, behind the tickets of those that communicate
 constexpr int PIECES_BESIDE = 8; // of an expert, whose items of the same columns are neighbours

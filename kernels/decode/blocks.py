@@ -121,8 +121,9 @@ def select(
 ) -> DecodeConfig:
     """The default for a step.
 
-    16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models (see
-    ``benchmarks/RESULTS.md``): vector for one token, and for two where experts are large or quantised; else matrix.
+    16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models
+    (``benchmarks/results/decode.md``): vector for one token, and for two where experts are large or quantised; else
+    matrix.
     float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once), else
     matrix. MXFP4, not measured: what MXFP8 takes, with as many bytes for each thread in the vector form.
 

@@ -1,7 +1,7 @@
 """Received rows in the order of the experts: a copy of a row for every routed row.
 
 For backward GEMMs, above all the weight gradients, which contract over an expert's rows: gathered inside, w1's takes
-up to twice as long, and this copy, at the rate of memory, a tenth of that (benchmarks/RESULTS.md, run 12).
+up to twice as long, and this copy, at the rate of memory, a tenth of that (benchmarks/results/backward_kernels.md).
 """
 
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ SOURCES = (
 LOADERS = 3  # warps that load; one more pushes
 NUM_THREADS = 32 * (WARPS + LOADERS + 1)
 ITEM_BYTES = 48  # of ``Item`` of ``cuda/gather.cu``
-# Of the tokens of a rank with one expert; with fewer the launch is too short to tell (benchmarks/RESULTS.md, run 6).
+# Of the tokens of a rank with one expert; with fewer the launch is too short to tell.
 LEAST_PRODUCTS = 1_000_000_000
 
 

@@ -40,7 +40,7 @@ SOURCES = (
 NUM_STAGES = 4
 BOX_ROWS = 64
 AHEAD, AHEAD_AFTER = 12, 32  # see CudaConfig of gemm_combine_cuda
-LEAST_PRODUCTS = 10_000_000_000  # with fewer of a rank Triton is faster (benchmarks/RESULTS.md, run 10)
+LEAST_PRODUCTS = 10_000_000_000  # with fewer of a rank Triton is faster (benchmarks/results/fp8.md)
 
 
 def shared_bytes(num_experts: int, entries: int) -> int:

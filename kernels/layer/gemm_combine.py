@@ -36,7 +36,7 @@ SOURCES = (
 )  # fmt: skip
 
 # With fewer products of a rank, for gradients twice as many, or a longer contraction, Triton is as fast or faster
-# (benchmarks/RESULTS.md, run 5; of gradients run 13).
+# (benchmarks/results/forward_kernels.md; of gradients backward_kernels.md).
 LEAST_PRODUCTS = 50_000_000_000
 MOST_DEPTH = 2048
 MOST_GRADIENT_DEPTH = 4096
@@ -71,7 +71,7 @@ class CudaConfig:
 
         Around what an instruction multiplies at once, half of the experts have a few rows more, for which all their
         weights are loaded again, unless one piece holds them. Its stages leave combining warps less memory, which costs
-        up to 6 % elsewhere (benchmarks/RESULTS.md, run 8).
+        up to 6 % elsewhere (benchmarks/results/forward_kernels.md).
 
         Args:
             even_rows: See ``TileTable``.

@@ -27,7 +27,7 @@ STAGED_ROWS = 32  # that are stored at once
 PUSH_ROWS = 8
 LEAST_PRODUCTS = 1_000_000_000  # of the tokens of a rank with one expert, as in layer 0
 # A rank alone hides no more than a copy of its rows, and this GEMM is 1 to 5 % slower than Triton's over rows in order
-# from so many products on (benchmarks/RESULTS.md, run 14).
+# from so many products on (benchmarks/results/backward_kernels.md).
 MOST_PRODUCTS_ALONE = 100_000_000_000
 
 

@@ -35,9 +35,10 @@ SHAPES = {
     "deepseek": MoEConfig(num_experts=256, top_k=8, hidden_size=7168, ffn_size=2048),
 }
 TRITON = replace(H200, cuda_kernels=False)
-# benchmarks/RESULTS.md, H200, bf16, uniform routing, ms: at EP4 the layer in Triton (run 4) and the plain path (run 1,
-# the fastest), in CUDA C++ with half the experts at EP2, as much work for a GPU (run 8). The model is fitted to the
-# first two, so the test guards the fit; it has not seen the third. Run 4 was timed with what launches cost the host.
+# benchmarks/results/tuner.md, H200, bf16, uniform routing, ms: at EP4 the layer in Triton (commit 415e5e9) and the
+# plain path (0d3eb02, the fastest), in CUDA C++ with half the experts at EP2, as much work for a GPU (12f0b6d). The
+# model is fitted to the first two, so the test guards the fit; it has not seen the third. The first was timed with what
+# launches cost the host.
 HOST_MS = 0.09
 MEASURED = [
     ("qwen3", 2048, 0.548, 0.387, 2.11),
