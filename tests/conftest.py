@@ -1,15 +1,13 @@
-"""Shared by every test: the GPU markers, and ``tests/`` on the import path (``from ranks import run_ranks``)."""
+"""Shared by every test: GPU markers, threads of tests on CPUs, and the helpers of ``support`` on the import path."""
 
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
+import support  # noqa: F401 - puts the helpers on the import path
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,3 +36,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found = num_gpus(own=any(each.kwargs.get("own") for each in markers))
         if found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {int(needed)} CUDA GPUs, this machine has {found}"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests without a GPU, and the programs that they start, compute in one thread, as their ranks do.
+
+    Several threads make tensors of these sizes slower, and far slower beside other processes that compute. Files of
+    tests that need GPUs end with ``_gpu``.
+    """
+    if request.path.stem.endswith("_gpu"):
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)

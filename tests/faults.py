@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from fault_jobs import Jobs
 from fault_ranks import run_calls

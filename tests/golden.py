@@ -20,6 +20,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from torch import Tensor
 from training_cases import MODEL, MOE, Rank, make_job

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import support  # noqa: F401 - puts the helpers on the import path
 import torch
 from decode_cases import FOLD, MATRIX, QUANTISERS, VECTOR, DecodeCase, check_decode
 from decode_ranks import compare_step, gathered_inputs, shard, step_inputs

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import support  # noqa: F401 - puts the helpers on the import path
 from gpus import ON_GPUS
 from ranks import run_ranks
 from stress_cases import Stress, sizes_of

@@ -90,8 +90,8 @@ def make_communicator(
 
 
 def kernel_obstacle(device: torch.device) -> str:
-    """Why a device runs no kernel of ours, in words; empty where it does, and on a CPU."""
-    if device.type != "cuda":
+    """Why a device runs no kernel of ours, in words; empty where it does, on a CPU, and where there is no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return ""
     from comet.kernels.runtime.arch import obstacle  # needs Triton, as GPUs do
 

@@ -12,7 +12,7 @@ candidates of ``configs/profiles/nvidia_h200_x2.json`` (12f0b6d: 20 points at EP
 the host's launches): how long they take, and which is the fastest; with less weight to those of
 ``nvidia_h200_x4.json``, which were measured with them. It has no weight for panels of layer 1 in CUDA C++ at EP4, where
 six and eight were best.
-``tests/cpu/test_tuner.py`` and ``tests/cpu/test_tuner_shipped.py`` assert how well all this agrees.
+``tests/tuner/test_tuner.py`` and ``tests/tuner/test_tuner_shipped.py`` assert how well all this agrees.
 
 Which kernels a setting stands for follows from both: where layers run in CUDA C++ some knobs do nothing, and settings
 coincide. There every block has warps that communicate: comm blocks do nothing, and in layer 0 neither do phases.

@@ -5,7 +5,6 @@ A GPU that is not in it runs no kernel of ours. ``comet compile --arch NAME`` co
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +68,6 @@ ARCHS = (
 )
 
 
-@functools.cache
 def arch_of(device: torch.device) -> Arch | None:
     """The entry of a GPU; ``None`` of one that is not in the table, and of a CPU."""
     if device.type != "cuda":

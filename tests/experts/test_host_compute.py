@@ -1,0 +1,369 @@
+"""Missing experts computed on the host's cores, by the real process: engines, faults, settings."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import DecodeCase
+from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, cache_of, leave_all_to, set_deadline
+from ranks import run_ranks
+from tiers import slow
+from training_cases import MODEL, MOE, Rank, make_job
+
+from comet.config import ParallelConfig
+from comet.decode.twin import warp_decode_torch
+from comet.errors import HostComputeError
+from comet.experts import ExpertCache
+from comet.experts.host import cores as host_cores
+from comet.experts.host.codes import CodeProducts
+from comet.experts.host.cores import HostCores, cores_of, open_cores
+from comet.experts.host.profile import HostProfile, HostSizes, Link
+from comet.experts.host.worker import sum_experts
+from comet.experts.store import HeldExperts
+from comet.generation.engine import GPTEngine
+from comet.generation.experts import plan_experts
+from comet.generation.job import generate_job
+from comet.jobs.config import CommConfig
+from comet.jobs.generate import GenerateConfig
+from comet.kernels.experts.host import PLACE_HOST, worth_least
+from comet.kernels.experts.mailbox import EXPERTS
+from comet.kernels.experts.tables import HOSTED
+from comet.layer.group import ExpertGroup, make_expert_group
+from comet.models.gpt import GPT
+from comet.training.run import train
+
+
+def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: str | None = None) -> GPTEngine:
+    """A model that answers from few slots, and asks the host's cores for all that is missing."""
+    if group is None:
+        group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
+    model = GPT(MODEL, group, seed=1, expert_device=CPU)
+    drawn = torch.Generator().manual_seed(1)
+    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
+    engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores, expert_dtype=expert_dtype)
+    if engine.cores is not None:
+        leave_all_to(engine.cores)
+    return engine
+
+
+def compare_engines(group: ExpertGroup | None = None, expert_dtype: str | None = None) -> None:
+    """Texts with and without the host's cores: the same numbers, up to rounding, and other experts on the link."""
+    mine, plain = (engine_of(cores, group, expert_dtype) for cores in ("2" if group else "1", "off"))
+    measured = mine.cores.profile
+    drawn = torch.Generator().manual_seed(7)
+    ids = torch.randint(256, (1, 3), generator=drawn)  # in waves
+    found = [engine.prefill(ids, torch.tensor([3]), 30) for engine in (mine, plain)]
+    for _ in range(6):
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        token = torch.randint(256, (1,), generator=drawn)
+        found = [engine.decode(token) for engine in (mine, plain)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    compare_streamed(mine, plain, drawn)
+    mine.check()
+    with_host, without = mine.cache_report(), plain.cache_report()
+    assert mine.cores is not None
+    assert measured.link_ns > 0 < measured.expert_ns
+    assert with_host is not None
+    assert without is not None
+    assert with_host.needed == without.needed
+    assert with_host.hosted > 0 == without.hosted
+    assert with_host.hosting_s > 0
+    assert with_host.fetched < without.fetched
+    assert with_host.hits == 1 - (with_host.fetched + with_host.hosted) / with_host.needed
+    mine.cores.close()
+
+
+def compare_streamed(mine: GPTEngine, plain: GPTEngine, drawn: torch.Generator) -> None:
+    """A prompt that streams leaves experts to the host, too, and steps go on behind it."""
+    mine.cores.profile = SLOW_LINK
+    before = mine.cache_report()
+    ids = torch.randint(256, (1, 20), generator=drawn)
+    found = [engine.prefill(ids, torch.tensor([20]), 30) for engine in (mine, plain)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    after, without = mine.cache_report(), plain.cache_report()
+    assert after.needed == without.needed
+    assert after.hosted > before.hosted
+    token = torch.randint(256, (1,), generator=drawn)
+    torch.testing.assert_close(*(engine.decode(token) for engine in (mine, plain)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("expert_dtype", [None, "mxfp8", slow("mxfp4")])
+def test_a_model_answers_from_slots_and_cores(expert_dtype: str | None) -> None:
+    compare_engines(expert_dtype=expert_dtype)
+
+
+@pytest.mark.parametrize("layout", [slow({"ep": 2}), slow({"tp": 2})], ids=["EP2", "TP2"])
+def test_each_rank_has_cores_of_its_own(layout: dict[str, int]) -> None:
+    run_ranks(engines_over_ranks, 2, layout)
+
+
+def engines_over_ranks(rank: int, world_size: int, layout: dict[str, int]) -> None:
+    group = make_expert_group(MODEL.moe, ParallelConfig(**layout), max_tokens=64, dtype=torch.float32, device="cpu")
+    compare_engines(group)
+    group.close()
+
+
+def test_the_task_reports_what_the_cores_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a profile that is given: what this machine measures, and how soon it starts a process, is its own affair."""
+    measured = HostProfile(
+        link_ns=200e3, shared_link_ns=220e3, request_ns=20e3, expert_ns=290e3, full_request_ns=20e3,
+        full_expert_ns=290e3,
+    )  # fmt: skip
+    monkeypatch.setattr(host_cores, "measure", lambda *given: measured)
+    monkeypatch.setattr(host_cores, "START_S", 3600.0)
+    train(make_job(tmp_path, model=MODEL, steps=3, eval_batches=1, sample_bytes=0), Rank())
+    settings = GenerateConfig(
+        source=str(tmp_path / "out"), prompt="1", max_new_tokens=4, temperature=0.0, expert_budget=0.5, host_cores="1"
+    )
+    job = make_job(tmp_path, model=MODEL, comm=CommConfig(timeout_s=3600.0))
+    found = generate_job(replace(job, generate=settings), Rank())["expert_cache"]
+    assert found["host_cores"] == {
+        "cores": 1, "link_us": 200, "shared_link_us": 220, "request_us": 20, "expert_us": 290, "full_request_us": 20,
+        "full_expert_us": 290, "share": [0, 0, 1],
+    }  # fmt: skip
+    assert 0 <= found["hosted"] <= found["needed"] - found["fetched"]
+
+
+def request_of(cache: ExpertCache, case: DecodeCase = CASE) -> torch.Tensor:
+    """A step that misses all of its experts, each token others."""
+    ids = torch.arange(case.T * case.K, dtype=torch.int32).view(case.T, case.K)
+    return warp_decode_torch(torch.ones(case.T, case.D), ids, torch.ones(case.T, case.K), cache.weights)
+
+
+def test_a_process_that_dies_is_named_before_the_next_step() -> None:
+    cache, cores = cache_of(CASE, CASE.K, SLOW_LINK)
+    process = cores.process
+    assert torch.isfinite(request_of(cache)).all()
+    cores.check()
+    process.kill()
+    process.wait()
+    with pytest.raises(HostComputeError, match=r"the last ones asked for were .* of layer 0: the process ended with"):
+        cores.raise_if_failed()
+    cores.close()
+
+
+def test_a_prompt_whose_answer_does_not_come_ends_by_its_deadline() -> None:
+    engine = engine_of("1")
+    cores = engine.cores
+    cores.profile, cores.mail = SLOW_LINK, replace(cores.mail, timeout_ns=10**8)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    with pytest.raises(HostComputeError, match=r"within 0\.1 s, .* \[\d+\] of layer 0: the process is still at it"):
+        engine.prefill(torch.arange(20)[None], torch.tensor([20]), 30)
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
+
+
+def test_a_prompt_asks_once_whether_the_cores_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In waves or streamed, whoever reads it; and it ends where they do not."""
+    engine = engine_of("1")
+    cores, asked = engine.cores, []
+    monkeypatch.setattr(HostCores, "raise_if_failed", lambda self: asked.append(self))
+    for length in (3, 20):
+        engine.prefill(torch.zeros(1, length, dtype=torch.int64), torch.tensor([length]), 30)
+        assert asked.pop() is cores
+        assert not asked
+    monkeypatch.undo()
+    cores.process.kill()
+    cores.process.wait()
+    with pytest.raises(HostComputeError, match="of layer"):
+        engine.prefill(torch.zeros(1, 20, dtype=torch.int64), torch.tensor([20]), 30)
+    cores.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [CASE, IN_WAVES[0], replace(CASE, D=64, F=32, quantised="mxfp4")],
+    ids=["one wave", "waves", "mxfp4"],
+)
+def test_an_answer_that_does_not_come_ends_the_step_by_its_deadline(case: DecodeCase) -> None:
+    cache, cores = cache_of(case, case.K, SLOW_LINK)
+    os.kill(cores.process.pid, signal.SIGSTOP)
+    set_deadline(cache, cores, 10**8)
+    assert torch.isnan(request_of(cache, case)).all(), "nobody takes this for a result"
+    count = int(cache.tables.header[HOSTED.value])
+    assert cores.mail.fault[1:4].tolist() == [PLACE_HOST.value, 0, count]
+    experts = cores.mail.words[EXPERTS.value : EXPERTS.value + count].tolist()
+    assert len(set(experts)) == case.T * case.K - 1, "one comes to the device"
+    with pytest.raises(HostComputeError, match=rf"asked for were \{experts} of layer 0: the process is still at it"):
+        cores.check()
+    request_of(cache, case)  # asks nobody any more
+    os.kill(cores.process.pid, signal.SIGCONT)
+    cores.close()
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither a process nor memory, whether the cores are closed or forgotten, or their own process dies."""
+    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    process = cores.process
+    cores.close()
+    assert process.returncode == 0
+    del cache, cores
+    gc.collect()
+    cache, cores = cache_of(CASE, CASE.K, PROFILE)
+    process = cores.process
+    del cache, cores
+    gc.collect()
+    assert process.returncode == 0
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    assert not any("comet-experts" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    code = (
+        f"import sys; sys.path[:] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+        "import os, test_host_compute as cases\n"
+        "_, cores = cases.cache_of(cases.CASE, 3, cases.PROFILE)\n"
+        "print(cores.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    pid, deadline = int(child.stdout), time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline, f"process {pid} outlives its parent"
+        time.sleep(0.02)
+
+
+def test_a_process_that_does_not_start_says_why() -> None:
+    sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
+    cores = HostCores(-1, sizes, CPU, DEADLINE_S)
+    held = HeldExperts.fill(HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True), CPU, cores.file)
+    with pytest.raises(HostComputeError, match=r"did not start \(RuntimeError: set_num_threads expects a positive"):
+        cores.start([held], PROFILE)
+
+
+def test_the_example_of_a_table() -> None:
+    assert PROFILE.share_table(2, 8)[1].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert SLOW_LINK.share_table(1, 6)[1].tolist() == [0, 0, 1, 2, 3, 4, 5], "one comes to the device"
+    assert replace(PROFILE, expert_ns=345).share_table(1, 8)[1].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3]
+    assert replace(PROFILE, shared_link_ns=370).share_table(1, 3)[1].tolist() == [0, 0, 0, 0]
+    full = replace(PROFILE, full_request_ns=20, full_expert_ns=2000)
+    assert full.share_table(2, 8)[2].tolist() == [0] * 9, "of two tokens the host takes too long"
+
+
+def test_the_example_of_a_prompt() -> None:
+    assert PROFILE.share_of_prompt([1, 1, 1], 5, 4) == 2
+    assert PROFILE.share_of_prompt([1] * 3, 3, 4) == 1, "one would come to the device, but two take the host longer"
+    assert SLOW_LINK.share_of_prompt([1, 2], 2, 4) == 1, "one comes to the device"
+    assert replace(PROFILE, expert_ns=900).share_of_prompt([1, 1, 1], 5, 4) == 0, "it saves less than a tenth"
+    assert replace(PROFILE, shared_link_ns=240).share_of_prompt([1, 1, 1], 5, 4) == 2
+    assert replace(PROFILE, shared_link_ns=300).share_of_prompt([1], 5, 4) == 0, "four take longer than five did"
+    assert replace(PROFILE, full_expert_ns=2000).share_of_prompt([1, 4, 4], 5, 4) == 1, (
+        "those of many tokens take longer"
+    )
+
+
+def test_a_slow_host_is_left_out() -> None:
+    assert replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_of_prompt([1, 1, 1], 5, 4) == 0
+    table = replace(PROFILE, expert_ns=10_000, full_expert_ns=10_000).share_table(4, 8)
+    assert not table.any()
+
+
+class Mark:
+    """An event of a stream at some milliseconds, on a clock that the test sets."""
+
+    now = 0.0
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return self.at <= Mark.now
+
+    def elapsed_time(self, other: Mark) -> float:
+        assert self.at <= other.at
+        return other.at - self.at
+
+
+def test_a_link_is_timed_by_the_copies_of_a_request() -> None:
+    """Five copies of 1 ms before and behind a request, and of 3 ms beside it; one that is too short has the next."""
+    link = Link([HeldExperts(torch.ones(4, 32, 16), torch.ones(4, 16, 16), readable=True)], CPU)
+    assert link.cost(0, 0) == link.alone_ns > 0, "there is no link"
+    link._stream, link._marks = SimpleNamespace(synchronize=lambda: None), [Mark(at) for at in (1, 2, 5, 8, 9, 10)]
+    seen = []
+    for Mark.now in (0, 1, 2.5, 8.5, 20):
+        seen.append(link.arrived())
+    assert seen == [0, 0, 1, 3, 5]
+    assert link.cost(1, 3) == 3e6
+    assert link.cost(2, 2) == 3e6
+    assert link.cost(3, 5) == 1e6
+    assert link.cost(5, 5) == 1e6, "all were there before it began"
+
+
+def test_the_example_of_a_sum() -> None:
+    answer = torch.full((1, 1), torch.nan)
+    expert = torch.tensor([[32.0], [2.0]]), torch.tensor([[0.5]])
+    sum_experts(answer, torch.ones(1, 1), torch.tensor([[0.5]]), [expert], CodeProducts(1))
+    assert answer.tolist() == [[16.0]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_is_of_the_experts_that_a_token_chose(num_tokens: int, dtype: torch.dtype) -> None:
+    """What an expert is, that others chose, does not get in: its output for this token may be no number."""
+    drawn = torch.Generator().manual_seed(1)
+    experts = [
+        tuple(torch.randn(*size, generator=drawn).to(dtype) / 4 for size in ((32, 16), (16, 16))) for _ in range(3)
+    ]
+    tokens = torch.randn(num_tokens, 16, generator=drawn).to(dtype)
+    weights = torch.rand(3, num_tokens, generator=drawn)
+    if num_tokens > 1:
+        weights[0, 0] = weights[1] = weights[2, 1] = 0  # the second one is nobody's
+        tokens[2], experts[1][0][:] = torch.nan, torch.nan
+    expected = torch.zeros(num_tokens, 16, dtype=torch.float64)
+    for weight, (w1, w2) in zip(weights.double(), experts, strict=True):
+        gate, up = (tokens.double() @ w1.double().T).chunk(2, dim=1)
+        added = weight[:, None] * (torch.nn.functional.silu(gate) * up @ w2.double().T)
+        expected += added.where(weight[:, None] != 0, 0.0)
+    answer = torch.full((num_tokens, 16), torch.nan)
+    sum_experts(answer, tokens, weights, experts, CodeProducts(1))
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(answer.double(), expected, rtol=close, atol=close, equal_nan=True)
+
+
+def test_those_worth_least_go_to_the_host() -> None:
+    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 2) == [4, 6]
+    assert worth_least([1, 4, 6], torch.tensor([9.0, 3, 9, 9, 0, 9, 0]), 1) == [4]
+
+
+def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cores, "usable_cores", lambda: 16)
+    assert [cores_of(setting, ranks) for setting, ranks in (("off", 1), ("auto", 2), ("8", 2), ("16", 1))] == [
+        0,
+        7,
+        4,
+        16,
+    ]
+    for setting in ("17", "1"):
+        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be a number from 2"):
+            cores_of(setting, 2)
+    for setting in ("0", "many", "-3"):
+        with pytest.raises(ValueError, match=f"host_cores='{setting}' must be auto, off, or a number of cores"):
+            cores_of(setting, 2)
+    sizes = HostSizes(num_experts=4, first_expert=0, hidden_size=16, top_k=1, max_tokens=1, dtype=torch.float32)
+    assert open_cores("auto", sizes, CPU) is None, "the device is the host"
+    with pytest.raises(ValueError, match="host_cores='x' must be auto, off, or a number"):
+        GenerateConfig(host_cores="x")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"expert_budget": None}, "generate.host_cores=1 must come with an expert_budget"),
+    ],
+)
+def test_settings_that_do_not_go_together(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    settings = GenerateConfig(source=str(tmp_path), **{"expert_budget": 0.5, "host_cores": "1", **changed})
+    with pytest.raises(ValueError, match=message):
+        plan_experts(replace(make_job(tmp_path, model=MODEL), generate=settings), torch.float32)

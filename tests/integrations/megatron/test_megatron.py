@@ -1,0 +1,338 @@
+"""Comet inside Megatron-core on CPU ranks, against Megatron's own experts and dispatch.
+
+Skipped without it; ``test_megatron_parts`` checks what does not need it. Passed with Megatron-core 0.16.1 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
+
+
+from megatron_cases import (
+    BATCH,
+    SEQUENCE,
+    VOCABULARY,
+    gradients,
+    make_config,
+    make_gpt,
+    make_group,
+    make_layer,
+    start,
+    stock_spec,
+    twins,
+)
+from megatron_checkpoints import save_and_load
+from ranks import run_ranks
+from torch import Tensor
+
+from comet.config import ParallelConfig
+from comet.integrations.megatron import CometMoELayer, from_sequential, moe_config, with_comet
+from comet.layer.group import make_expert_group
+
+DEEPSEEK = dict(
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_num_groups=2,
+    moe_router_group_topk=1,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_router_dtype="fp64",
+)
+CAPACITY = dict(moe_expert_capacity_factor=0.5, moe_token_dispatcher_type="alltoall")
+RECOMPUTE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax": ({}, {}),
+    "deepseek": (DEEPSEEK, {}),
+    "dropped by capacity": (CAPACITY, {}),
+    "recompute": (RECOMPUTE, {}),
+    "no shared expert": (dict(moe_shared_expert_intermediate_size=None), {}),
+    "all experts": (dict(moe_router_topk=4), {}),
+    "an expert without tokens": ({}, {}),
+    "padding": ({}, {}),
+    "plain path": ({}, dict(path="plain")),
+}
+
+
+def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for some roundings in float32 of the largest value."""
+    assert actual.shape == expected.shape, what
+    error, largest = float((actual - expected).abs().max()), float(expected.abs().max())
+    assert error <= 5e-6 * largest, f"{what}: error {error} of values up to {largest}"
+
+
+def check_layer(rank: int, world_size: int, ep: int, expert_tp: int, tp: int, node_size: int | None = None) -> None:
+    """Each case of one layout: output, gradient of the input, and of all parameters."""
+    start(ep, expert_tp, tp)
+    group = make_group(make_config(moe_router_topk=4), node_size)
+    for name, (fields, settings) in CASES.items():
+        stock, ours = twins(make_layer, make_config(**fields), group, rank, **settings)
+        torch.manual_seed(rank)
+        x, mask = torch.randn(SEQUENCE, BATCH, 32), None
+        if name == "an expert without tokens":
+            x = x.abs()
+            for layer in (stock, ours):
+                layer.router.weight.data[3] = -3.0
+        if name == "padding":
+            mask = torch.rand(BATCH, SEQUENCE) < 0.4
+        results = []
+        for layer in (stock, ours):
+            inputs = x.clone().requires_grad_()
+            output, bias = layer(inputs, padding_mask=mask)
+            assert bias is None
+            output.square().mean().backward()
+            results.append((output.detach(), inputs.grad, gradients(layer)))
+        (output, grad, grads), (our_output, our_grad, our_grads) = results
+        assert_near(our_output, output, f"{name}: output")
+        assert_near(our_grad, grad, f"{name}: gradient of the input")
+        expected = from_sequential(grads)
+        assert expected.keys() == our_grads.keys()
+        for key, value in expected.items():
+            assert_near(our_grads[key], value, f"{name}: gradient of {key}")
+        if name == "an expert without tokens" and rank == world_size - 1:
+            assert not our_grads["experts.w1"][-1].any()
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ep", "expert_tp", "tp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+def test_layer(ep: int, expert_tp: int, tp: int) -> None:
+    """Under ``tp`` the rest of the model is tensor-parallel, too, and ranks have parts of the sequence."""
+    run_ranks(check_layer, ep * expert_tp, ep, expert_tp, tp, timeout=300)
+
+
+def test_layer_over_two_nodes() -> None:
+    run_ranks(check_layer, 2, 2, 1, 1, 1, timeout=300)
+
+
+def losses(config: Any, model: Any, rank: int) -> list[float]:
+    """Four steps of SGD under Megatron's data parallelism, tokens of each rank its own."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    causal = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    found = []
+    for _ in range(4):
+        wrapped.zero_grad_buffer()
+        loss = wrapped(tokens, positions, causal, labels=tokens.roll(-1, 1)).mean()
+        loss.backward()
+        wrapped.finish_grad_sync()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.main_grad
+        found.append(loss.item())
+    return found
+
+
+def train(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """Losses of Megatron's model and of Comet's."""
+    start(world_size)
+    config = make_config(moe_aux_loss_coeff=0.02)
+    group = make_group(config)
+    stock, ours = twins(make_gpt, config, group, rank)
+    assert all(isinstance(layer.mlp, CometMoELayer) and layer.is_moe_layer for layer in ours.decoder.layers)
+    found = losses(config, stock, rank), losses(config, ours, rank)
+    group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_training_has_the_same_losses() -> None:
+    for stock, ours in run_ranks(train, 2, timeout=300):
+        assert ours == pytest.approx(stock, rel=2e-5)
+        assert stock[-1] < stock[0] - 0.1, "the model does not learn, so that losses tell nothing"
+
+
+@pytest.mark.slow
+def test_checkpoints(tmp_path: Path) -> None:
+    run_ranks(save_and_load, 2, tmp_path, "cpu", timeout=300)
+
+
+def initial_weights(rank: int, world_size: int, layouts: list[tuple[int, int]]) -> list[dict[str, Tensor]]:
+    """The new weights of two layers, gathered in each layout, and what Megatron reads off the parameters."""
+    found = []
+    for ep, expert_tp in layouts:
+        start(ep, expert_tp)
+        config = make_config()
+        group = make_group(config)
+        model = make_gpt(config, with_comet(stock_spec(config), group))
+        whole = {}
+        for name, parameter in model.named_parameters():
+            is_expert = ".experts.w" in name
+            assert getattr(parameter, "allreduce", True) is not (is_expert and ep * expert_tp > 1), name
+            assert not is_expert or parameter.tensor_model_parallel, name
+            parts = [torch.empty_like(parameter) for _ in range(world_size)]
+            dist.all_gather(parts, parameter.detach())
+            if is_expert and ep > 1:
+                whole[name] = torch.cat(parts)
+            elif is_expert and expert_tp > 1 and name.endswith("w1"):
+                whole[name] = torch.cat([part.unflatten(1, (2, -1)) for part in parts], dim=2).flatten(1, 2)
+            elif is_expert and expert_tp > 1:
+                whole[name] = torch.cat(parts, dim=2)
+            else:
+                whole[name] = parts[rank]
+        found.append(whole)
+        group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_initial_weights_do_not_depend_on_the_layout() -> None:
+    layouts = [(1, 1), (2, 1), (1, 2)]
+    for alone, *others in run_ranks(initial_weights, 2, layouts, timeout=300):
+        for other, layout in zip(others, layouts[1:], strict=True):
+            for name, value in alone.items():
+                assert torch.equal(other[name], value), f"{name} in {layout}"
+        w1 = torch.cat([alone[f"decoder.layers.{layer}.mlp.experts.w1"] for layer in range(2)])
+        assert w1.std().item() == pytest.approx(0.3, rel=0.05)
+        assert len({float(expert.sum()) for expert in w1}) == 8, "experts of all layers differ"
+
+
+def specs(rank: int, world_size: int) -> None:
+    """A block with a dense layer, and process groups that are not Megatron's global ones."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    start(1)
+    config = make_config(moe_layer_freq=[0, 1])
+    group = make_group(config)
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    first, second = make_gpt(config, with_comet(stock, group)).decoder.layers
+    assert not isinstance(first.mlp, CometMoELayer)
+    assert isinstance(second.mlp, CometMoELayer)
+    assert not any(isinstance(layer.mlp, CometMoELayer) for layer in make_gpt(config, stock).decoder.layers)
+
+    process_groups, spec = get_default_pg_collection(), stock_spec(config)
+    parallel_state.destroy_model_parallel()
+    layer = make_layer(config, with_comet(spec, group, process_groups=process_groups))
+    assert layer(torch.ones(SEQUENCE, BATCH, 32))[0].shape == (SEQUENCE, BATCH, 32)
+    process_groups.expt_tp = None
+    with pytest.raises(ValueError, match="expt_tp of the process groups must be given"):
+        make_layer(config, with_comet(spec, group, process_groups=process_groups))
+    group.close()
+
+
+@pytest.mark.slow
+def test_specs() -> None:
+    run_ranks(specs, 1, timeout=300)
+
+
+AFTER_THE_SNIPPET = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from megatron.core.transformer.moe import moe_utils
+from megatron_cases import use_cpu
+
+moe_utils.te_general_gemm = None
+torch.compiler.set_stance("force_eager")
+use_cpu()
+ids = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+inputs = (ids, torch.arange(16).expand(3, -1), torch.ones(1, 1, 16, 16).triu(1).bool())
+losses = [each.eval()(*inputs, labels=ids) for each in (stock, model)]
+torch.testing.assert_close(losses[1], losses[0])
+losses[1].mean().backward()
+assert all(layer.mlp.experts.w1.grad.any() for layer in model.decoder.layers)
+group.workspace.check()
+group.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_the_snippet_of_the_readme(tmp_path: Path) -> None:
+    """As it stands, on two CPU ranks; then what it made is run, as far as Megatron can without a GPU."""
+    root, script = Path(__file__).parents[3], tmp_path / "train.py"
+    section = (root / "README.md").read_text().split("## Megatron-core")[1].split("\n## ")[0]
+    (snippet,) = re.findall("```python\n(.*?)```", section, re.DOTALL)
+    script.write_text(snippet + AFTER_THE_SNIPPET)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(script), str(root / "tests/support/models")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """What is said of groups and calls that do not fit, by a name for each."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    start(2)
+    config = make_config()
+    layers = dict(group=make_group(config), one=make_expert_group(
+        moe_config(config), ParallelConfig(), max_tokens=8, dtype=torch.float32, device="cpu"
+    ), tp=make_expert_group(
+        moe_config(config), ParallelConfig(tp=2), max_tokens=8, dtype=torch.float32, device="cpu"
+    ))  # fmt: skip
+    found: dict[str, str] = {}
+
+    def note(name: str, call: Any) -> None:
+        with pytest.raises(ValueError) as caught:
+            call()
+        found[name] = str(caught.value)
+
+    def build(group: str, **fields: Any) -> Any:
+        changed = make_config(**fields)
+        return make_layer(changed, with_comet(stock_spec(changed), layers[group]))
+
+    note("ep", lambda: build("one"))
+    note("tp", lambda: build("tp"))
+    note("top_k", lambda: build("group", moe_router_topk=3))
+    note("hidden_size", lambda: build("group", hidden_size=48))
+    note("dtype", lambda: build("group", bf16=True))
+    note("bias", lambda: build("group", add_bias_linear=True))
+    note("legacy grouped GEMM", lambda: build("group", moe_use_legacy_grouped_gemm=True))
+    layer = build("group")
+    note("tokens", lambda: layer(torch.zeros(50, BATCH, 32)))
+    routing = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 2)
+    note("dtype of tokens", lambda: layer.experts(torch.zeros(1, 32).half(), *routing))
+    note("pieces", lambda: layer(torch.zeros(SEQUENCE, BATCH, 32), intermediate_tensors=()))
+    note("dense", lambda: with_comet(get_gpt_layer_local_spec(), layers["group"]))
+    note("singleton", lambda: layer.sharded_state_dict(metadata={"singleton_local_shards": True}))
+    layer.attn_tp_group = dist.group.WORLD
+    note("sequence_parallel", lambda: layer(torch.zeros(SEQUENCE, BATCH, 32)))
+    for group in layers.values():
+        group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_refusals_name_field_value_and_rule() -> None:
+    expected = {
+        "ep": "expert_model_parallel_size=2 must be 1, as in Comet's group of ep=1 and tp=1",
+        "tp": "expert_model_parallel_size=2 must be 1, as in Comet's group of ep=1 and tp=2",
+        "top_k": "top_k=3 of the layer must be at most the group's 2",
+        "hidden_size": "hidden_size=48 of the layer must be the group's 32",
+        "dtype": "dtype=torch.bfloat16 of the model's tokens must be the group's torch.float32",
+        "bias": "add_bias_linear=True must be off: experts have no bias",
+        "legacy grouped GEMM": "moe_use_legacy_grouped_gemm=True must be off: Comet's kernels multiply",
+        "tokens": "num_tokens=150 must be at most max_tokens=128",
+        "dtype of tokens": "dtype=torch.float16 of tokens must be the group's torch.float32",
+        "pieces": "intermediate_tensors must be None",
+        "dense": "spec must have a layer whose mlp is Megatron's MoELayer",
+        "singleton": "singleton_local_shards=True of the metadata must be False",
+        "sequence_parallel": "sequence_parallel=False must be True in training with tensor_model_parallel_size=2",
+    }
+    for found in run_ranks(refusals, 2, timeout=300):
+        assert found.keys() == expected.keys()
+        for name, message in expected.items():
+            assert message in found[name]

@@ -1,0 +1,55 @@
+"""The command line with one rank that meets a fault: ``python tests/support/faults/fault_app.py TASK [settings]``.
+
+``COMET_FAULT_ORDER`` names the pickled ``Order``. Tasks and everything else are the launcher's own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fault_rows import Order
+from fault_traps import PLACES, TOLD, note, set_trap, strike
+
+from comet.jobs.config import JobConfig
+from comet.launch.cli import main
+from comet.launch.distributed import LaunchContext
+from comet.launch.tasks.registry import TASKS
+
+ORDER = "COMET_FAULT_ORDER"
+BROKEN = ("train", "generate", "tune")
+
+# Which call of a place is the one: a step or two are done before, and one checkpoint is written.
+NTH = {"checkpoint write": 2, "checkpoint load": 1}
+LATER = 5
+
+
+def arm(context: LaunchContext) -> None:
+    """Set the culprit's trap."""
+    order: Order = pickle.loads(Path(os.environ[ORDER]).read_bytes())
+    if context.rank == order.culprit:
+        row = order.row
+        place = PLACES.get((row.phase, row.path)) or PLACES[row.phase, ""]
+        set_trap(place, lambda: strike(order), nth=NTH.get(row.phase, LATER))
+        set_trap("comet.training.stop:StopRequest._note", lambda: note(order.folder / TOLD))
+
+
+def broken(name: str) -> Callable[[JobConfig, LaunchContext], Any]:
+    """A task on armed ranks."""
+
+    def run(config: JobConfig, context: LaunchContext) -> Any:
+        arm(context)
+        return TASKS[name].load()(config, context)
+
+    return run
+
+
+train, generate, tune = map(broken, BROKEN)
+
+if __name__ == "__main__":
+    tasks = {name: replace(TASKS[name], module="fault_app", function=name) for name in BROKEN}
+    raise SystemExit(main(tasks=tasks, program=(__file__,)))

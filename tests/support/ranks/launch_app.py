@@ -1,0 +1,174 @@
+"""A command line with the launcher's real ``main`` and small tasks that end in every way a job can end.
+
+Run as ``python tests/support/ranks/launch_app.py TASK [settings]``; the folder for notes is ``output_dir``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from comet.config import require
+from comet.errors import CommTimeoutError, UnavailableError
+from comet.jobs.config import JobConfig
+from comet.launch.cli import main
+from comet.launch.distributed import LaunchContext
+from comet.launch.tasks.registry import Task
+from comet.training.loop import Trainer
+from comet.training.run import train
+
+FAILING_RANK = 1
+
+
+def note(config: JobConfig, context: LaunchContext) -> None:
+    """Leaves the rank's process id, and waits for the others': a rank that fails at once would end them before."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"pid.{context.rank}").write_text(str(os.getpid()))
+    dist.barrier()
+
+
+def add_ranks(config: JobConfig, context: LaunchContext) -> None:
+    """Leaves what aborts an interpreter that shuts down, as a thread of a process group now and then does."""
+    atexit.register(os.abort)
+    note(config, context)
+    total = torch.tensor([context.rank + 1])
+    dist.all_reduce(total)
+    if context.rank == 0:
+        print("a line before")
+        print(
+            json.dumps(
+                {
+                    "total": int(total),
+                    "world_size": context.world_size,
+                    "steps": config.train.steps,
+                    "ep": config.parallel.ep,
+                    "nodes": context.num_nodes,
+                    "threads": torch.get_num_threads(),
+                }
+            )
+        )
+
+
+def report_context(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    everything: list[object] = [None] * context.world_size
+    dist.all_gather_object(everything, (context.rank, context.node, context.local_rank, config.output_dir))
+    if context.rank == 0:
+        print(json.dumps(everything))
+
+
+def crash(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        raise KeyError("a bug of ours")
+    dist.barrier()
+
+
+def kill(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def refuse(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    require(False, f"seed={config.train.seed} must please everyone")
+
+
+def refuse_alone(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        raise UnavailableError("backend=nvshmem needs a package: pip install comet-moe[nvshmem]")
+    dist.barrier()
+
+
+def time_out(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    if context.rank == FAILING_RANK:
+        raise CommTimeoutError("rank 1 waited 30.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)")
+    while True:
+        time.sleep(0.1)
+
+
+def late(config: JobConfig, context: LaunchContext) -> None:
+    """Rank 1 does not come to a collective."""
+    note(config, context)
+    while context.rank == FAILING_RANK:
+        time.sleep(0.1)
+    dist.barrier()
+
+
+def freeze(config: JobConfig, context: LaunchContext) -> None:
+    """Of two nodes, the first rank of the second one."""
+    note(config, context)
+    if context.rank == context.world_size // 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def refuse_while_others_wait(config: JobConfig, context: LaunchContext) -> None:
+    """The others wait in what has no deadline."""
+    note(config, context)
+    require(context.rank != FAILING_RANK, "tokens=7 must please everyone")
+    while True:
+        time.sleep(0.1)
+
+
+def sleep(config: JobConfig, context: LaunchContext) -> None:
+    note(config, context)
+    while True:
+        time.sleep(0.1)
+
+
+def deadlock(config: JobConfig, context: LaunchContext) -> None:
+    """Every rank waits for the next one inside C++, where Python sees no signal."""
+    note(config, context)
+    dist.recv(torch.zeros(1), src=(context.rank + 1) % context.world_size)
+
+
+def train_and_be_killed(config: JobConfig, context: LaunchContext) -> None:
+    """Trains; who is killed in which attempt, and where, stands beside the text."""
+    kills = json.loads(Path(str(config.data.path)).with_name("kills.json").read_text())
+    rank, number, place = kills[context.attempt] if context.attempt < len(kills) else (None, 0, "step")
+    if rank == context.rank:
+        owner, name = KILLED_AT[place]
+        function, calls = getattr(owner, name), itertools.count(1)
+
+        def die_some_time(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        setattr(owner, name, die_some_time)
+    train(config, context)
+
+
+def plain(arguments: list[str]) -> int:
+    print(arguments)
+    return len(arguments)
+
+
+# Calls of fsync and rename are those of a checkpoint that is being written.
+KILLED_AT: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "fsync": (os, "fsync"), "rename": (Path, "rename")}
+FUNCTIONS = (
+    train_and_be_killed,
+    add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,
+    late, freeze, refuse_while_others_wait,
+)  # fmt: skip
+TASKS = {function.__name__: Task("a test", "launch_app", function.__name__) for function in FUNCTIONS}
+TASKS["plain"] = Task("a test", "launch_app", "plain", ranks=False, dry_run=None)
+TASKS["gone"] = Task("a test", "launch_app_gone", "gone")
+
+if __name__ == "__main__":
+    raise SystemExit(main(tasks=TASKS, program=(__file__,)))
