@@ -231,21 +231,23 @@ class _Visits:
 
     Args:
         counts: Routed rows of each expert of this rank.
-        all: On the device, one after the other.
-        groups: The same.
+        groups: On the device, one after the other.
         hosted: Experts that the host's cores compute.
     """
 
     counts: Sequence[int]
-    all: Sequence[Visit]
     groups: Sequence[Sequence[Visit]]
     hosted: Sequence[int]
 
+    @property
+    def all(self) -> list[Visit]:
+        """Those of all groups."""
+        return [visit for group in self.groups for visit in group]
+
     def places(self, num_held: int) -> list[int]:
         """Of rows by their bins: those of groups come one after the other, then those of the host."""
-        order = [*(visit.expert for group in self.groups for visit in group), *self.hosted]
         places = [NOWHERE] * (num_held + 2)
-        for place, expert in enumerate(order):
+        for place, expert in enumerate([*(visit.expert for visit in self.all), *self.hosted]):
             places[1 + expert] = place
         return places
 
@@ -291,7 +293,7 @@ class StreamedExperts:
         hosted = [] if self.cores is None else self.cores.choose(counts, owners)
         visits = plan_visits([0 if expert in hosted else count for expert, count in enumerate(counts)], owners)
         groups = group_visits(visits, counts, self._most_at_once(dtype), max(len(owners) // 2, 1))
-        return _Visits(counts, visits, groups, hosted)
+        return _Visits(counts, groups, hosted)
 
     def _visit_all(self, rows: Tensor, visits: _Visits) -> list[Tensor]:
         """Every row ``(R, D)`` through its expert, rows and results in the order of the visits."""
