@@ -64,7 +64,8 @@ def make_communicator(
     if group is None or size == 1:
         return LocalCommunicator(device, timeout_s, kernel_obstacle(device))
     nodes = separate_nodes(group, node_size)
-    obstacle = f"a group of {size} ranks spans several: {nodes}" if nodes else _obstacle_of_ranks(group, device)
+    lacking = _obstacle_of_ranks(group, device)
+    obstacle = f"a group of {size} ranks spans several: {nodes}" if nodes else lacking
     if obstacle and backend == "auto":
         from comet.comm.collective import CollectiveCommunicator
 
@@ -74,8 +75,8 @@ def make_communicator(
             f"backend={backend!r} needs all ranks of a group on one node, but there are {nodes}; use backend='auto' "
             "and path 'plain', or backend='nvshmem' for GPUs that NVLink joins over hosts"
         )
-    if obstacle and not nodes:
-        raise UnavailableError(f"backend={backend!r} cannot be used: {obstacle}; use backend='auto' and path 'plain'")
+    if lacking:
+        raise UnavailableError(f"backend={backend!r} cannot be used: {lacking}; use backend='auto' and path 'plain'")
     if backend == "nvshmem":
         from comet.comm.nvshmem import NvshmemCommunicator
 

@@ -142,14 +142,8 @@ def compile_case(case: KernelCase | CudaCase, arch: Arch = HOPPER) -> Quality:
 def measure(ptx: str, shared_bytes: int, arch: Arch = HOPPER) -> Quality:
     """Count instructions in the PTX and ask the assembler for registers and spills."""
     tools = triton.knobs.nvidia
-    log = _ask(
-        tools.ptxas if arch.capability < (10, 0) else tools.ptxas_blackwell,
-        ptx.encode("ascii"),
-        "-v",
-        f"--gpu-name={arch.assembler}",
-        "-o",
-        os.devnull,
-    ).stderr
+    assembler = tools.ptxas if arch.capability < (10, 0) else tools.ptxas_blackwell
+    log = _ask(assembler, ptx.encode("ascii"), "-v", f"--gpu-name={arch.assembler}", "-o", os.devnull).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     assert spills is not None, log
@@ -281,9 +275,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modules", nargs="+", metavar="MODULE", help="modules with aot_cases(); default: comet.kernels"
     )
-    archs = {arch.name: arch for arch in ARCHS}
     parser.add_argument(
-        "--arch", default=HOPPER.name, choices=archs, help="GPUs to compile for; others than Hopper's run only Triton's"
+        "--arch", default=HOPPER.name, choices=ARCHS, help="GPUs to compile for; others than Hopper's run only Triton's"
     )
     words = "compiler processes (default: one for each core)"
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help=words)
@@ -300,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 when every configuration meets its expectations, else 1; 2 when no configuration matches.
     """
     options = build_parser().parse_args(arguments)
-    arch = next(arch for arch in ARCHS if arch.name == options.arch)
+    arch = ARCHS[options.arch]
     start = time.monotonic()
     tasks = [
         (module, index)

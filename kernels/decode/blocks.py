@@ -123,10 +123,9 @@ def select(
 
     16-bit tokens: what was fastest of some hundred blocks on an H200, for experts of four models
     (``benchmarks/results/decode.md``): vector for one token, and for two where experts are large or quantised; else
-    matrix.
-    float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once), else
-    matrix. MXFP4: what MXFP8 takes, with as many bytes for each thread in the vector form; at
-    four tokens none of ten others was faster (``results/decode.md``).
+    matrix. float32, not measured: vector for one token (and fold) and two (so that an expert both chose is read once),
+    else matrix. MXFP4: what MXFP8 takes, with as many bytes for each thread in the vector form; at four tokens none of
+    ten others was faster.
 
     Args:
         dtype: Of the tokens.

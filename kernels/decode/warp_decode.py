@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..experts.tables import CacheConstants
 from ..experts.waves import count_waves
 from ..gemm.group_gemm import dot_precision
-from ..runtime.arch import arch_of
+from ..runtime.arch import starts_early
 from .blocks import BlockShape, DecodeConfig, lane_of, least_depth
 from .down import down_kernel
 from .gate_up import gate_up_kernel
@@ -112,8 +112,7 @@ def _check_depth(config: DecodeConfig, step: Step) -> None:
 
 def _starts_early(config: DecodeConfig, device: torch.device) -> bool:
     """The interpreter, and GPUs before Hopper, run one kernel after the other and know no dependent launch."""
-    arch = arch_of(device)
-    return config.dependent and not triton.knobs.runtime.interpret and arch is not None and arch.starts_early
+    return config.dependent and not triton.knobs.runtime.interpret and starts_early(device)
 
 
 def _registers(shape: BlockShape, landing: Landing | None) -> dict[str, int]:

@@ -5,6 +5,7 @@ A GPU that is not in it runs no kernel of ours. ``comet compile --arch NAME`` co
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -44,28 +45,30 @@ class Arch:
 
 
 HOPPER = Arch(
-    name="hopper", capability=(9, 0), assembler="sm_90a", shared_bytes=232448,
-    cuda_kernels=True, starts_early=True,
-)  # fmt: skip
-ARCHS = (
-    Arch(
-        name="ampere",
-        capability=(8, 0),
-        assembler="sm_80",
-        shared_bytes=166912,
-        converts_e4m3=False,
-        lacks="dependent launches, by which the two kernels of layer 1 share a GPU",
-    ),
-    HOPPER,
-    Arch(
-        name="blackwell",
-        capability=(10, 0),
-        assembler="sm_100a",
-        shared_bytes=232448,
-        starts_early=True,
-        lacks="the 245,808 bytes of shared memory that a block of layer 0 in 16 bits takes there",
-    ),
+    name="hopper",
+    capability=(9, 0),
+    assembler="sm_90a",
+    shared_bytes=232448,
+    cuda_kernels=True,
+    starts_early=True,
 )
+AMPERE = Arch(
+    name="ampere",
+    capability=(8, 0),
+    assembler="sm_80",
+    shared_bytes=166912,
+    converts_e4m3=False,
+    lacks="dependent launches, by which the two kernels of layer 1 share a GPU",
+)
+BLACKWELL = Arch(
+    name="blackwell",
+    capability=(10, 0),
+    assembler="sm_100a",
+    shared_bytes=232448,
+    starts_early=True,
+    lacks="the 245,808 bytes of shared memory that a block of layer 0 in 16 bits takes there",
+)
+ARCHS = {arch.name: arch for arch in (AMPERE, HOPPER, BLACKWELL)}
 
 
 def arch_of(device: torch.device) -> Arch | None:
@@ -73,7 +76,14 @@ def arch_of(device: torch.device) -> Arch | None:
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
-    return next((arch for arch in ARCHS if arch.capability == capability), None)
+    return next((arch for arch in ARCHS.values() if arch.capability == capability), None)
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """``Arch.starts_early`` of a device; asked in every step, so it is kept."""
+    arch = arch_of(device)
+    return arch is not None and arch.starts_early
 
 
 def obstacle(device: torch.device) -> str:
@@ -81,5 +91,5 @@ def obstacle(device: torch.device) -> str:
     arch, name = arch_of(device), torch.cuda.get_device_name(device)
     major, minor = torch.cuda.get_device_capability(device)
     if arch is None:
-        return f"{name} (sm_{major}{minor}) is not in the table of GPUs, {', '.join(each.name for each in ARCHS)}"
+        return f"{name} (sm_{major}{minor}) is not in the table of GPUs, {', '.join(ARCHS)}"
     return arch.lacks and f"{name} (sm_{major}{minor}) lacks {arch.lacks}"

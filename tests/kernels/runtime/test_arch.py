@@ -25,9 +25,10 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_no_gpu_is_in_it_twice_and_triton_compiles_for_all() -> None:
-    assert len({each.capability for each in arch.ARCHS}) == len({each.name for each in arch.ARCHS}) == len(arch.ARCHS)
-    assert all(CUDABackend.supports_target(each.target) for each in arch.ARCHS)
-    assert [each.name for each in arch.ARCHS if each.cuda_kernels] == ["hopper"]
+    archs = arch.ARCHS.values()
+    assert len({each.capability for each in archs}) == len({each.name for each in archs}) == len(archs)
+    assert all(CUDABackend.supports_target(each.target) for each in archs)
+    assert [each.name for each in archs if each.cuda_kernels] == ["hopper"]
 
 
 def test_hopper_and_a_cpu_have_no_obstacle(a_gpu: SimpleNamespace) -> None:
