@@ -42,7 +42,7 @@ VARIANTS = [
 NAN_TOKEN = """
 import torch
 from comet.config import MoEConfig
-from comet.router import Router
+from comet.router.router import Router
 router = Router(MoEConfig(hidden_size=16, ffn_size=16, num_experts=4, top_k=2), device="cuda")
 tokens = torch.randn(5, 16, device="cuda")
 tokens[3, 1] = float("nan")

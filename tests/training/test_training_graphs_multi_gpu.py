@@ -19,7 +19,7 @@ MODEL_GPU = replace(MODEL, context=64, hidden_size=128, moe=replace(MOE, hidden_
 
 def on_gpu(rank: int, world_size: int, folder: str, ep: int, tp: int) -> None:
     torch.cuda.set_device(gpu_of(rank))
-    context = Rank(rank, world_size, torch.device(gpu_of(rank)))
+    context = Rank(rank, world_size, device=torch.device(gpu_of(rank)))
     found = {}
     for mode in ("off", "on"):
         output = Path(folder) / mode
