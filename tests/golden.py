@@ -28,7 +28,7 @@ from training_cases import MODEL, MOE, Rank, make_job
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 from comet.generation.engine import GPTEngine
 from comet.models.gpt import GPT
-from comet.training.run import train
+from comet.training.trainer import train
 
 FILE = Path(__file__).with_name("golden.json")
 TOLERANCE, TOLERANCE_16 = 1e-4, 5e-3

@@ -40,7 +40,8 @@ from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import local
 from comet.models.config import NUM_BYTE_VALUES, ModelConfig
 from comet.models.gpt import GPT
-from comet.training.loop import StepMetrics, Trainer, make_optimizer
+from comet.training.optimizer import make_optimizer
+from comet.training.step import StepMetrics, TrainStep
 
 from lib.arguments import require_known, require_positive, suite_parser, words
 from lib.gpt import draws_on, model_config
@@ -60,7 +61,7 @@ FirstSteps = tuple[Tensor, tuple[Tensor, ...]]
 
 
 class SwitchedModel:
-    """A model, its optimizer and its trainer; every step names the variant that runs the MoE layers.
+    """A model, its optimizer and its steps; every step names the variant that runs the MoE layers.
 
     Args:
         config: Shape.
@@ -78,8 +79,8 @@ class SwitchedModel:
         self.optimizer = make_optimizer(self.gpt, settings)
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(NUM_BYTE_VALUES, (TEXT_BYTES,), generator=generator, dtype=torch.uint8)
-        make = partial(Trainer, self.gpt, self.optimizer, group, text)
-        self.trainer, self.replaying = make(replace(settings, cuda_graph="off")), make(settings)
+        make = partial(TrainStep, self.gpt, self.optimizer, group, text)
+        self.train_step, self.replaying = make(replace(settings, cuda_graph="off")), make(settings)
         self.layers = self.gpt.moe_layers()
         self.own_paths: list[ExpertPath] = [layer.experts for layer in self.layers]
         self.other_paths: dict[str, ExpertPath] = {"plain": make_path("plain", config.moe, group), "rest": no_experts}
@@ -88,7 +89,7 @@ class SwitchedModel:
         """One optimizer step on batch ``index`` of each rank (collective)."""
         for layer, own in zip(self.layers, self.own_paths, strict=True):
             layer.experts = self.other_paths.get(variant, own)
-        return (self.replaying if variant == "comet_graph" else self.trainer).step(index)
+        return (self.replaying if variant == "comet_graph" else self.train_step)(index)
 
     @torch.no_grad()
     def start_anew(self) -> None:
@@ -242,7 +243,7 @@ def measure_point(
     times_ms = {name: timing.median_ms for name, timing in timings.items()}
     return (
         {f"{name}_ms": value for name, value in times_ms.items()}
-        | figures(times_ms, model.trainer.tokens_per_step)
+        | figures(times_ms, model.train_step.tokens_per_step)
         | errors
         | {"failures": describe(failures)}
         | {"quantiles": {name: asdict(timing) for name, timing in timings.items()}}

@@ -21,12 +21,11 @@ from comet.generation.report import Printer, context_note
 from comet.generation.roof import link_bytes_per_second, read_bytes_per_second
 from comet.generation.source import Source, find_source
 from comet.generation.text import ByteCodec, Codec
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.ranks import RankContext
-from comet.training.run import activation_dtype
 
 logger = logging.getLogger(__name__)
 

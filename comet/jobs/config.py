@@ -1,13 +1,15 @@
 """Configuration of a training job: frozen dataclasses that validate themselves.
 
 The command line composes the same tree (``JobConfig`` is its root), so a field declared here is a setting there. What
-needs the world size, the corpus or the device is checked where those are known (``comet.training.run``).
+needs the world size, the corpus or the device is checked where those are known (``comet.training.trainer``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+import torch
 
 from comet.comm import Backend
 from comet.config import OverlapConfig, ParallelConfig, Transport, require
@@ -287,3 +289,10 @@ class JobConfig:
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def activation_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The element type of activations: ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.errors import NothingMeasuredError
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.measure.explain import Explained, Tuned, explain_facts, explain_text, regret_text, regrets
 from comet.measure.layers import first_failure, measure_layer, reason
 from comet.measure.sweep import Outcome, Point, Shape, SweepLog, best_points, plot_sweep, sweep_points, sweep_table
 from comet.training.ranks import RankContext, from_first_rank
-from comet.training.run import activation_dtype
 from comet.training.run_folder import FolderLock
 from comet.tuner.choice import resolve
 from comet.tuner.model import predict, propose

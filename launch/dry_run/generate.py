@@ -13,13 +13,12 @@ from comet.experts.budget import ExpertBudget
 from comet.experts.prefetch import PrefetchSetting, prefetches
 from comet.generation.experts import expectation, plan_experts
 from comet.generation.source import is_hf_folder
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.dry_run.train import FLOAT32_BYTES, MIB, check_model_overlap, rank_parameters, resolved_yaml
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.layout import ExpertLayout
 from comet.models.cache import allocated_places
 from comet.models.sizes import expert_elements
-from comet.training.run import activation_dtype
 
 
 def describe(container: Mapping[str, Any], job: JobConfig, num_ranks: int, *, on_gpu: bool) -> str:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.dry_run.train import MIB, check_overlap, resolved_yaml
 from comet.launch.tasks.modular import find_parts, tokens_of
 from comet.launch.tasks.tuning import load_models
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.measure.job import job_points, require_this_machine
 from comet.measure.sweep import Shape, sweep_points
-from comet.training.run import activation_dtype
 from comet.tuner.problem import Problem
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from comet.config import OverlapConfig
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.workspace import WorkspaceShape, rank_pool_bytes
 from comet.models.config import ModelConfig
 from comet.models.sizes import dense_elements, expert_elements
 from comet.training.checkpoint_folder import to_yaml
-from comet.training.run import activation_dtype
 from comet.tuner.choice import check_setting
 from comet.tuner.problem import H200, Machine, Problem
 

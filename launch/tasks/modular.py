@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from comet.config import require
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.launch.distributed import LaunchContext
 from comet.launch.tasks.registry import did_you_mean
 from comet.layer.group import ExpertGroup, make_expert_group
@@ -24,7 +24,6 @@ from comet.measure.layers import NUM_INPUTS, make_inputs
 from comet.measure.timing import max_over_ranks, rank_barrier, time_interleaved
 from comet.modular import EXPERTS, PREPARE_FINALIZE, ModularMoE
 from comet.modular.matrix import pairs, table
-from comet.training.run import activation_dtype
 from comet.tuner.problem import Problem
 
 Call = Callable[[int], Tensor]

@@ -63,7 +63,7 @@ LAYER = ("parallel", "comm", "nproc", "launch", "model")  # what every layer nee
 TASKS: Mapping[str, Task] = {
     "train": Task(
         "train a small MoE language model end to end",
-        "comet.training.run",
+        "comet.training.trainer",
         "train",
         reads=(
             "train",

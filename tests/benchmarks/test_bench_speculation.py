@@ -20,7 +20,7 @@ from comet.generation.engine import GPTEngine
 from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import POLICIES
-from comet.training.run import train
+from comet.training.trainer import train
 
 import suites.experts
 import suites.speculation

@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from training_cases import Rank, make_job
 
-from comet.training.run import train
+from comet.training.trainer import train
 
 from suites.compare_paths import (
     EARLY_STEPS,

@@ -41,7 +41,7 @@ from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.tables import HOSTED
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
-from comet.training.run import train
+from comet.training.trainer import train
 
 
 def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: str | None = None) -> GPTEngine:

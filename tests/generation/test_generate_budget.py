@@ -31,7 +31,7 @@ from comet.kernels.experts.tables import HostExperts
 from comet.launch.cli import main
 from comet.launch.config import compose, default_ranks
 from comet.launch.dry_run.generate import memory_needs, prefetch_told
-from comet.training.run import train
+from comet.training.trainer import train
 
 GREEDY = GenerateConfig(prompts=("def f(x):", "a", "the quick brown fox"), max_new_tokens=6, temperature=0.0)
 EXPERT = 3 * 32 * 32 * 4  # bytes in float32

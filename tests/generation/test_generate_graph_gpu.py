@@ -25,7 +25,7 @@ from comet.layer.group import make_expert_group
 from comet.models.cache import CHUNK, attend_to_cache
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
-from comet.training.run import train
+from comet.training.trainer import train
 
 GPU = torch.device("cuda", 0)
 MODEL_GPU = replace(

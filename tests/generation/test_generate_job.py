@@ -34,7 +34,7 @@ from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT
 from comet.training.checkpoint import load_weights
 from comet.training.checkpoint_folder import to_yaml
-from comet.training.run import train
+from comet.training.trainer import train
 
 TRAINED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=16))
 PROMPTS = ("17 times 4 is ", "3 ti")

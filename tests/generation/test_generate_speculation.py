@@ -28,7 +28,7 @@ from comet.layer.group import make_expert_group
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.router.router import Router
-from comet.training.run import train
+from comet.training.trainer import train
 
 EXPERTS = MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=4)
 MODELS = {

@@ -24,7 +24,7 @@ from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.gpt import GPT
-from comet.training.run import train
+from comet.training.trainer import train
 
 CONFIG = replace(MODEL, context=64, moe=MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2))
 SHARED = replace(CONFIG, moe=replace(CONFIG.moe, shared_ffn_size=32))

@@ -27,7 +27,7 @@ from comet.launch.failures import is_peer_error, is_user_error, one_line
 from comet.launch.help import help_page
 from comet.launch.tasks.registry import TASKS, find_task
 from comet.training.checkpoint_folder import find_checkpoints
-from comet.training.run import train
+from comet.training.trainer import train
 
 
 def test_help_lists_tasks_groups_and_examples():

@@ -21,7 +21,8 @@ from comet.layer.sharding import local
 from comet.training import checkpoint_folder
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import choose_checkpoint, find_checkpoints, list_checkpoints, read_checkpoint
-from comet.training.loop import Trainer, make_optimizer
+from comet.training.optimizer import make_optimizer
+from comet.training.step import TrainStep
 
 TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
 
@@ -29,50 +30,50 @@ TEXT = torch.arange(3000).square().remainder(97).to(torch.uint8)
 def make_trainer(folder, *, ep=1, tp=1, model=MODEL, seed=0):
     gpt, group = make_model(model, ep=ep, tp=tp, seed=seed)
     optimizer = make_optimizer(gpt, TRAIN)
-    return Trainer(gpt, optimizer, group, TEXT, TRAIN), Checkpointer(Path(folder), gpt, optimizer, group)
+    return TrainStep(gpt, optimizer, group, TEXT, TRAIN), Checkpointer(Path(folder), gpt, optimizer, group)
 
 
-def logits(trainer):
+def logits(train_step):
     with torch.no_grad():
-        return trainer.model(TEXT[:64].long().view(2, 32)).logits
+        return train_step.model(TEXT[:64].long().view(2, 32)).logits
 
 
 def save_steps(folder, steps):
-    """Train and save after each of ``steps``; returns the trainer."""
-    trainer, checkpointer = make_trainer(folder)
+    """Train and save after each of ``steps``; returns the train_step."""
+    train_step, checkpointer = make_trainer(folder)
     for step in range(max(steps)):
-        trainer.step(step)
+        train_step(step)
         if step + 1 in steps:
             checkpointer.save(step + 1)
-    return trainer
+    return train_step
 
 
 def save_and_go_on(rank, world_size, folder, ep, tp):
-    trainer, checkpointer = make_trainer(folder, ep=ep, tp=tp)
+    train_step, checkpointer = make_trainer(folder, ep=ep, tp=tp)
     for step in range(2):
-        trainer.step(step)
+        train_step(step)
     checkpointer.save(2)
-    saved_logits = logits(trainer).tolist()
-    losses = [trainer.step(step).loss.item() for step in range(2, 5)]
+    saved_logits = logits(train_step).tolist()
+    losses = [train_step(step).loss.item() for step in range(2, 5)]
     resumed, loader = make_trainer(folder, ep=ep, tp=tp, seed=9)
     first = loader.load(find_checkpoints(folder, folder)[0][0])
-    resumed_losses = [resumed.step(step).loss.item() for step in range(first, 5)]
+    resumed_losses = [resumed(step).loss.item() for step in range(first, 5)]
     same = [
         torch.equal(left, right)
-        for left, right in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True)
+        for left, right in zip(train_step.model.parameters(), resumed.model.parameters(), strict=True)
     ]
-    trainer.group.close()
+    train_step.group.close()
     resumed.group.close()
     return saved_logits, losses, resumed_losses, all(same)
 
 
 def load_logits(rank, world_size, folder, ep, tp):
-    trainer, checkpointer = make_trainer(folder, ep=ep, tp=tp, seed=9)
+    train_step, checkpointer = make_trainer(folder, ep=ep, tp=tp, seed=9)
     assert checkpointer.load(find_checkpoints(folder, folder)[0][0]) == 2
-    states = [trainer.optimizer.state[weight] for weight in trainer.model.expert_parameters()]
+    states = [train_step.optimizer.state[weight] for weight in train_step.model.expert_parameters()]
     moments = [local(state["exp_avg_sq"]).sum() for state in states]
-    found = logits(trainer).tolist()
-    trainer.group.close()
+    found = logits(train_step).tolist()
+    train_step.group.close()
     return found, torch.stack(moments).tolist()
 
 
@@ -103,21 +104,23 @@ def test_ranks_go_on_bit_for_bit_and_other_layouts_load_it(tmp_path, ep, tp):
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2)])
 def test_one_process_checkpoint_loads_on_more_ranks(tmp_path, ep, tp):
-    trainer = save_steps(tmp_path, [2])
+    train_step = save_steps(tmp_path, [2])
     for found, _ in run_ranks(load_logits, ep * tp, str(tmp_path), ep, tp):
-        torch.testing.assert_close(torch.tensor(found), logits(trainer), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(found), logits(train_step), rtol=1e-5, atol=1e-5)
 
 
 def test_selection_bias_is_saved(tmp_path):
     model = replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.5))
-    trainer, checkpointer = make_trainer(tmp_path, model=model)
-    trainer.step(0)
+    train_step, checkpointer = make_trainer(tmp_path, model=model)
+    train_step(0)
     checkpointer.save(1)
     resumed, loader = make_trainer(tmp_path, model=model, seed=9)
     loader.load(list_checkpoints(tmp_path)[0][0])
     biases = [layer.router.selection_bias for layer in resumed.model.moe_layers()]
     assert all(bias.any() for bias in biases)
-    assert all(torch.equal(a.router.selection_bias, b) for a, b in zip(trainer.model.moe_layers(), biases, strict=True))
+    assert all(
+        torch.equal(a.router.selection_bias, b) for a, b in zip(train_step.model.moe_layers(), biases, strict=True)
+    )
 
 
 def test_newest_two_are_kept_and_found(tmp_path):
@@ -140,10 +143,10 @@ def test_a_new_run_in_an_old_folder_replaces_what_it_reaches(tmp_path):
 def kill_while_saving(rank, world_size, folder, moment):
     """Without a process group: save step 1, then die by SIGKILL at ``moment`` of saving step 2."""
     dist.destroy_process_group()
-    trainer, checkpointer = make_trainer(folder)
-    trainer.step(0)
+    train_step, checkpointer = make_trainer(folder)
+    train_step(0)
     checkpointer.save(1)
-    trainer.step(1)
+    train_step(1)
 
     def die(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -168,20 +171,20 @@ def test_kill_while_saving_leaves_the_previous_one(tmp_path, moment):
     assert checkpoint.step == 1
     assert len(skipped) == 1
     assert "step-000002.tmp is half-written" in skipped[0]
-    trainer, checkpointer = make_trainer(tmp_path, seed=9)
+    train_step, checkpointer = make_trainer(tmp_path, seed=9)
     assert checkpointer.load(checkpoint) == 1
-    trainer.step(1)
+    train_step(1)
     checkpointer.save(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 
 
 def kill_one_of_two(rank, world_size, folder):
-    trainer, checkpointer = make_trainer(folder, ep=2)
-    trainer.step(0)
+    train_step, checkpointer = make_trainer(folder, ep=2)
+    train_step(0)
     checkpointer.save(1)
     if rank == 1:
         dcp.FileSystemWriter.write_data = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-    trainer.step(1)
+    train_step(1)
     with pytest.raises(Exception, match=r"."):
         checkpointer.save(2)
 

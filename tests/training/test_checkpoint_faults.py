@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from training_cases import MODEL, Rank, make_job, make_model
 
-from comet.training import run
+from comet.training import trainer
 from comet.training.checkpoint import load_weights
 from comet.training.checkpoint_folder import Reader, checksum, list_checkpoints, read_checkpoint, read_metadata
-from comet.training.run import train
+from comet.training.trainer import train
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,14 @@ def test_ranks_share_the_reading_and_agree_on_damage(saved, tmp_path):
 
 
 def test_nan_is_not_saved_over_a_good_checkpoint(tmp_path, monkeypatch):
-    class Spoiling(run.Trainer):
-        def step(self, step, **rest):
-            metrics = super().step(step, **rest)
+    class Spoiling(trainer.TrainStep):
+        def __call__(self, step, **rest):
+            metrics = super().__call__(step, **rest)
             if step == 4:
                 next(iter(self.optimizer.state.values()))["exp_avg_sq"].view(-1)[7] = float("inf")
             return metrics
 
-    monkeypatch.setattr(run, "Trainer", Spoiling)
+    monkeypatch.setattr(trainer, "TrainStep", Spoiling)
     message = (
         r"training diverged at step 5 \(NaN or Inf in optimizer\.\S+\.exp_avg_sq and 0 other tensors, which are not "
         r"saved\): train\.lr=0\.01 must be lower.*the last checkpoint is .*step-000004"

@@ -11,7 +11,7 @@ from training_cases import Rank, make_text
 from comet.launch.config import compose, make_job
 from comet.training.checkpoint_folder import read_settings
 from comet.training.report import History
-from comet.training.run import train
+from comet.training.trainer import train
 
 TINY = ["model=tiny", "model.hidden_size=32", "model.moe.hidden_size=32", "model.moe.ffn_size=32", "model.context=32"]
 SIZES = ["model.num_layers=1", "model.dense_layers=0", "train.eval_batches=1", "train.sample_bytes=0"]

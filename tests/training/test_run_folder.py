@@ -15,8 +15,8 @@ from comet.launch.config import compose
 from comet.launch.config import make_job as job_of_command
 from comet.launch.tasks.tuning import sweep_job
 from comet.training.report import History
-from comet.training.run import train
 from comet.training.run_folder import LOCK, OWNER
+from comet.training.trainer import train
 
 HOLD = """
 import sys

@@ -20,9 +20,9 @@ from training_cases import Rank, make_job
 
 from comet.launch.config import compose
 from comet.launch.config import make_job as make_job_of
-from comet.training import run as training
+from comet.training import trainer as training
 from comet.training.report import History
-from comet.training.run import train
+from comet.training.trainer import train
 
 PROGRAM = ("-P", "-m", "comet.launch")
 SMALL = ["model=tiny", "model.num_layers=1", "model.hidden_size=32", "model.moe.hidden_size=32", "model.context=32"]
@@ -37,13 +37,13 @@ def losses(folder: Path) -> list[float]:
 def stop_in_a_step(rank, world_size, job, told):
     """Train while rank ``told`` gets SIGTERM in its step 4, counted from 1; also whether the handler is restored."""
 
-    class Told(training.Trainer):
+    class Told(training.TrainStep):
         def _backward(self, step, told_to_stop):
             if step == 3 and rank == told:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super()._backward(step, told_to_stop)
 
-    training.Trainer = Told
+    training.TrainStep = Told
     before = signal.getsignal(signal.SIGTERM)
     result = train(job, Rank(rank, world_size))
     return result, signal.getsignal(signal.SIGTERM) == before
@@ -70,13 +70,13 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, 
 
 
 def stop_in_the_last_step(rank, world_size, job):
-    class Told(training.Trainer):
+    class Told(training.TrainStep):
         def _backward(self, step, told_to_stop):
             if step == self.config.steps - 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super()._backward(step, told_to_stop)
 
-    training.Trainer = Told
+    training.TrainStep = Told
     return train(job, Rank(rank, world_size))
 
 

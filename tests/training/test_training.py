@@ -16,21 +16,23 @@ from comet.config import ParallelConfig
 from comet.jobs.config import CommConfig, JobConfig
 from comet.launch.failures import is_user_error, one_line
 from comet.models.gpt import next_token_loss
-from comet.training import run
+from comet.training import trainer
 from comet.training.data import sample_batch
-from comet.training.loop import Trainer, learning_rate, make_optimizer
+from comet.training.evaluate import heldout_loss, sample_text
+from comet.training.optimizer import learning_rate, make_optimizer
 from comet.training.report import History, Window, printable
-from comet.training.run import generate, heldout_loss, train
+from comet.training.step import TrainStep
+from comet.training.trainer import train
 
 
 def loss_curve(rank, world_size, ep, tp, steps, config):
     model, group = make_model(config, ep=ep, tp=tp)
-    trainer = Trainer(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN)
-    metrics = [trainer.step(step) for step in range(steps)]
+    train_step = TrainStep(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN)
+    metrics = [train_step(step) for step in range(steps)]
     dense = [parameter.tolist() for parameter in model.dense_parameters()]
     text = TEXT[:400]
     held_out = heldout_loss(model, group, text, num_batches=3, batch_size=2)
-    sample = generate(model, group, b"a", num_bytes=40, seed=0)
+    sample = sample_text(model, group, b"a", num_bytes=40, seed=0)
     group.close()
     curve = [(metric.loss.item(), metric.grad_norm.item()) for metric in metrics]
     return curve, metrics[-1].expert_load.tolist(), dense, held_out, sample
@@ -86,7 +88,7 @@ def test_data_parallel_groups_beside_ep():
 
 def test_selection_bias_moves_with_the_load_of_all_ranks():
     model, group = make_model(replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.25)))
-    load = Trainer(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN).step(0).expert_load
+    load = TrainStep(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN)(0).expert_load
     for layer, layer_load in zip(model.moe_layers(), load, strict=True):
         assert torch.equal(layer.router.selection_bias, 0.25 * torch.sign(layer_load.mean() - layer_load))
 
@@ -105,10 +107,10 @@ def test_heldout_loss_is_the_mean_of_the_windows_whatever_the_batches():
 
 def test_sample_is_reproducible_and_crops_to_the_context():
     model, group = make_model()
-    first, second = (generate(model, group, b"x" * 40, num_bytes=10, seed=4) for _ in range(2))
+    first, second = (sample_text(model, group, b"x" * 40, num_bytes=10, seed=4) for _ in range(2))
     assert first == second
     assert len(first) == 10
-    assert generate(model, group, b"x", num_bytes=0, seed=0) == b""
+    assert sample_text(model, group, b"x", num_bytes=0, seed=0) == b""
 
 
 def run_job(rank, world_size, job: JobConfig):
@@ -186,7 +188,7 @@ def test_ranks_with_different_text_refuse_to_start(tmp_path):
 
 def diverge(folder, monkeypatch, where, **changes):
     """A job whose router weight becomes NaN in step 2 (``where="step"``), or after the last one."""
-    step = run.Trainer.step
+    step = trainer.TrainStep.__call__
 
     def spoiled(self, number, **rest):
         if number == 1 and where == "step":
@@ -195,9 +197,9 @@ def diverge(folder, monkeypatch, where, **changes):
         return step(self, number, **rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.Trainer, "step", spoiled)
+        patch.setattr(trainer.TrainStep, "__call__", spoiled)
         if where == "held-out text":
-            patch.setattr(run, "heldout_loss", lambda *_, **__: float("nan"))
+            patch.setattr(trainer, "heldout_loss", lambda *_, **__: float("nan"))
         return train(make_job(folder, **changes), Rank())
 
 

@@ -11,9 +11,9 @@ from ranks import run_ranks
 from training_cases import MODEL, Rank, make_job
 
 from comet.layer.paths import SymmetricPath, expert_capacity
-from comet.training.loop import count_dropped_rows
 from comet.training.report import Window
-from comet.training.run import train
+from comet.training.step import count_dropped_rows
+from comet.training.trainer import train
 
 TIGHT = replace(MODEL, moe=replace(MODEL.moe, capacity_factor=0.5))
 

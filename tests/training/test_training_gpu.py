@@ -9,10 +9,10 @@ import pytest
 import torch
 from training_cases import MODEL, MOE, Rank, make_job
 
-from comet.training import run
+from comet.training import trainer
 from comet.training.report import History
-from comet.training.run import train
 from comet.training.stop import LAG
+from comet.training.trainer import train
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypat
     gpu = Rank(device=torch.device("cuda", 0))
     settings = {"model": MODEL_GPU, "steps": 20, "batch_size": 8, "cuda_graph": "on"}
     train(make_job(tmp_path, **settings, output_dir=str(tmp_path / "whole")), gpu)
-    step = run.Trainer.step
+    step = trainer.TrainStep.__call__
 
     def stop(self, number, **rest):
         if number == 6:
@@ -63,7 +63,7 @@ def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypat
         return step(self, number, **rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.Trainer, "step", stop)
+        patch.setattr(trainer.TrainStep, "__call__", stop)
         stopped = train(make_job(tmp_path, **settings), gpu)
     assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 8 + LAG)  # step 8 tells the others of what 7 heard
     train(make_job(tmp_path, **settings, resume=str(tmp_path / "out")), gpu)

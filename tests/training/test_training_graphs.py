@@ -14,30 +14,32 @@ from torch import Tensor
 from training_cases import MODEL, MOE, TRAIN, Rank, make_job, make_model
 
 from comet.launch.config import compose
-from comet.training.loop import Trainer, make_optimizer
+from comet.training.evaluate import heldout_loss
+from comet.training.optimizer import make_optimizer
 from comet.training.report import History
-from comet.training.run import heldout_loss, train
+from comet.training.step import TrainStep
+from comet.training.trainer import train
 from comet.utils.graphs import GraphMode
 
 TEXT = torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).byte()
 
 
-def make_trainer(cuda_graph: GraphMode) -> Trainer:
+def make_trainer(cuda_graph: GraphMode) -> TrainStep:
     model, group = make_model(replace(MODEL, moe=replace(MOE, balance="bias", bias_update_rate=0.25)))
     for layer in model.moe_layers():
         layer.experts = partial(all_experts, None)
     config = replace(TRAIN, cuda_graph=cuda_graph)
-    return Trainer(model, make_optimizer(model, config), group, TEXT, config)
+    return TrainStep(model, make_optimizer(model, config), group, TEXT, config)
 
 
 def train_and_judge(cuda_graph: GraphMode) -> tuple[Tensor, list[Tensor], list[Tensor], float]:
     """Losses and gradient norms of six steps, expert loads, the weights they lead to, and the held-out loss."""
-    trainer = make_trainer(cuda_graph)
-    metrics = [trainer.step(step) for step in range(6)]
-    judged = heldout_loss(trainer.model, trainer.group, TEXT, num_batches=3, batch_size=4)
-    assert trainer.why_eager == ("cuda_graph='off'" if cuda_graph == "off" else "")
+    train_step = make_trainer(cuda_graph)
+    metrics = [train_step(step) for step in range(6)]
+    judged = heldout_loss(train_step.model, train_step.group, TEXT, num_batches=3, batch_size=4)
+    assert train_step.why_eager == ("cuda_graph='off'" if cuda_graph == "off" else "")
     losses = torch.tensor([(each.loss, each.grad_norm) for each in metrics])
-    return losses, [each.expert_load for each in metrics], list(trainer.model.state_dict().values()), judged
+    return losses, [each.expert_load for each in metrics], list(train_step.model.state_dict().values()), judged
 
 
 def test_replayed_steps_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,18 +67,18 @@ def test_what_cannot_be_captured_runs_as_it_stands(
     wanted, _, weights, _ = train_and_judge("off")
     monkeypatch.setattr("comet.utils.graphs.capture", refuse)
     monkeypatch.setattr("comet.utils.graphs.device_obstacle", lambda device: "")
-    trainer = make_trainer("auto")
+    train_step = make_trainer("auto")
     with caplog.at_level(logging.INFO):
-        found = torch.tensor([(each.loss, each.grad_norm) for each in map(trainer.step, range(6))])
+        found = torch.tensor([(each.loss, each.grad_norm) for each in map(train_step, range(6))])
     reason = "the step cannot be captured: operation not permitted when stream is capturing"
-    assert trainer.why_eager == reason
+    assert train_step.why_eager == reason
     assert caplog.messages == [f"training steps are launched kernel by kernel, without a CUDA graph: {reason}"]
     assert torch.equal(found, wanted)
-    assert all(map(torch.equal, trainer.model.state_dict().values(), weights))
+    assert all(map(torch.equal, train_step.model.state_dict().values(), weights))
     insisting = make_trainer("on")
-    insisting.step(0)
+    insisting(0)
     with pytest.raises(ValueError, match=f"cuda_graph='on' must be 'auto' or 'off' here: {reason}"):
-        insisting.step(1)
+        insisting(1)
 
 
 def test_a_graph_that_does_not_fit_the_memory_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +90,10 @@ def test_a_graph_that_does_not_fit_the_memory_ends_the_job(monkeypatch: pytest.M
 
     monkeypatch.setattr("comet.utils.graphs.capture", run_out)
     monkeypatch.setattr("comet.utils.graphs.device_obstacle", lambda device: "")
-    trainer = make_trainer("auto")
-    trainer.step(0)
+    train_step = make_trainer("auto")
+    train_step(0)
     with pytest.raises(RuntimeError) as caught:
-        trainer.step(1)
+        train_step(1)
     (note,) = caught.value.__notes__
     assert note == "a CUDA graph of training steps does not fit the memory; cuda_graph='off' needs less"
 
@@ -99,11 +101,11 @@ def test_a_graph_that_does_not_fit_the_memory_ends_the_job(monkeypatch: pytest.M
 def test_collectives_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = graphs_on_cpu(monkeypatch)
     model, group = make_model(path="plain")
-    trainer = Trainer(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN)
+    train_step = TrainStep(model, make_optimizer(model, TRAIN), group, TEXT, TRAIN)
     for step in range(3):
-        trainer.step(step)
+        train_step(step)
     assert captures.count == 0
-    assert trainer.why_eager == "the collectives of its MoE layers wait for counts on the host"
+    assert train_step.why_eager == "the collectives of its MoE layers wait for counts on the host"
 
 
 def test_batches_have_one_shape() -> None:
@@ -140,14 +142,14 @@ def test_the_setting_is_one_of_three() -> None:
 
 def test_a_replay_joins_streams_and_is_refused_once_the_group_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = graphs_on_cpu(monkeypatch)
-    trainer = make_trainer("on")
+    train_step = make_trainer("on")
     for step in range(2):
-        trainer.step(step)
+        train_step(step)
     joined = []
-    monkeypatch.setattr(trainer.group.comm.stream_order, "join", lambda: joined.append(captures.replays))
-    trainer.step(2)
+    monkeypatch.setattr(train_step.group.comm.stream_order, "join", lambda: joined.append(captures.replays))
+    train_step(2)
     assert joined == [1]
-    trainer.group.close()
+    train_step.group.close()
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
-        trainer.step(3)
+        train_step(3)
     assert captures.replays == 2

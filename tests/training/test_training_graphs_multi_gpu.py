@@ -12,7 +12,7 @@ from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.training.report import History
-from comet.training.run import train
+from comet.training.trainer import train
 
 MODEL_GPU = replace(MODEL, context=64, hidden_size=128, moe=replace(MOE, hidden_size=128, ffn_size=256))
 

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from training_cases import MODEL, MOE, Rank, make_job
 
 from comet.jobs.config import JobConfig
-from comet.training.run import train
+from comet.training.trainer import train
 
 NARROW = replace(MODEL, num_layers=1, moe=replace(MOE, ffn_size=48))
 

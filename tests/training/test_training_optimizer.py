@@ -14,7 +14,8 @@ from comet.launch.config import compose
 from comet.layer.sharding import local
 from comet.models.gpt import next_token_loss
 from comet.training.data import sample_batch
-from comet.training.loop import Trainer, global_norm, learning_rate, make_optimizer, sum_gradients
+from comet.training.optimizer import global_norm, learning_rate, make_optimizer, sum_gradients
+from comet.training.step import TrainStep
 
 
 def test_learning_rate_example_of_the_docstring():
@@ -119,8 +120,8 @@ def clipped_norms(rank, world_size, grad_clip):
         taken.append(torch.stack(squares).sum().sqrt().item())
 
     optimizer.register_step_post_hook(note)
-    trainer = Trainer(model, optimizer, group, TEXT, config)
-    found = [trainer.step(step).grad_norm.item() for step in range(3)]
+    train_step = TrainStep(model, optimizer, group, TEXT, config)
+    found = [train_step(step).grad_norm.item() for step in range(3)]
     group.close()
     assert optimizer.grad_scale is None
     return found, taken

@@ -34,7 +34,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.sharding import local
 from comet.models.gpt import GPT
 from comet.quantization.formats import MXType, StoredType, quantize_mx
-from comet.training.run import train
+from comet.training.trainer import train
 
 
 def compare_steps(rank: int, world_size: int, case: DecodeCase, num_slots: int, policy: str) -> None:

@@ -23,8 +23,8 @@ from comet.jobs.config import JobConfig
 from comet.launch.cli import main
 from comet.launch.distributed import LaunchContext
 from comet.launch.tasks.registry import Task
-from comet.training.loop import Trainer
-from comet.training.run import train
+from comet.training.step import TrainStep
+from comet.training.trainer import train
 
 FAILING_RANK = 1
 
@@ -160,7 +160,11 @@ def plain(arguments: list[str]) -> int:
 
 
 # Calls of fsync and rename are those of a checkpoint that is being written.
-KILLED_AT: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "fsync": (os, "fsync"), "rename": (Path, "rename")}
+KILLED_AT: dict[str, tuple[Any, str]] = {
+    "step": (TrainStep, "__call__"),
+    "fsync": (os, "fsync"),
+    "rename": (Path, "rename"),
+}
 FUNCTIONS = (
     train_and_be_killed,
     add_ranks, report_context, crash, kill, refuse, refuse_alone, time_out, sleep, deadlock,

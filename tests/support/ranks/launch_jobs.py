@@ -17,7 +17,7 @@ import pytest
 from training_cases import Rank
 
 from comet.launch.config import compose, make_job
-from comet.training.run import train
+from comet.training.trainer import train
 
 APP = str(Path(__file__).parent / "launch_app.py")
 TIMEOUT_S = 180

@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from comet.config import require
 from comet.errors import NotFiniteError
-from comet.jobs.config import JobConfig
+from comet.jobs.config import JobConfig, activation_dtype
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.models.config import NUM_BYTE_VALUES
 from comet.models.gpt import GPT
 from comet.training.checkpoint import Checkpointer
 from comet.training.checkpoint_folder import (
@@ -30,71 +27,14 @@ from comet.training.checkpoint_folder import (
     settings_of,
     to_yaml,
 )
-from comet.training.data import Corpus, heldout_windows, read_corpus
-from comet.training.loop import StepMetrics, Trainer, deterministic, learning_rate, make_optimizer
+from comet.training.data import Corpus, read_corpus
+from comet.training.evaluate import heldout_loss, sample_text
+from comet.training.optimizer import learning_rate, make_optimizer
 from comet.training.ranks import RankContext, from_first_rank, gather
 from comet.training.report import Reporter, Window, peak_memory_bytes
 from comet.training.run_folder import RunFolder
+from comet.training.step import StepMetrics, TrainStep, deterministic
 from comet.training.stop import StopRequest
-
-TEMPERATURE = 0.8
-
-
-@torch.no_grad()
-def heldout_loss(model: GPT, group: ExpertGroup, text: Tensor, *, num_batches: int, batch_size: int) -> float:
-    """Mean loss over evenly spread held-out sequences, the same ones for every layout of ranks (collective).
-
-    Batch b goes to rank ``b % world_size``. A rank without a batch in the last round repeats the first one and does not
-    count it, because all ranks of a MoE group must call the model equally often.
-
-    Args:
-        model: Called in turn on every rank.
-        group: The ranks.
-        text: ``(H,)`` uint8.
-        num_batches: Batches over all ranks together; fewer if the text is short.
-        batch_size: Sequences per batch.
-
-    Returns:
-        Nats per byte.
-    """
-    windows = heldout_windows(text, num_windows=num_batches * batch_size, context=model.config.context)
-    batches = windows.split(batch_size)
-    total = torch.zeros(2, dtype=torch.float64, device=group.device)
-    for first in range(0, len(batches), group.world_size):
-        index = first + group.world_rank
-        batch = batches[index if index < len(batches) else 0].to(group.device)
-        logits = model(batch[:, :-1]).logits
-        nats = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none").double().sum()
-        if index < len(batches):
-            total += torch.stack([nats, nats.new_tensor(batch[:, 1:].numel())])
-    if group.world_size > 1:
-        dist.all_reduce(total)
-    nats_sum, num_bytes = total.tolist()
-    return float(nats_sum / num_bytes)
-
-
-@torch.no_grad()
-def generate(model: GPT, group: ExpertGroup, prompt: bytes, *, num_bytes: int, seed: int) -> bytes:
-    """Continue ``prompt``; every rank of a MoE group takes part and runs the same sequence.
-
-    Args:
-        model: Called once per byte with all text so far, cropped to its context.
-        group: The ranks.
-        prompt: At least one byte.
-        num_bytes: Length of the continuation.
-        seed: Of the sampling.
-
-    Returns:
-        The continuation.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
-    for _ in range(num_bytes):
-        ids = torch.tensor([text[-model.config.context :]], device=group.device)
-        logits = model(ids).logits[0, -1, :NUM_BYTE_VALUES].cpu()
-        text.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
-    return bytes(text[len(prompt) :])
-
 
 WINDOW_STEPS = 10
 PROMPT_BYTES = 32
@@ -137,15 +77,15 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
             profiles=config.tune.profiles,
         )
         with deterministic(context.device):
-            job = Job(config, group, corpus, checkpoint)
-            job.report_start(notes)
-            job.run_steps()
-            result = job.finish()
+            trainer = Trainer(config, group, corpus, checkpoint)
+            trainer.report_start(notes)
+            trainer.run()
+            result = trainer.finish()
         group.close()
     return result
 
 
-class Job:
+class Trainer:
     """A training job whose ranks, text and checkpoint are in place.
 
     Args:
@@ -162,7 +102,7 @@ class Job:
         self.output_dir = Path(config.output_dir)
         self.model = GPT(config.model, group, path=config.moe_path, overlap=config.overlap, seed=config.train.seed)
         optimizer = make_optimizer(self.model, config.train)
-        self.trainer = Trainer(self.model, optimizer, group, corpus.train, config.train)
+        self.train_step = TrainStep(self.model, optimizer, group, corpus.train, config.train)
         self.checkpointer = Checkpointer(
             self.output_dir,
             self.model,
@@ -196,7 +136,7 @@ class Job:
             f"{len(self.corpus.train):,} bytes of {self.corpus.source}, {len(self.corpus.heldout):,} held out"
         )
 
-    def run_steps(self) -> None:
+    def run(self) -> None:
         """Train to the last step, evaluating and saving on the way, or until a rank is told to stop."""
         settings = self.config.train
         window: list[StepMetrics] = []
@@ -206,7 +146,7 @@ class Job:
                 self.step += 1
                 unseen = len(window) if self.group.device.type == "cuda" else 0
                 with self._divergence(self.step - unseen):
-                    metrics = self.trainer.step(self.step - 1, told_to_stop=request.told)
+                    metrics = self.train_step(self.step - 1, told_to_stop=request.told)
                     is_last = self.step == settings.steps
                     self.stopped = request.agreed(metrics.told_to_stop) and not is_last
                 window.append(metrics)
@@ -245,7 +185,7 @@ class Job:
         loss = self.evaluate()
         prompt = bytes(self.corpus.heldout[:PROMPT_BYTES].tolist())
         settings = self.config.train
-        sample = generate(self.model, self.group, prompt, num_bytes=settings.sample_bytes, seed=settings.seed)
+        sample = sample_text(self.model, self.group, prompt, num_bytes=settings.sample_bytes, seed=settings.seed)
         result = {**self._facts(), "heldout_nats_per_byte": loss}
         self.reporter.finish(result, prompt, sample)
         return result
@@ -253,7 +193,7 @@ class Job:
     def _facts(self) -> dict[str, Any]:
         """What there is to say of a run however it ends (collective)."""
         config, group = self.config, self.group
-        tokens = self.steps_timed * self.trainer.tokens_per_step
+        tokens = self.steps_timed * self.train_step.tokens_per_step
         peak_memory, seconds, any_eager = self._slowest()
         return {
             "task": "train",
@@ -302,7 +242,7 @@ class Job:
             grad_norms=norms,
             learning_rate=learning_rate(self.step - 1, self.config.train),
             expert_load=torch.stack([metrics.expert_load for metrics in window]).sum(0).tolist(),
-            tokens_per_second=len(window) * self.trainer.tokens_per_step / seconds,
+            tokens_per_second=len(window) * self.train_step.tokens_per_step / seconds,
             dropped_rows=float(sum(metrics.dropped_rows for metrics in window)),
         )
         self.reporter.window(record, peak_memory_bytes(self.group.device, self.group.workspace.num_bytes))
@@ -330,19 +270,12 @@ class Job:
     def _slowest(self) -> tuple[int, float, bool]:
         """Peak memory in bytes, seconds of training, whether steps were not replayed; each of any rank (collective)."""
         peak = peak_memory_bytes(self.group.device, self.group.workspace.num_bytes)
-        mine = [peak, self.seconds, float(bool(self.trainer.why_eager))]
+        mine = [peak, self.seconds, float(bool(self.train_step.why_eager))]
         largest = torch.tensor(mine, dtype=torch.float64, device=self.group.device)
         if self.group.world_size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         peak, seconds, any_eager = largest.tolist()
         return int(peak), seconds, bool(any_eager)
-
-
-def activation_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The element type of activations: ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def _same_on_all_ranks(corpus: Corpus) -> str:

@@ -1,173 +1,26 @@
 """One optimizer step of a sharded model and what it measured: both passes, gradients over the ranks, AdamW.
 
-The objective is the mean over all ranks of each rank's mean loss. A backward pass leaves dense gradients of this
-rank's tokens, but expert gradients already summed over the tokens of the MoE group (see ``comet.moe.MoE``). Hence
-dense gradients are summed over the world, expert gradients over the ranks that hold the same shard, and both are
-divided by the world size, by the optimizer as it reads them.
-
 The forward and the backward pass run kernel by kernel, or both are replayed from one CUDA graph.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.optim import AdamW
+from torch import Tensor
 
 from comet.jobs.config import TrainConfig
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import CollectivePath, expert_capacity
-from comet.layer.sharding import local
 from comet.models.gpt import GPT, next_token_loss
 from comet.training.data import sample_batch
+from comet.training.optimizer import ScaledAdamW, global_norm, learning_rate, sum_gradients
 from comet.utils.graphs import GraphMode, Replayed
-
-BETAS = (0.9, 0.95)
-EPSILON = 1e-8
-BUCKET_ELEMENTS = 2**24
-
-
-class ScaledAdamW(AdamW):
-    """AdamW whose kernel divides the gradients by ``grad_scale`` and stores the quotients.
-
-    So averaging and clipping need no pass over the gradients of their own.
-    """
-
-    grad_scale: Tensor | None = None  # what torch's fused kernels divide by
-    found_inf: Tensor | None = None
-
-    def clip(self, norm: Tensor, max_norm: float, *, num_summed: int) -> None:
-        """Let the next step take the mean of so many summed gradients, shortened where it is longer than allowed.
-
-        Example: norm 4, at most 1, of 2 ranks: the sums are divided by ``2 * (4 + 1e-6) / 1``; at most 8: by 2.
-
-        Args:
-            norm: ``()`` float32, of the mean.
-            max_norm: Largest norm to keep.
-            num_summed: Ranks.
-        """
-        self.grad_scale = num_summed * ((norm + 1e-6) / max_norm).clamp(min=1.0)
-
-    def step(self, closure: Any = None) -> Any:
-        """Take the step; the next one is not scaled unless ``clip`` says so again."""
-        found = super().step(closure)
-        self.grad_scale = None
-        return found
-
-
-def make_optimizer(model: GPT, config: TrainConfig) -> ScaledAdamW:
-    """AdamW whose weight decay applies to matrices only; the learning rate is set before every step.
-
-    The moments exist from the start, as zeros, so that a checkpoint can be loaded into them.
-    """
-    dense = model.dense_parameters()
-    groups = [
-        {"params": [p for p in dense if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0},
-        # Apart: torch's fused kernels take tensors or DTensors, not both.
-        {"params": model.expert_parameters(), "weight_decay": config.weight_decay},
-    ]
-    optimizer = ScaledAdamW(groups, lr=config.lr, betas=BETAS, eps=EPSILON, fused=True)
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
-    return optimizer
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up to ``lr``, then a cosine down to ``min_lr_ratio * lr`` at the last step.
-
-    Example: lr 1.0, min_lr_ratio 0.5, 2 warm-up steps of 5: 0.5, 1.0, 1.0, 0.75, 0.5 for steps 0 to 4.
-
-    Args:
-        step: Of this update, counted from 0.
-        config: Read for ``lr``, ``min_lr_ratio``, the steps of warm-up and ``steps``.
-
-    Returns:
-        The learning rate of the step.
-    """
-    warmup_steps = config.num_warmup_steps
-    if step < warmup_steps:
-        return config.lr * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(config.steps - 1 - warmup_steps, 1)
-    cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
-
-
-def sum_gradients(model: GPT, group: ExpertGroup) -> None:
-    """Sum the gradients of a backward pass over the ranks, in place (collective).
-
-    Divided by the world size they are those of the global objective, see ``ScaledAdamW``.
-    """
-    dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
-    if group.world_size > 1:
-        _all_reduce(dense, None)
-        if group.data_parallel > 1:
-            _all_reduce(experts, group.expert_data_group)
-
-
-@torch.no_grad()
-def global_norm(model: GPT, group: ExpertGroup) -> Tensor:
-    """The norm of the gradient of the global objective (collective).
-
-    Dense parameters count once, expert parameters once per shard: their squares are summed over the world and divided
-    by the number of MoE groups. Every rank gets the same bits, so replicated parameters stay equal.
-
-    Args:
-        model: Its gradients are summed.
-        group: The ranks.
-
-    Returns:
-        ``()`` float32; no synchronisation with the device.
-    """
-    dense, experts = _gradients(model.dense_parameters()), _gradients(model.expert_parameters())
-    device = group.device
-    expert_square = _square_sum(experts, device)
-    if group.world_size > 1:
-        dist.all_reduce(expert_square)
-        expert_square = expert_square / group.data_parallel
-    return (_square_sum(dense, device) + expert_square).sqrt() / group.world_size
-
-
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's, in parameter order; one that no token touched is zero, so that all ranks send the same buckets."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(local(parameter.grad))
-    return gradients
-
-
-def _square_sum(gradients: list[Tensor], device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
-
-
-def _all_reduce(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:
-    """Sum over the ranks of ``group``, a bucket of up to ``BUCKET_ELEMENTS`` at a time."""
-    bucket: list[Tensor] = []
-    for index, gradient in enumerate(gradients):
-        bucket.append(gradient)
-        full = sum(member.numel() for member in bucket) >= BUCKET_ELEMENTS
-        if full or index == len(gradients) - 1:
-            flat = torch.cat([member.flatten() for member in bucket])
-            dist.all_reduce(flat, group=group)
-            parts = flat.split([member.numel() for member in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(member) for part, member in zip(parts, bucket, strict=True)])
-            bucket = []
 
 
 class Passes:
@@ -255,7 +108,7 @@ class StepMetrics:
     told_to_stop: Tensor
 
 
-class Trainer:
+class TrainStep:
     """Runs optimizer steps; its only state is that of the model and the optimizer.
 
     Args:
@@ -287,7 +140,7 @@ class Trainer:
         """Why the last step was launched kernel by kernel; empty if it was replayed from a CUDA graph."""
         return self.passes.why_eager
 
-    def step(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
+    def __call__(self, step: int, *, told_to_stop: bool = False) -> StepMetrics:
         """Take optimizer step ``step``, counted from 0, and let the ranks know who was told to stop (collective)."""
         loss, dropped_rows, told, expert_load = self._backward(step, told_to_stop)
         sum_gradients(self.model, self.group)
