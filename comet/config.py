@@ -6,7 +6,7 @@ E experts in all, e experts owned by one EP shard, W ranks in the MoE group = EP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,7 +15,6 @@ import torch
 Path = Literal["fused", "twin", "plain", "reference"]
 Score = Literal["softmax", "sigmoid"]
 Balance = Literal["aux", "bias", "none"]
-Transport = Literal["push", "copy"]
 SpeculationMode = Literal["off", "conservative", "adaptive"]
 
 MAX_TOP_K = 32
@@ -33,6 +32,22 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
     """
     if not condition:
         raise ValueError(message if isinstance(message, str) else message())
+
+
+# Settings of a split that are gone, and what to use instead.
+REMOVED_SETTINGS = {"transport": "leave it out: rows are always pushed, as by transport=push"}
+
+
+def check_removed(names: Iterable[str], where: str = "") -> None:
+    """Raise ``ValueError`` if one of ``names`` is that of a setting that no longer exists; it says what to use instead.
+
+    Args:
+        names: Names of settings of a split, such as ``num_panels``.
+        where: What the message starts with, such as a file and a colon.
+    """
+    for name in names:
+        if name in REMOVED_SETTINGS:
+            raise ValueError(f"{where}{name} is no longer a setting: {REMOVED_SETTINGS[name]}")
 
 
 def resolve_kernels(device: torch.device, use_kernels: bool | None) -> bool:
@@ -206,8 +221,8 @@ class OverlapConfig:
     """How a fused kernel shares its thread blocks and orders its work (design sections 8 and 9).
 
     Args:
-        comm_blocks: Thread blocks that start as communication blocks; they join the GEMM when done. Under transport
-            ``copy`` those of layer 1 only, and it may be 0. It does not matter to kernels in CUDA C++ (see ``beside``).
+        comm_blocks: Thread blocks that start as communication blocks, at least 1; they join the GEMM when done. It does
+            not matter to kernels in CUDA C++ (see ``beside``).
         num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1. With 2
             they all send at once, in the order in which the experts are computed; with more, one after the other.
         num_panels: Layer 1: column panels of the hidden dimension.
@@ -215,8 +230,6 @@ class OverlapConfig:
         beside: Communication has a part of every multiprocessor: in layer 1 a comm block beside the compute block, in
             layers that run in CUDA C++ (larger ones; of block FP8, layer 0 always) a warp or more of every block.
             Otherwise comm blocks have multiprocessors of their own, and all kernels that communicate are Triton's.
-        transport: How layer 0 moves rows: comm blocks ``push`` to each rank the rows it needs, or copy engines ``copy``
-            all rows to every rank, beside compute blocks on every multiprocessor (``comet.layer.copy_engine``).
     """
 
     comm_blocks: int = 16
@@ -224,16 +237,9 @@ class OverlapConfig:
     num_panels: int = 4
     block_rows: int = 128
     beside: bool = True
-    transport: Transport = "push"
 
     def __post_init__(self) -> None:
-        require(self.transport in ("push", "copy"), f"transport={self.transport!r} must be 'push' or 'copy'")
-        pushes = self.transport == "push"
-        require(
-            self.comm_blocks >= int(pushes),
-            f"comm_blocks={self.comm_blocks} must be at least "
-            + ("1: comm blocks move the rows under transport='push'" if pushes else "0"),
-        )
+        require(self.comm_blocks >= 1, f"comm_blocks={self.comm_blocks} must be at least 1: comm blocks move the rows")
         require(self.num_phases >= 1, f"num_phases={self.num_phases} must be at least 1")
         require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
         require(self.block_rows in (16, 32, 64, 128), f"block_rows={self.block_rows} must be one of 16, 32, 64, 128")

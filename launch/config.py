@@ -20,11 +20,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from comet.config import OverlapConfig, ParallelConfig, require
+from comet.config import OverlapConfig, ParallelConfig, check_removed, require
 from comet.generation.source import find_source, model_of
 from comet.jobs.config import JobConfig
 from comet.launch.help import config_groups
-from comet.launch.schema import build, schema_of, setting_names
+from comet.launch.schema import SPLITS, build, schema_of, setting_names
 from comet.launch.settings_file import Settings, with_saved_settings
 from comet.launch.tasks.registry import did_you_mean
 
@@ -51,7 +51,6 @@ class OpenOverlap:
     num_panels: int | None = None
     block_rows: int | None = None
     beside: bool | None = None
-    transport: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -228,7 +227,10 @@ def _parse(text: str, names: Sequence[str]) -> Override:
     except HydraException as error:
         raise ValueError(f"override {text!r} must have the form name=value") from error
     name = override.key_or_group
+    section, _, last = name.rpartition(".")
     if name not in names:
+        if section in SPLITS:
+            check_removed([last], f"override {text!r}: {section}.")
         hint = did_you_mean(name, names)
         raise ValueError(f"override {text!r}: {name!r} is no setting and no group of the configuration{hint}")
     is_plain = not (override.is_delete() or override.is_add() or override.package)

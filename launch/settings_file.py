@@ -16,10 +16,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from comet.config import require
+from comet.config import check_removed, require
 from comet.generation.source import nested
 from comet.launch.help import config_groups
-from comet.launch.schema import setting_names
+from comet.launch.schema import SPLITS, setting_names
 from comet.launch.tasks.registry import did_you_mean
 from comet.training.checkpoint_folder import NOT_KEPT, covers, names_checkpoint, read_settings
 
@@ -124,6 +124,8 @@ class Settings:
         try:
             OmegaConf.merge(schema, values, {"generate": blank})
         except ConfigKeyError as error:
+            section, _, name = str(error.full_key).rpartition(".")
+            check_removed([name] if section in SPLITS else [], f"--config={path}: {section}.")
             hint = did_you_mean(str(error.full_key), setting_names(OmegaConf.to_container(schema)))
             raise ValueError(f"--config={path}: {error.full_key} is no setting{hint}") from error
         except OmegaConfBaseException as error:

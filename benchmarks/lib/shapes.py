@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, require
+from comet.config import MoEConfig, OverlapConfig, check_removed, require
 from comet.layout import ExpertLayout
 
 ROUTINGS = ("uniform", "zipf", "hot")
@@ -83,7 +83,7 @@ def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, seed: int) -> None:
 
 
 NUMBERS = ("comm_blocks", "num_panels", "num_phases", "beside")
-RULE = "must be comm_blocks=N, num_panels=N, num_phases=N, beside=0 or transport=copy"
+RULE = "must be comm_blocks=N, num_panels=N, num_phases=N or beside=0"
 
 
 def parse_overlap(text: str, option: str) -> OverlapConfig:
@@ -99,9 +99,9 @@ def parse_overlap(text: str, option: str) -> OverlapConfig:
     values: dict[str, Any] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
-        known = value.isalpha() if name == "transport" else name in NUMBERS and value.isdigit()
-        require(known, f"{option}={pair!r} {RULE}")
-        values[name] = value if name == "transport" else bool(int(value)) if name == "beside" else int(value)
+        check_removed([name], f"{option}={pair!r}: ")
+        require(name in NUMBERS and value.isdigit(), f"{option}={pair!r} {RULE}")
+        values[name] = bool(int(value)) if name == "beside" else int(value)
     return OverlapConfig(**values)
 
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from comet.comm import Backend
-from comet.config import OverlapConfig, ParallelConfig, Transport, require
+from comet.config import OverlapConfig, ParallelConfig, require
 from comet.jobs.generate import GenerateConfig
 from comet.models.config import ModelConfig
 from comet.utils.graphs import GraphMode
@@ -52,7 +52,7 @@ class SweepConfig:
     """What is swept: every combination of the lists; an empty list takes the value the job has elsewhere.
 
     A point that already has a time in the folder is not measured again. One that failed is: its row keeps the reason
-    until then. A combination that breaks a rule is a row with that rule.
+    until then.
 
     All settings of a shape (model, layout and tokens) are timed interleaved, in one loop, so that they can be compared:
     their rows are written together, and a sweep that is stopped keeps those of the shapes before.
@@ -61,10 +61,9 @@ class SweepConfig:
         models: Names of models; none takes the job's.
         layouts: Pairs (EP, TP); none takes the job's.
         tokens: Tokens per rank; none takes those of a training step.
-        comm_blocks: See ``OverlapConfig``; 0 needs transport ``copy``.
+        comm_blocks: See ``OverlapConfig``.
         num_panels: See ``OverlapConfig``.
         num_phases: See ``OverlapConfig``.
-        transport: See ``OverlapConfig``.
         rounds: Counted calls of every setting.
     """
 
@@ -74,15 +73,12 @@ class SweepConfig:
     comm_blocks: tuple[int, ...] = (4, 8, 16, 32, 64)
     num_panels: tuple[int, ...] = ()
     num_phases: tuple[int, ...] = ()
-    transport: tuple[Transport, ...] = ()
     rounds: int = 20
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("comm_blocks", 0), ("num_panels", 1), ("num_phases", 1)):
+        for name, least in (("tokens", 1), ("comm_blocks", 1), ("num_panels", 1), ("num_phases", 1)):
             values = getattr(self, name)
             require(all(value >= least for value in values), f"{name}={values} must each be at least {least}")
-        known = get_args(Transport)
-        require(set(self.transport) <= set(known), f"transport={self.transport} must each be one of {known}")
         pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)
         require(pairs, f"layouts={self.layouts} must each be a pair [ep, tp] of numbers that are at least 1")
         require(self.rounds >= 1, f"rounds={self.rounds} must be at least 1")

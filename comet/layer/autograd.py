@@ -134,15 +134,12 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 def _grad_w1(ops: ModuleType, grad_pre: Tensor, rows: Tensor, plan: Plan) -> Tensor:
-    grad: Tensor = ops.grad_weight(grad_pre, ops.routed_rows(rows, plan.arrival_row_ids, plan), plan, launch=3)
+    grad: Tensor = ops.grad_weight(grad_pre, ops.routed_rows(rows, plan.routed_row_ids, plan), plan, launch=3)
     return grad
 
 
 def keep_rows(x: Tensor, plan: Plan, workspace: Workspace) -> Tensor:
-    """Copy the rows ``(R, D)`` as they arrived out of the pool, with own tokens, before the next layer overwrites them.
-
-    Copy engines may still be moving rows that nothing here was computed from; no one reads those in the copy, either.
-    """
+    """Copy the rows ``(R, D)`` as they arrived out of the pool, with own tokens; the next layer overwrites them."""
     rows = workspace.recv_rows.local.clone()
     first = plan.layout.rank * plan.max_tokens
     rows[first : first + plan.num_tokens] = x

@@ -26,7 +26,6 @@ from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig
 from comet.kernels.layer.triton.grad_hidden import grad_hidden as launch_grad_hidden
 from comet.kernels.runtime.arguments import GradWire, Scaled, aligned, power_of_2
 from comet.kernels.runtime.primitives import barrier_kernel
-from comet.layer.copy_engine import start_copies
 from comet.layer.fused_arguments import (
     combine_config,
     combine_wire,
@@ -55,12 +54,7 @@ def layer0(
     pre = x.new_empty(rows, 2 * ffn) if save_pre else None
     config = dispatch_config(settings, x, save_pre=save_pre)
     table = table_of(plan, launch=0)
-    join = None
-    if plan.transport == "copy":
-        join, config = start_copies(x, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
     dispatch_gemm(x, w1, hidden, pre, recv_wire(workspace), sends_of(plan), table, config)
-    if join is not None:
-        join()
     return hidden, pre
 
 
@@ -91,13 +85,8 @@ def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: L
     table = table_of(plan, launch=0)
     wire = make_wire(workspace, landing, workspace.recv_flags)
     wire = replace(wire, rows=wire.rows.view(torch.int32))
-    join = None
-    if plan.transport == "copy":
-        join, config = start_copies(own, plan, workspace, settings.copy_stream), replace(config, comm_blocks=0)
     weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
     fp8_dispatch_gemm(weights, hidden, wire, sends_of(plan), table, config)
-    if join is not None:
-        join()
     return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
 
 

@@ -105,7 +105,7 @@ def sends_of(plan: Plan) -> Sends:
         token_ids=plan.send_token_ids,
         counts=plan.send_counts,
         recv_counts=plan.recv_counts,
-        pushed=plan.counters[NUM_COUNTERS:] if plan.transport == "push" else None,
+        pushed=plan.counters[NUM_COUNTERS:],
     )
 
 
@@ -123,8 +123,7 @@ def returns_of(plan: Plan, *, weighted: bool, grads: GradWire | None = None) -> 
 def table_of(plan: Plan, *, launch: int) -> TileTable:
     """The tiles by expert, which reads each weight once, with the counters of one of the plan's launches.
 
-    Launch 0 is layer 0, whose tiles go by phase instead and read rows where they arrive, 1 is layer 1, 2 and 3 are
-    their backward.
+    Launch 0 is layer 0, whose tiles go by phase instead, 1 is layer 1, 2 and 3 are their backward.
 
     Example: 2048 tokens on each of 4 ranks, 8 of 256 experts each: ``even_rows`` is 8192 * 8 / 256 = 256.
     """
@@ -133,7 +132,7 @@ def table_of(plan: Plan, *, launch: int) -> TileTable:
     return TileTable(
         tiles=plan.segment_tiles if launch else plan.tiles,
         num_tiles=plan.tile_starts[-1:],
-        row_ids=plan.routed_row_ids if launch else plan.arrival_row_ids,
+        row_ids=plan.routed_row_ids,
         counters=plan.counters[first : first + COUNTERS_PER_LAUNCH],
         block_rows=plan.block_rows,
         segments=(plan.segment_starts, plan.segment_counts),

@@ -81,10 +81,8 @@ class SymmetricPath:
         self.match = match_once(match_weights, config, self.layout, dtype=dtype, device=device)
         self.match_fp8 = match_once(match_fp8_weights, config, self.layout, device=device)
         settings = LayerSettings.create(config, self.layout, self.overlap, dtype)
-        # The plan, for which this stream is, and the copies of a layer never run at the same time.
         self.settings = replace(
             settings,
-            copy_stream=group.plan_stream,
             cuda_kernels=group.cuda_kernels,
             spare_multiprocessors=group.spare_multiprocessors,
         )
@@ -169,8 +167,7 @@ class SymmetricPath:
         bucket = token_bucket(num_tokens)  # what the resolver tells apart; asking it takes tens of microseconds
         if bucket not in self.settings_of_bucket:
             choice = self.resolver(replace(self.measured, num_tokens=bucket)).setting
-            alike = choice is not None and choice.transport == self.overlap.transport
-            comm_blocks = choice.comm_blocks if choice is not None and alike else self.settings.comm_blocks
+            comm_blocks = choice.comm_blocks if choice is not None else self.settings.comm_blocks
             self.settings_of_bucket[bucket] = replace(self.settings, comm_blocks=comm_blocks)
         return self.settings_of_bucket[bucket]
 

@@ -14,9 +14,6 @@ Row numbering, the same on every rank:
   then phase, then source and token; the segment of every expert starts at a multiple of ``block_rows``. A tile is
   computed in the phase of its last row, so a phase costs no padding of its own.
 * *Combine slot* ``d*M + i`` at the source: where rank d puts the partial sum of received row ``s*M + i``: the same i.
-* *Arrival row*: where layer 0 finds the token of a received row. Pushed rows arrive as received rows; copy engines move
-  whole tensors, so that token t of source s arrives as row ``s*M + t``. All else keeps the numbers of received rows:
-  returns and gradients travel deduplicated under either transport.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet.config import OverlapConfig, Transport, require
+from comet.config import OverlapConfig, require
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 from comet.schedule.tiles import check_phases
@@ -48,14 +45,12 @@ class PlanRules:
         block_rows: Rows of a GEMM tile.
         expert_capacity: Routed rows each expert keeps.
         max_routed_rows: Q.
-        transport: How layer 0 moves rows, hence where they arrive.
     """
 
     num_phases: int
     block_rows: int
     expert_capacity: int
     max_routed_rows: int
-    transport: Transport
 
     @classmethod
     def create(cls, overlap: OverlapConfig, expert_capacity: int | None, max_routed_rows: int) -> PlanRules:
@@ -65,7 +60,6 @@ class PlanRules:
             block_rows=overlap.block_rows,
             expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
             max_routed_rows=max_routed_rows,
-            transport=overlap.transport,
         )
 
     def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
@@ -147,13 +141,9 @@ def num_counters(world_size: int, max_tokens: int) -> int:
 
 
 def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``.
-
-    There is no ``arrival_row_ids`` where rows arrive as the received rows they are (transport ``push``).
-    """
+    """Shape of every tensor of a plan, by field; all are int32 but ``row_weights``."""
     ranks, rows, top_k = layout.world_size, layout.world_size * max_tokens, layout.top_k
-    by_token = {"arrival_row_ids": (rules.max_routed_rows,)} if rules.transport == "copy" else {}
-    return by_token | {
+    return {
         "send_token_ids": (ranks, max_tokens),
         "send_counts": (ranks,),
         "send_rows": (max_tokens, ranks),
@@ -182,7 +172,6 @@ class Plan:
         max_tokens: M.
         block_rows: Rows of a GEMM tile; segments start at its multiples.
         num_phases: P; phase 0 holds local rows, phase p >= 1 the rows of the p-th group of remote sources.
-        transport: How layer 0 moves rows.
         send_token_ids: ``(W, M)`` int32: token whose row is the i-th sent to rank d; -1 past the end. For d = rank it
             is the identity on the tokens that stay, -1 elsewhere.
         send_counts: ``(W,)`` int32: rows sent to each rank (for d = rank: tokens that stay).
@@ -192,8 +181,6 @@ class Plan:
             dropped or not computed here.
         row_weights: ``(R, K)`` float32: the routing weight of slot k, 0 where ``row_slots`` is -1.
         routed_row_ids: ``(Q,)`` int32: received row of each routed row; -1 in the padding of a segment.
-        arrival_row_ids: ``(Q,)`` int32: arrival row of each routed row; -1 in the padding of a segment. Under transport
-            ``push`` it is ``routed_row_ids`` itself.
         routed_slots: ``(Q,)`` int32: expert slot k of each routed row; -1 in the padding of a segment.
         segment_starts: ``(e + 1,)`` int32: first routed row of each local expert's segment; last: rows used.
         segment_counts: ``(e,)`` int32: valid routed rows of each segment.
@@ -213,7 +200,6 @@ class Plan:
     max_tokens: int
     block_rows: int
     num_phases: int
-    transport: Transport
     send_token_ids: Tensor
     send_counts: Tensor
     send_rows: Tensor
@@ -221,7 +207,6 @@ class Plan:
     row_slots: Tensor
     row_weights: Tensor
     routed_row_ids: Tensor
-    arrival_row_ids: Tensor
     routed_slots: Tensor
     segment_starts: Tensor
     segment_counts: Tensor
@@ -264,7 +249,7 @@ def begin_plan(
         top_k_weights: ``(T, K)`` float32 routing weights.
         layout: The experts over the ranks.
         workspace: The pool; its epoch grows by one.
-        overlap: ``num_phases``, ``block_rows`` and ``transport`` are used; equal on all ranks.
+        overlap: ``num_phases`` and ``block_rows`` are used; equal on all ranks.
         expert_capacity: Routed rows each expert keeps, the first ones in (source rank, token, slot) order; ``None``
             keeps all. Equal on all ranks.
         max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
@@ -336,6 +321,5 @@ def plan_of(
         max_tokens=max_tokens,
         block_rows=rules.block_rows,
         num_phases=rules.num_phases,
-        transport=rules.transport,
-        **{"arrival_row_ids": tensors["routed_row_ids"], **tensors},
+        **tensors,
     )

@@ -37,7 +37,6 @@ def start(
         num_phases=rules.num_phases,
         block_rows=rules.block_rows,
         expert_capacity=rules.expert_capacity,
-        by_token=rules.transport == "copy",
     )
     pool = RoutingPool(
         ids=workspace.ids.local,

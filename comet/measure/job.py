@@ -193,7 +193,7 @@ def run_sweep(
         The facts, equal on all ranks; rank 0 has printed the table and, as the last line, these facts.
 
     Raises:
-        ValueError: If a setting breaks its rule, every point does, or the CSV file cannot be read or written.
+        ValueError: If a setting breaks its rule, or the CSV file cannot be read or written.
         NothingMeasuredError: If every point failed, now or before; one that fails beside others is no error.
     """
     name, value = folder_setting(job)
@@ -216,8 +216,7 @@ def _sweep_into(
         points = sweep_points(job, load_models(job.sweep.models))
         lock.acquire()
         require_writable(log.path, lock.setting)
-        broken = {point.key(dtype, device): point.broken_rule for point in points if point.broken_rule}
-        log.put({key: Outcome(ms=None, failure=f"ValueError: {rule}") for key, rule in broken.items()})
+        log.rows = SweepLog.load(log.path).rows
         return points, pending(points, log, dtype, device)
 
     points, todo = from_first_rank(prepare)
@@ -255,14 +254,11 @@ def tell_kept(job: JobConfig) -> str:
 
 
 def pending(points: Sequence[Point], log: SweepLog, dtype: str, device: str) -> Todo:
-    """The points of each shape of which the log holds no time: why one failed then may be gone by now.
-
-    Points whose knobs break a rule are left out.
-    """
+    """The points of each shape of which the log holds no time: why one failed then may be gone by now."""
     todo: Todo = {}
     for point in points:
         known = log.rows.get(point.key(dtype, device))
-        if not point.broken_rule and (known is None or known.ms is None):
+        if known is None or known.ms is None:
             todo.setdefault(point.shape, []).append(point)
     return todo
 

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport, require
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig, require
 from comet.jobs.config import JobConfig
 from comet.tuner.problem import counted
 from comet.utils.shared_file import locked, write_whole
@@ -22,7 +22,7 @@ from comet.utils.tables import aligned
 
 KEY_COLUMNS = tuple(
     "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
-    "comm_blocks num_panels num_phases block_rows beside transport".split()
+    "comm_blocks num_panels num_phases block_rows beside".split()
 )
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 
@@ -43,17 +43,16 @@ class Shape:
 
 
 class Knobs(NamedTuple):
-    """One combination of a sweep's lists; whether it breaks a rule shows when it becomes a setting."""
+    """One combination of a sweep's lists."""
 
     comm_blocks: int
     num_panels: int
     num_phases: int
     block_rows: int
     beside: bool
-    transport: Transport
 
     def setting(self) -> OverlapConfig:
-        """Raises ``ValueError`` with the rule that is broken."""
+        """What a layer is made with."""
         return OverlapConfig(**self._asdict())
 
 
@@ -76,15 +75,6 @@ class Point:
     shape: Shape
     knobs: Knobs
 
-    @property
-    def broken_rule(self) -> str:
-        """The rule that its knobs break, or ""; a point that breaks one is never measured."""
-        try:
-            self.knobs.setting()
-        except ValueError as error:
-            return str(error)
-        return ""
-
     def key(self, dtype: str, device: str) -> tuple[str, ...]:
         """The values of ``KEY_COLUMNS``: what a row of the CSV file is found by."""
         shape, moe, knobs = self.shape, self.shape.moe, self.knobs
@@ -92,7 +82,7 @@ class Point:
             shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
             shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
             knobs.comm_blocks, knobs.num_panels, knobs.num_phases, knobs.block_rows,
-            int(knobs.beside), knobs.transport,
+            int(knobs.beside),
         )  # fmt: skip
         return tuple(map(str, values))
 
@@ -105,18 +95,14 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
         models: The layers of ``job.sweep.models``, by name.
 
     Returns:
-        Distinct points; one transport, 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phase: 24.
-
-    Raises:
-        ValueError: If every combination breaks a rule.
+        Distinct points; 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phase: 24.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
     layers = models or {job.model.name: job.model.moe}
     layouts = [replace(job.parallel, ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
     combinations = [
-        Knobs(blocks, panels, phases, overlap.block_rows, overlap.beside, transport)
-        for transport in sweep.transport or (overlap.transport,)
+        Knobs(blocks, panels, phases, overlap.block_rows, overlap.beside)
         for panels in sweep.num_panels or (overlap.num_panels,)
         for phases in sweep.num_phases or (overlap.num_phases,)
         for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
@@ -125,8 +111,6 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
         Point(shape=Shape(model=name, moe=moe, parallel=parallel, tokens=num), knobs=knobs)
         for (name, moe), parallel, num, knobs in itertools.product(layers.items(), layouts, tokens, combinations)
     ]
-    rules = [point.broken_rule for point in points]
-    require(not all(rules), f"sweep: every point breaks a rule, the first: {rules[0]}")
     return list(dict.fromkeys(points))
 
 
@@ -181,10 +165,9 @@ class SweepLog:
 
 
 def _outcome(line: Sequence[str]) -> Outcome:
-    *numbers, transport, ms, failure = line[len(KEY_COLUMNS) - len(Knobs._fields) :]
+    *numbers, ms, failure = line[len(KEY_COLUMNS) - len(Knobs._fields) :]
     for number in numbers:
         int(number)
-    require(transport in get_args(Transport), f"transport={transport!r} must be one of {get_args(Transport)}")
     return Outcome(ms=float(ms) if ms else None, failure=failure)
 
 
@@ -200,14 +183,14 @@ def best_points(results: Mapping[Point, Outcome]) -> dict[Shape, Point]:
 def sweep_table(results: Mapping[Point, Outcome]) -> str:
     """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
     best = set(best_points(results).values())
-    head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "transport", "ms", "")
+    head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "ms", "")
     lines: list[tuple[str, ...]] = [head]
     for point, item in results.items():
         shape, knobs = point.shape, point.knobs
         numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, knobs.comm_blocks, knobs.num_panels)
         time = "failed" if item.ms is None else f"{item.ms:.4f}"
         note = "*" if point in best else item.failure
-        lines.append((shape.model, *map(str, numbers), str(knobs.num_phases), knobs.transport, time, note))
+        lines.append((shape.model, *map(str, numbers), str(knobs.num_phases), time, note))
     return "\n".join(aligned(lines, left=(0, len(head) - 1)))
 
 
@@ -231,8 +214,8 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
         axes.set_axis_off()
     for shape, axes in zip(shapes, grid, strict=False):
         lines = sweep_lines({point: item for point, item in results.items() if point.shape == shape})
-        for (panels, phases, transport), line in lines.items():
-            label = f"{counted(panels, 'panel')}, {counted(phases, 'phase')}, {transport}"
+        for (panels, phases), line in lines.items():
+            label = f"{counted(panels, 'panel')}, {counted(phases, 'phase')}"
             axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=label)
         axes.set(xlabel="communication blocks", ylabel="ms", title=shape.title)
         if lines:
@@ -247,12 +230,12 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
     figure.savefig(path)
 
 
-def sweep_lines(results: Mapping[Point, Outcome]) -> dict[tuple[int, int, str], list[tuple[int, float]]]:
-    """Lines of one shape: (panels, phases, transport) -> (comm_blocks, ms) of the points that ran, ascending."""
-    lines: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
+def sweep_lines(results: Mapping[Point, Outcome]) -> dict[tuple[int, int], list[tuple[int, float]]]:
+    """Lines of one shape: (panels, phases) -> (comm_blocks, ms) of the points that ran, ascending."""
+    lines: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for point, item in results.items():
         if item.ms is not None:
             knobs = point.knobs
-            name = (knobs.num_panels, knobs.num_phases, knobs.transport)
+            name = (knobs.num_panels, knobs.num_phases)
             lines.setdefault(name, []).append((knobs.comm_blocks, item.ms))
     return {name: sorted(line) for name, line in lines.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +10,6 @@ from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig
 from comet.layout import MAX_PANELS, ExpertLayout, round_up
 from comet.schedule.dependency import pipelines
 from comet.schedule.tiles import TileSchedule
-from comet.utils.streams import SideStream
 
 GROUP_TILES = 8
 
@@ -55,7 +53,7 @@ class LayerSettings:
     """Everything but the tensors that the launches of one layer share.
 
     Args:
-        comm_blocks: Thread blocks that start as communication blocks; none in layer 0 where copy engines move its rows.
+        comm_blocks: Thread blocks that start as communication blocks.
         beside: Layer 1's comm blocks share the multiprocessors of its compute blocks.
         tile: GEMM tile shape.
         layer0: Order of dispatch || GEMM.
@@ -64,7 +62,6 @@ class LayerSettings:
         cuda_kernels: Whether all ranks have the kernels of layer 1 and of the tokens' gradients in CUDA C++; others may
             differ between them.
         spare_multiprocessors: How many layer 1 leaves to other kernels.
-        copy_stream: Where copy engines get their work (``comet.layer.copy_engine``).
     """
 
     comm_blocks: int
@@ -75,7 +72,6 @@ class LayerSettings:
     layer0_backward: TileSchedule
     cuda_kernels: bool = True
     spare_multiprocessors: int = 0
-    copy_stream: SideStream = field(default_factory=partial(SideStream, None), compare=False)
 
     @classmethod
     def create(cls, moe: MoEConfig, layout: ExpertLayout, overlap: OverlapConfig, dtype: torch.dtype) -> LayerSettings:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from comet.comm.handshake import patience
-from comet.config import OverlapConfig, require
+from comet.config import REMOVED_SETTINGS, OverlapConfig, require
 from comet.jobs.config import JobConfig
 from comet.models.config import ModelConfig
 from comet.training.ranks import from_first_rank, gather, this_rank
@@ -93,6 +93,13 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} must hold the settings of a run: {error}") from error
     require(isinstance(tree, dict), f"{path} must hold the settings of a run")
     return dict(tree)
+
+
+def removed_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Settings of a split that an older version had and this run was given, as ``overlap.transport=copy``."""
+    sections = {name: settings.get(name) or {} for name in ("overlap", "sweep")}
+    given = ((f"{name}.{key}", value) for name, section in sections.items() for key, value in section.items())
+    return [f"{name}={value}" for name, value in given if value and name.partition(".")[2] in REMOVED_SETTINGS]
 
 
 def require_same(saved: Mapping[str, Any], config: JobConfig, folder: Path, *, same_text: bool) -> None:

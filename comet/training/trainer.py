@@ -23,6 +23,7 @@ from comet.training.checkpoint_folder import (
     Checkpoint,
     choose_checkpoint,
     read_settings,
+    removed_settings,
     require_same,
     settings_of,
     to_yaml,
@@ -294,6 +295,8 @@ def _require_same(config: JobConfig, checkpoint: Checkpoint | None, text: str, w
     saved, notes = read_settings(checkpoint.path), []
     if saved is None:
         notes.append(f"{checkpoint.path} keeps no settings: those of the command line are taken")
+    elif gone := removed_settings(saved):
+        notes.append(f"{checkpoint.path} was written with settings that no longer exist: {', '.join(gone)} left out")
     require_same(saved or {}, config, checkpoint.path, same_text=checkpoint.text in ("", text))
     if (ranks := checkpoint.layout["world_size"]) != world_size:
         notes.append(f"{checkpoint.path} was written by {ranks} ranks: batches of {world_size} ranks are others")

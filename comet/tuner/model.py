@@ -2,7 +2,7 @@
 
 *Layer 0 in Triton.* Compute blocks start with own rows. With two phases the others arrive in the order of the experts,
 with more a phase starts when its sources have arrived. While rows are pushed, ``comm_blocks`` fewer blocks compute,
-afterwards all do (dynamic conversion). Copy engines take no block, but move every row to every rank.
+afterwards all do (dynamic conversion).
 
 *Layer 1 in Triton.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks
 reduce and send finished panels meanwhile, what is left all blocks do, and the final sum follows. Each panel reads
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from comet.config import OverlapConfig, Transport
+from comet.config import OverlapConfig
 from comet.schedule.settings import TileShape
 from comet.schedule.tiles import part_span
 from comet.tuner.problem import Machine, Problem, cuda_layers, effective, fitting_panels, fitting_phases
@@ -172,13 +172,12 @@ def layer1_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, g
 def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """Expected time of dispatch || GEMM || SwiGLU in Triton, for the first of ``layer_gemms``."""
     ranks, num_phases = problem.world_size, fitting_phases(setting.num_phases, problem.world_size)
-    copies = setting.transport == "copy"
-    comm_blocks = 0 if copies else min(setting.comm_blocks, machine.num_sms - 1)
+    comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
     reread = (num_phases - 1) * machine.reread_share * gemm.weight_bytes / machine.hbm_gbs / 1e6
     work = gemm.ms(machine.num_sms, machine) / machine.fused_share + reread
-    push = copy_rows_ms(problem, machine) if copies else push_rows_ms(problem, comm_blocks, machine)
+    push = push_rows_ms(problem, comm_blocks, machine)
     slowed = machine.num_sms / (machine.num_sms - comm_blocks)
-    if not copies and num_phases == 2:
+    if num_phases == 2:
         return _in_waves_ms(problem, work, push, slowed, machine) + machine.launch_ms
     now, arrived = 0.0, 0
     for phase in range(num_phases):
@@ -208,15 +207,6 @@ def _in_waves_ms(problem: Problem, work: float, push: float, slowed: float, mach
 def push_rows_ms(problem: Problem, comm_blocks: int, machine: Machine) -> float:
     """Until comm blocks beside a GEMM have pushed the rows of one rank."""
     return problem.sent_rows * problem.row_bytes / machine.push_rate(comm_blocks) / 1e6
-
-
-def copy_rows_ms(problem: Problem, machine: Machine) -> float:
-    """Until copy engines have moved all rows of one rank to every other.
-
-    Example: T=1000, W=3, rows of 384 bytes at 384 GB/s, 0.012 ms to start: 2 * (0.012 + 0.001) = 0.026.
-    """
-    others = problem.world_size - 1
-    return others * (machine.copy_ms + problem.num_tokens * problem.row_bytes / machine.link_gbs / 1e6)
 
 
 def layer1_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
@@ -289,7 +279,7 @@ COMM_BLOCKS = (4, 8, 16, 24, 32, 48, 64)
 PANELS = (1, 2, 3, 4, 6, 8)
 # Other values of each knob of the best that are worth measuring; all panels, so that points can be compared.
 KNOBS = {"num_panels": len(PANELS) - 1, "comm_blocks": 2, "num_phases": 1}
-FIELDS = (*KNOBS, "block_rows", "beside", "transport")
+FIELDS = (*KNOBS, "block_rows", "beside")
 MOST_SETTINGS = 12
 # Beyond this ratio to the best not even a wrong prediction makes a setting the fastest.
 HOPELESS = 1.3
@@ -300,9 +290,6 @@ def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig]:
     ranks = problem.world_size
     phases = sorted({2, 3, 4, ranks})
     blocks = [num for num in COMM_BLOCKS if num < machine.num_sms] or [1]
-    splits: list[tuple[Transport, bool, int]] = [("push", beside, num) for num in blocks for beside in (True, False)]
-    if ranks > 1:
-        splits += [("copy", True, 0), *(("copy", False, num) for num in blocks)]
     everything = (
         OverlapConfig(
             comm_blocks=num,
@@ -310,9 +297,9 @@ def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig]:
             num_panels=num_panels,
             block_rows=block_rows,
             beside=beside,
-            transport=transport,
         )
-        for transport, beside, num in splits
+        for num in blocks
+        for beside in (True, False)
         for num_phases in phases
         for num_panels in PANELS
         for block_rows in BLOCK_ROWS
@@ -324,7 +311,7 @@ def propose(problem: Problem, machine: Machine) -> list[Prediction]:
     """The candidates worth measuring, best first.
 
     They are plain, the default, and where they may pay: the best with tiles of 128 rows beside communication (where
-    there are layers in CUDA C++, they are in it), with smaller tiles, of the split launches and with copy engines, and
+    there are layers in CUDA C++, they are in it), with smaller tiles, and of the split launches, and
     for each knob of the first its other values. Measured neighbours tell where the model is wrong; the next best
     settings of the whole list would all be alike. With the default among them, a tuned layer is never slower than an
     untuned one.
@@ -359,8 +346,6 @@ def propose(problem: Problem, machine: Machine) -> list[Prediction]:
 
 def _kind(setting: OverlapConfig) -> str:
     """What tells launches apart before all else."""
-    if setting.transport == "copy":
-        return "copy"
     if not setting.beside:
         return "split"
     return "beside" if setting.block_rows == max(BLOCK_ROWS) else "small tiles"

@@ -57,9 +57,7 @@ class Machine:
         push_gbs: (comm blocks, rate) of a stand-alone push in flagged chunks, ascending. Design sections 6 and 8.2; up
             to 8 blocks a fit to what 4 of them cost beside a GEMM, ``comet tune`` on two H200.
         push_share: Rate beside a running GEMM over the stand-alone rate. Design section 8, "comm only" columns.
-        link_gbs: Copy-engine rate, which no kernel exceeds. Design section 6.
-        copy_ms: Start of the two copies, rows and flags, from one rank to one other. Design section 6: 5-7 us for each
-            copy launched by the host; not measured yet in a graph.
+        link_gbs: Rate of the copy engines, which no kernel exceeds. Design section 6.
         reduce_gbs_per_block: Partial sums one block reduces and sends. Fit to the ratios of design section 8.7.
         beside_passes: What comm blocks beside compute blocks cost layer 1, over the combine's memory traffic. Fit.
         fused_share: GEMM rate inside a fused kernel over the GEMM alone (gathered rows, tickets, flags). Fit.
@@ -100,7 +98,6 @@ class Machine:
     push_gbs: tuple[tuple[int, float], ...] = ((1, 24.0), (4, 95.0), (8, 190.0), (16, 325.0), (64, 361.0))
     push_share: float = 0.8
     link_gbs: float = 385.0
-    copy_ms: float = 0.012
     reduce_gbs_per_block: float = 3.2
     beside_passes: float = 1.2
     fused_share: float = 0.93
@@ -352,9 +349,8 @@ def cuda_layers(setting: OverlapConfig, problem: Problem, machine: Machine) -> t
     moe, experts, width = problem.moe, problem.experts_local, round_up(problem.width, DIM_MULTIPLE)
     tokens = round_up(problem.num_tokens, CHUNK_ROWS)
     tile = problem.dtype.itemsize, setting.block_rows
-    pushes = setting.transport == "push"
     return (
-        pushes and layer0.takes(tokens, experts, 2 * width, moe.hidden_size, *tile),
+        layer0.takes(tokens, experts, 2 * width, moe.hidden_size, *tile),
         layer1.takes(tokens, moe.top_k, problem.world_size, experts, moe.hidden_size, width, *tile),
     )
 
@@ -362,15 +358,15 @@ def cuda_layers(setting: OverlapConfig, problem: Problem, machine: Machine) -> t
 def effective(setting: OverlapConfig, problem: Problem, machine: Machine) -> OverlapConfig:
     """The setting as the layer takes it: within its limits, with the default for each knob that does nothing.
 
-    Settings that come to the same launches have equal results. Copy engines without comm blocks beside them have 0.
+    Settings that come to the same launches have equal results.
 
     Example: 8 comm blocks, 3 phases and 8 panels of Qwen3-30B-A3B at 8192 tokens on four H200, both of whose layers
     run in CUDA C++: 16 comm blocks, 2 phases, 8 panels.
     """
-    default, pushes = OverlapConfig(), setting.transport == "push"
+    default = OverlapConfig()
     layer0, _ = cuda_layers(setting, problem, machine)
-    have_work = not setting.beside or (pushes and not layer0)
-    idle = min(default.comm_blocks, machine.num_sms - 1) if pushes else 0
+    have_work = not setting.beside or not layer0
+    idle = min(default.comm_blocks, machine.num_sms - 1)
     return replace(
         setting,
         comm_blocks=setting.comm_blocks if have_work else idle,
@@ -383,22 +379,20 @@ def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Mac
     """Short name of a candidate: the knobs that do something, and where its layers run in CUDA C++.
 
     Example: the default setting is ``16 comm blocks, 2 phases, 4 panels, 128 rows, beside`` in Triton, ``4 panels, both
-    layers in CUDA C++`` or ``4 panels, layer 0 in CUDA C++``. ``copy``: copy engines move the rows of layer 0.
+    layers in CUDA C++`` or ``4 panels, layer 0 in CUDA C++``.
     """
     if setting is None:
         return PLAIN
     taken, in_cuda = effective(setting, problem, machine), cuda_layers(setting, problem, machine)
-    copies = taken.transport == "copy"
     parts = [counted(taken.num_panels, "panel")]
     if not in_cuda[0]:
         parts.insert(0, counted(taken.num_phases, "phase"))
-        if not (copies and taken.beside):
-            parts.insert(0, counted(taken.comm_blocks, "comm block"))
+        parts.insert(0, counted(taken.comm_blocks, "comm block"))
     if any(in_cuda):
         parts.append(f"{'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++")
     else:
         parts += [f"{taken.block_rows} rows", "beside" if taken.beside else "split"]
-    return ", ".join([*parts, "copy"] if copies else parts)
+    return ", ".join(parts)
 
 
 def counted(num: int, name: str) -> str:

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from comet.config import OverlapConfig, require
+from comet.config import OverlapConfig, check_removed, require
 from comet.tuner.problem import Problem
 from comet.utils.shared_file import locked, write_whole
 
@@ -281,6 +281,7 @@ def _measured(raw: Any) -> Measured:
     values = _values(Measured, raw)
     setting = None
     if values["setting"] is not None:
+        check_removed(values["setting"])
         knobs = _values(OverlapConfig, values["setting"])
         for name, value in knobs.items():
             wanted = type(getattr(OverlapConfig(), name))

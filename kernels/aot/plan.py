@@ -1,7 +1,6 @@
 """The configurations of the plan's kernels that ship, for the compile-ahead tool."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ..plan.counting import exchange_kernel
 from ..plan.metadata import PlanConfig, exchange_constants, num_warps, place_constants
@@ -41,7 +40,6 @@ def aot_cases() -> list[KernelCase]:
         launches = [
             *((exchange_kernel, values) for values in _exchanges(config)),
             *((place_kernel, place_constants(config, top_k, num_chunks)) for num_chunks in (FEW_CHUNKS, MANY_CHUNKS)),
-            (place_kernel, place_constants(replace(config, by_token=True), top_k, MANY_CHUNKS)),
         ]
         cases += [
             KernelCase(
@@ -61,7 +59,7 @@ def _suffix(values: Mapping[str, int | bool]) -> str:
     """What tells the configurations of one kernel and layer apart."""
     if "E_BLOCK" in values:
         return f", {values['E_BLOCK']} experts at once"
-    return f", {values['SUM_BLOCK']} chunks at once" + (", rows by token" if values["BY_TOKEN"] else "")
+    return f", {values['SUM_BLOCK']} chunks at once"
 
 
 def _exchanges(config: PlanConfig) -> list[dict[str, int | bool]]:

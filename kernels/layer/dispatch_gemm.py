@@ -136,10 +136,7 @@ def runs_cuda(x: Tensor, w1: Tensor, wire: Wire, sends: Sends, table: TileTable)
 def can_run(x: Tensor, w1: Tensor, sends: Sends, table: TileTable) -> bool:
     """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
     return (
-        _fits(*w1.shape, x.element_size(), table.block_rows)
-        and sends.pushed is not None
-        and table.segments is not None
-        and is_available(x.device)
+        _fits(*w1.shape, x.element_size(), table.block_rows) and table.segments is not None and is_available(x.device)
     )
 
 
@@ -210,7 +207,6 @@ def launch(
         sizes: e, D, F.
     """
     assert table.segments is not None
-    assert sends.pushed is not None
     recorder, (starts, counts) = wire.recorder, table.segments
     tensors = dict(
         x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=wire.row_pointers,

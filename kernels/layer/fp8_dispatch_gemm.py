@@ -72,7 +72,6 @@ def runs_cuda(w1: Scaled, wire: Wire, sends: Sends, table: TileTable) -> bool:
     return (
         table.block_rows == TILE_ROWS
         and shared_bytes(len(w1.elements)) <= SHARED_LIMIT
-        and sends.pushed is not None
         and table.segments is not None
         and is_available(wire.rows.device)
     )

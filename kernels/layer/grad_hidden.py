@@ -79,7 +79,6 @@ def can_run(grad_y: Tensor, w2: Tensor, sends: Sends, table: TileTable) -> bool:
         and ffn % 8 == 0
         and table.block_rows == TILE_ROWS
         and shared_bytes(experts) <= SHARED_LIMIT
-        and sends.pushed is not None
         and table.segments is not None
         and is_available(grad_y.device)
     )

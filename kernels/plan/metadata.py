@@ -85,7 +85,6 @@ class PlanConfig:
         num_phases: P.
         block_rows: Rows of a GEMM tile.
         expert_capacity: Routed rows one expert keeps; 2**31 - 1 keeps all.
-        by_token: Rows arrive where their tokens' numbers say, not where the plan's: ``arrival_row_ids`` is written.
     """
 
     top_k: int
@@ -95,7 +94,6 @@ class PlanConfig:
     num_phases: int
     block_rows: int
     expert_capacity: int
-    by_token: bool = False
 
     @property
     def world_size(self) -> int:
@@ -190,11 +188,9 @@ def place_plan(pool: RoutingPool, config: PlanConfig, scratch: PlanScratch, tens
         pool: As for ``exchange``.
         config: As for ``exchange``.
         scratch: As ``exchange`` left it.
-        tensors: The tensor fields of ``comet.layer.plan.Plan`` but ``counters``, by name, uninitialised;
-            ``arrival_row_ids`` only ``by_token``.
+        tensors: The tensor fields of ``comet.layer.plan.Plan`` but ``counters``, by name, uninitialised.
     """
     num_chunks = pool.max_tokens // CHUNK_ROWS
-    tensors = {"arrival_row_ids": tensors["routed_row_ids"], **tensors}
     place_kernel[(2 * config.world_size * num_chunks + config.experts_local + 1,)](
         pool.ids, pool.weights, pool.epoch, pool.fault, scratch.epoch, scratch.totals, scratch.counts,
         scratch.recv_waves, scratch.send_waves, scratch.recv_ranks, scratch.send_ranks,
@@ -247,7 +243,6 @@ def place_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
         "CHUNK": CHUNK_ROWS,
         "SCAN_ROWS": min(max(SCAN_ELEMENTS // e_pad, 1), power_of_2(num_chunks)),
         "SUM_BLOCK": min(SUM_CHUNKS, power_of_2(num_chunks)),
-        "BY_TOKEN": config.by_token,
         "WAVES": config.num_waves,
     }
 

@@ -129,13 +129,12 @@ def place_experts(
 
 @triton.jit
 def place_rows(
-    local, weight, position, place, base, count, row_slots, row_weights, routed_row_ids, arrival_row_ids, routed_slots,
-    source, chunk, num_chunks,
-    K: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
+    local, weight, position, place, base, count, row_slots, row_weights, routed_row_ids, routed_slots,
+    source, num_chunks,
+    K: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the received rows of a chunk and their routed rows; ``local`` is E_LOCAL in slots that are not ours."""
     K_PAD: tl.constexpr = local.shape[1]
-    tokens = tl.arange(0, CHUNK)
     slots = tl.arange(0, K_PAD)[None, :]
     mine = local < E_LOCAL
     expert = tl.where(mine, local, 0)
@@ -147,9 +146,6 @@ def place_rows(
     tl.store(row_weights + row * K + slots, tl.where(kept, weight, 0.0), mask=in_list)
     tl.store(routed_row_ids + base + position, row + slots * 0, mask=kept)
     tl.store(routed_slots + base + position, slots + row * 0, mask=kept)
-    if BY_TOKEN:
-        arrival = (source * num_chunks + chunk) * CHUNK + tokens
-        tl.store(arrival_row_ids + base + position, arrival[:, None] + slots * 0, mask=kept)
 
 
 @triton.jit
@@ -165,8 +161,8 @@ def place_sends(
 
 @triton.jit
 def place_segment(
-    kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles, expert, num_routed_rows,
-    E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    kept, phases, routed_row_ids, routed_slots, tiles, segment_tiles, expert, num_routed_rows,
+    E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the tiles of an expert's segment, each among those of its phase and at its place, and mark its padding."""
     experts = tl.arange(0, E_PAD)
@@ -193,8 +189,6 @@ def place_segment(
     mask = row < tl.cdiv(count, BLOCK_ROWS) * BLOCK_ROWS
     tl.store(routed_row_ids + start + row, row * 0 - 1, mask=mask)
     tl.store(routed_slots + start + row, row * 0 - 1, mask=mask)
-    if BY_TOKEN:
-        tl.store(arrival_row_ids + start + row, row * 0 - 1, mask=mask)
 
 
 @triton.jit
@@ -224,11 +218,11 @@ def place_totals(
 def place_kernel(
     ids_ptr, weights_ptr, epoch_ptr, fault_ptr, plan_epoch_ptr, totals_ptr, counts_ptr, recv_waves_ptr,
     send_waves_ptr, recv_ranks_ptr, send_ranks_ptr, positions_ptr, rank, capacity, num_routed_rows, M,
-    send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids, arrival_row_ids,
+    send_token_ids, send_counts, send_rows, recv_counts, row_slots, row_weights, routed_row_ids,
     routed_slots, segment_starts, segment_counts, tiles, segment_tiles, tile_starts, status,
     K: tl.constexpr, POOL_K: tl.constexpr, E_LOCAL: tl.constexpr, E_PAD: tl.constexpr, EP: tl.constexpr,
     TP: tl.constexpr, W_PAD: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    SCAN_ROWS: tl.constexpr, SUM_BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr, WAVES: tl.constexpr,
+    SCAN_ROWS: tl.constexpr, SUM_BLOCK: tl.constexpr, WAVES: tl.constexpr,
 ):  # fmt: skip
     """See the module; arguments without ``_ptr`` are the tensor fields of ``comet.layer.plan.Plan``.
 
@@ -271,8 +265,8 @@ def place_kernel(
         # Rows of this rank to itself do not travel.
         places = tl.where(peer == rank, chunk * CHUNK + tokens, places)
         place_rows(
-            local, weight, position, places, base, count, row_slots, row_weights, routed_row_ids, arrival_row_ids,
-            routed_slots, peer, chunk, num_chunks, K, E_LOCAL, CHUNK, BY_TOKEN,
+            local, weight, position, places, base, count, row_slots, row_weights, routed_row_ids,
+            routed_slots, peer, num_chunks, K, E_LOCAL, CHUNK,
         )  # fmt: skip
         if chunk == 0:
             tl.store(recv_counts + peer, unless_failed(needed, fault_ptr))
@@ -290,8 +284,8 @@ def place_kernel(
         totals, kept = load_kept(totals_ptr, fault_ptr, capacity, WORLD, W_PAD, E_LOCAL, E_PAD)
         if program < 2 * num_pairs + E_LOCAL:
             place_segment(
-                kept, phases, routed_row_ids, arrival_row_ids, routed_slots, tiles, segment_tiles,
-                program - 2 * num_pairs, num_routed_rows, E_PAD, P, BLOCK_ROWS, BY_TOKEN, 64,
+                kept, phases, routed_row_ids, routed_slots, tiles, segment_tiles,
+                program - 2 * num_pairs, num_routed_rows, E_PAD, P, BLOCK_ROWS, 64,
             )  # fmt: skip
         else:
             place_totals(

@@ -9,8 +9,7 @@ other spin of the device sees that and gives up as well, so the kernel ends and 
 stream runs on over what did not come. So kernels of a rank that has failed send nothing more: no other rank takes
 garbage for results, nothing is overwritten that another has yet to read, and whoever waits for this rank meets the
 deadline and names it. No ids are sent (``counting``), a plan has no rows to send (``placement``), no sums go home
-(``combine``), no gradients go out (``dispatch``), no barrier opens. Copy engines, which ask nobody, still bring rows,
-but the rank stays at the last epoch that all ranks have begun: their flags carry it, and nobody waits for that one.
+(``combine``), no gradients go out (``dispatch``), no barrier opens.
 
 ``fault`` is ``(8,)`` int64: aborted, place, peer, index, expected, seen, taken, and what the plan leaves there: routed
 rows needed where they exceed what was reserved.

@@ -27,7 +27,6 @@ from layer_ranks import build_layer, poison
 from ranks import run_ranks
 
 import comet.layer.autograd
-import comet.layer.copy_engine
 import comet.layer.fused
 import comet.layer.plan_kernels
 import comet.layer.twin.layer
@@ -38,7 +37,6 @@ from comet.kernels.layer.triton import combine, dispatch, dispatch_gemm, gemm_co
 from comet.kernels.plan import counting
 from comet.kernels.runtime import primitives
 from comet.layer.paths import SymmetricPath
-from comet.layer.plan import Plan
 from comet.layer.sharding import local
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS
@@ -133,28 +131,12 @@ def ids_flag_first(rank: int) -> None:
         comet.layer.plan_kernels.place_plan = place_then_tell
 
 
-def copied_flag_first(rank: int) -> None:
-    """On rank 1, raise the flags of copied rows before the rows are copied, instead of after them."""
-    copy_rows = comet.layer.copy_engine.copy_rows
-
-    def raise_then_copy(x: torch.Tensor, epochs: torch.Tensor, plan: Plan, workspace: Workspace) -> None:
-        for flags in workspace.recv_flags.peers:
-            comet.layer.copy_engine._raise_flags(flags, rank, epochs)
-        come_late("layer 0", PATIENCE_S)
-        copy_rows(x, epochs, plan, workspace)
-
-    if rank == 1:
-        comet.layer.copy_engine.copy_rows = raise_then_copy
-
-
 BREAKS: dict[str, Callable[[int], None]] = {
     "nothing": nothing,
     "plan does not wait": partial(skip, counting, "wait_flags"),
     "plan's flag first": ids_flag_first,
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
     "layer 0's flag first": partial(flag_first, dispatch, "push_chunk", "layer 0"),
-    "copies' flag first": copied_flag_first,
-    "copies do not signal": partial(skip_with_deadline, comet.layer.copy_engine, "_raise_flags", "layer0"),
     "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal", "layer0"),
     "backward dispatch does not wait": partial(skip, dispatch, "wait_flags"),
     "reduce does not wait": partial(skip, combine, "wait_flag"),
@@ -208,20 +190,15 @@ def broken_rank(rank: int, world_size: int, broken: str, name: str, function: st
 NOTICED = [
     ("plan does not wait", PLAN_NAMED, (True,), NO_RESULT),
     ("plan's flag first", PLAN_RIGHT, (2,), "epoch 0 rank 0: .* differs"),
-    ("layer 0 does not wait", LATE, ("fused", 0, "push"), WRONG),
-    ("layer 0 does not wait", LATE, ("fused", 0, "copy"), WRONG),
-    ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch", "push"), NO_RESULT),
-    ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch", "copy"), NO_RESULT),
-    ("layer 0's flag first", LATE, ("fused", 0, "push"), WRONG),
-    ("copies' flag first", LATE, ("fused", 0, "copy"), WRONG),
-    ("copies' flag first", LATE, ("twin", 0, "copy"), WRONG),
-    ("final sum does not wait", LATE, ("fused", 1, "push"), WRONG),
-    ("final sum does not wait", STOPPED, ("fused", "layer 1 combine", "push"), NO_RESULT),
-    ("layer 1's flag first", LATE, ("fused", 1, "push"), WRONG),
+    ("layer 0 does not wait", LATE, ("fused", 0), WRONG),
+    ("layer 0 does not wait", STOPPED, ("fused", "layer 0 dispatch"), NO_RESULT),
+    ("layer 0's flag first", LATE, ("fused", 0), WRONG),
+    ("final sum does not wait", LATE, ("fused", 1), WRONG),
+    ("final sum does not wait", STOPPED, ("fused", "layer 1 combine"), NO_RESULT),
+    ("layer 1's flag first", LATE, ("fused", 1), WRONG),
     ("device barrier does not wait", BARRIER, (), FAILED),
-    ("twin does not wait", LATE, ("twin", 0, "push"), WRONG),
-    ("twin does not wait", LATE, ("twin", 0, "copy"), WRONG),
-    ("twin does not wait", LATE, ("twin", 1, "push"), WRONG),
+    ("twin does not wait", LATE, ("twin", 0), WRONG),
+    ("twin does not wait", LATE, ("twin", 1), WRONG),
     ("twin's plan does not wait", PLAN_NAMED, (False,), NO_RESULT),
 ]
 
@@ -245,16 +222,6 @@ def test_a_signal_that_never_comes_is_noticed(place: str) -> None:
     module.run_ranks = partial(run_broken, f"{place[:7]} does not signal")
     with pytest.raises(AssertionError, match=rf"CommTimeoutError: rank \d waited 0\.0 s for rank \d \({place}"):
         module.test_kernels_in_the_interpreter(module.CASES[1])
-
-
-@pytest.mark.parametrize("path", ["twin", "fused"])
-def test_a_flag_that_is_never_copied_is_noticed(path: str) -> None:
-    module = load("test_moe")
-    module.run_ranks = partial(run_broken, "copies do not signal")
-    case = next(case for case in module.CASES if case.name == "ep2 copied")
-    test = module.test_twin if path == "twin" else module.test_kernels_in_the_interpreter
-    with pytest.raises(AssertionError, match=r"CommTimeoutError: rank \d waited 0\.0 s for rank \d \(layer 0 dispatch"):
-        test(case)
 
 
 # ---- the host's barrier and wait -------------------------------------------------------------------------------------

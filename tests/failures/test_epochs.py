@@ -17,7 +17,6 @@ from tiers import slow
 
 from comet.comm import LocalCommunicator
 from comet.comm.signals import MOST_EPOCHS, check_epoch
-from comet.config import Transport
 from comet.decode import LocalRunner, OwnTokensRunner, RankDecode, ReplicatedRunner
 from comet.errors import CapacityError, CommTimeoutError, EpochError
 from comet.layer.workspace import Workspace, WorkspaceShape
@@ -94,9 +93,9 @@ def compare_call(moe: MoE, case: LayerCase, rank: int, late: int, late_s: float,
     assert_as_close(x.grad, exact.grad_tokens, same.grad_tokens, case.dtype, f"gradient of rank {rank}")
 
 
-def run_near_the_limit(rank: int, world_size: int, path: str, transport: Transport) -> list[int]:
+def run_near_the_limit(rank: int, world_size: int, path: str) -> list[int]:
     """The epochs after a call that passes the limit, after a restart and after two more calls."""
-    case = LayerCase("ep2", 2, 1, (40, 33), transport=transport)
+    case = LayerCase("ep2", 2, 1, (40, 33))
     moe, epochs = build_layer(case, rank, path), []
     pool = moe.group.workspace
     pool.epoch.fill_(MOST_EPOCHS - 1)
@@ -114,11 +113,9 @@ def run_near_the_limit(rank: int, world_size: int, path: str, transport: Transpo
     return epochs
 
 
-@pytest.mark.parametrize(
-    ("path", "transport"), [("twin", "push"), ("twin", "copy"), slow("fused", "push"), slow("fused", "copy")]
-)
-def test_layers_before_and_after(path: str, transport: Transport) -> None:
-    found = run_ranks(run_near_the_limit, 2, path, transport, interpret=path == "fused", timeout=300)
+@pytest.mark.parametrize("path", ["twin", slow("fused")])
+def test_layers_before_and_after(path: str) -> None:
+    found = run_ranks(run_near_the_limit, 2, path, interpret=path == "fused", timeout=300)
     assert found == [[MOST_EPOCHS + 1, 0, 3]] * 2
 
 

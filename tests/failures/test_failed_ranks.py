@@ -15,9 +15,7 @@ import torch.distributed as dist
 from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
-from tiers import slow
 
-from comet.config import Transport
 from comet.layer.paths import SymmetricPath
 from comet.layer.sharding import local
 from comet.moe import MoE
@@ -35,21 +33,14 @@ STEPS: dict[str, tuple[int, str, int, str, list[int]]] = {
     "grad_hidden": (BACKWARD, "layer 0 dispatch", BACKWARD, "layer 1 combine", [1, 2, 1, 2]),
     "grad_tokens": (BACKWARD, "layer 1 combine", NEXT_FORWARD, "exchange of top-k ids", [1, 2, 2, 2]),
 }
-CASES: list[Any] = [
-    *((step, "push") for step in STEPS),
-    # Copy engines move rows whatever has failed: of "grad_tokens" they would overwrite what rank 1 makes its weight
-    # gradients of.
-    ("layer0", "copy"),
-    *(slow(step, "copy") for step in STEPS if step not in ("layer0", "grad_tokens")),
-]
 
 
-def run_late(rank: int, world_size: int, step: str, transport: Transport) -> tuple[list[str], list[int]]:
+def run_late(rank: int, world_size: int, step: str) -> tuple[list[str], list[int]]:
     """Two calls with their backward passes; what each check said, and the flags that rank 1 saw of rank 0.
 
     What no check complains of is compared with the oracle.
     """
-    case = LayerCase("ep2", 2, 1, (40, 40), transport=transport)
+    case = LayerCase("ep2", 2, 1, (40, 40))
     moe, said, flags = build_layer(case, rank, "fused"), [], []
     make_late(step, rank, moe, flags)
     for call in range(2):
@@ -104,9 +95,9 @@ def compare(case: LayerCase, rank: int, call: int, found: dict[str, torch.Tensor
         assert_as_close(local(tensor), getattr(exact, what), getattr(same, what), case.dtype, where)
 
 
-@pytest.mark.parametrize(("step", "transport"), CASES)
-def test_a_rank_that_failed_is_missed_and_not_believed(step: str, transport: Transport) -> None:
-    (said, _), (replies, flags) = run_ranks(run_late, 2, step, transport, interpret=True)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_rank_that_failed_is_missed_and_not_believed(step: str) -> None:
+    (said, _), (replies, flags) = run_ranks(run_late, 2, step, interpret=True)
     told, place, replied, reply_place, expected = STEPS[step]
     assert said[:told] == [""] * told
     assert all(text.startswith(f"rank 0 waited 0.0 s for rank 1 ({place}, ") for text in said[told:]), said

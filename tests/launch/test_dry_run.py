@@ -47,7 +47,7 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
         (["sweep", "sweep.models=[nope]"], "model='nope' must be one of "),
         (
             ["sweep", "sweep.comm_blocks=[0]"],
-            "sweep: every point breaks a rule, the first: comm_blocks=0 must be at least",
+            "sweep: comm_blocks=(0,) must each be at least 1",
         ),
     ],
 )

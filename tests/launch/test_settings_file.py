@@ -65,6 +65,7 @@ def test_a_resolved_configuration_is_the_same_job_again(file: str, tmp_path, cap
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("overlap: {transport: copy}", "overlap.transport is no longer a setting: leave it out"),
         ("train: {stepz: 3}", "train.stepz is no setting; did you mean train.steps?"),
         ("train: {steps: abc}", "train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
         ("train: 3", "train must hold settings, name: value, not 3"),

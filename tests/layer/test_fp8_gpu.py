@@ -68,7 +68,7 @@ def test_hidden_is_the_twins_but_for_neighbours() -> None:
     products = tensor_core_products("cuda") + float32_products(case.hidden_size)
     counts = plan.segment_counts.tolist()
     for expert, (start, count) in enumerate(zip(plan.segment_starts.tolist(), counts, strict=False)):
-        a = rows[plan.arrival_row_ids[start : start + count].long()]
+        a = rows[plan.routed_row_ids[start : start + count].long()]
         gate, up = (a @ weights[expert].T).chunk(2, dim=1)
         off = products * (a.abs() @ weights[expert].abs().T)
         gate_off, up_off = off.chunk(2, dim=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,11 +16,10 @@ from tiers import slow, slow_but
 
 import comet.layer.autograd
 import comet.layer.twin.layer
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import CommTimeoutError
 from comet.layer.group import make_expert_group
 from comet.layer.paths import SymmetricPath, expert_capacity
-from comet.layer.sharding import local
 from comet.moe import MoE
 
 CASES = [
@@ -46,10 +44,6 @@ CASES = [
         "ep2 panel in 6 parts", 2, 1, (40, 31), hidden_size=416, num_panels=1, top_k=3, routing="masked", calls=2
     ),
     LayerCase("ep2 panels in 4 parts", 2, 1, (50, 3), hidden_size=1040, num_panels=4, num_experts=8, top_k=4),
-    LayerCase("ep2 copied", 2, 1, (40, 40), transport="copy"),
-    LayerCase("ep2 copied, unequal", 2, 1, (300, 3), num_experts=8, top_k=1, transport="copy", calls=2),
-    LayerCase("ep2 copied, no tokens on rank 1", 2, 1, (33, 0), routing="masked", transport="copy", beside=False),
-    LayerCase("one rank copies nothing", 1, 1, (37,), num_phases=1, transport="copy"),
 ]
 WIDE_CASES = [
     LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3),
@@ -57,12 +51,10 @@ WIDE_CASES = [
     LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4),
     LayerCase("ep2 x tp2 of 8 columns", 2, 2, (14, 22, 5, 9), ffn_size=16, relabel=3),
     LayerCase("tp4 of 20 columns", 1, 4, (10, 12, 9, 8), ffn_size=80, top_k=3, hidden_size=48),
-    LayerCase("ep4 copied", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3, transport="copy", calls=2),
-    LayerCase("ep2 x tp2 copied", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4, transport="copy"),
 ]
 QUICK = (
     "one rank", "ep2 unequal", "ep2 no tokens at all", "ep2 masked slots", "ep2 odd widths", "ep2 split", "tp2",
-    "ep2 copied", "ep2 experts anywhere", "ep2 x tp2 of 8 columns",
+    "ep2 experts anywhere", "ep2 x tp2 of 8 columns",
 )  # fmt: skip
 LATE_S = {"twin": 0.5, "fused": 1.0}  # many times what the other rank needs to come to where it must wait
 
@@ -93,9 +85,8 @@ def test_half_precision_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("path", ["twin", slow("fused")])
-@pytest.mark.parametrize("transport", ["push", "copy"])
-def test_many_epochs_with_delayed_ranks(path: str, transport: Transport) -> None:
-    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=4, seed=3, transport=transport)
+def test_many_epochs_with_delayed_ranks(path: str) -> None:
+    case = LayerCase("ep2 delayed", 2, 1, (140, 20), calls=4, seed=3)
     run_ranks(run_case, 2, case, path, "cpu", True, interpret=path == "fused", timeout=300)
 
 
@@ -107,40 +98,6 @@ def test_outputs_are_bitwise_equal_from_run_to_run() -> None:
     for rank in range(2):
         assert torch.equal(runs[0][rank][0], runs[1][rank][0])
         assert torch.equal(runs[2][rank][0], runs[3][rank][0])
-
-
-COPIED = [
-    LayerCase("ep2", 2, 1, (140, 33), num_experts=8, top_k=3, routing="masked", calls=2),
-    LayerCase("ep4", 4, 1, (20, 130, 0, 31), num_experts=8, num_phases=3),
-    LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=2),
-]
-
-
-@pytest.mark.parametrize("path", ["twin", slow("fused")])
-@pytest.mark.parametrize("case", slow_but(["ep2"], COPIED))
-def test_copied_rows_give_the_bits_of_pushed_rows(case: LayerCase, path: str) -> None:
-    pushed, copied = (
-        run_ranks(run_both_ways, case.world_size, replace(case, transport=transport), path, interpret=path == "fused")
-        for transport in ("push", "copy")
-    )
-    for mine, theirs in zip(pushed, copied, strict=True):
-        for pushed_tensor, copied_tensor in zip(mine, theirs, strict=True):
-            assert torch.equal(pushed_tensor, copied_tensor)
-
-
-def run_both_ways(rank: int, world_size: int, case: LayerCase, path: str) -> list[torch.Tensor]:
-    """Output and all gradients of every call, of a layer that has no comm block where it need not have one."""
-    overlap = replace(case.overlap, comm_blocks=0) if case.transport == "copy" else case.overlap
-    moe = build_layer(case, rank, path)
-    moe.experts = SymmetricPath(case.config, moe.group, overlap, use_kernels=path == "fused")
-    found = []
-    for call in range(case.calls):
-        inputs = rank_inputs(case, rank, call)
-        x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
-        y = moe.routed_experts(x, inputs.top_k_ids, weights)
-        found += map(local, (y, *torch.autograd.grad(y, (x, weights, moe.w1, moe.w2), inputs.grad_output)))
-    moe.group.workspace.check()
-    return found
 
 
 def local_group(moe: MoEConfig, max_tokens: int = 64):
@@ -175,14 +132,13 @@ def test_capacity_of_the_worked_example() -> None:
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("late_layer", [0, 1])
-@pytest.mark.parametrize("transport", ["push", "copy"])
-def test_a_late_rank_is_waited_for_in_each_layer(path: str, late_layer: int, transport: Transport) -> None:
-    run_ranks(layer_by_layer, 2, path, late_layer, transport, interpret=path == "fused")
+def test_a_late_rank_is_waited_for_in_each_layer(path: str, late_layer: int) -> None:
+    run_ranks(layer_by_layer, 2, path, late_layer, interpret=path == "fused")
 
 
-def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int, transport: Transport) -> None:
+def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int) -> None:
     """Rank 1 starts one of the layers late, over landing zones full of NaN: what is read too early shows."""
-    case = LayerCase("ep2", 2, 1, (40, 40), transport=transport)
+    case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
     pieces, workspace = moe.experts, moe.group.workspace
     assert isinstance(pieces, SymmetricPath)
@@ -207,15 +163,14 @@ def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int, trans
 
 @pytest.mark.parametrize("path", ["twin", "fused"])
 @pytest.mark.parametrize("place", ["layer 0 dispatch", "layer 1 combine"])
-@pytest.mark.parametrize("transport", ["push", "copy"])
-def test_a_rank_that_stops_is_named(path: str, place: str, transport: Transport) -> None:
-    messages = run_ranks(wait_for_stopped_rank, 2, path, place, transport, interpret=path == "fused")
+def test_a_rank_that_stops_is_named(path: str, place: str) -> None:
+    messages = run_ranks(wait_for_stopped_rank, 2, path, place, interpret=path == "fused")
     assert re.fullmatch(rf"rank 0 waited 0\.0 s for rank 1 \({place}, chunk 0, epoch 1, saw 0\)", messages[0])
 
 
-def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str, transport: Transport) -> str:
+def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str) -> str:
     """Rank 1 takes part in the plan, and in layer 0 if rank 0 is to wait in layer 1, then does no more."""
-    case = LayerCase("ep2", 2, 1, (40, 40), transport=transport)
+    case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
     pieces, group = moe.experts, moe.group
     assert isinstance(pieces, SymmetricPath)
@@ -268,14 +223,14 @@ def test_capacity_drops_the_later_rows_and_counts_them() -> None:
     assert (y[2:] == 0).all()
 
 
-def drop_on_rank(rank: int, world_size: int, path: str, transport: Transport) -> list[torch.Tensor]:
+def drop_on_rank(rank: int, world_size: int, path: str) -> list[torch.Tensor]:
     """Output and gradients of two calls that drop most rows, on a pool full of NaN."""
     config = MoEConfig(hidden_size=32, ffn_size=16, num_experts=4, top_k=2, capacity_factor=0.25)
     group = make_expert_group(
         config, ParallelConfig(ep=world_size), max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=60.0
     )
     poison(group)
-    overlap = OverlapConfig(block_rows=16, transport=transport)
+    overlap = OverlapConfig(block_rows=16)
     moe, found = MoE(config, group, path=path, overlap=overlap), []
     for call, num_tokens in enumerate((64, 40)):
         generator = torch.Generator().manual_seed(7 * call + rank)
@@ -289,10 +244,9 @@ def drop_on_rank(rank: int, world_size: int, path: str, transport: Transport) ->
     return found
 
 
-@pytest.mark.parametrize("transport", ["push", slow("copy")])
-def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there(transport: Transport) -> None:
-    fused = run_ranks(drop_on_rank, 2, "fused", transport, interpret=True, timeout=300)
-    for found, wanted in zip(fused, run_ranks(drop_on_rank, 2, "twin", transport), strict=True):
+def test_a_token_whose_rows_were_all_dropped_gets_zero_not_what_was_there() -> None:
+    fused = run_ranks(drop_on_rank, 2, "fused", interpret=True, timeout=300)
+    for found, wanted in zip(fused, run_ranks(drop_on_rank, 2, "twin"), strict=True):
         for actual, expected in zip(found, wanted, strict=True):
             assert (expected == 0).all(dim=1).any(), "some token lost all its rows"
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -326,10 +280,6 @@ def test_uneven_parallelism_is_named() -> None:
         ParallelConfig(tp=5).check(config)
     with pytest.raises(ValueError, match="comm_blocks=0 must be at least 1"):
         OverlapConfig(comm_blocks=0)
-    with pytest.raises(ValueError, match=r"comm_blocks=-1 must be at least 0"):
-        OverlapConfig(comm_blocks=-1, transport="copy")
-    with pytest.raises(ValueError, match="transport='fly' must be 'push' or 'copy'"):
-        OverlapConfig(transport="fly")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -21,7 +21,6 @@ CASES = [
     ),
     LayerCase("all", 1, 1, (200,), 32, 32, 128, 128, dtype=torch.bfloat16, num_phases=1, num_panels=1, block_rows=128),
     LayerCase("panels in parts", 1, 1, (200,), 8, 4, 1040, 128, dtype=torch.bfloat16, num_phases=1, block_rows=128),
-    LayerCase("copies to nobody", 1, 1, (700,), dtype=torch.bfloat16, num_phases=1, block_rows=128, transport="copy"),
 ]
 
 

@@ -17,7 +17,6 @@ from layer_ranks import build_layer, run_case, synchronize
 from ranks import run_ranks
 from stream_cases import assert_same, make_pair, make_tokens, train_step
 
-from comet.config import Transport
 from comet.layer.paths import SymmetricPath
 
 BF16 = dict(dtype=torch.bfloat16, block_rows=128)
@@ -32,11 +31,6 @@ CASES = [
     LayerCase("ep4", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, num_phases=3, calls=4),
     LayerCase("tp4", 1, 4, (100, 120, 90, 80), 8, 2, 256, 512, **BF16, calls=3),
     LayerCase("ep2 x tp2", 2, 2, (140, 220, 50, 90), 8, 2, 256, 512, **BF16, num_phases=4, calls=3),
-    LayerCase("ep2 copied", 2, 1, (700, 700), 8, 2, 512, 512, **BF16, calls=4, transport="copy"),
-    LayerCase("ep2 copied, unequal", 2, 1, (900, 5), 8, 1, 256, 128, **BF16, transport="copy", beside=False),
-    LayerCase("ep2 copied, none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128, **BF16, transport="copy"),
-    LayerCase("tp2 copied", 1, 2, (310, 290), 8, 2, 512, 512, **BF16, transport="copy"),
-    LayerCase("ep4 copied", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, num_phases=3, calls=4, transport="copy"),
 ]
 
 
@@ -69,7 +63,7 @@ def with_layers(rank: int, world_size: int, case: LayerCase, kind: Kind) -> list
 
 
 @pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize("case", [case for case in CASES if case.transport == "push"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layers_in_cuda_equal_their_twins(case: LayerCase) -> None:
     needs(case)
     run_ranks(with_both_layers, case.world_size, case, backend=ON_GPUS, timeout=400)
@@ -83,9 +77,8 @@ def test_plain_path() -> None:
 
 
 @pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize("transport", ["push", "copy"])
-def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible(transport: Transport) -> None:
-    case = replace(CASES[0], calls=40, transport=transport)
+def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible() -> None:
+    case = replace(CASES[0], calls=40)
     needs(case)
     first, second = (
         run_ranks(on_gpu, 2, case, "fused", delays, backend=ON_GPUS, timeout=400) for delays in (True, False)
@@ -95,16 +88,16 @@ def test_many_epochs_with_delayed_ranks_are_bitwise_reproducible(transport: Tran
 
 
 def replayed(rank: int, world_size: int, case: LayerCase) -> None:
-    """A graph of the layer, replayed with other tokens and routing, against the layer that pushes, call by call."""
+    """A graph of the layer, replayed with other tokens and routing, against the layer without one, call by call."""
     torch.cuda.set_device(gpu_of(rank))
     moe, sleeper = build_layer(case, rank, "fused", gpu_of(rank)), random.Random(rank)
-    pushing = SymmetricPath(case.config, moe.group, replace(case.overlap, transport="push"), use_kernels=True)
+    without = SymmetricPath(case.config, moe.group, case.overlap, use_kernels=True)
     w1, w2 = moe.expert_weights()
     first = rank_inputs(case, rank)
     given = [tensor.cuda() for tensor in (first.tokens, first.top_k_ids, first.top_k_weights)]
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
-        for path in (moe.experts, pushing):  # compiles the kernels
+        for path in (moe.experts, without):  # compiles the kernels
             path(*given, w1.flatten(1, 2), w2)
         synchronize(moe.group)
         with torch.cuda.graph(graph):
@@ -116,16 +109,15 @@ def replayed(rank: int, world_size: int, case: LayerCase) -> None:
             time.sleep(sleeper.random() * 0.02)
             graph.replay()
             found = y.clone()
-            assert torch.equal(found, pushing(*given, w1.flatten(1, 2), w2)), f"rank {rank}, call {call}"
+            assert torch.equal(found, without(*given, w1.flatten(1, 2), w2)), f"rank {rank}, call {call}"
     moe.group.workspace.check()
     moe.group.close()
 
 
 @pytest.mark.multi_gpu(n=2)
-@pytest.mark.parametrize("transport", ["push", "copy"])
 @pytest.mark.parametrize("num_tokens", [(700, 700), (1100, 130)])
-def test_a_graph_is_replayed_with_other_routing(num_tokens: tuple[int, int], transport: Transport) -> None:
-    case = replace(CASES[0], num_tokens=num_tokens, transport=transport)
+def test_a_graph_is_replayed_with_other_routing(num_tokens: tuple[int, int]) -> None:
+    case = replace(CASES[0], num_tokens=num_tokens)
     run_ranks(replayed, 2, case, backend=ON_GPUS, timeout=240)
 
 

@@ -56,7 +56,7 @@ def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
 
 def point(blocks: int = 8, panels: int = 4, phases: int = 2, tokens: int = 16) -> Point:
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, knobs=Knobs(blocks, panels, phases, 128, True, "push"))
+    return Point(shape=shape, knobs=Knobs(blocks, panels, phases, 128, True))
 
 
 def test_points_are_the_product_of_the_lists():
@@ -77,33 +77,6 @@ def test_an_empty_list_takes_the_value_of_the_job():
     assert only.shape.parallel == job.parallel
 
 
-def test_transports_are_swept(tmp_path):
-    job = job_of("sweep.comm_blocks=[8]", "sweep.transport=[push,copy]")
-    assert [item.knobs.transport for item in sweep_points(job, {})] == ["push", "copy"]
-    copied = sweep_points(job_of("sweep.comm_blocks=[0]", "overlap.transport=copy"), {})
-    assert [item.knobs.setting() for item in copied] == [OverlapConfig(comm_blocks=0, transport="copy")]
-    log = SweepLog(tmp_path / CSV_NAME)
-    log.put({copied[0].key("float32", "cpu"): Outcome(ms=1.5)})
-    assert SweepLog.load(log.path).rows == log.rows
-    assert set(sweep_lines({copied[0]: Outcome(ms=1.5)})) == {(4, 2, "copy")}
-
-
-def test_a_combination_that_breaks_a_rule_is_a_failed_point(tmp_path):
-    """No comm blocks need copy engines; the three other combinations are measured."""
-    words = ("sweep.comm_blocks=[0,8]", "sweep.transport=[push,copy]", "sweep.tokens=[16]", "sweep.rounds=1")
-    rule = "comm_blocks=0 must be at least 1: comm blocks move the rows under transport='push'"
-    for measured_now in (3, 0):
-        facts = sweep_job(job_of(*words, f"output_dir={tmp_path}"), Alone())
-        assert (facts["points"], facts["measured_now"], facts["failed"]) == (4, measured_now, 1)
-        rows = list(csv.DictReader((tmp_path / CSV_NAME).read_text().splitlines()))
-        assert [(row["comm_blocks"], row["transport"], row["failure"]) for row in rows if not row["ms"]] == [
-            ("0", "push", f"ValueError: {rule}")
-        ]
-    with pytest.raises(ValueError, match=f"sweep: every point breaks a rule, the first: {rule}"):
-        sweep_job(job_of(*words[2:], "sweep.comm_blocks=[0]", f"output_dir={tmp_path}/none"), Alone())
-    assert not (tmp_path / "none").exists()
-
-
 def test_layouts_and_models_come_from_the_command_line():
     job = job_of("sweep.layouts=[[4,1],[2,2]]", "sweep.models=[mixtral_8x7b,tiny]", "sweep.comm_blocks=[8]")
     points = sweep_points(job, load_models(job.sweep.models))
@@ -120,8 +93,7 @@ def test_layouts_and_models_come_from_the_command_line():
     ("changes", "message"),
     [
         ({"tokens": (0,)}, r"tokens=\(0,\) must each be at least 1"),
-        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 0"),
-        ({"transport": ("push", "fly")}, r"transport=\('push', 'fly'\) must each be one of \('push', 'copy'\)"),
+        ({"comm_blocks": (8, -1)}, r"comm_blocks=\(8, -1\) must each be at least 1"),
         ({"layouts": ((4,),)}, r"layouts=\(\(4,\),\) must each be a pair \[ep, tp\]"),
         ({"layouts": ((4, 0),)}, r"layouts=\(\(4, 0\),\) must each be a pair \[ep, tp\]"),
         ({"rounds": 0}, r"rounds=0 must be at least 1"),
@@ -153,10 +125,9 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
     for text, message in [
         ("", "must start with the columns model,"),
         ("a,b\n", "must start with the columns model,"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 18 columns, not 2"),
-        (f"{header}\n" + "x," * 16 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 10 + "8,2,2,128,1,fly,1.0,\n", r"sweep\.csv:2: transport='fly' must be one of"),
-        (f"{header}\n" + "1," * 10 + "8,2,2,128,1,push,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 17 columns, not 2"),
+        (f"{header}\n" + "x," * 15 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 10 + "8,2,2,128,1,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -175,7 +146,7 @@ def test_table_lines_and_picture(tmp_path):
     assert (
         len({line.index(word) + len(word) for line, word in zip(lines, ["ms", "2.0000", "1.0000"], strict=False)}) == 1
     )
-    assert sweep_lines(results) == {(4, 2, "push"): [(8, 1.0), (16, 2.0)]}
+    assert sweep_lines(results) == {(4, 2): [(8, 1.0), (16, 2.0)]}
     plot_sweep(results, tmp_path / PLOT_NAME)
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
 

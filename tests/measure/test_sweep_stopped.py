@@ -83,7 +83,7 @@ def test_progress_and_kept_points_are_told(tmp_path: Path, capfd: pytest.Capture
     words = [
         "model=tiny",
         "sweep.tokens=[16,32]",
-        "sweep.comm_blocks=[0,8]",
+        "sweep.comm_blocks=[8]",
         "sweep.rounds=1",
         f"output_dir={tmp_path}",
     ]
@@ -93,7 +93,7 @@ def test_progress_and_kept_points_are_told(tmp_path: Path, capfd: pytest.Capture
     )
     sweep_job(job, Alone())
     first, *shapes, last = capfd.readouterr().err.splitlines()
-    assert first == f"comet: sweep of 4 points, 2 to measure in {tmp_path}"
+    assert first == f"comet: sweep of 2 points, 2 to measure in {tmp_path}"
     told = "tiny EP1 TP1, {} tokens: 1 setting timed in one loop, rows at its end"
     assert [line.partition("left; ")[2] for line in shapes] == [told.format(16), told.format(32)]
     assert last.startswith("comet: 2 of 2 shapes measured, ")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from training_cases import Rank, make_text
 
 from comet.launch.config import compose, make_job
@@ -100,6 +102,21 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_command_line(run, tmp
     start(*RUN, f"resume={old}", f"output_dir={tmp_path}/out", f"data.path={text}")
     assert losses(tmp_path / "out") == losses(run)[3:]  # no history beside it
     assert f"{old} keeps no settings: those of the command line are taken" in capsys.readouterr().err
+
+
+def test_settings_that_no_longer_exist_are_left_out(run, tmp_path, capsys):
+    old = tmp_path / "step-000003"
+    shutil.copytree(run / old.name, old)
+    settings = read_settings(old)
+    settings["overlap"] |= {"transport": "copy"}
+    (old / "comet.yaml").write_text(yaml.safe_dump(settings))
+    manifest = json.loads((old / "comet.json").read_text())
+    manifest["files"]["comet.yaml"] = (old / "comet.yaml").stat().st_size
+    (old / "comet.json").write_text(json.dumps(manifest))
+    start(f"resume={old}", f"output_dir={tmp_path}/out")
+    assert losses(tmp_path / "out")[-1:] == losses(run)[-1:]
+    said = f"{old} was written with settings that no longer exist: overlap.transport=copy left out"
+    assert said in capsys.readouterr().err
 
 
 def test_broken_settings_are_a_mistake_of_one_line(run, tmp_path):

@@ -17,7 +17,6 @@ from comet.tuner.model import (
     _advance,
     all_gemms,
     candidates,
-    copy_rows_ms,
     layer0_ms,
     layer1_ms,
     layer_gemms,
@@ -203,10 +202,7 @@ def test_overlap_has_floor_and_ceiling() -> None:
     problem = problem_of(SHAPES["mixtral"])
     for setting in candidates(problem, H200):
         parts = dict(predict(problem, setting, H200).parts)
-        if setting.transport == "copy":
-            push = problem.num_tokens * (problem.world_size - 1) * problem.row_bytes / H200.link_gbs / 1e6
-        else:
-            push = problem.sent_rows * problem.row_bytes / H200.push_rate(setting.comm_blocks) / 1e6
+        push = problem.sent_rows * problem.row_bytes / H200.push_rate(setting.comm_blocks) / 1e6
         assert parts["GEMM 0"] + parts["exposed 0"] >= max(push, parts["GEMM 0"])
         assert parts["exposed 1"] > -0.05 * parts["GEMM 1"], "fewer SMs give power back, but only a little"
     first, second = layer_gemms(problem, 128, H200)
@@ -220,27 +216,6 @@ def test_overlap_has_floor_and_ceiling() -> None:
     assert phases[1] > phases[0], "the push is hidden anyway: another phase only reads weights again"
 
 
-def test_copy_engines_move_more_but_take_no_block() -> None:
-    problem = problem_of(SHAPES["mixtral"])
-    copied, pushed = OverlapConfig(comm_blocks=0, transport="copy"), OverlapConfig()
-    gemm = layer_gemms(problem, 128, H200)[0]
-    assert copy_rows_ms(replace(problem, reach=0.0), H200) == copy_rows_ms(problem, H200), "needed or not"
-    fast = replace(H200, link_gbs=1e6, copy_ms=1e-9)
-    assert layer0_ms(problem, copied, fast, gemm) < layer0_ms(problem, pushed, fast, gemm)
-    slow = replace(H200, link_gbs=20.0)
-    assert layer0_ms(problem, copied, slow, gemm) > copy_rows_ms(problem, slow) > gemm.ms(132, slow)
-    for setting in candidates(problem, H200):
-        assert (setting.comm_blocks == 0) == (setting.transport == "copy" and setting.beside)
-    alone = problem_of(SHAPES["mixtral"], ep=1)
-    assert {setting.transport for setting in candidates(alone, H200)} == {"push"}, "nobody to copy to"
-
-
-def test_example_of_copy_rows_ms() -> None:
-    moe = MoEConfig(num_experts=3, top_k=1, hidden_size=192, ffn_size=16)
-    machine = replace(H200, link_gbs=384.0, copy_ms=0.012)
-    assert copy_rows_ms(problem_of(moe, 1000, 3), machine) == pytest.approx(2 * (0.012 + 0.001))
-
-
 def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
     rng = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
@@ -252,8 +227,6 @@ def test_proposals_are_few_legal_sorted_and_include_plain() -> None:
         assert 2 <= len(settings) <= 12
         assert len(set(settings)) == len(settings)
         assert None in settings
-        if problem.world_size == 1:
-            assert all(setting.transport == "push" for setting in filter(None, settings)), "nobody to copy to"
         default = effective(OverlapConfig(), problem, machine)
         assert default in settings or machine.num_sms <= 16
         others = [item for item in proposed if item.setting not in (None, default)]

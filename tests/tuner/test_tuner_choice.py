@@ -126,9 +126,7 @@ def test_explanation_is_aligned_and_fits_json() -> None:
         "measured at 8192 tokens, 2026-11-20, version abc"
     )
     content = json.loads(json.dumps(explain_facts(explained)))
-    assert content["chosen"] == dict(
-        comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=False, transport="push"
-    )
+    assert content["chosen"] == dict(comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=False)
     assert content["candidates"][2]["setting"] == content["candidates"][2]["name"] == "plain"
     assert content["candidates"][3]["measured_ms"] is content["candidates"][3]["measured_tokens"] is None
     assert content["candidates"][0]["measured_tokens"] == 8192

@@ -161,7 +161,9 @@ def damaged(path: Path, how: str) -> None:
     elif how == "boolean":
         raw["measured"][0]["setting"]["comm_blocks"] = True
     elif how == "unknown knob":
-        raw["measured"][0]["setting"]["transport"] = 1
+        raw["measured"][0]["setting"]["speed"] = 1
+    elif how == "removed knob":
+        raw["measured"][0]["setting"] = {"transport": "push"}
     elif how == "missing knob":
         del raw["measured"][0]["setting"]["num_panels"]
     elif how == "negative time":
@@ -204,8 +206,17 @@ WHOLE_FILE = (
 )
 WHOLE_FILE += ("binary", "empty")
 ONE_ENTRY = ("entry of another device", "setting breaks a rule", "setting of a wrong type", "boolean", "unknown knob")
+ONE_ENTRY += ("removed knob",)
 ONE_ENTRY += ("missing knob", "negative time", "huge time", "time as text", "no candidate ran", "tokens are no bucket")
 ONE_ENTRY += ("entry is a list", "not a number", "unknown kernels")
+
+
+def test_a_setting_that_no_longer_exists_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    filled(path)
+    damaged(path, "removed knob")
+    rule = "transport is no longer a setting: leave it out: rows are always pushed, as by transport=push"
+    assert f"(first: {rule})" in read_entries(path, DEVICE)[1]
 
 
 @pytest.mark.parametrize("how", WHOLE_FILE + ONE_ENTRY)

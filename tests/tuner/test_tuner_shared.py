@@ -75,17 +75,6 @@ def test_settings_are_resolved_once_for_all_calls_of_about_as_many_tokens(
     assert found[100] is found[128]
 
 
-def test_comm_blocks_of_another_transport_are_not_taken(tmp_path: Path) -> None:
-    copies = OverlapConfig(comm_blocks=0, num_panels=2, transport="copy")
-    write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (copies, 1.0), 1: (FEW, 1.0)})
-    path = symmetric(MoE(MOE, group_of(1, tmp_path)))
-    assert [path.settings_for(num).comm_blocks for num in (128, 16, 1)] == [24, 24, 5]
-    write_profile(tmp_path / "copy", 1, {128: (copies, 1.0), 16: (FEW, 1.0)})
-    path = symmetric(MoE(MOE, group_of(1, tmp_path / "copy")))
-    assert path.overlap.transport == "copy"
-    assert [path.settings_for(num).comm_blocks for num in (128, 16)] == [0, 0]
-
-
 def test_without_measurements_the_default_and_a_given_setting_always(tmp_path: Path) -> None:
     path = symmetric(MoE(MOE, group_of(1, tmp_path / "none")))
     assert path.overlap.comm_blocks == OverlapConfig().comm_blocks

@@ -15,7 +15,6 @@ from torch.nn.functional import silu
 
 from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait, waited
-from comet.layer.copy_engine import start_copies
 from comet.layer.plan import Plan
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
@@ -41,14 +40,10 @@ def layer0(
     Returns:
         hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
     """
-    if plan.transport == "copy":
-        keep_own_rows(x, plan, workspace.recv_rows)
-        start_copies(x, plan, workspace, settings.copy_stream)()
-    else:
-        push_rows(x, plan, workspace, workspace.recv_rows)
+    push_rows(x, plan, workspace, workspace.recv_rows)
     pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
     for rows, expert in _tile_runs(plan, workspace, settings):
-        torch.mm(workspace.recv_rows.local[plan.arrival_row_ids[rows]], w1[expert].T, out=pre[rows])
+        torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
     gate, up = pre.chunk(2, dim=1)
     return silu(gate) * up, pre if save_pre else None
 
@@ -86,16 +81,12 @@ def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: L
     hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
     packed = pack(quantize_rows(x, trusted=True), x.dtype)
     landing = workspace.recv_rows.with_columns(packed.shape[1])
-    if plan.transport == "copy":
-        keep_own_rows(packed, plan, landing)
-        start_copies(packed, plan, workspace, settings.copy_stream)()
-    else:
-        push_rows(packed, plan, workspace, landing)
+    push_rows(packed, plan, workspace, landing)
     num_rows = plan.routed_row_ids.numel()
     hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
     for rows, expert in _tile_runs(plan, workspace, settings):
-        arrived = unpack(landing.local[plan.arrival_row_ids[rows]], hidden_size)
+        arrived = unpack(landing.local[plan.routed_row_ids[rows]], hidden_size)
         gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
         quantised = quantize_rows(silu(gate) * up, trusted=True)
         hidden[rows], scales[rows] = quantised.elements, quantised.scales
@@ -262,7 +253,7 @@ def keep_own_rows(x: Tensor, plan: Plan, rows: SymmTensor) -> None:
 def _tile_runs(plan: Plan, workspace: Workspace, settings: LayerSettings) -> Iterator[tuple[slice, int]]:
     """(routed rows, local expert) of neighbouring tiles in schedule order, each phase once its rows have arrived."""
     layout, starts = plan.layout, plan.tile_starts.tolist()
-    chunks = (plan.arrival_row_ids[_used_rows(plan)] // CHUNK_ROWS).unique().tolist()
+    chunks = (plan.routed_row_ids[_used_rows(plan)] // CHUNK_ROWS).unique().tolist()
     per_source = plan.max_tokens // CHUNK_ROWS
     tiles = plan.tiles[: starts[-1]].tolist()
     for phase in range(plan.num_phases):

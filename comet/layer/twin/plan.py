@@ -125,12 +125,7 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     weight = weights[source, token, slot][chosen]
     routed, row, slot = routed[fits], row[chosen], slot[chosen]
     shape = (needed.numel(), ids.shape[2])
-    arrivals = {}
-    if rules.transport == "copy":
-        tokens = row_ids[source, token][chosen].int()
-        arrivals["arrival_row_ids"] = _scatter((rules.max_routed_rows,), (routed,), tokens, -1)
     tensors = {
-        **arrivals,
         **_send_lists(ids[layout.rank], layout),
         **table,
         "recv_counts": needed.sum(1).int(),

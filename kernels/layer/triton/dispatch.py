@@ -139,13 +139,13 @@ class Sends:
         token_ids: ``(W, M)``.
         counts: ``(W,)``.
         recv_counts: ``(W,)``.
-        pushed: ``(W, M / 128)`` zeros, used up where warps share a chunk, or ``None``.
+        pushed: ``(W, M / 128)`` zeros, used up where warps share a chunk.
     """
 
     token_ids: Tensor
     counts: Tensor
     recv_counts: Tensor
-    pushed: Tensor | None = None
+    pushed: Tensor
 
 
 def dispatch(x: Tensor, wire: Wire, sends: Sends, counters: Tensor, config: DispatchConfig) -> None:

@@ -109,7 +109,6 @@ def test_when_layer_0_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer0.runs_cuda(**layer0_call(wire=make_wire(world_size=64)))
     assert not layer0.runs_cuda(**layer0_call(table=replace(call["table"], block_rows=64)))
     assert not layer0.runs_cuda(**layer0_call(table=without_segments()))
-    assert not layer0.runs_cuda(**layer0_call(sends=replace(call["sends"], pushed=None)))  # copy engines move the rows
     assert not layer0.runs_cuda(**layer0_call(w1=make_weight(MANY, 256, 128)))  # their table is too large
     monkeypatch.setattr(layer0, "is_available", lambda device: False)
     assert not layer0.runs_cuda(**call)

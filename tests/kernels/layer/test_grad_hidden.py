@@ -53,13 +53,12 @@ def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, 
 
 def play_beside(rank: int, world_size: int) -> None:
     for case in SMALL_LAYER0:
-        if case.transport == "push":
-            with (
-                patch.object(grad_hidden_module, "runs_cuda", lambda *arguments: True),
-                patch.object(module, "grad_hidden_cuda", stand_in),
-            ):
-                found = run_grad_hidden(case, "cuda")
-            check(case, found, "beside")
+        with (
+            patch.object(grad_hidden_module, "runs_cuda", lambda *arguments: True),
+            patch.object(module, "grad_hidden_cuda", stand_in),
+        ):
+            found = run_grad_hidden(case, "cuda")
+        check(case, found, "beside")
 
 
 @pytest.mark.parametrize("played", [play, play_beside])
@@ -112,6 +111,5 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module.runs_cuda(**make_call(grad_y=torch.empty(1, 2048, device="meta")))  # float32
     assert not module.runs_cuda(**make_call(table=make_table(block_rows=64)))
     assert not module.runs_cuda(**make_call(table=replace(call["table"], segments=None)))
-    assert not module.runs_cuda(**make_call(sends=replace(call["sends"], pushed=None)))  # copy engines move the rows
     monkeypatch.setattr(module, "is_available", lambda device: False)
     assert not module.runs_cuda(**call)

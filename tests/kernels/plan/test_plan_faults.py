@@ -11,7 +11,6 @@ from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
 from ranks import run_ranks
 
-from comet.config import Transport
 from comet.errors import CommTimeoutError
 from comet.layer.plan import Plan, begin_plan
 
@@ -19,9 +18,9 @@ GARBAGE = 123456789
 DEADLINE_S = 0.002
 
 
-def make_case(transport: Transport) -> Case:
+def make_case() -> Case:
     """Two ranks, each with all its tokens at two of eight experts, and room for all rows."""
-    case = replace(random_case(7, 2, 1, num_experts=8, top_k=2, max_tokens=128), transport=transport)
+    case = random_case(7, 2, 1, num_experts=8, top_k=2, max_tokens=128)
     return replace(case, expert_capacity=None, max_routed_rows=1024, block_rows=16)
 
 
@@ -32,7 +31,7 @@ def new_ids(case: Case, seed: int) -> Case:
     return replace(case, ids=ids, weights=[torch.rand(128, 2, generator=generator) for _ in range(2)])
 
 
-def late_ids(rank: int, world_size: int, transport: Transport) -> str:
+def late_ids(rank: int, world_size: int) -> str:
     """The ids of rank 1 reach rank 0 after it counted and before it places; returns rank 0's complaint."""
     from comet.kernels.plan import metadata
     from comet.layer import plan_kernels
@@ -46,7 +45,7 @@ def late_ids(rank: int, world_size: int, transport: Transport) -> str:
         return tensors
 
     metadata.cut = plan_kernels.cut = dirty
-    pools = [workspace(make_case(transport), comm) for comm in emulated_group(2, "cpu", DEADLINE_S)]
+    pools = [workspace(make_case(), comm) for comm in emulated_group(2, "cpu", DEADLINE_S)]
 
     def begin(case: Case, player: int) -> Any:
         return begin_plan(
@@ -55,11 +54,11 @@ def late_ids(rank: int, world_size: int, transport: Transport) -> str:
         )  # fmt: skip
 
     for epoch in range(2):  # both halves of the pools hold ids of older plans
-        case = new_ids(make_case(transport), epoch)
+        case = new_ids(make_case(), epoch)
         finishes = [begin(case, player) for player in range(2)]
         for player, finish in enumerate(finishes):
             assert_same_plan(finish(), twin_plan(case, player), f"epoch {epoch} rank {player}")
-    case, late = new_ids(make_case(transport), 2), []
+    case, late = new_ids(make_case(), 2), []
 
     def place_late(*arguments: Any) -> None:
         plan_kernels.place_plan = place_plan
@@ -78,7 +77,7 @@ def late_ids(rank: int, world_size: int, transport: Transport) -> str:
 def check_harmless(case: Case, plan: Plan) -> None:
     """Nothing that a kernel takes for a row or a token lies outside what there is."""
     for start, count in zip(plan.segment_starts.tolist(), plan.segment_counts.tolist(), strict=False):
-        for field in (plan.routed_row_ids, plan.arrival_row_ids, plan.routed_slots):
+        for field in (plan.routed_row_ids, plan.routed_slots):
             assert not (field[start : start + count] == GARBAGE).any(), "a row of a segment was left as it was"
     assert plan.segment_counts.tolist() == [0] * 4
     assert plan.segment_starts.tolist() == [0] * 5
@@ -91,8 +90,7 @@ def check_harmless(case: Case, plan: Plan) -> None:
     assert plan.send_counts.tolist() == plan.recv_counts.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("transport", ["push", "copy"])
-def test_a_plan_without_all_ids_has_no_rows(transport: Transport) -> None:
-    assert run_ranks(late_ids, 1, transport, interpret=True) == [
+def test_a_plan_without_all_ids_has_no_rows() -> None:
+    assert run_ranks(late_ids, 1, interpret=True) == [
         "rank 0 waited 0.0 s for rank 1 (exchange of top-k ids, chunk 0, epoch 3, saw 2)"
     ]

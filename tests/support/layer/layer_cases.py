@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from comet.config import MoEConfig, OverlapConfig, ParallelConfig, Transport
+from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.layout import ExpertLayout
 from comet.reference.layer import reference_experts
 
@@ -45,7 +45,6 @@ class LayerCase:
     calls: int = 1
     strided: bool = False
     relabel: int = 0
-    transport: Transport = "push"
 
     @property
     def world_size(self) -> int:
@@ -73,7 +72,6 @@ class LayerCase:
             num_panels=self.num_panels,
             block_rows=self.block_rows,
             beside=self.beside,
-            transport=self.transport,
         )
 
     @property

@@ -13,20 +13,20 @@ from rank_plans import plan_from_ids
 from torch import Tensor
 
 from comet.comm import Communicator
-from comet.config import OverlapConfig, Transport
+from comet.config import OverlapConfig
 from comet.errors import CapacityError
 from comet.layer.plan import Plan, begin_plan, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
 
-# Of a routed row: phase, received row, arrival row, expert slot, weight.
-Routed = tuple[int, int, int, int, float]
+# Of a routed row: phase, received row, expert slot, weight.
+Routed = tuple[int, int, int, float]
 
 MAX_TOKENS = (128, 256, 384)
 ROUTINGS = ("uniform", "one expert", "few experts", "masked", "repeated")
 FIELDS = (
     "send_token_ids", "send_counts", "send_rows", "recv_counts", "row_slots", "row_weights", "routed_row_ids",
-    "arrival_row_ids", "routed_slots", "segment_starts", "segment_counts", "tiles",
+    "routed_slots", "segment_starts", "segment_counts", "tiles",
     "segment_tiles", "tile_starts", "status", "counters",
 )  # fmt: skip
 
@@ -45,7 +45,6 @@ class Case:
     max_routed_rows: int
     ids: list[Tensor]
     weights: list[Tensor]
-    transport: Transport = "push"
 
     @property
     def top_k(self) -> int:
@@ -61,7 +60,7 @@ class Case:
     @property
     def arguments(self) -> dict[str, Any]:
         return {
-            "overlap": OverlapConfig(num_phases=self.num_phases, block_rows=self.block_rows, transport=self.transport),
+            "overlap": OverlapConfig(num_phases=self.num_phases, block_rows=self.block_rows),
             "expert_capacity": self.expert_capacity,
             "max_routed_rows": self.max_routed_rows,
         }
@@ -113,7 +112,6 @@ def random_case(
         max_routed_rows=draw.choice((enough + repeated, enough + repeated, block_rows, 5 * block_rows)),
         ids=ids,
         weights=weights,
-        transport=draw.choice(("push", "copy")),
     )
 
 
@@ -182,8 +180,7 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
                     dropped += 1
                     continue
                 taken[expert] += 1
-                arrival = source * size + token if case.transport == "copy" else row
-                routed = (phases[source], row, arrival, slot, weights[source][token][slot])
+                routed = (phases[source], row, slot, weights[source][token][slot])
                 segments[expert - layout.first_expert].append(routed)
     tables = _tables(case, [sorted(rows, key=lambda routed: routed[0]) for rows in segments])
     tables["status"] = [tables["status"][0], dropped, *tables["status"][1:]]
@@ -214,7 +211,7 @@ def _phase(source: int, rank: int, num_ranks: int, num_phases: int) -> int:
 
 def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
     limit, block = case.max_routed_rows, case.block_rows
-    routed_row_ids, arrival_row_ids, routed_slots = ([-1] * limit for _ in range(3))
+    routed_row_ids, routed_slots = ([-1] * limit for _ in range(2))
     row_slots = [[-1] * case.top_k for _ in range(case.world_size * case.max_tokens)]
     row_weights = [[0.0] * case.top_k for _ in row_slots]
     starts, counts, start = [], [], 0
@@ -222,9 +219,9 @@ def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
     for expert, rows in enumerate(segments):
         starts.append(min(start, limit))
         counts.append(max(0, min(len(rows), limit - start)))
-        for position, (_, row, arrival, slot, weight) in enumerate(rows[: counts[-1]]):
+        for position, (_, row, slot, weight) in enumerate(rows[: counts[-1]]):
             routed = start + position
-            routed_row_ids[routed], arrival_row_ids[routed], routed_slots[routed] = row, arrival, slot
+            routed_row_ids[routed], routed_slots[routed] = row, slot
             row_slots[row][slot], row_weights[row][slot] = routed, weight
         for first in range(0, counts[-1], block):
             valid = min(block, counts[-1] - first)
@@ -237,7 +234,6 @@ def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
         "row_slots": row_slots,
         "row_weights": row_weights,
         "routed_row_ids": routed_row_ids,
-        "arrival_row_ids": arrival_row_ids,
         "routed_slots": routed_slots,
         "segment_starts": [*starts, min(start, limit)],
         "segment_counts": counts,
@@ -251,7 +247,7 @@ def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
 def used_part(plan: Plan, field: str) -> Tensor:
     """What is specified of a field: kernels leave routed rows and tiles past the used ones as they were."""
     tensor = getattr(plan, field)
-    if field in ("routed_row_ids", "arrival_row_ids", "routed_slots"):
+    if field in ("routed_row_ids", "routed_slots"):
         return tensor[: plan.segment_starts[-1]]
     return tensor[: plan.tile_starts[-1]] if field in ("tiles", "segment_tiles") else tensor
 

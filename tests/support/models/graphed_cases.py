@@ -10,7 +10,6 @@ from stream_cases import NUM_TOKENS, assert_same
 from torch import Tensor
 
 from comet import MoE, MoEConfig, OverlapConfig, ParallelConfig, make_expert_group
-from comet.config import Transport
 from comet.graphed.moe import GraphedMoE, Output
 from comet.layer.sharding import local
 
@@ -87,11 +86,10 @@ def make_steps(
     ep: int = 1,
     param_dtype: torch.dtype | None = None,
     path: str = "auto",
-    transport: Transport = "push",
 ) -> Steps:
     """Two layers over one pool on a GPU."""
     group = make_expert_group(config, ParallelConfig(ep=ep), max_tokens=NUM_TOKENS, dtype=dtype, device=device)
-    overlap = OverlapConfig(num_panels=1, transport=transport)
+    overlap = OverlapConfig(num_panels=1)
     layers = [
         MoE(config, group, path=path, overlap=overlap, seed=3, param_dtype=param_dtype or dtype) for _ in range(2)
     ]

@@ -68,7 +68,7 @@ def run_grad_hidden(case: PlayedCase, kind: Kind, *, apart: Collection[int] = ()
     plans, buffers = plans_of(case), make_buffers(case)
     with grad_hidden_in(kind) as spy:
         found = play(case, buffers, partial(launch, case, plans, apart=apart))
-    in_cuda = kind == "cuda" and case.transport == "push"
+    in_cuda = kind == "cuda"
     assert spy.call_count == (2 * (case.world_size - len(apart)) if in_cuda else 0), case
     for rank, plan in enumerate(plans):
         if in_cuda and rank not in apart:

@@ -75,7 +75,7 @@ def config_of(case: PlayedCase, *, save_pre: bool) -> DispatchGemmConfig:
     tile = TileShape.select(case.dtype, case.hidden_size, case.ffn_size)
     in_32_bits = case.dtype == torch.float32
     return DispatchGemmConfig(
-        comm_blocks=16 if case.transport == "push" else 0,
+        comm_blocks=16,
         by_source=case.num_phases > 2,
         block_f=tile.block_f,
         block_k=tile.block_k,
@@ -91,8 +91,6 @@ def launch(
 ) -> Hidden:
     """One launch of one rank: results of all routed rows, NaN where nothing was written."""
     plan, x = fresh(plans[rank]), tokens_of(case, rank)
-    if case.transport == "copy":
-        copy_tokens(case, plans, buffers, rank)
     rows = plan.routed_row_ids.numel()
     hidden, pre = (
         torch.full((rows, parts * case.ffn_size), torch.nan, dtype=case.dtype, device=case.device) for parts in (1, 2)
@@ -103,19 +101,10 @@ def launch(
     return Hidden(hidden, pre if save_pre else None)
 
 
-def copy_tokens(case: PlayedCase, plans: list[Plan], buffers: Buffers, rank: int) -> None:
-    """In the place of copy engines: all tokens of a rank to all others."""
-    for target in range(case.world_size):
-        if target != rank:
-            sent = sent_tokens(case, plans, rank, target)
-            buffers.rows[target][rank * max_tokens(case) :][: len(sent)] = sent
-            buffers.flags[target][rank, : -(-len(sent) // CHUNK_ROWS)] = EPOCH
-
-
 def sent_tokens(case: PlayedCase, plans: list[Plan], source: int, target: int) -> Tensor:
     """The rows that one rank sends to another, ``(n, D)``, in the order in which they lie there."""
     tokens, plan = tokens_of(case, source), plans[source]
-    if source == target or case.transport == "copy":
+    if source == target:
         return tokens
     return tokens[plan.send_token_ids[target, : int(plan.send_counts[target])].long()]
 
@@ -125,8 +114,7 @@ def run_layer0(case: PlayedCase, kind: Kind, *, save_pre: bool) -> list[Hidden]:
     plans, buffers = plans_of(case), make_buffers(case)
     with layer0_in(kind) as spy:
         found = play(case, buffers, partial(launch, case, plans, buffers, save_pre=save_pre))
-    in_cuda = kind == "cuda" and case.transport == "push"
-    assert spy.call_count == (2 * case.world_size if in_cuda else 0)
+    assert spy.call_count == (2 * case.world_size if kind == "cuda" else 0)
     for rank in range(case.world_size):
         check_received(case, plans, buffers, rank)
     return [experts_rows(plan, result) for plan, result in zip(plans, found, strict=True)]
@@ -205,7 +193,7 @@ def exact_layer0(case: PlayedCase) -> list[Exact]:
     summing = case.hidden_size / 8 * torch.finfo(torch.float32).eps / 2  # 16 products are added at once, or lost bits
     plans, found = plans_of(case), []
     for rank, plan in enumerate(plans):
-        row_ids = plan.arrival_row_ids[plan.routed_row_ids >= 0].long()
+        row_ids = plan.routed_row_ids[plan.routed_row_ids >= 0].long()
         x, w1 = landed(case, plans, rank)[row_ids].double(), expert_weights(case, rank).double()
         counts = plan.segment_counts.tolist()
         of_experts = list(zip(x.split(counts), w1, strict=True))

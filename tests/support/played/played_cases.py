@@ -28,7 +28,6 @@ LAYER0 = [
     PlayedCase("narrow", 1, 1, (300,), 4, 2, 80, 16),
     PlayedCase("more items than blocks", 2, 1, (2500, 1800), 8, 4, 128, 1040),
     PlayedCase("float16", 2, 1, (400, 300), 16, 4, 512, 256, dtype=torch.float16),
-    PlayedCase("copied", 2, 1, (400, 300), 16, 4, 512, 256, transport="copy"),
 ]
 
 # The same, small, under the interpreter.
@@ -40,7 +39,6 @@ SMALL_LAYER0 = [
     replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
     replace(TWO, name="one expert", num_tokens=(20, 40), routing="one", block_rows=128),
     replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=80),
-    replace(TWO, name="copied", num_tokens=(20, 140), transport="copy"),
 ]
 
 # Of layer 1, whose sums travel home, as gradients of tokens do.

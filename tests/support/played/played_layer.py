@@ -115,7 +115,7 @@ class PlayedRanks:
             "recv_flags",
             lambda r: fused.grad_hidden(self.inputs[r].grad_output, self.w2[r], plans[r], pools[r], settings),
         )
-        arrived = [fused.routed_rows(rows[r], plans[r].arrival_row_ids, plans[r]) for r in self.ranks]
+        arrived = [fused.routed_rows(rows[r], plans[r].routed_row_ids, plans[r]) for r in self.ranks]
         through = [fused.swiglu_backward(_there(pre[r]), sent[r][1], plans[r]) for r in self.ranks]
         homes = self.twice(
             "combine_flags",

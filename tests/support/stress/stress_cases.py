@@ -6,7 +6,7 @@ widths, which follow from D and F) and for integers that are 1 or no multiple of
 blocks and capacity, and at most once more for a number of panels, which in layer 1 may be cut into parts.
 
 * Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
-* Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks, transport of layer 0,
+* Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks,
   expert weights. Those of the last may be in block FP8, if D allows it; then without backward and capacity.
 * Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, how many calls with
   which inputs, backward or not, strided inputs, delays of each rank.
@@ -205,7 +205,6 @@ class Stress:
             num_phases=dice.randint(min(2, self.world_size), self.world_size),
             block_rows=dice.choice((16, 32, 64, 128, 128)),
             beside=dice.random() < 0.5,
-            transport=dice.choice(("push", "copy")),
         )
         if layer < LAYERS - 1 or pool.hidden_size % FP8_BLOCK or dice.random() >= FP8_SHARE:
             return found
