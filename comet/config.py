@@ -173,7 +173,7 @@ class ParallelConfig:
     Args:
         ep: Expert-parallel shards; must divide ``num_experts``.
         tp: Ranks each expert's F is split over; must divide ``ffn_size``. Where F / TP is no multiple of 16, each call
-            pads the weights (``comet.layer.paths.pad_width``).
+            pads the weights (``comet.layer.weights.pad_width``).
         node_size: Consecutive ranks that reach each other's memory, a multiple or a divisor of ep x tp; ``None``: the
             ranks of a host. A group of several nodes has no symmetric memory and runs ``plain`` or ``reference``.
     """

@@ -48,7 +48,6 @@ from comet.kernels.experts.prefetch import plan, travel
 from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import group_gemm_wgrad_cuda
-from comet.layer import fused
 from comet.layout import ExpertLayout
 from comet.quantization.formats import quantize_fp8
 
@@ -80,14 +79,14 @@ def run_fp8(device: torch.device, dtype: torch.dtype, kind: Kind) -> None:
         case = replace(case, num_tokens=(150, 5), max_tokens=160, routing="hot", block_rows=128)
     played = PlayedRanks(case, device)
     shards = [(quantize_fp8(w1), quantize_fp8(w2)) for w1, w2 in zip(played.w1, played.w2, strict=True)]
-    plans, pools, settings = played.plans, played.pools, played.settings
+    plans, pools, backends = played.plans, played.pools, played.backends
     with fp8_layer0_in(kind) as in_layer0, fp8_layer1_in(kind) as in_layer1:
         hidden = played.twice(
             "recv_flags",
-            lambda r: fused.layer0_fp8(played.inputs[r].tokens, shards[r][0], plans[r], pools[r], settings),
+            lambda r: backends[r].dispatch_gemm_fp8(played.inputs[r].tokens, shards[r][0], plans[r]),
         )
         outputs = played.twice(
-            "combine_flags", lambda r: fused.layer1_fp8(hidden[r], shards[r][1], plans[r], pools[r], settings)
+            "combine_flags", lambda r: backends[r].gemm_combine_fp8(hidden[r], shards[r][1], plans[r])
         )
     assert in_layer0.call_count == in_layer1.call_count == (2 * case.world_size if kind == "cuda" else 0)
     products = float32_products(case.hidden_size) + (tensor_core_products("cuda") if device.type == "cuda" else 0.0)

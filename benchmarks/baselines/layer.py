@@ -19,7 +19,7 @@ from comet.comm.collectives import accumulator_dtype
 from comet.config import require
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
 from comet.kernels.runtime.arguments import TileTable
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layout import ExpertLayout, round_up
 from comet.measure.timing import Variant
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
@@ -121,21 +121,21 @@ def exchange_alone(
         weights: ``(T, K)`` float32.
         w2: ``(e, D, F/TP)``.
     """
-    hidden = tokens[0].new_zeros(path.max_routed_rows, w2.shape[2])
+    hidden = tokens[0].new_zeros(path.backend.rules.max_routed_rows, w2.shape[2])
 
     def run(index: int) -> tuple[Tensor, ...]:
-        plan = path.plan(ids[index], weights[index])
-        path.ops.dispatch(tokens[index], plan, path.workspace, path.settings)
+        plan = path.backend.plan(ids[index], weights[index])
+        path.backend.dispatch(tokens[index], plan)
         if path.use_kernels:  # no tiles, so no GEMM: the expert outputs that travel are whatever is in memory
             without_tiles = replace(
                 plan,
                 tile_starts=torch.zeros_like(plan.tile_starts),
                 segment_counts=torch.zeros_like(plan.segment_counts),
             )
-            path.ops.layer1(hidden, w2, without_tiles, path.workspace, path.settings)
+            path.backend.gemm_combine(hidden, w2, without_tiles)
         else:
             y = hidden.new_zeros(hidden.shape[0], w2.shape[1])
-            path.ops.combine(y, plan, path.workspace, path.settings, weighted=True)
+            path.backend.combine(y, plan, weighted=True)
         return ()
 
     return run

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comet.config import ParallelConfig, require
 from comet.launch.distributed import started_by_torchrun
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.measure.timing import Variant
 
 from lib.arguments import require_known, suite_parser, words
@@ -158,7 +158,8 @@ def describe_setting(layer: Layer) -> str:
     path = layer.moe.experts
     if not isinstance(path, SymmetricPath):
         return type(path).__name__
-    return f"{path.settings.comm_blocks}/{path.settings.layer1.num_panels}/{path.overlap.num_phases}"
+    settings = path.backend.settings
+    return f"{settings.comm_blocks}/{settings.layer1.num_panels}/{path.backend.rules.num_phases}"
 
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:

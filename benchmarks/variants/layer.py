@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from comet.config import MoEConfig
 from comet.graphed.training import TrainingGraphs
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layout import ExpertLayout
 from comet.measure.timing import Variant, capture

@@ -12,7 +12,8 @@ from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import Decoder, check_group
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import ExpertPath, make_path, match_once, match_weights
+from comet.layer.paths import ExpertPath, make_path
+from comet.layer.weights import match_once, match_weights
 from comet.utils.uncompiled import uncompiled
 
 

@@ -24,7 +24,9 @@ from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.scratch import DecodeScratch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import ExpertPath, SymmetricPath, make_path, match_once, match_weights
+from comet.layer.paths import ExpertPath, make_path
+from comet.layer.routed_experts import SymmetricPath
+from comet.layer.weights import match_once, match_weights
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.reference.plain import plain_experts

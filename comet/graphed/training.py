@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import DeferredWgrad, SymmetricPath
 from comet.layer.sharding import global_grad, local
 from comet.moe import MoE
 from comet.utils.graphs import capture
-
-Later = list[Callable[[], Tensor]]
 
 
 class _Turn:
@@ -70,7 +68,7 @@ class TrainingGraphs:
         own = {
             name: local(each).detach().requires_grad_(each.requires_grad) for name, each in module.named_parameters()
         }
-        with _later(layer) as later:
+        with _deferred(layer) as deferred:
             self._run_forward, results = record(partial(functional_call, module, own, self._inputs))
             self._has_grad = tuple(each.requires_grad for each in results)
             roots = [each for each in results if each.requires_grad]
@@ -79,8 +77,9 @@ class TrainingGraphs:
             self._run_backward, self._grads = record(partial(_gradients, roots, self._root_grads, leaves))
         self._results = tuple(each.detach() for each in results)
         places = {id(each): place for place, each in enumerate(self._parameters, start=len(inputs))}
-        pairs = zip(layer.expert_parameters(), later, strict=False)  # none where nothing is left for later
-        self._later = [(places[id(each)], each, make) for each, make in pairs if each.requires_grad]
+        makers = () if deferred.last is None else (deferred.last.w1, deferred.last.w2)
+        pairs = zip(layer.expert_parameters(), makers, strict=False)
+        self._deferred = [(places[id(each)], make) for each, make in pairs if each.requires_grad]
         self._turn: weakref.ref[_Turn] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -129,7 +128,7 @@ class TrainingGraphs:
             _ = own.zero_() if grad is None else own.copy_(grad)
         self._run_backward()
         found = [None if each is None else each.clone() for each in self._grads]
-        for place, _, make in self._later:
+        for place, make in self._deferred:
             found[place] = make()
         for place, parameter in enumerate(self._parameters, start=len(self._inputs)):
             found[place] = global_grad(found[place], parameter)
@@ -163,9 +162,10 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _later(layer: MoE) -> AbstractContextManager[Later]:
-    """What is left of a backward pass captured inside; nothing on paths without this way."""
-    return layer.experts.weight_gradients_later() if isinstance(layer.experts, SymmetricPath) else nullcontext([])
+def _deferred(layer: MoE) -> AbstractContextManager[DeferredWgrad]:
+    """Where a backward pass captured inside leaves its weight gradients; other paths leave nothing."""
+    experts = layer.experts
+    return experts.defer_wgrad() if isinstance(experts, SymmetricPath) else nullcontext(DeferredWgrad())
 
 
 def _gradients(

@@ -1,198 +1,406 @@
-"""The pieces of the layer on kernels; the same functions as ``comet.layer.twin.layer``.
+"""The layer by kernels: one launch for each of layer 0, layer 1 and their gradients, two for the plan.
 
-Triton kernels, compiled or interpreted, but for larger layers: see ``comet.kernels.runtime.nvrtc``.
+Triton kernels, compiled or interpreted, but for larger layers: see ``comet.kernels.runtime.nvrtc``. Below the backend
+stands what the launches are handed, of settings, plan and pool.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from comet.kernels.gemm.activation import swiglu_backward as launch_swiglu_backward
+from comet.comm.base import SymmTensor
+from comet.config import require
+from comet.kernels.gemm.activation import swiglu_backward
 from comet.kernels.gemm.fp8 import pack_rows
 from comet.kernels.gemm.gather_rows import gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig
 from comet.kernels.gemm.wgrad import group_gemm_wgrad
 from comet.kernels.gemm.wgrad_cuda import TICKETS, group_gemm_wgrad_cuda, runs_cuda
-from comet.kernels.layer.triton.dispatch import DispatchConfig
+from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends
 from comet.kernels.layer.triton.dispatch import dispatch as launch_dispatch
-from comet.kernels.layer.triton.dispatch_gemm import dispatch_gemm
+from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.layer.triton.fp8_dispatch_gemm import fp8_dispatch_gemm
-from comet.kernels.layer.triton.gemm_combine import gemm_combine
-from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig
-from comet.kernels.layer.triton.grad_hidden import grad_hidden as launch_grad_hidden
-from comet.kernels.runtime.arguments import GradWire, Scaled, aligned, power_of_2
+from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
+from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig, grad_hidden
+from comet.kernels.plan.metadata import PlanConfig, PlanScratch, RoutingPool, exchange, place_plan
+from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, TileTable, Wire, aligned, power_of_2
+from comet.kernels.runtime.buffers import allocate, cut
 from comet.kernels.runtime.primitives import barrier_kernel
-from comet.layer.fused_arguments import (
-    combine_config,
-    combine_wire,
-    dispatch_config,
-    make_wire,
-    move_cols,
-    recv_wire,
-    returns_of,
-    sends_of,
-    table_of,
-)
-from comet.layer.plan import Plan
+from comet.kernels.runtime.recorder import Recorder
+from comet.layer.backend import ActivationGradients, Backend
+from comet.layer.plan import NUM_COUNTERS, Launch, Plan, PlanRules, plan_shapes
 from comet.layer.workspace import Workspace
+from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, FP8_BLOCK
 from comet.quantization.packed import packed_columns
 from comet.schedule.settings import LayerSettings
+from comet.utils.graphs import is_capturing
 
 
-def layer0(
-    x: Tensor, w1: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, save_pre: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Dispatch || grouped GEMM || SwiGLU in one launch; see ``comet.layer.twin.layer.layer0``."""
-    x = aligned(x)
-    rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
-    hidden = x.new_empty(rows, ffn)
-    pre = x.new_empty(rows, 2 * ffn) if save_pre else None
-    config = dispatch_config(settings, x, save_pre=save_pre)
-    table = table_of(plan, launch=0)
-    dispatch_gemm(x, w1, hidden, pre, recv_wire(workspace), sends_of(plan), table, config)
-    return hidden, pre
+class Fused(Backend):
+    """The layer by kernels, on GPUs and in Triton's interpreter."""
+
+    def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
+        """``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline."""
+        pending = _PendingPlan.allocate(ids, weights, self.layout, self.workspace, self.rules, in_halves=in_halves)
+        self.workspace.comm.in_flight = True
+        pending.exchange("send" if in_halves else "all")
+        return pending
+
+    def dispatch_gemm(
+        self, x: Tensor, w1: Tensor, plan: Plan, *, save_pre_activation: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """One launch."""
+        x, workspace, settings = aligned(x), self.workspace, self.settings_for(plan.num_tokens)
+        rows, ffn = plan.routed_row_ids.numel(), w1.shape[1] // 2
+        hidden = x.new_empty(rows, ffn)
+        pre = x.new_empty(rows, 2 * ffn) if save_pre_activation else None
+        config = dispatch_config(settings, x, save_pre=save_pre_activation)
+        table = tile_table(plan, Launch.DISPATCH_GEMM)
+        dispatch_gemm(x, w1, hidden, pre, recv_wire(workspace), sends_of(plan), table, config)
+        return hidden, pre
+
+    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+        """One launch, or two beside each other: see ``comet.kernels.layer.triton.gemm_combine``."""
+        settings = self.settings_for(plan.num_tokens)
+        y = hidden.new_empty(hidden.shape[0], w2.shape[1])
+        out = hidden.new_empty(plan.num_tokens, w2.shape[1])
+        config = combine_config(settings, settings.layer1.num_panels, out)
+        wire, returns = combine_wire(self.workspace), returns_of(plan, weighted=True)
+        gemm_combine(hidden, w2, y, out, wire, returns, tile_table(plan, Launch.GEMM_COMBINE), config)
+        return out
+
+    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan) -> FP8:
+        """A launch that quantises, and one for the rest."""
+        x, workspace, settings = aligned(x), self.workspace, self.settings_for(plan.num_tokens)
+        rows, ffn = plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
+        landing = workspace.recv_rows.with_columns(packed_columns(x.shape[1], x.dtype))
+        own = landing.local[plan.own_rows]
+        pack_rows(x, own.view(torch.int32))
+        elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
+        scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
+        config = replace(dispatch_config(settings, x, save_pre=False), push_cols=min(512, power_of_2(own.shape[1])))
+        table = tile_table(plan, Launch.DISPATCH_GEMM)
+        wire = make_wire(workspace, landing, workspace.recv_flags)
+        wire = replace(wire, rows=wire.rows.view(torch.int32))
+        weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
+        fp8_dispatch_gemm(weights, hidden, wire, sends_of(plan), table, config)
+        return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
+
+    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan) -> Tensor:
+        """In Triton no comm block runs beside its tiles, which leave no registers."""
+        workspace, settings = self.workspace, self.settings_for(plan.num_tokens)
+        dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
+        y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
+        out = y.new_empty(plan.num_tokens, hidden_size)
+        config = combine_config(replace(settings, beside=True), settings.layer1.num_panels, out)
+        config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages, beside=settings.beside)
+        wire, returns = combine_wire(workspace), returns_of(plan, weighted=True)
+        rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
+        weights = Scaled(elements=w2.elements, scales=w2.scales)
+        gemm_combine(rows, weights, y, out, wire, returns, tile_table(plan, Launch.GEMM_COMBINE), config)
+        return out
+
+    def barrier(self) -> None:
+        """On the device, in stream order."""
+        workspace, flags = self.workspace, self.workspace.barrier_flags
+        workspace.comm.in_flight = True
+        barrier_kernel[(1,)](
+            flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
+            W_BLOCK=power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
+        )  # fmt: skip
+
+    def dispatch_dgrad(self, grad_output: Tensor, w2: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """A launch each for dispatch and GEMM, or one for both."""
+        grad_output, num_rows = aligned(grad_output), plan.routed_row_ids.numel()
+        grads, out = grad_output.new_empty(num_rows, w2.shape[1]), grad_output.new_empty(num_rows, w2.shape[2])
+        config = GradHiddenConfig(
+            beside=self.settings.beside,
+            dispatch=DispatchConfig(push_cols=move_cols(grad_output, 1024)),
+            gemm=GemmConfig.select(out.dtype),
+        )
+        wire, table = recv_wire(self.workspace), tile_table(plan, Launch.DISPATCH_DGRAD)
+        grad_hidden(grad_output, w2, grads, out, wire, sends_of(plan), table, plan.tiles, config)
+        return grads, out
+
+    def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
+        """Routed rows of no tile are undefined."""
+        grad_pre, weighted_hidden = torch.empty_like(pre_activation), torch.empty_like(grad_hidden)
+        row_grads, table = torch.zeros_like(plan.row_weights), tile_table(plan, Launch.DISPATCH_DGRAD)
+        rows = plan.routed_slots, plan.row_weights, table
+        swiglu_backward(pre_activation, grad_hidden, *rows, grad_pre, weighted_hidden, row_grads)
+        return ActivationGradients(grad_pre, weighted_hidden, row_grads)
+
+    def dgrad_combine(
+        self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """Launched as layer 1 is."""
+        workspace, settings = self.workspace, self.settings_for(plan.num_tokens)
+        y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
+        out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
+        grads = GradWire(
+            row_grads=grad_row_weights,
+            landing=workspace.combine_grads.local,
+            landing_pointers=workspace.combine_grads.pointers,
+            out=grad_row_weights.new_empty(plan.num_tokens, plan.layout.top_k),
+        )
+        config = combine_config(settings, settings.layer0_backward.num_panels, out)
+        wire, returns = combine_wire(workspace), returns_of(plan, weighted=False, grads=grads)
+        table = tile_table(plan, Launch.DGRAD_COMBINE)
+        gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, b_is_kn=True)
+        return out, grads.out
+
+    def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
+        """A gather, then a GEMM contracted over rows."""
+        rows = received.new_empty(plan.routed_row_ids.numel(), received.shape[1])
+        gather_rows(received, rows, plan.routed_row_ids, tile_table(plan, Launch.DGRAD_COMBINE))
+        return wgrad(grad_pre, rows, plan, Launch.DGRAD_COMBINE)
+
+    def fc2_wgrad(self, grad_rows: Tensor, weighted_hidden: Tensor, plan: Plan) -> Tensor:
+        """A GEMM contracted over rows."""
+        return wgrad(grad_rows, weighted_hidden, plan, Launch.DISPATCH_DGRAD)
+
+    def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
+        """One launch."""
+        config = DispatchConfig(push_cols=move_cols(rows, 1024))
+        landing = self.workspace.recv_rows.with_columns(rows.shape[1])
+        wire = make_wire(self.workspace, landing, self.workspace.recv_flags)
+        launch_dispatch(rows, wire, sends_of(plan), plan.counters_of(Launch.DISPATCH_DGRAD), config)
+        return landing.local
+
+    def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
+        """The launch of layer 1 with no tile to multiply: what remains of it is the combine."""
+        out = y.new_empty(plan.num_tokens, y.shape[1])
+        config = replace(combine_config(replace(self.settings, beside=False), 1, out), flatten=False)
+        table = replace(tile_table(plan, Launch.GEMM_COMBINE), num_tiles=plan.tile_starts.new_zeros(1))
+        gemm_combine(
+            y, y[None], y, out, combine_wire(self.workspace), returns_of(plan, weighted=weighted), table, config
+        )
+        return out
 
 
-def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """Grouped GEMM || weighted top-k reduce || combine; see ``comet.layer.twin.layer.layer1``.
+@dataclass(frozen=True, slots=True)
+class _PendingPlan:
+    """The tensors of a plan that kernels are filling.
 
-    One launch, or two beside each other: see ``comet.kernels.layer.triton.gemm_combine``.
+    Args:
+        layout: The experts over the ranks.
+        routing: ids and weights ``(T, K)`` of this rank.
+        pool: Where those of all ranks arrive.
+        rules: What shapes the plan.
+        config: The same for the kernels.
+        scratch: What the launches hand to each other.
+        tensors: Of the plan, by field.
+        memory: What they lie in.
+        in_halves: Whether the other ranks' ids are still to be counted.
     """
-    y = hidden.new_empty(hidden.shape[0], w2.shape[1])
-    out = hidden.new_empty(plan.num_tokens, w2.shape[1])
-    config = combine_config(settings, settings.layer1.num_panels, out)
-    table = table_of(plan, launch=1)
-    gemm_combine(hidden, w2, y, out, combine_wire(workspace), returns_of(plan, weighted=True), table, config)
-    return out
+
+    layout: ExpertLayout
+    routing: tuple[Tensor, Tensor]
+    pool: RoutingPool
+    rules: PlanRules
+    config: PlanConfig
+    scratch: PlanScratch
+    tensors: dict[str, Tensor]
+    memory: Tensor
+    in_halves: bool
+
+    @classmethod
+    def allocate(
+        cls,
+        ids: Tensor,
+        weights: Tensor,
+        layout: ExpertLayout,
+        workspace: Workspace,
+        rules: PlanRules,
+        *,
+        in_halves: bool,
+    ) -> _PendingPlan:
+        """Room for a plan; nothing is launched."""
+        config, pool = plan_config(layout, rules), routing_pool(layout, workspace)
+        shapes = plan_shapes(layout, workspace.max_tokens, rules)
+        memory = allocate(shapes, ids.device)
+        tensors = cut(memory, shapes)
+        tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
+        scratch = PlanScratch.allocate(pool, config)
+        return cls(layout, (ids, weights), pool, rules, config, scratch, tensors, memory, in_halves)
+
+    def exchange(self, part: Literal["send", "count", "all"]) -> None:
+        """Send ids and weights to all ranks, count what all ranks sent, or both in one launch."""
+        exchange(*self.routing, self.pool, self.config, self.scratch, self.tensors["counters"], part=part)
+
+    def finish(self) -> Plan:
+        """Launch the rest."""
+        if self.in_halves:
+            self.exchange("count")
+        placed = {name: tensor for name, tensor in self.tensors.items() if name != "counters"}
+        place_plan(self.pool, self.config, self.scratch, placed)
+        tensors = self.tensors | {"memory": self.memory}
+        return Plan.create(self.layout, self.routing[0].shape[0], self.pool.max_tokens, self.rules, tensors)
 
 
-def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> FP8:
-    """Quantise, then dispatch || grouped GEMM || SwiGLU in one launch; see ``comet.layer.twin.layer.layer0_fp8``."""
-    x = aligned(x)
-    rows, ffn = plan.routed_row_ids.numel(), w1.elements.shape[1] // 2
-    landing = workspace.recv_rows.with_columns(packed_columns(x.shape[1], x.dtype))
-    first = plan.layout.rank * plan.max_tokens
-    own = landing.local[first : first + plan.num_tokens]
-    pack_rows(x, own.view(torch.int32))
-    elements = x.new_empty(rows, ffn, dtype=w1.elements.dtype)
-    scales = x.new_empty(ffn // FP8_BLOCK, rows, dtype=torch.float32)
-    config = replace(dispatch_config(settings, x, save_pre=False), push_cols=min(512, power_of_2(own.shape[1])))
-    table = table_of(plan, launch=0)
-    wire = make_wire(workspace, landing, workspace.recv_flags)
-    wire = replace(wire, rows=wire.rows.view(torch.int32))
-    weights, hidden = Scaled(elements=w1.elements, scales=w1.scales), Scaled(elements=elements, scales=scales)
-    fp8_dispatch_gemm(weights, hidden, wire, sends_of(plan), table, config)
-    return FP8(elements=elements, scales=scales.T, block_rows=1, trusted=True)
-
-
-def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """See the twin's ``layer1_fp8``; in Triton no comm block runs beside its tiles, which leave no registers."""
-    dtype, hidden_size = workspace.shape.dtype, w2.elements.shape[1]
-    y = torch.empty(hidden.elements.shape[0], hidden_size, dtype=dtype, device=hidden.elements.device)
-    out = y.new_empty(plan.num_tokens, hidden_size)
-    config = combine_config(replace(settings, beside=True), settings.layer1.num_panels, out)
-    config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages, beside=settings.beside)
-    wire, returns, table = combine_wire(workspace), returns_of(plan, weighted=True), table_of(plan, launch=1)
-    rows = Scaled(elements=hidden.elements, scales=hidden.scales.T)
-    weights = Scaled(elements=w2.elements, scales=w2.scales)
-    gemm_combine(rows, weights, y, out, wire, returns, table, config)
-    return out
-
-
-def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """Dispatch alone; see ``comet.layer.twin.layer.dispatch``."""
-    config = DispatchConfig(push_cols=move_cols(rows, 1024))
-    landing = workspace.recv_rows.with_columns(rows.shape[1])
-    wire = make_wire(workspace, landing, workspace.recv_flags)
-    launch_dispatch(rows, wire, sends_of(plan), table_of(plan, launch=2).counters, config)
-    return landing.local
-
-
-def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, weighted: bool) -> Tensor:
-    """Reduce routed rows ``y (Q, D)`` and send the sums home; see ``comet.layer.twin.layer.combine``.
-
-    The launch of layer 1 with no tile to multiply: what remains of it is the combine.
-    """
-    out = y.new_empty(plan.num_tokens, y.shape[1])
-    config = replace(combine_config(replace(settings, beside=False), 1, out), flatten=False)
-    table = replace(table_of(plan, launch=1), num_tiles=plan.tile_starts.new_zeros(1))
-    gemm_combine(y, y[None], y, out, combine_wire(workspace), returns_of(plan, weighted=weighted), table, config)
-    return out
-
-
-def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
-    """See ``comet.layer.twin.layer.routed_rows``; rows of no tile are undefined."""
-    out = rows.new_empty(row_ids.numel(), rows.shape[1])
-    gather_rows(rows, out, row_ids, table_of(plan, launch=2))
-    return out
-
-
-def grad_hidden(
-    grad_y: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
-) -> tuple[Tensor, Tensor]:
-    """Dispatch, then grouped GEMM, or both in one launch; see ``comet.layer.twin.layer.grad_hidden``."""
-    grad_y = aligned(grad_y)
-    num_rows = plan.routed_row_ids.numel()
-    grads, out = grad_y.new_empty(num_rows, w2.shape[1]), grad_y.new_empty(num_rows, w2.shape[2])
-    config = GradHiddenConfig(
-        beside=settings.beside,
-        dispatch=DispatchConfig(push_cols=move_cols(grad_y, 1024)),
-        gemm=GemmConfig.select(out.dtype),
+def plan_config(layout: ExpertLayout, rules: PlanRules) -> PlanConfig:
+    """What the plan's kernels are compiled for."""
+    return PlanConfig(
+        top_k=layout.top_k,
+        experts_local=layout.experts_local,
+        ep=layout.ep,
+        tp=layout.tp,
+        num_phases=rules.num_phases,
+        block_rows=rules.block_rows,
+        expert_capacity=rules.expert_capacity,
     )
-    table = table_of(plan, launch=2)
-    launch_grad_hidden(grad_y, w2, grads, out, recv_wire(workspace), sends_of(plan), table, plan.tiles, config)
-    return grads, out
 
 
-def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``comet.layer.twin.layer.swiglu_backward``; routed rows of no tile are undefined."""
-    grad_pre, weighted_hidden = torch.empty_like(pre), torch.empty_like(grad)
-    row_grads = torch.zeros_like(plan.row_weights)
-    table = table_of(plan, launch=2)
-    launch_swiglu_backward(pre, grad, plan.routed_slots, plan.row_weights, table, grad_pre, weighted_hidden, row_grads)
-    return grad_pre, weighted_hidden, row_grads
+def routing_pool(layout: ExpertLayout, workspace: Workspace) -> RoutingPool:
+    """Where ids and weights of all ranks arrive."""
+    return RoutingPool(
+        ids=workspace.ids.local,
+        id_pointers=workspace.ids.pointers,
+        weights=workspace.weights.local,
+        weight_pointers=workspace.weights.pointers,
+        flags=workspace.ids_flags.local,
+        flag_pointers=workspace.ids_flags.pointers,
+        epoch=workspace.epoch,
+        fault=workspace.fault,
+        rank=layout.rank,
+        timeout_ns=workspace.timeout_ns,
+    )
 
 
-def grad_weight(left: Tensor, right: Tensor, plan: Plan, *, launch: int) -> Tensor:
-    """A GEMM contracted over rows; see ``comet.layer.twin.layer.grad_weight``."""
+def wgrad(left: Tensor, right: Tensor, plan: Plan, launch: Launch) -> Tensor:
+    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up.
+
+    ``launch`` is the one it comes behind, whose counters it shares.
+    """
     out = left.new_empty(plan.layout.experts_local, left.shape[1], right.shape[1])
     segments = plan.segment_starts, plan.segment_counts
     if runs_cuda(left, right, out):
-        group_gemm_wgrad_cuda(left, right, out, *segments, table_of(plan, launch=launch).counters[TICKETS:])
+        group_gemm_wgrad_cuda(left, right, out, *segments, plan.counters_of(launch)[TICKETS:])
     else:
         group_gemm_wgrad(left, right, out, *segments, config=GemmConfig.select(left.dtype))
     return out
 
 
-def grad_tokens(
-    grad_pre: Tensor, w1: Tensor, row_grads: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
-) -> tuple[Tensor, Tensor]:
-    """Grouped GEMM || reduce || combine of the gradients, launched as layer 1 is; see the twin's ``grad_tokens``."""
-    y = grad_pre.new_empty(grad_pre.shape[0], w1.shape[2])
-    out = grad_pre.new_empty(plan.num_tokens, w1.shape[2])
-    grads = GradWire(
-        row_grads=row_grads,
-        landing=workspace.combine_grads.local,
-        landing_pointers=workspace.combine_grads.pointers,
-        out=row_grads.new_empty(plan.num_tokens, plan.layout.top_k),
+def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> DispatchGemmConfig:
+    """Of layer 0. Flattened, the epilogue's shared memory adds to the ring's: storing gate | up costs a stage."""
+    tile = settings.tile
+    return DispatchGemmConfig(
+        comm_blocks=settings.comm_blocks,
+        by_source=settings.layer0.num_phases > 2,
+        block_f=tile.block_f,
+        block_k=tile.block_k,
+        group_tiles=settings.layer0.group_tiles,
+        push_cols=move_cols(x, 1024),
+        flatten=x.dtype != torch.float32,
+        num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
+        beside=settings.beside,
     )
-    config = combine_config(settings, settings.layer0_backward.num_panels, out)
-    table = table_of(plan, launch=3)
-    wire, returns = combine_wire(workspace), returns_of(plan, weighted=False, grads=grads)
-    gemm_combine(grad_pre, w1, y, out, wire, returns, table, config, b_is_kn=True)
-    return out, grads.out
 
 
-def barrier(workspace: Workspace) -> None:
-    """Advance the epoch on the device once every rank has arrived, in stream order."""
-    flags = workspace.barrier_flags
-    workspace.comm.in_flight = True
-    barrier_kernel[(1,)](
-        flags.pointers, workspace.epoch, workspace.fault, flags.rank, len(flags.peers), workspace.timeout_ns,
-        W_BLOCK=power_of_2(len(flags.peers)), INTERPRET=triton.knobs.runtime.interpret,
-    )  # fmt: skip
+def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> GemmCombineConfig:
+    """Of layer 1, or of layer 0's gradients, whose result is ``out (T, D)``."""
+    tile = settings.tile
+    return GemmCombineConfig(
+        comm_blocks=settings.comm_blocks,
+        num_panels=num_panels,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
+        group_tiles=settings.layer1.group_tiles,
+        move_cols=move_cols(out, 256 if settings.beside and out.element_size() == 2 else 512),
+        flatten=out.dtype != torch.float32,
+        num_stages=min(tile.num_stages, 3) if settings.beside else tile.num_stages,
+        beside=settings.beside,
+        cuda_kernels=settings.cuda_kernels,
+        spare_multiprocessors=settings.spare_multiprocessors,
+    )
+
+
+def move_cols(rows: Tensor, most: int) -> int:
+    """Columns a block moves at once: a power of two, fewer in 32 bits."""
+    most = most // 4 if rows.dtype == torch.float32 else most
+    return min(most, power_of_2(rows.shape[1]))
+
+
+def recv_wire(workspace: Workspace) -> Wire:
+    """Where tokens arrive."""
+    return make_wire(workspace, workspace.recv_rows, workspace.recv_flags)
+
+
+def combine_wire(workspace: Workspace) -> Wire:
+    """Where partial sums arrive."""
+    return make_wire(workspace, workspace.combine_rows, workspace.combine_flags)
+
+
+def make_wire(workspace: Workspace, rows: SymmTensor, flags: SymmTensor) -> Wire:
+    """Rows of the pool with their flags."""
+    return Wire(
+        rows=rows.local,
+        row_pointers=rows.pointers,
+        flags=flags.local,
+        flag_pointers=flags.pointers,
+        epoch=workspace.epoch,
+        fault=workspace.fault,
+        rank=rows.rank,
+        max_tokens=workspace.max_tokens,
+        timeout_ns=workspace.timeout_ns,
+        recorder=recorder_of_launch(workspace),
+    )
+
+
+def recorder_of_launch(workspace: Workspace) -> Recorder | None:
+    """Where a launch records, if it does.
+
+    Raises:
+        ValueError: If a CUDA graph is being captured, and not for the recorder alone.
+    """
+    recorder = workspace.recorder
+    require(
+        recorder is None or workspace.recorder_in_graph == is_capturing(recorder.events.device),
+        "a CUDA graph of a layer must not be captured while it is recorded, as its replays would go on recording: "
+        "inside record, call the layer without graphs",
+    )
+    return recorder
+
+
+def sends_of(plan: Plan) -> Sends:
+    """What this rank sends, by comm blocks or warps; the counters of the chunks are for layer 0."""
+    return Sends(
+        token_ids=plan.send_token_ids,
+        counts=plan.send_counts,
+        recv_counts=plan.recv_counts,
+        pushed=plan.counters[NUM_COUNTERS:],
+    )
+
+
+def returns_of(plan: Plan, *, weighted: bool, grads: GradWire | None = None) -> Returns:
+    """How routed rows become token rows."""
+    return Returns(
+        row_slots=plan.row_slots,
+        row_weights=plan.row_weights if weighted else None,
+        send_rows=plan.send_rows,
+        recv_counts=plan.recv_counts,
+        grads=grads,
+    )
+
+
+def tile_table(plan: Plan, launch: Launch) -> TileTable:
+    """The tiles by expert, which reads each weight once; for layer 0 by phase.
+
+    Example: 2048 tokens on each of 4 ranks, 8 of 256 experts each: ``even_rows`` is 8192 * 8 / 256 = 256.
+    """
+    layout = plan.layout
+    return TileTable(
+        tiles=plan.tiles if launch == Launch.DISPATCH_GEMM else plan.segment_tiles,
+        num_tiles=plan.tile_starts[-1:],
+        row_ids=plan.routed_row_ids,
+        counters=plan.counters_of(launch),
+        block_rows=plan.block_rows,
+        segments=(plan.segment_starts, plan.segment_counts),
+        even_rows=plan.num_tokens * layout.world_size * layout.top_k / layout.num_experts,
+    )

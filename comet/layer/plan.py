@@ -19,8 +19,8 @@ Row numbering, the same on every rank:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -31,9 +31,23 @@ from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 from comet.schedule.tiles import check_phases
 
-COUNTERS_PER_LAUNCH = 32
-NUM_COUNTERS = 4 * COUNTERS_PER_LAUNCH
 INT32_MAX = 2**31 - 1
+
+
+class Launch(IntEnum):
+    """The launches that follow a plan: layer 0, layer 1, and the gradients of layer 1 and of layer 0.
+
+    Each has counters of its own, which the weight gradient that comes behind it shares.
+    """
+
+    DISPATCH_GEMM = 0
+    GEMM_COMBINE = 1
+    DISPATCH_DGRAD = 2
+    DGRAD_COMBINE = 3
+
+
+COUNTERS_PER_LAUNCH = 32
+NUM_COUNTERS = len(Launch) * COUNTERS_PER_LAUNCH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,27 +59,35 @@ class PlanRules:
         block_rows: Rows of a GEMM tile.
         expert_capacity: Routed rows each expert keeps.
         max_routed_rows: Q.
+        max_imbalance: What Q was made for, for the message where it is too small.
     """
 
     num_phases: int
     block_rows: int
     expert_capacity: int
     max_routed_rows: int
+    max_imbalance: float | None = None
 
     @classmethod
-    def create(cls, overlap: OverlapConfig, expert_capacity: int | None, max_routed_rows: int) -> PlanRules:
+    def create(
+        cls,
+        overlap: OverlapConfig,
+        expert_capacity: int | None,
+        max_routed_rows: int,
+        max_imbalance: float | None = None,
+    ) -> PlanRules:
         """The rules of one layer; a capacity of ``None`` keeps every routed row."""
         return cls(
             num_phases=overlap.num_phases,
             block_rows=overlap.block_rows,
             expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
             max_routed_rows=max_routed_rows,
+            max_imbalance=max_imbalance,
         )
 
     def check(self, layout: ExpertLayout, workspace: Workspace) -> None:
-        """Raise ``ValueError`` unless the rules fit layout and pool, ``RuntimeError`` if the pool has been closed."""
+        """Raise ``ValueError`` unless the rules fit layout and pool."""
         shape, comm = workspace.shape, workspace.comm
-        comm.require_open()
         require(
             layout.world_size == comm.world_size and layout.rank == comm.rank,
             f"rank={layout.rank} of {layout.world_size} in the layout must be the communicator's "
@@ -217,70 +239,47 @@ class Plan:
     counters: Tensor
     memory: Tensor
 
-    def in_memory(self, memory: Tensor) -> Plan:
-        """This plan with its tensors read from other memory: that of the same call, made again."""
-        if memory.data_ptr() == self.memory.data_ptr():
-            return self
+    @classmethod
+    def create(
+        cls, layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRules, tensors: dict[str, Tensor]
+    ) -> Plan:
+        """The plan of these tensors, by field."""
+        return cls(
+            layout=layout,
+            num_tokens=num_tokens,
+            max_tokens=max_tokens,
+            block_rows=rules.block_rows,
+            num_phases=rules.num_phases,
+            **tensors,
+        )
+
+    @property
+    def own_rows(self) -> slice:
+        """The received rows that are this rank's own tokens."""
+        first = self.layout.rank * self.max_tokens
+        return slice(first, first + self.num_tokens)
+
+    def counters_of(self, launch: Launch) -> Tensor:
+        """``(32,)`` int32: what the blocks of one launch count."""
+        return self.counters[launch * COUNTERS_PER_LAUNCH :][:COUNTERS_PER_LAUNCH]
+
+    def for_backward(self, memory: Tensor) -> Plan:
+        """The plan of a backward pass: with counters of its own, all of them zero, and else what ``memory`` says.
+
+        Args:
+            memory: What autograd kept as the plan's ``memory``. It is another tensor where a checkpoint ran the forward
+                pass again, with what may have been another routing.
+        """
+        kept = self if memory.data_ptr() == self.memory.data_ptr() else self._read(memory)
+        return replace(kept, counters=torch.zeros_like(kept.counters))
+
+    def _read(self, memory: Tensor) -> Plan:
         tensors: dict[str, Any] = {
             field.name: memory.view(here.dtype).as_strided(here.shape, here.stride(), here.storage_offset())
             for field in fields(self)
             if isinstance(here := getattr(self, field.name), Tensor) and field.name != "memory"
         }
         return replace(self, **tensors, memory=memory)
-
-
-def begin_plan(
-    top_k_ids: Tensor,
-    top_k_weights: Tensor,
-    layout: ExpertLayout,
-    workspace: Workspace,
-    *,
-    overlap: OverlapConfig,
-    expert_capacity: int | None,
-    max_routed_rows: int,
-    use_kernels: bool,
-    at_once: bool = False,
-    trains: bool = False,
-) -> Callable[[], Plan]:
-    """Send this rank's ids to all ranks; what is returned builds its plan (collective; the host reads nothing back).
-
-    Args:
-        top_k_ids: ``(T, K)`` int32 global expert ids, 0 .. E-1; -1 masks a slot. T may differ between ranks and be 0.
-        top_k_weights: ``(T, K)`` float32 routing weights.
-        layout: The experts over the ranks.
-        workspace: The pool; its epoch grows by one.
-        overlap: ``num_phases`` and ``block_rows`` are used; equal on all ranks.
-        expert_capacity: Routed rows each expert keeps, the first ones in (source rank, token, slot) order; ``None``
-            keeps all. Equal on all ranks.
-        max_routed_rows: Q, a multiple of ``block_rows``; see ``routed_row_capacity``.
-        use_kernels: Triton kernels (a GPU, or the interpreter) instead of plain torch on the CPU.
-        at_once: Count all ranks' ids now, where that is one launch: for whoever has nothing to run in between. Who
-            plays several ranks in one process or on one GPU has to begin all their plans before finishing the first.
-        trains: Whether a backward pass will follow here; equal on all ranks, which the CPU checks.
-
-    Returns:
-        The second half, to be called once: it waits for the other ranks' ids and builds the plan, whose ``status[2]``
-        is 1 if Q was too small.
-
-    Raises:
-        ValueError: If an argument breaks its rule or does not fit the workspace.
-        CommTimeoutError: On the CPU, by the second half, when another rank is late (on a GPU ``workspace.check``).
-
-    Example:
-        One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
-        segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
-    """
-    rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
-    check_routing(top_k_ids, top_k_weights, layout, workspace)
-    rules.check(layout, workspace)
-    if use_kernels:
-        from comet.layer.plan_kernels import start  # needs triton
-    else:
-        from comet.layer.twin.plan import start
-    routing = (top_k_ids.contiguous(), top_k_weights.contiguous())
-    finish = start(*routing, layout, workspace, rules, at_once=at_once, trains=trains)
-    num_tokens, max_tokens = top_k_ids.shape[0], workspace.max_tokens
-    return lambda: plan_of(layout, num_tokens, max_tokens, rules, finish())
 
 
 def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, max_imbalance: float | None) -> int:
@@ -309,17 +308,3 @@ def routed_row_capacity(layout: ExpertLayout, max_tokens: int, block_rows: int, 
     if max_imbalance is not None:
         rows = min(rows, math.ceil(max_imbalance * routed * layout.top_k / layout.ep))
     return round_up(rows + layout.experts_local * (block_rows - 1), block_rows)
-
-
-def plan_of(
-    layout: ExpertLayout, num_tokens: int, max_tokens: int, rules: PlanRules, tensors: dict[str, Tensor]
-) -> Plan:
-    """The plan of these tensors."""
-    return Plan(
-        layout=layout,
-        num_tokens=num_tokens,
-        max_tokens=max_tokens,
-        block_rows=rules.block_rows,
-        num_phases=rules.num_phases,
-        **tensors,
-    )

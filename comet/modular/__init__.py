@@ -54,7 +54,7 @@ weight_types            _supports_quant_scheme
 ======================  =====================================================
 
 Not built: a backward pass (train with ``MoE``), GEMMs in FP8 (rows and weights in FP8 or MXFP8 are dequantised before
-they are multiplied, or as they are read), the fused layer in block FP8, which ``comet.layer.paths.SymmetricPath`` has.
+they are multiplied, or as they are read), the fused layer in block FP8 (``comet.layer.routed_experts`` has it).
 """
 
 from comet.modular.all_to_all import AllToAll

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comet.comm.collectives import wants_grad
 from comet.config import DIM_MULTIPLE, require
-from comet.layer.paths import pad_width
+from comet.layer.weights import pad_width
 from comet.layout import round_up
 from comet.modular.interfaces import (
     ActivationFormat,

@@ -11,8 +11,8 @@ from torch import Tensor
 from comet.comm.base import require_memory
 from comet.config import MoEConfig, OverlapConfig, resolve_kernels
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import SymmetricPath
 from comet.layer.plan import check_tokens
+from comet.layer.routed_experts import make_backend
 from comet.modular.base import ExpertsBase, NoOpReduce
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -52,16 +52,18 @@ class FusedPrepareFinalize:
         use_kernels: bool | None = None,
     ) -> None:
         require_memory(group.comm, type(self).__name__, "use AllToAll")
-        self.path = SymmetricPath(config, group, overlap, use_kernels=resolve_kernels(group.device, use_kernels))
-        self.layout = self.path.layout
+        kernels = resolve_kernels(group.device, use_kernels)
+        self.backend = make_backend(config, group, overlap, use_kernels=kernels)
+        self.layout = self.backend.layout
         self.comm = group.comm
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Exchange ids and plan; no row travels yet."""
         assert not quantize, "the composer refuses FP8 in the fused layer"
-        check_tokens(routed.tokens, routed.top_k_ids, self.path.workspace)
-        plan = self.path.plan(routed.top_k_ids, routed.top_k_weights)
-        return Received(rows=FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, path=self.path), route=None)
+        check_tokens(routed.tokens, routed.top_k_ids, self.backend.workspace)
+        plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
+        handle = FusedHandle(tokens=routed.tokens.contiguous(), plan=plan, backend=self.backend)
+        return Received(rows=handle, route=None)
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """``prepare`` itself, since rows travel inside ``apply``, which waits for them tile by tile."""
@@ -95,8 +97,6 @@ class FusedExperts(ExpertsBase):
         assert isinstance(rows, FusedHandle)
         assert isinstance(w1, Tensor)
         assert isinstance(w2, Tensor)
-        path, plan = rows.path, rows.plan
-        settings = path.settings_for(plan.num_tokens)
-        hidden, _ = path.ops.layer0(rows.tokens, w1.contiguous(), plan, path.workspace, settings, save_pre=False)
-        outputs: Tensor = path.ops.layer1(hidden, w2.contiguous(), plan, path.workspace, settings)
-        return outputs
+        backend, plan = rows.backend, rows.plan
+        hidden, _ = backend.dispatch_gemm(rows.tokens, w1.contiguous(), plan, save_pre_activation=False)
+        return backend.gemm_combine(hidden, w2.contiguous(), plan)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from comet.comm.base import Communicator
-from comet.layer.paths import SymmetricPath
+from comet.layer.backend import Backend
 from comet.layer.plan import Plan
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, Weight
@@ -94,12 +94,12 @@ class FusedHandle:
     Args:
         tokens: ``(T, D)`` this rank's tokens, not sent yet.
         plan: Where they go.
-        path: The pieces of the fused layer, and the pool.
+        backend: Of the fused layer.
     """
 
     tokens: Tensor
     plan: Plan
-    path: SymmetricPath
+    backend: Backend
 
 
 Rows = ContiguousRows | BatchedRows | FusedHandle

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from torch import Tensor
 from comet.comm.base import require_memory
 from comet.config import DIM_MULTIPLE, MoEConfig, OverlapConfig, require, resolve_kernels
 from comet.errors import CapacityError
+from comet.layer.backend import PendingPlan
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import SymmetricPath
 from comet.layer.plan import Plan
+from comet.layer.routed_experts import make_backend
 from comet.layer.workspace import ROWS_NEEDED
 from comet.layout import round_up
 from comet.modular.base import DelegateReduce, slot_rows
@@ -97,8 +99,8 @@ class _Symmetric(ABC):
     ) -> None:
         require_memory(group.comm, type(self).__name__, "use AllToAll")
         kernels = resolve_kernels(group.device, use_kernels)
-        self.path = SymmetricPath(config, group, overlap or OverlapConfig(), use_kernels=kernels)
-        self.layout, self.workspace, self.comm = self.path.layout, self.path.workspace, group.comm
+        self.backend = make_backend(config, group, overlap or OverlapConfig(), use_kernels=kernels)
+        self.layout, self.workspace, self.comm = self.backend.layout, group.workspace, group.comm
         self.plan_stream = group.plan_stream
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
@@ -108,7 +110,9 @@ class _Symmetric(ABC):
             ValueError: If the tokens do not fit the pool.
         """
         self._check_tokens(routed)
-        return self._received(routed, quantize, *self.plan_stream.start(lambda: self._bring(routed, quantize))())
+        with self.plan_stream.inserted():
+            plan, tokens = self._bring(routed, quantize)
+        return self._received(routed, quantize, plan, tokens)
 
     def prepare_no_receive(self, routed: RoutedTokens, *, quantize: bool) -> Receiver:
         """Send ids, on a GPU also rows, beside what the caller does next; wait in the receiver.
@@ -124,14 +128,16 @@ class _Symmetric(ABC):
         """
         self._check_tokens(routed)
         if self.plan_stream.stream is None:
-            arrive = self._begin(routed, quantize)
+            pending = self.backend.begin_plan(routed.top_k_ids, routed.top_k_weights)
+            rows = self._rows_to_send(routed, quantize)
+            arrive: Callable[[], tuple[Plan, Tensor]] = partial(self._dispatch, rows, pending)
         else:
-            arrive = self.plan_stream.start(lambda: self._bring(routed, quantize))
+            arrive = self.plan_stream.start(partial(self._bring, routed, quantize))
         return lambda: self._received(routed, quantize, *arrive())
 
     def finalize(self, outputs: Tensor, received: Received, reduce: TopKReduce) -> Tensor:
         """Reduce, send the sums home, and add those up in rank order; a delegated reduction is part of the combine."""
-        path, plan = self.path, received.route
+        plan = received.route
         is_delegated = isinstance(reduce, DelegateReduce)
         if is_delegated:
             outputs, row_slots = outputs.flatten(0, 1), self._row_slots(received.rows)
@@ -139,29 +145,26 @@ class _Symmetric(ABC):
             outputs = reduce.apply(outputs, received.rows)
             row_slots = torch.arange(outputs.shape[0], dtype=torch.int32, device=outputs.device)[:, None]
         plan = replace(plan, row_slots=row_slots)
-        combined: Tensor = path.ops.combine(
-            outputs.contiguous(), plan, path.workspace, path.settings, weighted=is_delegated
-        )
-        return combined
+        return self.backend.combine(outputs.contiguous(), plan, weighted=is_delegated)
 
     def _bring(self, routed: RoutedTokens, quantize: bool) -> tuple[Plan, Tensor]:
-        """The plan is made in halves, a launch more, only where there are rows to quantise while ids travel."""
-        return self._begin(routed, quantize, at_once=not quantize)()
+        """The plan and the received rows ``(R, D)``, or packed ones.
 
-    def _begin(
-        self, routed: RoutedTokens, quantize: bool, *, at_once: bool = False
-    ) -> Callable[[], tuple[Plan, Tensor]]:
-        """Send ids; what is returned gets the plan and the received rows ``(R, D)``, or packed ones."""
-        path, rows = self.path, routed.tokens.contiguous()
-        finish = path.begin_plan(routed.top_k_ids, routed.top_k_weights, at_once=at_once)
-        if quantize:  # while ids travel
-            rows = pack_rows(quantize_rows(rows, trusted=True), rows.dtype)
+        The plan is made in halves, a launch more, only where there are rows to quantise while ids travel.
+        """
+        if quantize:
+            pending = self.backend.begin_plan(routed.top_k_ids, routed.top_k_weights)
+            return self._dispatch(self._rows_to_send(routed, quantize), pending)
+        plan = self.backend.plan(routed.top_k_ids, routed.top_k_weights)
+        return plan, self.backend.dispatch(self._rows_to_send(routed, quantize), plan)
 
-        def arrive() -> tuple[Plan, Tensor]:
-            plan = finish()
-            return plan, path.ops.dispatch(rows, plan, path.workspace, path.settings)
+    def _rows_to_send(self, routed: RoutedTokens, quantize: bool) -> Tensor:
+        rows = routed.tokens.contiguous()
+        return pack_rows(quantize_rows(rows, trusted=True), rows.dtype) if quantize else rows
 
-        return arrive
+    def _dispatch(self, rows: Tensor, pending: PendingPlan) -> tuple[Plan, Tensor]:
+        plan = pending.finish()
+        return plan, self.backend.dispatch(rows, plan)
 
     def _check_tokens(self, routed: RoutedTokens) -> None:
         shape, tokens = self.workspace.shape, routed.tokens
@@ -271,8 +274,8 @@ def local_experts(plan: Plan) -> Tensor:
 def batch_table(plan: Plan, batch_rows: int) -> BatchTable:
     """Lay the plan's segments out in batches of ``batch_rows``.
 
-    Example: the plan of ``begin_plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4 and
-    5, so row_ids is ``[[0, 0, 0, 0], [0, 1, 0, 0]]`` and row_slots ``[[4, 0], [5, -1], ...]``.
+    Example: the plan of ``Backend.plan``'s example, batches of 4: routed rows 0, 16 and 17 are the batched rows 0, 4
+    and 5, so row_ids is ``[[0, 0, 0, 0], [0, 1, 0, 0]]`` and row_slots ``[[4, 0], [5, -1], ...]``.
     """
     starts = plan.segment_starts[:-1].long()
     in_batch = torch.arange(batch_rows, device=starts.device)

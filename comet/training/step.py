@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comet.jobs.config import TrainConfig
+from comet.layer.backend import expert_capacity
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import CollectivePath, expert_capacity
+from comet.layer.paths import CollectivePath
 from comet.models.gpt import GPT, next_token_loss
 from comet.training.data import sample_batch
 from comet.training.optimizer import ScaledAdamW, global_norm, learning_rate, sum_gradients

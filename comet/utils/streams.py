@@ -8,7 +8,8 @@ kernels take every multiprocessor. How much a layer gains has not been measured 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -74,6 +75,18 @@ class SideStream:
             return result
 
         return join
+
+    @contextmanager
+    def inserted(self) -> Iterator[None]:
+        """What is launched inside comes between what the caller launched before and what it launches next."""
+        if self.stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        caller.wait_stream(self.stream)
 
 
 def _share(values: tuple[object, ...], stream: torch.cuda.Stream) -> None:

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.quantization.formats import quantize_fp8
 
 from lib.moe.fp8 import deviation, noise, quantize_layer

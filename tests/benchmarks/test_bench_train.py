@@ -20,7 +20,7 @@ from torch import Tensor
 
 from comet.config import ParallelConfig
 from comet.layer.group import make_expert_group
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.reference.plain import plain_experts
 
 import suites.train

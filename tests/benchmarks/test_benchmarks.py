@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, rank_slots
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layout import ExpertLayout
 from comet.reference.layer import reference_experts, shard_experts
 from comet.reference.plain import plain_experts
@@ -233,7 +233,9 @@ def fail_in_steps(rank: int, world_size: int) -> list[str]:
         held = DecodeWeights(w1=w1, w2=w2, slots=rank_slots(group.layout(config), "cpu"))
         calls = [lambda: team.shared.fused(tokens, ids, weights, w1, w2), lambda: decode(tokens, ids, weights, held)]
         said = []
-        for owner, piece, call in zip((team.shared.fused.ops, decode), ("layer0", "_twin"), calls, strict=True):
+        for owner, piece, call in zip(
+            (team.shared.fused.backend, decode), ("dispatch_gemm", "_twin"), calls, strict=True
+        ):
             before = getattr(owner, piece)
             if rank == 1:
                 setattr(owner, piece, fail)

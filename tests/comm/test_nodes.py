@@ -25,7 +25,8 @@ from comet.decode import OwnTokensRunner, RankDecode, ReplicatedRunner
 from comet.errors import CommTimeoutError, StepFailedError, UnavailableError
 from comet.graphed.moe import GraphedMoE
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.paths import CollectivePath, SymmetricPath, make_path
+from comet.layer.paths import CollectivePath, make_path
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.measure.job import tune_job
 from comet.modular import AllToAll, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricBatched

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +26,7 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer, poison
 from ranks import run_ranks
 
-import comet.layer.autograd
 import comet.layer.fused
-import comet.layer.plan_kernels
 import comet.layer.twin.layer
 import comet.layer.twin.plan
 from comet.comm import cpu_shm, signals
@@ -36,7 +34,8 @@ from comet.errors import CommTimeoutError
 from comet.kernels.layer.triton import combine, dispatch, dispatch_gemm, gemm_combine, gemm_panels
 from comet.kernels.plan import counting
 from comet.kernels.runtime import primitives
-from comet.layer.paths import SymmetricPath
+from comet.layer.backend import Backend
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS
@@ -73,18 +72,19 @@ def skip(module: ModuleType, function: str, rank: int) -> None:
 def skip_with_deadline(module: ModuleType, function: str, layer: str, rank: int) -> None:
     """The same, and who waits in vain in ``layer`` gives up soon, but waits for a rank that is slow before."""
     skip(module, function, rank)
-    for ops in (comet.layer.fused, comet.layer.twin.layer):
-        for each in ("layer0", "layer1"):
-            setattr(ops, each, partial(on_a_busy_machine, rank, each == layer, getattr(ops, each)))
+    for backend in (comet.layer.fused.Fused, comet.layer.twin.layer.Twin):
+        for each in ("dispatch_gemm", "gemm_combine"):
+            setattr(backend, each, partialmethod(on_a_busy_machine, rank, each == layer, getattr(backend, each)))
 
 
-def on_a_busy_machine(rank: int, in_vain: bool, layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    (workspace,) = (each for each in args if isinstance(each, Workspace))
+def on_a_busy_machine(
+    backend: Backend, rank: int, in_vain: bool, layer: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
     if rank == 1:
         time.sleep(LATE_S)
     if in_vain:
-        hurry(workspace.comm, DEADLINE_S)
-    return layer(*args, **options)
+        hurry(backend.workspace.comm, DEADLINE_S)
+    return layer(backend, *args, **options)
 
 
 def never_late(module: ModuleType, rank: int) -> None:
@@ -111,7 +111,7 @@ def flag_first(module: ModuleType, payload: str, place: str, rank: int) -> None:
 
 def ids_flag_first(rank: int) -> None:
     """On rank 1, raise the flags of the ids before the kernel that stores both."""
-    exchange, place_plan = comet.layer.plan_kernels.exchange, comet.layer.plan_kernels.place_plan
+    exchange, place_plan = comet.layer.fused.exchange, comet.layer.fused.place_plan
 
     def raise_then_exchange(ids: Any, weights: Any, pool: Any, *others: Any, part: Any) -> None:
         chunks = pool.max_tokens // CHUNK_ROWS
@@ -126,9 +126,9 @@ def ids_flag_first(rank: int) -> None:
         passed("plan")
 
     if rank == 1:
-        comet.layer.plan_kernels.exchange = raise_then_exchange
+        comet.layer.fused.exchange = raise_then_exchange
     else:
-        comet.layer.plan_kernels.place_plan = place_then_tell
+        comet.layer.fused.place_plan = place_then_tell
 
 
 BREAKS: dict[str, Callable[[int], None]] = {
@@ -137,13 +137,13 @@ BREAKS: dict[str, Callable[[int], None]] = {
     "plan's flag first": ids_flag_first,
     "layer 0 does not wait": partial(skip, dispatch_gemm, "zero_after_arrival"),
     "layer 0's flag first": partial(flag_first, dispatch, "push_chunk", "layer 0"),
-    "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal", "layer0"),
+    "layer 0 does not signal": partial(skip_with_deadline, dispatch, "signal", "dispatch_gemm"),
     "backward dispatch does not wait": partial(skip, dispatch, "wait_flags"),
     "reduce does not wait": partial(skip, combine, "wait_flag"),
     "final sum does not wait": partial(skip, combine, "wait_flags"),
     "layer 1's flag first": partial(flag_first, combine, "reduce_rows", "layer 1"),
-    "gradients' flag first": partial(flag_first, combine, "send_grads", "grad_tokens"),
-    "layer 1 does not signal": partial(skip_with_deadline, combine, "signal", "layer1"),
+    "gradients' flag first": partial(flag_first, combine, "send_grads", "dgrad_combine"),
+    "layer 1 does not signal": partial(skip_with_deadline, combine, "signal", "gemm_combine"),
     "device barrier does not wait": partial(skip, primitives, "wait_flags"),
     "twin does not wait": partial(skip, comet.layer.twin.layer, "wait"),
     "twin's plan does not wait": partial(skip, comet.layer.twin.plan, "wait"),
@@ -250,18 +250,19 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, "fused")
     assert isinstance(moe.experts, SymmetricPath)
-    module = comet.layer.autograd if place == "keep_rows" else moe.experts.ops
+    backend = moe.experts.backend
     slept: list[str] = []
     arrived: list[torch.Tensor] = []
-    step, layer1 = getattr(module, place), moe.experts.ops.layer1
+    step, gemm_combine = getattr(backend, place), backend.gemm_combine
     late = partial(after_others, slept, arrived, lateness(broken), moe.group.workspace, step)
     # Before rank 1 has done its layer 1, rank 0 cannot overwrite what arrived.
-    moe.experts.ops.layer1 = partial(note_then_do, arrived, moe.group.workspace, layer1)
-    setattr(module, place, late if rank == 1 else partial(then_tell, step))
+    noted = partial(note_then_do, arrived, moe.group.workspace, gemm_combine)
+    backend.gemm_combine = noted
+    setattr(backend, place, late if rank == 1 else partial(then_tell, step))
     inputs = rank_inputs(case, rank)
     x, weights = inputs.tokens.requires_grad_(), inputs.top_k_weights.requires_grad_()
     y = moe.routed_experts(x, inputs.top_k_ids, weights)
-    if place != "keep_rows":
+    if place != "keep_received":
         poison(moe.group)
     y.backward(inputs.grad_output)
     moe.group.workspace.check()
@@ -276,7 +277,7 @@ def late_in_backward(rank: int, world_size: int, broken: str, place: str) -> Non
 
 def then_tell(step: Callable[..., Any], *args: Any, **options: Any) -> Any:
     found = step(*args, **options)
-    if step.__name__ != "keep_rows":
+    if step.__name__ != "keep_received":
         passed(step.__name__)
     return found
 
@@ -300,12 +301,12 @@ def after_others(
 ) -> Any:
     """Do a step late: when another rank is past it, or has overwritten rows that are to be kept."""
     slept.append(step.__name__)
-    rows, keeps = workspace.recv_rows.local.view(torch.int32), step.__name__ == "keep_rows"
+    rows, keeps = workspace.recv_rows.local.view(torch.int32), step.__name__ == "keep_received"
     come_late(step.__name__, most_s, lambda: keeps and not torch.equal(rows, arrived[0]))
     return step(*args, **options)
 
 
-@pytest.mark.parametrize("place", ["keep_rows", "grad_hidden", "grad_tokens"])
+@pytest.mark.parametrize("place", ["keep_received", "dispatch_dgrad", "dgrad_combine"])
 def test_a_late_rank_is_waited_for_in_the_backward_pass(place: str) -> None:
     run_ranks(late_in_backward, 2, "nothing", place, interpret=True)
 
@@ -313,10 +314,10 @@ def test_a_late_rank_is_waited_for_in_the_backward_pass(place: str) -> None:
 @pytest.mark.parametrize(
     ("broken", "place"),
     [
-        ("device barrier does not wait", "keep_rows"),
-        ("backward dispatch does not wait", "grad_hidden"),
-        ("final sum does not wait", "grad_tokens"),
-        ("gradients' flag first", "grad_tokens"),
+        ("device barrier does not wait", "keep_received"),
+        ("backward dispatch does not wait", "dispatch_dgrad"),
+        ("final sum does not wait", "dgrad_combine"),
+        ("gradients' flag first", "dgrad_combine"),
     ],
 )
 def test_the_break_of_the_backward_pass_is_noticed(broken: str, place: str) -> None:

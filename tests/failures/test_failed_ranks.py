@@ -16,7 +16,7 @@ from layer_cases import LayerCase, assert_as_close, oracle, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
 
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.moe import MoE
 
@@ -27,11 +27,11 @@ FORWARD, BACKWARD, NEXT_FORWARD = range(3)  # what is checked, in turn
 # Step that rank 1 is late in; when rank 0 is told and where it waited; the same of rank 1; FLAGS that rank 0 raised.
 STEPS: dict[str, tuple[int, str, int, str, list[int]]] = {
     "plan": (FORWARD, "exchange of top-k ids", FORWARD, "layer 0 dispatch", [1, 0, 0, 0]),
-    "layer0": (FORWARD, "layer 0 dispatch", FORWARD, "layer 1 combine", [1, 1, 0, 0]),
-    "layer1": (FORWARD, "layer 1 combine", BACKWARD, "barrier", [1, 1, 1, 0]),
+    "dispatch_gemm": (FORWARD, "layer 0 dispatch", FORWARD, "layer 1 combine", [1, 1, 0, 0]),
+    "gemm_combine": (FORWARD, "layer 1 combine", BACKWARD, "barrier", [1, 1, 1, 0]),
     "barrier": (BACKWARD, "barrier", BACKWARD, "layer 0 dispatch", [1, 1, 1, 2]),
-    "grad_hidden": (BACKWARD, "layer 0 dispatch", BACKWARD, "layer 1 combine", [1, 2, 1, 2]),
-    "grad_tokens": (BACKWARD, "layer 1 combine", NEXT_FORWARD, "exchange of top-k ids", [1, 2, 2, 2]),
+    "dispatch_dgrad": (BACKWARD, "layer 0 dispatch", BACKWARD, "layer 1 combine", [1, 2, 1, 2]),
+    "dgrad_combine": (BACKWARD, "layer 1 combine", NEXT_FORWARD, "exchange of top-k ids", [1, 2, 2, 2]),
 }
 
 
@@ -66,11 +66,11 @@ def make_late(step: str, rank: int, moe: MoE, flags: list[int]) -> None:
     """Both ranks meet before the first time of a step; rank 0 goes on, rank 1 when rank 0 has done everything."""
     path = moe.experts
     assert isinstance(path, SymmetricPath)
-    module: Any = path if step == "plan" else path.ops
-    function: Callable[..., Any] = getattr(module, step)
+    backend = path.backend
+    function: Callable[..., Any] = getattr(backend, step)
 
     def meet(*args: Any, **options: Any) -> Any:
-        setattr(module, step, function)
+        setattr(backend, step, function)
         dist.barrier()
         if rank == 1:
             dist.barrier()
@@ -78,7 +78,7 @@ def make_late(step: str, rank: int, moe: MoE, flags: list[int]) -> None:
         moe.group.comm.timeout_s = DEADLINE_S
         return function(*args, **options)
 
-    setattr(module, step, meet)
+    setattr(backend, step, meet)
 
 
 def complaint(moe: MoE) -> str:

@@ -29,13 +29,16 @@ from comet.comm import Communicator
 from comet.comm.failures import Board, board_bytes
 from comet.decode import RankDecode
 from comet.errors import CommTimeoutError, StepFailedError
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import local
 from comet.modular import FusedExperts, FusedPrepareFinalize, GroupedContiguous, ModularMoE, SymmetricContiguous
 from comet.moe import MoE
 
 CASE = LayerCase("ep2", 2, 1, (40, 33))
-PIECES = ("plan", "layer0", "layer1", "barrier", "grad_hidden", "swiglu_backward", "grad_weight", "grad_tokens")
+PIECES = (
+    "plan", "dispatch_gemm", "gemm_combine", "barrier", "dispatch_dgrad", "activation_backward", "fc2_wgrad",
+    "dgrad_combine", "fc1_wgrad",
+)  # fmt: skip
 ERRORS: tuple[BaseException, ...] = (
     torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), RuntimeError("a hook"), ValueError("a hook, too"),
 )  # fmt: skip
@@ -100,7 +103,7 @@ def fail_and_retry(rank: int, world_size: int, seeds: range) -> None:
         error, after = draw.choice(ERRORS), draw.random() < 0.5 or piece == "plan"
         where = f"seed {seed}: {type(error).__name__} on rank {failing}, {piece}, {after=}"
         if rank == failing:
-            break_once(moe.experts if piece == "plan" else moe.experts.ops, piece, error, after=after)
+            break_once(moe.experts.backend, piece, error, after=after)
         if rank == failing:
             with pytest.raises(type(error)):
                 call(moe, rank, 2 * seed)
@@ -130,7 +133,7 @@ def fail_late_on_kernels(rank: int, world_size: int) -> None:
     """Rank 1 breaks off between the two halves of a step; rank 0 meets its deadline."""
     moe = build_layer(CASE, rank, "fused")
     assert isinstance(moe.experts, SymmetricPath)
-    break_beside(rank, moe.experts.ops, "layer0", torch.OutOfMemoryError("out of memory"), moe.group.comm)
+    break_beside(rank, moe.experts.backend, "dispatch_gemm", torch.OutOfMemoryError("out of memory"), moe.group.comm)
     inputs = rank_inputs(CASE, rank)
     with torch.no_grad():
         if rank == 1:
@@ -358,8 +361,8 @@ def test_a_rank_alone_restarts_by_itself_and_a_refusal_costs_nothing() -> None:
     path, inputs = moe.experts, rank_inputs(case, 0)
     assert isinstance(path, SymmetricPath)
     exact, same = (oracle(case, 0, dtype) for dtype in (torch.float64, case.dtype))
-    for piece in ("plan", "layer0", "layer1"):
-        break_once(path if piece == "plan" else path.ops, piece, KeyboardInterrupt(), after=True)
+    for piece in ("plan", "dispatch_gemm", "gemm_combine"):
+        break_once(path.backend, piece, KeyboardInterrupt(), after=True)
         with pytest.raises(KeyboardInterrupt):
             moe.routed_experts(inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
         with pytest.raises(ValueError, match="top_k_ids of rank 0 contain"):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from comet import GraphedMoE, make_expert_group
 from comet.config import OverlapConfig
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.sharding import expert_parameter
 from comet.router.losses import RouterStats
 
@@ -306,7 +306,7 @@ def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
 ) -> None:
     """By the twin's pieces; weights that had to be padded leave nothing for later."""
     if padded:
-        monkeypatch.setattr("comet.layer.paths.pad_width", lambda w1, w2: (w1 * 1, w2 * 1))
+        monkeypatch.setattr("comet.layer.routed_experts.pad_width", lambda w1, w2: (w1 * 1, w2 * 1))
     case = LayerCase("one rank", 1, 1, (60,), num_phases=1, hidden_size=64, ffn_size=48)
     group = make_expert_group(case.config, case.parallel, max_tokens=64, dtype=torch.float32, device="cpu")
     path = SymmetricPath(case.config, group, OverlapConfig(num_panels=1), use_kernels=False)
@@ -317,10 +317,10 @@ def test_gradients_of_weights_made_later_are_those_of_the_backward_pass(
         return torch.autograd.grad(output.square().sum(), (w1, w2), allow_unused=True)
 
     wanted = grads()
-    with path.weight_gradients_later() as later:
+    with path.defer_wgrad() as deferred:
         found = grads()
-    made = [make() for make in later]
-    with pytest.raises(RuntimeError, match="a capture that failed"), path.weight_gradients_later():
+    made = [] if deferred.last is None else [deferred.last.w1(), deferred.last.w2()]
+    with pytest.raises(RuntimeError, match="a capture that failed"), path.defer_wgrad():
         raise RuntimeError("a capture that failed")
     assert len(made) == (0 if padded else 2)
     assert all((one is not None) == padded for one in found)

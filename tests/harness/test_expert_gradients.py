@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stress
@@ -17,6 +18,9 @@ from stress_ranks import Outcome, run_batch
 from torch import Tensor
 from torch.nn.functional import silu
 from weight_gradients import MANY, UNITS
+
+from comet.layer.backend import ActivationGradients
+from comet.layer.twin.layer import Twin
 
 CPU = torch.device("cpu")
 EPS = 2.0**-11  # half a step of float16 at 1
@@ -158,15 +162,13 @@ def test_errors_too_small_for_each_element_show_in_their_mean() -> None:
 
 def coarse_hidden(rank: int, world_size: int, of: Stress, indices: range, journal: Path) -> Outcome:
     """A batch on a twin that rounds the weighted hidden through bfloat16."""
-    from comet.layer.twin import layer as twin
+    right = Twin.activation_backward
 
-    right = twin.swiglu_backward
+    def coarse(*arguments: Any) -> ActivationGradients:
+        found = right(*arguments)
+        return found._replace(weighted_hidden=found.weighted_hidden.bfloat16().to(found.weighted_hidden.dtype))
 
-    def coarse(*arguments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grad_pre, hidden, grads = right(*arguments)  # type: ignore[arg-type]
-        return grad_pre, hidden.bfloat16().to(hidden.dtype), grads
-
-    twin.swiglu_backward = coarse  # type: ignore[assignment]
+    Twin.activation_backward = coarse  # type: ignore[method-assign]
     return run_batch(rank, world_size, of, indices, journal)
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import comet.layer.group
-import comet.layer.twin.layer
 from comet.comm import LocalCommunicator
 from comet.config import MoEConfig, ParallelConfig
-from comet.layer.fused_arguments import combine_config
+from comet.layer.fused import combine_config
 from comet.layer.group import ExpertGroup, check_spare, make_expert_group
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
+from comet.layer.twin.layer import Twin
 from comet.moe import MoE
 
 CONFIG = MoEConfig(hidden_size=32, ffn_size=32, num_experts=12, top_k=2)
@@ -88,9 +88,9 @@ def lack_compilers(rank: int, world_size: int, lacking: list[str]) -> tuple[list
     group = make_group(rank, world_size)
     path = MoE(CONFIG, group).experts
     assert isinstance(path, SymmetricPath)
-    config = combine_config(path.settings_for(3), 1, torch.empty(3, 32))
+    config = combine_config(path.backend.settings_for(3), 1, torch.empty(3, 32))
     group.close()
-    return [group.cuda_kernels, path.settings.cuda_kernels, config.cuda_kernels], told
+    return [group.cuda_kernels, path.backend.settings.cuda_kernels, config.cuda_kernels], told
 
 
 def test_kernels_in_cuda_are_for_groups_all_of_whose_ranks_have_them() -> None:
@@ -109,7 +109,7 @@ def test_what_a_cpu_lacks() -> None:
 def test_spare_multiprocessors_reach_the_launches_of_layer_1() -> None:
     path = MoE(CONFIG, make_group(spare_multiprocessors=7)).experts
     assert isinstance(path, SymmetricPath)
-    assert combine_config(path.settings_for(3), 1, torch.empty(3, 32)).spare_multiprocessors == 7
+    assert combine_config(path.backend.settings_for(3), 1, torch.empty(3, 32)).spare_multiprocessors == 7
     assert make_group().spare_multiprocessors == 0
 
 
@@ -182,7 +182,7 @@ def test_nor_does_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     group = make_group()
     output, _ = MoE(CONFIG, group)(torch.randn(3, 32))
     group.close()
-    monkeypatch.setattr(comet.layer.twin.layer, "barrier", lambda pool: None)  # a kernel, which asks nobody
+    monkeypatch.setattr(Twin, "barrier", lambda self: None)  # a kernel, which asks nobody
     with pytest.raises(RuntimeError, match=r"was used after close\(\)"):
         output.sum().backward()
 

@@ -9,7 +9,7 @@ from layer_cases import LayerCase
 from torch import Tensor
 
 from comet.layer.group import make_expert_group
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.modular.fused import FusedPrepareFinalize
 from comet.modular.interfaces import RoutedTokens
 from comet.moe import MoE

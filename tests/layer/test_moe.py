@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,11 @@ from layer_ranks import build_layer, poison, run_case
 from ranks import run_ranks
 from tiers import slow, slow_but
 
-import comet.layer.autograd
-import comet.layer.twin.layer
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.errors import CommTimeoutError
+from comet.layer.backend import expert_capacity
 from comet.layer.group import make_expert_group
-from comet.layer.paths import SymmetricPath, expert_capacity
+from comet.layer.routed_experts import SymmetricPath
 from comet.moe import MoE
 
 CASES = [
@@ -140,22 +140,22 @@ def layer_by_layer(rank: int, world_size: int, path: str, late_layer: int) -> No
     """Rank 1 starts one of the layers late, over landing zones full of NaN: what is read too early shows."""
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
-    pieces, workspace = moe.experts, moe.group.workspace
-    assert isinstance(pieces, SymmetricPath)
+    workspace = moe.group.workspace
+    assert isinstance(moe.experts, SymmetricPath)
+    backend = moe.experts.backend
     inputs = rank_inputs(case, rank)
     for landing in (workspace.recv_rows, workspace.combine_rows):
         landing.local.fill_(float("nan"))
-    plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
+    plan = backend.plan(inputs.top_k_ids, inputs.top_k_weights)
     w1, w2 = moe.expert_weights()
-    arguments = (plan, workspace, pieces.settings)
     dist.barrier()
     if rank == 1 and late_layer == 0:
         come_late("layer 0", LATE_S[path])
-    hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
+    hidden, _ = backend.dispatch_gemm(inputs.tokens, w1.flatten(1, 2), plan, save_pre_activation=False)
     passed("layer 0")
     if rank == 1 and late_layer == 1:
         come_late("layer 1", LATE_S[path])
-    y = pieces.ops.layer1(hidden, w2, *arguments)
+    y = backend.gemm_combine(hidden, w2, plan)
     passed("layer 1")
     exact, same = (oracle(case, rank, dtype).output for dtype in (torch.float64, case.dtype))
     assert_as_close(y, exact, same, case.dtype, f"rank {rank}")
@@ -172,23 +172,23 @@ def wait_for_stopped_rank(rank: int, world_size: int, path: str, place: str) -> 
     """Rank 1 takes part in the plan, and in layer 0 if rank 0 is to wait in layer 1, then does no more."""
     case = LayerCase("ep2", 2, 1, (40, 40))
     moe = build_layer(case, rank, path)
-    pieces, group = moe.experts, moe.group
-    assert isinstance(pieces, SymmetricPath)
+    group = moe.group
+    assert isinstance(moe.experts, SymmetricPath)
+    backend = moe.experts.backend
     inputs = rank_inputs(case, rank)
-    plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
+    plan = backend.plan(inputs.top_k_ids, inputs.top_k_weights)
     w1, w2 = moe.expert_weights()
-    arguments = (plan, group.workspace, pieces.settings)
     dist.barrier()
     if rank == 1 and place == "layer 0 dispatch":
         return ""
     if place == "layer 0 dispatch":
         group.comm.timeout_s = 0.02
     try:
-        hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
+        hidden, _ = backend.dispatch_gemm(inputs.tokens, w1.flatten(1, 2), plan, save_pre_activation=False)
         dist.barrier() if place == "layer 1 combine" else None
         group.comm.timeout_s = 0.02  # only here: rank 1 may have been slow before
         if rank == 0:
-            pieces.ops.layer1(hidden, w2, *arguments)
+            backend.gemm_combine(hidden, w2, plan)
         group.workspace.check()
     except CommTimeoutError as error:
         return str(error)
@@ -288,10 +288,16 @@ def test_only_a_forward_pass_that_records_gradients_keeps_rows(monkeypatch: pyte
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
     moe = MoE(config, local_group(config), path="twin")
     kept: list[bool] = []
-    layer0, keep_rows = comet.layer.twin.layer.layer0, comet.layer.autograd.keep_rows
-    spy = lambda *a, save_pre: kept.append(save_pre) or layer0(*a, save_pre=save_pre)  # noqa: E731
-    monkeypatch.setattr(comet.layer.twin.layer, "layer0", spy)
-    monkeypatch.setattr(comet.layer.autograd, "keep_rows", lambda *a: kept.append(True) or keep_rows(*a))
+    assert isinstance(moe.experts, SymmetricPath)
+    backend = moe.experts.backend
+    dispatch_gemm, keep_received = backend.dispatch_gemm, backend.keep_received
+
+    def spy(*arguments: Any, save_pre_activation: bool) -> Any:
+        kept.append(save_pre_activation)
+        return dispatch_gemm(*arguments, save_pre_activation=save_pre_activation)
+
+    monkeypatch.setattr(backend, "dispatch_gemm", spy)
+    monkeypatch.setattr(backend, "keep_received", lambda *a: kept.append(True) or keep_received(*a))
     with torch.set_grad_enabled(trains):
         output, _ = moe(torch.randn(9, 32))
     assert kept == ([True, True] if trains else [False])

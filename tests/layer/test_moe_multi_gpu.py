@@ -17,7 +17,7 @@ from layer_ranks import build_layer, run_case, synchronize
 from ranks import run_ranks
 from stream_cases import assert_same, make_pair, make_tokens, train_step
 
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 
 BF16 = dict(dtype=torch.bfloat16, block_rows=128)
 CASES = [

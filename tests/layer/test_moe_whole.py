@@ -15,8 +15,8 @@ from torch.nn.functional import linear, silu
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.layer.group import make_expert_group
-from comet.layer.paths import pad_width
 from comet.layer.sharding import local
+from comet.layer.weights import pad_width
 from comet.layout import ExpertLayout
 from comet.moe import MoE
 from comet.reference.layer import reference_experts

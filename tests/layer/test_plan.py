@@ -15,6 +15,7 @@ from ranks import run_ranks
 
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
+from comet.errors import CapacityError
 from comet.layer.plan import Plan, routed_row_capacity
 from comet.layout import ExpertLayout, positions_in_groups
 
@@ -231,12 +232,16 @@ def plan_epochs(rank: int, world_size: int, cases: list[Case], use_kernels: bool
     draw = random.Random(rank)
     for epoch, case in enumerate(cases):
         time.sleep(draw.choice((0.0, 0.0, delay_s)) * draw.random())
-        plan = make_plan(
-            case.ids[rank], case.weights[rank], case.layout(rank), pool, use_kernels=use_kernels, **case.arguments
-        )
+        wanted = twin_plan(case, rank)
+        arguments = (case.ids[rank], case.weights[rank], case.layout(rank), pool)
+        if wanted.status[2] and not use_kernels:
+            with pytest.raises(CapacityError, match=f"rank {rank} needs {int(wanted.status[0])} routed rows"):
+                make_plan(*arguments, use_kernels=use_kernels, **case.arguments)
+            continue
+        plan = make_plan(*arguments, use_kernels=use_kernels, **case.arguments)
         check_pool(pool, plan, use_kernels)
         time.sleep(draw.choice((0.0, delay_s)) * draw.random())
-        assert_same_plan(plan, twin_plan(case, rank), f"epoch {epoch} rank {rank}")
+        assert_same_plan(plan, wanted, f"epoch {epoch} rank {rank}")
     comm.close()
     return int(pool.epoch)
 
@@ -308,10 +313,10 @@ def test_kernels_equal_twin(seeds: list[int]) -> None:
 
 def overwritten_guards(rank: int, world_size: int) -> list[int]:
     """Too small a Q: count what the kernels change past the ends of the routed-row tensors."""
-    from comet.layer import plan_kernels
+    from comet.layer import fused
 
     guards: list[torch.Tensor] = []
-    cut = plan_kernels.cut
+    cut = fused.cut
 
     def guarded(memory: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         tensors = cut(memory, shapes)
@@ -323,7 +328,7 @@ def overwritten_guards(rank: int, world_size: int) -> list[int]:
                 tensors[name] = padded[:size].view(shapes[name])
         return tensors
 
-    plan_kernels.cut = guarded
+    fused.cut = guarded
     case = random_case(41, 1, 1, num_experts=6, top_k=2, max_tokens=256)
     ids = torch.randint(0, 6, (256, 2), dtype=torch.int32)
     ids[:4] = torch.tensor([[6, 7], [-9, 2**31 - 1], [-(2**31), 5], [0, 0]])  # a caller's bug must stay inside, too

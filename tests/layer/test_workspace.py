@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 import torch
 from emulated import emulated_group
+from rank_plans import plan_backend
 
 from comet.comm import LocalCommunicator
 from comet.comm.base import ALIGNMENT
-from comet.config import MoEConfig
+from comet.config import MoEConfig, OverlapConfig
 from comet.errors import CapacityError, CommTimeoutError
 from comet.kernels.runtime import primitives
-from comet.layer.twin import layer as twin
 from comet.layer.workspace import PLACES, ROWS_NEEDED, Workspace, WorkspaceShape, workspace_bytes
-from comet.layout import round_up
+from comet.layout import ExpertLayout, round_up
 from comet.router.router import watch_finite
 
 CPU = torch.device("cpu")
@@ -85,8 +85,12 @@ def test_epoch_and_deadline() -> None:
     workspace = make_workspace(timeout_s=1.5)
     assert workspace.max_tokens == 128
     assert workspace.timeout_ns == 1_500_000_000
-    twin.barrier(workspace)
-    twin.barrier(workspace)
+    layout, overlap = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0), OverlapConfig(num_phases=1)
+    backend = plan_backend(
+        layout, workspace, overlap=overlap, expert_capacity=None, max_routed_rows=1024, use_kernels=False
+    )
+    backend.barrier()
+    backend.barrier()
     assert workspace.epoch.tolist() == [2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,9 @@ class StreamOfItsOwn(SideStream):
 
     def start(self, work: Callable[..., Any], *inputs: Any) -> Callable[[], Any]:
         return SideStream(None).start(work, *inputs)
+
+    def inserted(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def launches(rank: int, world_size: int, parts: str, stream: bool) -> tuple[list[str], list[str]]:

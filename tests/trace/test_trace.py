@@ -28,10 +28,10 @@ from comet.kernels.layer.triton import dispatch_gemm
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime import recorder
 from comet.kernels.runtime.recorder import recording
-from comet.layer.fused_arguments import combine_wire, recv_wire
+from comet.layer.fused import combine_wire, recv_wire
 from comet.layer.group import make_expert_group
-from comet.layer.paths import SymmetricPath
 from comet.layer.plan import Plan
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
 from comet.layout import COMBINE_CHUNK_ROWS
 from comet.trace.events import KINDS, WAITS, WORKS, Clock, Event, Span
@@ -64,23 +64,22 @@ def record_cases(rank: int, world_size: int) -> list[Found]:
 def record_case(rank: int, case: LayerCase) -> Found:
     """Forward and a dispatch alone, recorded, with rank 1 late; under TP with room for two events; then unrecorded."""
     moe = build_layer(case, rank, "fused")
-    pieces, workspace = moe.experts, moe.group.workspace
-    assert isinstance(pieces, SymmetricPath)
+    workspace = moe.group.workspace
+    assert isinstance(moe.experts, SymmetricPath)
+    backend = moe.experts.backend
     inputs = rank_inputs(case, rank)
     w1, w2 = moe.expert_weights()
     with record(moe.group) as timeline:
-        plan = pieces.plan(inputs.top_k_ids, inputs.top_k_weights)
-        arguments = (plan, workspace, pieces.settings)
+        plan = backend.plan(inputs.top_k_ids, inputs.top_k_weights)
         dist.barrier()
         if rank == 1:
             come_after_dispatch(plan, workspace, case.name)
         else:
             tell_of_waits(case.name)
-        hidden, _ = pieces.ops.layer0(inputs.tokens, w1.flatten(1, 2), *arguments, save_pre=False)
-        y = pieces.ops.layer1(hidden, w2, *arguments)
-        pieces.ops.barrier(workspace)
-        plan.counters.zero_()
-        pieces.ops.dispatch(inputs.tokens, *arguments)
+        hidden, _ = backend.dispatch_gemm(inputs.tokens, w1.flatten(1, 2), plan, save_pre_activation=False)
+        y = backend.gemm_combine(hidden, w2, plan)
+        backend.barrier()
+        backend.dispatch(inputs.tokens, plan.for_backward(plan.memory))
     routed = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)
     lossy, again = None, y
     with torch.no_grad():
@@ -88,13 +87,13 @@ def record_case(rank: int, case: LayerCase) -> Found:
             with record(moe.group, capacity=2) as lossy:
                 again = moe.routed_experts(*routed)
         off = moe.routed_experts(*routed)
-    layer1 = pieces.settings.layer1
+    layer1 = backend.settings.layer1
     moe.group.close()
     return Found(
         records=timeline.records,
         lossy=lossy and lossy.records,
         plan=plan,
-        num_cols=(pieces.settings.layer0.num_cols, layer1.num_cols),
+        num_cols=(backend.settings.layer0.num_cols, layer1.num_cols),
         panels=[layer1.panel_of_column(column) for column in range(layer1.num_cols)],
         is_unchanged=torch.equal(y, off) and torch.equal(again, off),
     )
@@ -347,7 +346,7 @@ def test_benchmark_end_to_end(tmp_path: Path) -> None:
 def test_a_graph_captured_inside_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replays would write to the recorder's memory after the end; one of its own is held by the workspace."""
     captures = False
-    for module in ("layer.fused_arguments", "trace.timeline", "utils.graphs"):
+    for module in ("layer.fused", "trace.timeline", "utils.graphs"):
         monkeypatch.setattr(f"comet.{module}.is_capturing", lambda device: captures)
     moe = MoEConfig(num_experts=4, top_k=2, hidden_size=32, ffn_size=32)
     group = make_expert_group(moe, ParallelConfig(ep=1), max_tokens=8, dtype=torch.float32, device="cpu")

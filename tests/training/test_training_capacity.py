@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from training_cases import MODEL, Rank, make_job
 
-from comet.layer.paths import SymmetricPath, expert_capacity
+from comet.layer.backend import Backend, expert_capacity
 from comet.training.report import Window
 from comet.training.step import count_dropped_rows
 from comet.training.trainer import train
@@ -28,14 +28,14 @@ def test_the_job_reports_what_the_plans_dropped(tmp_path, world_size: int, ep: i
 
 def dropped_by_job_and_plans(rank: int, world_size: int, folder, ep: int, tp: int) -> tuple[float, int]:
     """What the job says was dropped, and what this rank's own plans of training steps say."""
-    dropped, make_plan = [], SymmetricPath.plan
+    dropped, make_plan = [], Backend.plan
 
-    def plan(path, ids, weights, **settings):
-        made = make_plan(path, ids, weights, **settings)
-        dropped.append(int(made.status[1]) if torch.is_grad_enabled() else 0)
+    def plan(backend, ids, weights, *, trains=False):
+        made = make_plan(backend, ids, weights, trains=trains)
+        dropped.append(int(made.status[1]) if trains else 0)
         return made
 
-    SymmetricPath.plan = plan
+    Backend.plan = plan
     result = train(make_job(folder, model=TIGHT, ep=ep, tp=tp, moe_path="twin", steps=3), Rank(rank, world_size))
     return result["dropped_rows"], sum(dropped)
 

@@ -11,7 +11,8 @@ from ranks import run_ranks
 
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.paths import CollectivePath, SymmetricPath
+from comet.layer.paths import CollectivePath
+from comet.layer.routed_experts import SymmetricPath
 from comet.moe import MoE
 from comet.reference.plain import plain_experts
 from comet.tuner.problem import Problem
@@ -49,11 +50,11 @@ def test_a_layer_takes_what_was_measured_and_follows_its_tokens(tmp_path: Path, 
     caplog.set_level(logging.INFO, "comet.tuner")
     write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (FEW, 1.0)})
     path = symmetric(MoE(MOE, group_of(1, tmp_path)))
-    assert (path.settings.comm_blocks, path.settings.layer1.num_panels) == (24, 2)
-    assert path.settings_for(128) is not path.settings
-    assert path.settings_for(128) == path.settings
-    few = path.settings_for(16)
-    assert (few.comm_blocks, few.layer1) == (5, path.settings.layer1), "panels stay what all ranks agreed on"
+    assert (path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels) == (24, 2)
+    assert path.backend.settings_for(128) is not path.backend.settings
+    assert path.backend.settings_for(128) == path.backend.settings
+    few = path.backend.settings_for(16)
+    assert (few.comm_blocks, few.layer1) == (5, path.backend.settings.layer1), "panels stay what all ranks agreed on"
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
         "24 comm blocks, 1 phase, 2 panels, 128 rows, beside (profile)",
         "5 comm blocks, 1 phase, 4 panels, 128 rows, beside (profile)",
@@ -66,9 +67,11 @@ def test_settings_are_resolved_once_for_all_calls_of_about_as_many_tokens(
     write_profile(tmp_path, 1, {128: (BEST, 1.0), 16: (FEW, 1.0)})
     path = symmetric(MoE(MOE, group_of(1, tmp_path)))
     asked: list[int] = []
-    resolver = path.resolver
-    monkeypatch.setattr(path, "resolver", lambda problem: asked.append(problem.num_tokens) or resolver(problem))
-    found = {num_tokens: path.settings_for(num_tokens) for num_tokens in (128, 100, 16, 17, 0, 1, 128, 16)}
+    by_tokens = path.backend.by_tokens
+    assert by_tokens is not None
+    resolver = by_tokens.resolver
+    monkeypatch.setattr(by_tokens, "resolver", lambda problem: asked.append(problem.num_tokens) or resolver(problem))
+    found = {num_tokens: path.backend.settings_for(num_tokens) for num_tokens in (128, 100, 16, 17, 0, 1, 128, 16)}
     assert asked == [128, 16, 1]
     blocks = {num_tokens: settings.comm_blocks for num_tokens, settings in found.items()}
     assert blocks == {128: 24, 100: 24, 16: 5, 17: 5, 0: 16, 1: 16}, "nothing was measured near one token"
@@ -77,12 +80,12 @@ def test_settings_are_resolved_once_for_all_calls_of_about_as_many_tokens(
 
 def test_without_measurements_the_default_and_a_given_setting_always(tmp_path: Path) -> None:
     path = symmetric(MoE(MOE, group_of(1, tmp_path / "none")))
-    assert path.overlap.comm_blocks == OverlapConfig().comm_blocks
-    assert path.settings_for(3) is path.settings
+    assert path.backend.settings.comm_blocks == OverlapConfig().comm_blocks
+    assert path.backend.settings_for(3) is path.backend.settings
     write_profile(tmp_path, 1, {128: (BEST, 1.0)})
     given = symmetric(MoE(MOE, group_of(1, tmp_path), overlap=OverlapConfig(comm_blocks=7)))
-    assert given.settings.comm_blocks == 7
-    assert given.settings_for(128) is given.settings
+    assert given.backend.settings.comm_blocks == 7
+    assert given.backend.settings_for(128) is given.backend.settings
     with pytest.raises(
         ValueError, match="comm_blocks=132 must be below the 132 SMs of cpu: at least one block computes"
     ):
@@ -95,15 +98,17 @@ def test_auto_is_plain_where_that_was_faster(tmp_path: Path) -> None:
     path = MoE(MOE, group).experts
     assert isinstance(path, CollectivePath)
     assert path.compute is plain_experts
-    assert symmetric(MoE(MOE, group, path="twin")).overlap.comm_blocks == OverlapConfig().comm_blocks
-    assert symmetric(MoE(MOE, group, overlap=BEST)).settings.comm_blocks == 24, "a given setting is never overruled"
+    assert symmetric(MoE(MOE, group, path="twin")).backend.settings.comm_blocks == OverlapConfig().comm_blocks
+    assert symmetric(MoE(MOE, group, overlap=BEST)).backend.settings.comm_blocks == 24, (
+        "a given setting is never overruled"
+    )
 
 
 def test_a_damaged_profile_is_ignored_with_one_warning(tmp_path: Path, caplog) -> None:
     write_profile(tmp_path, 1, {128: (BEST, 1.0)})
     (tmp_path / "cpu_x1.json").write_text("{")
     path = symmetric(MoE(MOE, group_of(1, tmp_path)))
-    assert path.settings.comm_blocks == OverlapConfig().comm_blocks
+    assert path.backend.settings.comm_blocks == OverlapConfig().comm_blocks
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -112,10 +117,10 @@ def choose_on_rank(rank: int, world_size: int, folder: str) -> tuple[int, int, i
     group = group_of(world_size, Path(folder) / str(rank))
     moe = MoE(MOE, group, seed=1)
     path, num_tokens = symmetric(moe), (128, 16)[rank]
-    blocks = path.settings_for(num_tokens).comm_blocks
+    blocks = path.backend.settings_for(num_tokens).comm_blocks
     output = run_layer(moe, num_tokens)
     group.close()
-    return path.settings.comm_blocks, path.settings.layer1.num_panels, blocks, output.flatten().tolist()
+    return path.backend.settings.comm_blocks, path.backend.settings.layer1.num_panels, blocks, output.flatten().tolist()
 
 
 def test_two_ranks_choose_alike_from_different_files(tmp_path: Path) -> None:

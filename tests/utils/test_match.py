@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.decode import DecodeWeights, LocalRunner, OwnTokensRunner, ReplicatedRunner, warp_decode
-from comet.layer.paths import SymmetricPath, make_path
+from comet.layer.paths import make_path
+from comet.layer.routed_experts import SymmetricPath
 from comet.modular import (
     FusedExperts,
     FusedPrepareFinalize,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from stream_cases import CONFIG, assert_same, make_pair, make_tokens, train_step
 
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.moe import MoE
 from comet.router.losses import RouterStats
 from comet.utils.streams import SideStream
@@ -153,8 +153,8 @@ def test_plan_goes_ahead_only_where_something_large_runs_beside_it() -> None:
     layers = make_pair("cpu", torch.float32, "twin")
     path, group = layers.streams.experts, layers.streams.group
     assert isinstance(path, SymmetricPath)
-    assert path.plan_stream is group.plan_stream
+    assert path.backend.plan_stream is group.plan_stream
     alone = MoE(replace(CONFIG, shared_ffn_size=0), group, path="twin").experts
     assert isinstance(alone, SymmetricPath)
-    assert alone.plan_stream.stream is None
-    assert alone.plan_stream is not group.plan_stream
+    assert alone.backend.plan_stream.stream is None
+    assert alone.backend.plan_stream is not group.plan_stream

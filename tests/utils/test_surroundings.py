@@ -22,7 +22,8 @@ from comet.comm import make_communicator
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import DecodeWeights, RankDecode, rank_slots, warp_decode
 from comet.layer.group import make_expert_group
-from comet.layer.paths import SymmetricPath, make_path
+from comet.layer.paths import make_path
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.shared_expert import SharedExpert
 from comet.measure.layers import NUM_INPUTS, make_inputs
 from comet.models.config import ModelConfig

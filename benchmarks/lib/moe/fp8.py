@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.config import MoEConfig
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layout import ExpertLayout
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 

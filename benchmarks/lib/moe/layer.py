@@ -14,7 +14,7 @@ from torch import Tensor
 from comet.comm.handshake import gather
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
 from comet.moe import MoE

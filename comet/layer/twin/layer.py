@@ -1,12 +1,13 @@
-"""The pieces of the layer in plain torch over symmetric memory: the CPU path and the oracle of ``comet.layer.fused``.
+"""The layer in plain torch over symmetric memory: the CPU path and the oracle of ``comet.layer.fused``.
 
-Both modules define the same functions. The order of work is that of the kernels: local rows first, then each phase as
-its source ranks' rows arrive; partial sums in slot order, final sums in rank order.
+The order of work is that of the kernels: local rows first, then each phase as its source ranks' rows arrive; partial
+sums in slot order, final sums in rank order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -15,7 +16,11 @@ from torch.nn.functional import silu
 
 from comet.comm.base import SymmTensor
 from comet.comm.signals import signal, wait, waited
+from comet.config import require
+from comet.errors import CapacityError
+from comet.layer.backend import ActivationGradients, Backend
 from comet.layer.plan import Plan
+from comet.layer.twin.plan import exchange_ids, plan_tensors, receive_ids
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
@@ -24,82 +29,136 @@ from comet.schedule.settings import LayerSettings
 from comet.utils.autocast import without_autocast
 
 
-def layer0(
-    x: Tensor, w1: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, save_pre: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Dispatch || grouped GEMM || SwiGLU.
+class Twin(Backend):
+    """The layer in plain torch, on CPUs."""
 
-    Args:
-        x: ``(T, D)`` this rank's tokens.
-        w1: ``(e, 2F, D)`` gate rows, then up rows.
-        plan: Where rows go.
-        workspace: The pool.
-        settings: Order of the phases.
-        save_pre: Keep gate | up for the backward pass.
+    def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
+        device = self.workspace.comm.device
+        require(device.type == "cpu", f"path='twin' needs a workspace on the CPU, this one is on {device}")
+        exchange_ids(ids, weights, self.workspace, trains=trains)
+        return _PendingPlan(self, ids)
 
-    Returns:
-        hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
-    """
-    push_rows(x, plan, workspace, workspace.recv_rows)
-    pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
-    for rows, expert in _tile_runs(plan, workspace, settings):
-        torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
-    gate, up = pre.chunk(2, dim=1)
-    return silu(gate) * up, pre if save_pre else None
+    def dispatch_gemm(
+        self, x: Tensor, w1: Tensor, plan: Plan, *, save_pre_activation: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Phase by phase."""
+        workspace = self.workspace
+        push_rows(x, plan, workspace, workspace.recv_rows)
+        pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
+        for rows, expert in _tile_runs(plan, workspace, self.settings):
+            torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
+        gate, up = pre.chunk(2, dim=1)
+        return silu(gate) * up, pre if save_pre_activation else None
+
+    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+        """GEMM, then ``combine``."""
+        return self.combine(_grouped_mm(hidden, w2.transpose(1, 2), plan), plan, weighted=True)
+
+    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan) -> FP8:
+        """Phase by phase."""
+        workspace = self.workspace
+        hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
+        packed = pack(quantize_rows(x, trusted=True), x.dtype)
+        landing = workspace.recv_rows.with_columns(packed.shape[1])
+        push_rows(packed, plan, workspace, landing)
+        num_rows = plan.routed_row_ids.numel()
+        hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
+        for rows, expert in _tile_runs(plan, workspace, self.settings):
+            arrived = unpack(landing.local[plan.routed_row_ids[rows]], hidden_size)
+            gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
+            quantised = quantize_rows(silu(gate) * up, trusted=True)
+            hidden[rows], scales[rows] = quantised.elements, quantised.scales
+        return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
+
+    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan) -> Tensor:
+        """GEMM in float32, then ``combine``."""
+        y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=self.workspace.shape.dtype)
+        for segment, expert in _nonempty(plan):
+            rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
+            y[segment] = multiply(rows, w2, expert).to(y.dtype)
+        return self.combine(y, plan, weighted=True)
+
+    def barrier(self) -> None:
+        """Between processes."""
+        self.workspace.comm.in_flight = True
+        self.workspace.comm.barrier()
+        self.workspace.epoch += 1
+
+    def dispatch_dgrad(self, grad_output: Tensor, w2: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """``dispatch``, then GEMM."""
+        grads = _rows_of(self.dispatch(grad_output, plan), plan.routed_row_ids)
+        return grads, _grouped_mm(grads, w2, plan)
+
+    def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
+        """Routed rows of no segment are 0."""
+        used = _used_rows(plan)
+        ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
+        weights = plan.row_weights[ids, slots][:, None]
+        gate, up = pre_activation[used].float().chunk(2, dim=1)
+        grad_used = grad_hidden[used].float()
+        sigmoid = torch.sigmoid(gate)
+        hidden = (gate * sigmoid * up).to(pre_activation.dtype).float()
+        grad_weights = torch.zeros_like(plan.row_weights)
+        grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
+        scaled = weights * grad_used
+        grad_gate = scaled * up * sigmoid * (1 + gate * (1 - sigmoid))
+        grad_pre = torch.zeros_like(pre_activation)
+        grad_pre[used] = torch.cat([grad_gate, scaled * gate * sigmoid], dim=1).to(grad_pre.dtype)
+        weighted_hidden = torch.zeros_like(grad_hidden)
+        weighted_hidden[used] = (weights * hidden).to(pre_activation.dtype)
+        return ActivationGradients(grad_pre, weighted_hidden, grad_weights)
+
+    def dgrad_combine(
+        self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """GEMM, then the combine."""
+        send_sums(_grouped_mm(grad_pre, w1, plan), plan, self.workspace, weighted=False, row_grads=grad_row_weights)
+        grads = torch.zeros(plan.num_tokens, plan.layout.top_k, dtype=torch.float32)
+        return sum_arrived(grad_pre.dtype, plan, self.workspace, grads), grads
+
+    def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
+        """Expert by expert."""
+        return wgrad(grad_pre, _rows_of(received, plan.routed_row_ids), plan)
+
+    def fc2_wgrad(self, grad_rows: Tensor, weighted_hidden: Tensor, plan: Plan) -> Tensor:
+        """Expert by expert."""
+        return wgrad(grad_rows, weighted_hidden, plan)
+
+    def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
+        """Push, then wait for all sources."""
+        landing = self.workspace.recv_rows.with_columns(rows.shape[1])
+        push_rows(rows, plan, self.workspace, landing)
+        for source, count in enumerate(plan.recv_counts.tolist()):
+            if source != plan.layout.rank:
+                first = source * (plan.max_tokens // CHUNK_ROWS)
+                _wait_chunks(plan, self.workspace, range(first, first + -(-count // CHUNK_ROWS)))
+        return landing.local
+
+    def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
+        """Send all sums, then wait for those of the others."""
+        send_sums(y, plan, self.workspace, weighted=weighted, row_grads=None)
+        return sum_arrived(y.dtype, plan, self.workspace, None)
 
 
-def layer1(hidden: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """Grouped GEMM || weighted top-k reduce || combine.
+@dataclass(frozen=True, slots=True)
+class _PendingPlan:
+    """Ids ``(T, K)`` of this rank that have been sent to all."""
 
-    Args:
-        hidden: ``(Q, F)`` from ``layer0``.
-        w2: ``(e, D, F)``.
-        plan: Where rows go; holds the routing weights.
-        workspace: The pool.
-        settings: Unused here.
+    backend: Twin
+    ids: Tensor
 
-    Returns:
-        ``(T, D)`` for this rank's tokens.
-    """
-    y = _grouped_mm(hidden, w2.transpose(1, 2), plan)
-    return combine(y, plan, workspace, settings, weighted=True)
-
-
-def layer0_fp8(x: Tensor, w1: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> FP8:
-    """``layer0`` on e4m3: tokens are quantised before they travel, hidden as soon as it is computed, in float32.
-
-    Args:
-        x: ``(T, D)`` this rank's tokens.
-        w1: ``(e, 2F, D)`` gate rows, then up rows; D and F multiples of 128.
-        plan: Where rows go.
-        workspace: The pool.
-        settings: Order of the phases.
-
-    Returns:
-        hidden ``(Q, F)`` with a scale per row and 128 columns; rows of no tile are undefined.
-    """
-    hidden_size, ffn = x.shape[1], w1.elements.shape[1] // 2
-    packed = pack(quantize_rows(x, trusted=True), x.dtype)
-    landing = workspace.recv_rows.with_columns(packed.shape[1])
-    push_rows(packed, plan, workspace, landing)
-    num_rows = plan.routed_row_ids.numel()
-    hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
-    for rows, expert in _tile_runs(plan, workspace, settings):
-        arrived = unpack(landing.local[plan.routed_row_ids[rows]], hidden_size)
-        gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
-        quantised = quantize_rows(silu(gate) * up, trusted=True)
-        hidden[rows], scales[rows] = quantised.elements, quantised.scales
-    return FP8(elements=hidden, scales=scales, block_rows=1, trusted=True)
-
-
-def layer1_fp8(hidden: FP8, w2: FP8, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """``layer1`` on e4m3: hidden ``(Q, F)`` from ``layer0_fp8``, w2 ``(e, D, F)``; ``(T, D)`` of the pool's type."""
-    y = torch.empty(hidden.elements.shape[0], w2.elements.shape[1], dtype=workspace.shape.dtype)
-    for segment, expert in _nonempty(plan):
-        rows = FP8(elements=hidden.elements[segment], scales=hidden.scales[segment], block_rows=1, trusted=True)
-        y[segment] = multiply(rows, w2, expert).to(y.dtype)
-    return combine(y, plan, workspace, settings, weighted=True)
+    def finish(self) -> Plan:
+        """Wait for those of all ranks."""
+        layout, workspace, rules = self.backend.layout, self.backend.workspace, self.backend.rules
+        tensors = plan_tensors(*receive_ids(self.ids, layout, workspace), layout, rules)
+        plan = Plan.create(layout, self.ids.shape[0], workspace.max_tokens, rules, tensors)
+        if plan.status[2]:
+            raise CapacityError(
+                f"rank {layout.rank} needs {int(plan.status[0])} routed rows, more than the {rules.max_routed_rows} "
+                f"that max_imbalance={rules.max_imbalance} reserves; raise it or leave it unset"
+            )
+        return plan
 
 
 def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
@@ -109,101 +168,16 @@ def multiply(rows: FP8, weight: FP8, expert: int) -> Tensor:
         return rows.dequantize() @ matrix.dequantize().T
 
 
-def dispatch(rows: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings) -> Tensor:
-    """Send ``rows (T, C)`` along the plan; returns the received rows ``(R, C)``, own rows included.
-
-    The result is a view of the pool: the next dispatch overwrites it. C is at most D, the same on all ranks.
-    """
-    landing = workspace.recv_rows.with_columns(rows.shape[1])
-    push_rows(rows, plan, workspace, landing)
-    for source, count in enumerate(plan.recv_counts.tolist()):
-        if source != plan.layout.rank:
-            first = source * (plan.max_tokens // CHUNK_ROWS)
-            _wait_chunks(plan, workspace, range(first, first + -(-count // CHUNK_ROWS)))
-    return landing.local
-
-
-def combine(y: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings, *, weighted: bool) -> Tensor:
-    """Add up each received row's routed rows of ``y (Q, D)``, send the sums home, and add those up: ``(T, D)``.
-
-    Args:
-        y: ``(Q, D)`` expert outputs.
-        plan: Where rows came from; ``row_slots`` says which of ``y`` make up each.
-        workspace: The pool.
-        settings: Unused here.
-        weighted: Apply the plan's routing weights.
-    """
-    return _combine(y, plan, workspace, weighted=weighted, row_grads=None)[0]
-
-
-def routed_rows(rows: Tensor, row_ids: Tensor, plan: Plan) -> Tensor:
-    """``(Q, D)``: of the received rows ``(R, D)`` row ``row_ids[q]`` for each routed row q; others may be anything."""
-    return rows[row_ids.clamp(min=0)]
-
-
-def grad_hidden(
-    grad_y: Tensor, w2: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
-) -> tuple[Tensor, Tensor]:
-    """Dispatch || grouped GEMM: routed rows of grad_y ``(Q, D)``, and hidden's gradient before routing weights."""
-    grads = routed_rows(dispatch(grad_y, plan, workspace, settings), plan.routed_row_ids, plan)
-    return grads, _grouped_mm(grads, w2, plan)
-
-
-def swiglu_backward(pre: Tensor, grad: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of ``weight * (silu(gate) * up)``.
-
-    Args:
-        pre: ``(Q, 2F)`` gate | up.
-        grad: ``(Q, F)`` from ``grad_hidden``.
-        plan: Holds the routing weights.
-
-    Returns:
-        Gradient of pre ``(Q, 2F)``, weighted hidden ``(Q, F)``, gradients of the routing weights ``(R, K)`` float32;
-        routed rows of no segment are 0.
-    """
-    used = _used_rows(plan)
-    ids, slots = plan.routed_row_ids[used], plan.routed_slots[used]
-    weights = plan.row_weights[ids, slots][:, None]
-    gate, up = pre[used].float().chunk(2, dim=1)
-    grad_used = grad[used].float()
-    sigmoid = torch.sigmoid(gate)
-    hidden = (gate * sigmoid * up).to(pre.dtype).float()
-    grad_weights = torch.zeros_like(plan.row_weights)
-    grad_weights[ids, slots] = (grad_used * hidden).sum(dim=1)
-    scaled = weights * grad_used
-    grad_gate = scaled * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_pre = torch.zeros_like(pre)
-    grad_pre[used] = torch.cat([grad_gate, scaled * gate * sigmoid], dim=1).to(pre.dtype)
-    weighted_hidden = torch.zeros_like(grad)
-    weighted_hidden[used] = (weights * hidden).to(pre.dtype)
-    return grad_pre, weighted_hidden, grad_weights
-
-
-def grad_weight(left: Tensor, right: Tensor, plan: Plan, *, launch: int) -> Tensor:
-    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up.
-
-    ``launch`` says with which of the plan's launches a kernel shares counters, and is unused here.
-    """
+def wgrad(left: Tensor, right: Tensor, plan: Plan) -> Tensor:
+    """Gradient ``(e, M', N')`` of a weight: the outer products of routed rows ``(Q, M')`` and ``(Q, N')``, added up."""
     out = left.new_zeros(plan.layout.experts_local, left.shape[1], right.shape[1])
     for segment, expert in _nonempty(plan):
         out[expert].addmm_(left[segment].T, right[segment])
     return out
 
 
-def grad_tokens(
-    grad_pre: Tensor, w1: Tensor, row_grads: Tensor, plan: Plan, workspace: Workspace, settings: LayerSettings
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x ``(T, D)`` and of the routing weights ``(T, K)``: grouped GEMM || reduce || combine."""
-    y = _grouped_mm(grad_pre, w1, plan)
-    grad_x, grad_top_k = _combine(y, plan, workspace, weighted=False, row_grads=row_grads)
-    assert grad_top_k is not None
-    return grad_x, grad_top_k
-
-
-def _combine(
-    y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, row_grads: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Reduce routed rows to partial sums, send them home, and add them up in rank order; see ``combine``."""
+def send_sums(y: Tensor, plan: Plan, workspace: Workspace, *, weighted: bool, row_grads: Tensor | None) -> None:
+    """Reduce routed rows ``y (Q, D)`` to partial sums, send them home with ``row_grads (R, K)``, and raise flags."""
     rank, max_tokens, epoch = plan.layout.rank, plan.max_tokens, int(workspace.epoch)
     world_size = plan.layout.world_size
     chunks = max_tokens // COMBINE_CHUNK_ROWS
@@ -218,14 +192,6 @@ def _combine(
         flags = workspace.combine_flags.peers[source]
         for chunk in range(-(-counts[source] // COMBINE_CHUNK_ROWS)):
             signal(flags, (rank * chunks + chunk) * MAX_PANELS, epoch)
-    return _sum_partials(y, plan, workspace, row_grads is not None)
-
-
-def barrier(workspace: Workspace) -> None:
-    """Advance the epoch once every rank has arrived: opens a use of the pool that no plan opens."""
-    workspace.comm.in_flight = True
-    workspace.comm.barrier()
-    workspace.epoch += 1
 
 
 def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> None:
@@ -246,8 +212,7 @@ def push_rows(x: Tensor, plan: Plan, workspace: Workspace, rows: SymmTensor) -> 
 
 def keep_own_rows(x: Tensor, plan: Plan, rows: SymmTensor) -> None:
     """Copy this rank's rows to where it reads them itself; the kernels of layer 0 read them from ``x``."""
-    first = plan.layout.rank * plan.max_tokens
-    rows.local[first : first + plan.num_tokens] = x
+    rows.local[plan.own_rows] = x
 
 
 def _tile_runs(plan: Plan, workspace: Workspace, settings: LayerSettings) -> Iterator[tuple[slice, int]]:
@@ -271,6 +236,11 @@ def _nonempty(plan: Plan) -> Iterator[tuple[slice, int]]:
     for index, count in enumerate(counts):
         if count:
             yield slice(starts[index], starts[index] + count), index
+
+
+def _rows_of(rows: Tensor, row_ids: Tensor) -> Tensor:
+    """``(Q, D)``: of the received rows ``(R, D)`` row ``row_ids[q]`` for each routed row q; others may be anything."""
+    return rows[row_ids.clamp(min=0)]
 
 
 def _used_rows(plan: Plan) -> Tensor:
@@ -298,11 +268,11 @@ def _partial_sums(y: Tensor, plan: Plan, window: slice, weighted: bool) -> Tenso
     return total.to(y.dtype)
 
 
-def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool) -> tuple[Tensor, Tensor | None]:
+def sum_arrived(dtype: torch.dtype, plan: Plan, workspace: Workspace, grads: Tensor | None) -> Tensor:
+    """Add the partial sums up in rank order, as they arrive: ``(T, D)``; those of gradients into ``grads (T, K)``."""
     max_tokens, tokens = plan.max_tokens, plan.num_tokens
-    chunks = max_tokens // COMBINE_CHUNK_ROWS
-    total = torch.zeros(tokens, y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
-    grads = torch.zeros(tokens, plan.layout.top_k, dtype=torch.float32) if with_grads else None
+    chunks, landing = max_tokens // COMBINE_CHUNK_ROWS, workspace.combine_rows.local
+    total = torch.zeros(tokens, landing.shape[1], dtype=torch.promote_types(dtype, torch.float32))
     for contributor in range(plan.layout.world_size):
         rows = plan.send_rows[:tokens, contributor]
         hit = (rows >= 0).nonzero().squeeze(1)
@@ -312,10 +282,10 @@ def _sum_partials(y: Tensor, plan: Plan, workspace: Workspace, with_grads: bool)
             index = (contributor * chunks + chunk) * MAX_PANELS
             _wait_flag(workspace, workspace.combine_flags.local, index, contributor, "layer 1 combine", chunk)
         slots = contributor * max_tokens + rows[hit]
-        total.index_add_(0, hit, workspace.combine_rows.local[slots].to(total.dtype))
+        total.index_add_(0, hit, landing[slots].to(total.dtype))
         if grads is not None:
             grads.index_add_(0, hit, workspace.combine_grads.local[slots, : grads.shape[1]])
-    return total.to(y.dtype), grads
+    return total.to(dtype)
 
 
 def _wait_chunks(plan: Plan, workspace: Workspace, chunks: Iterable[int]) -> None:

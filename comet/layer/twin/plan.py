@@ -6,14 +6,11 @@ Letters and row numbering as in ``comet.layer.plan``. ``exchange_ids`` and ``rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from comet.comm.collectives import bad_ids, check_grad_modes, check_ids, grad_mode
 from comet.comm.signals import signal, wait, waited
-from comet.config import require
 from comet.kernels.runtime.buffers import allocate, cut
 from comet.layer.plan import PlanRules, num_counters
 from comet.layer.workspace import Workspace
@@ -21,26 +18,6 @@ from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves, positions_in_group
 from comet.schedule.tiles import phase_of_source
 
 PLACE = "exchange of top-k ids"
-
-
-def start(
-    ids: Tensor,
-    weights: Tensor,
-    layout: ExpertLayout,
-    workspace: Workspace,
-    rules: PlanRules,
-    *,
-    at_once: bool,
-    trains: bool,
-) -> Callable[[], dict[str, Tensor]]:
-    """Send the ids ``(T, K)`` and weights ``(T, K)``; the result waits for the others' and makes the plan's tensors.
-
-    ``at_once`` changes nothing here (see ``comet.layer.plan_kernels``); ``trains`` has to be equal on all ranks.
-    """
-    device = workspace.comm.device
-    require(device.type == "cpu", f"use_kernels=False needs a workspace on the CPU, this one is on {device}")
-    exchange_ids(ids, weights, workspace, trains=trains)
-    return lambda: plan_tensors(*receive_ids(ids, layout, workspace), layout, rules)
 
 
 def exchange_ids(ids: Tensor, weights: Tensor, workspace: Workspace, *, trains: bool) -> None:

@@ -17,6 +17,7 @@ from comet.kernels.runtime import nvrtc
 from comet.kernels.runtime.cuda_text import SHARED_LIMIT, tile_memory_bytes
 from comet.kernels.runtime.nvrtc import SEGMENT_ROWS, compile_cubin, segment_map, what_is_missing
 from comet.layer import fused
+from comet.layer.plan import Launch
 
 needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
 
@@ -114,13 +115,15 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_layer_takes_what_is_chosen(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[object] = []
     monkeypatch.setattr(fused, "runs_cuda", lambda a, b, out: cuda)
-    monkeypatch.setattr(fused, "table_of", lambda plan, launch: SimpleNamespace(counters=[launch, 1, 2, 3]))
     monkeypatch.setattr(fused, "group_gemm_wgrad_cuda", lambda *_: launched.append(_[-1]))
     monkeypatch.setattr(fused, "group_gemm_wgrad", lambda *_, config: launched.append("triton"))
     segments = torch.zeros(1, dtype=torch.int32)
     plan = SimpleNamespace(
-        layout=SimpleNamespace(experts_local=3), segment_starts=segments, segment_counts=segments
+        layout=SimpleNamespace(experts_local=3),
+        segment_starts=segments,
+        segment_counts=segments,
+        counters_of=lambda launch: [launch, 1, 2, 3],
     )  # fmt: skip
-    out = fused.grad_weight(torch.empty(8, 16), torch.empty(8, 32), plan, launch=2)  # type: ignore[arg-type]
+    out = fused.wgrad(torch.empty(8, 16), torch.empty(8, 32), plan, Launch.DISPATCH_DGRAD)  # type: ignore[arg-type]
     assert out.shape == (3, 16, 32)
     assert launched == [[2, 3] if cuda else "triton"], "the tickets behind those of communication and of items"

@@ -33,8 +33,8 @@ from comet.kernels.runtime.arguments import GradWire, Returns
 from comet.kernels.runtime.case import CudaCase
 from comet.kernels.runtime.cuda_text import SHARED_LIMIT, memory_bytes
 from comet.kernels.runtime.nvrtc import compile_cubin, is_available
-from comet.layer.fused_arguments import table_of
-from comet.layer.plan import Plan
+from comet.layer.fused import tile_table
+from comet.layer.plan import Launch, Plan
 from comet.layout import ExpertLayout
 
 MODULES = (
@@ -89,7 +89,7 @@ def test_rows_of_an_expert_if_all_have_equally_many() -> None:
     layout = ExpertLayout(num_experts=256, top_k=8, ep=4, tp=1, rank=0)
     values = {field.name: torch.zeros(64, dtype=torch.int32) for field in fields(Plan)}
     plan = Plan(**values | {"layout": layout, "num_tokens": 2048})
-    assert table_of(plan, launch=1).even_rows == 8192 * 8 / 256 == 256
+    assert tile_table(plan, Launch.GEMM_COMBINE).even_rows == 8192 * 8 / 256 == 256
 
 
 @pytest.mark.parametrize("even_rows", [0.0, 231.9, 232.0, 256.0, 280.0, 280.1, 4096.0])

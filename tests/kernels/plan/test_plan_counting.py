@@ -19,16 +19,16 @@ IDS = {0: [6, 5], 1: [6, 6], 4: [13, -1], 9: [20, 13]}
 
 def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
     """What one rank's kernels store for its only chunk, whose tokens outside ``IDS`` have no experts."""
-    from comet.layer import plan_kernels
+    from comet.layer import fused
 
     scratch: list[Any] = []
-    place_plan = plan_kernels.place_plan
+    place_plan = fused.place_plan
 
     def noted(*arguments: Any) -> None:
         scratch.append(arguments[2])
         place_plan(*arguments)
 
-    plan_kernels.place_plan = noted
+    fused.place_plan = noted
     case = random_case(0, 1, 1, num_experts=NUM_EXPERTS, top_k=2, max_tokens=128)
     ids = torch.full((128, 2), -1, dtype=torch.int32)
     for token, slots in IDS.items():

@@ -9,10 +9,11 @@ import pytest
 import torch
 from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, random_case, twin_plan, workspace
+from rank_plans import begin_plan
 from ranks import run_ranks
 
 from comet.errors import CommTimeoutError
-from comet.layer.plan import Plan, begin_plan
+from comet.layer.plan import Plan
 
 GARBAGE = 123456789
 DEADLINE_S = 0.002
@@ -34,9 +35,9 @@ def new_ids(case: Case, seed: int) -> Case:
 def late_ids(rank: int, world_size: int) -> str:
     """The ids of rank 1 reach rank 0 after it counted and before it places; returns rank 0's complaint."""
     from comet.kernels.plan import metadata
-    from comet.layer import plan_kernels
+    from comet.layer import fused
 
-    cut, place_plan = metadata.cut, plan_kernels.place_plan
+    cut, place_plan = metadata.cut, fused.place_plan
 
     def dirty(*arguments: Any) -> dict[str, torch.Tensor]:
         tensors = cut(*arguments)
@@ -44,7 +45,7 @@ def late_ids(rank: int, world_size: int) -> str:
             tensor.fill_(GARBAGE)
         return tensors
 
-    metadata.cut = plan_kernels.cut = dirty
+    metadata.cut = fused.cut = dirty
     pools = [workspace(make_case(), comm) for comm in emulated_group(2, "cpu", DEADLINE_S)]
 
     def begin(case: Case, player: int) -> Any:
@@ -61,11 +62,11 @@ def late_ids(rank: int, world_size: int) -> str:
     case, late = new_ids(make_case(), 2), []
 
     def place_late(*arguments: Any) -> None:
-        plan_kernels.place_plan = place_plan
+        fused.place_plan = place_plan
         late.append(begin(case, 1))
         place_plan(*arguments)
 
-    plan_kernels.place_plan = place_late
+    fused.place_plan = place_late
     check_harmless(case, begin(case, 0)())
     assert int(pools[0].epoch) == 2, "flags of the epoch that failed could still be raised"
     assert_same_plan(late[0](), twin_plan(case, 1), "the late rank")

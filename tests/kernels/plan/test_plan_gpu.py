@@ -12,7 +12,7 @@ from rank_plans import make_plan
 
 from comet.comm import LocalCommunicator
 from comet.kernels.plan import metadata
-from comet.layer import plan_kernels
+from comet.layer import fused
 
 pytestmark = pytest.mark.gpu
 REPLAYS = 200
@@ -47,7 +47,7 @@ def test_one_launch_waits_for_its_own_senders_at_every_replay(monkeypatch: pytes
         return tensors
 
     monkeypatch.setattr(metadata, "cut", dirty)
-    monkeypatch.setattr(plan_kernels, "cut", dirty)
+    monkeypatch.setattr(fused, "cut", dirty)
     num_tokens, num_experts = 64 * 128, 128
     case = random_case(3, 1, 1, num_experts=num_experts, top_k=8, max_tokens=num_tokens)
     case = replace(case, expert_capacity=None, block_rows=128, max_routed_rows=num_tokens * 8 + num_experts * 128)

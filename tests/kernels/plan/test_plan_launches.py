@@ -8,13 +8,12 @@ import pytest
 import torch
 from emulated import emulated_group
 from plan_cases import Case, assert_same_plan, noted_launches, random_case, twin_plan, workspace
-from rank_plans import make_plan
+from rank_plans import begin_plan, make_plan
 from ranks import run_ranks
 
 from comet.comm import LocalCommunicator
 from comet.kernels.aot.plan import aot_cases
 from comet.kernels.plan.metadata import PlanConfig, exchange_constants, place_constants
-from comet.layer.plan import begin_plan
 
 
 def launches(rank: int, world_size: int, case: Case, halves: bool) -> tuple[list[str], int]:

@@ -22,13 +22,13 @@ TOO_MANY_BYTES = 1 << 50
 STRUCK, SENT, TOLD = "struck", "sent", "told"
 
 PLACES = {
-    **{(phase, path): "comet.layer.paths:SymmetricPath.plan" for phase in ("plan",) for path in ("twin", "fused")},
-    ("layer 0", "twin"): "comet.layer.twin.layer:layer0",
-    ("layer 1", "twin"): "comet.layer.twin.layer:layer1",
-    ("backward", "twin"): "comet.layer.twin.layer:grad_hidden",
-    ("layer 0", "fused"): "comet.layer.fused:layer0",
-    ("layer 1", "fused"): "comet.layer.fused:layer1",
-    ("backward", "fused"): "comet.layer.fused:grad_hidden",
+    **{(phase, path): "comet.layer.backend:Backend.plan" for phase in ("plan",) for path in ("twin", "fused")},
+    ("layer 0", "twin"): "comet.layer.twin.layer:Twin.dispatch_gemm",
+    ("layer 1", "twin"): "comet.layer.twin.layer:Twin.gemm_combine",
+    ("backward", "twin"): "comet.layer.twin.layer:Twin.dispatch_dgrad",
+    ("layer 0", "fused"): "comet.layer.fused:Fused.dispatch_gemm",
+    ("layer 1", "fused"): "comet.layer.fused:Fused.gemm_combine",
+    ("backward", "fused"): "comet.layer.fused:Fused.dispatch_dgrad",
     ("plan", "plain"): "comet.reference.plain:make_exchange",
     ("layer 0", "plain"): "comet.reference.plain:dispatch_rows",
     ("layer 1", "plain"): "comet.reference.plain:return_rows",
@@ -42,8 +42,8 @@ PLACES = {
     ("checkpoint write", ""): "torch.distributed.checkpoint:FileSystemWriter.write_data",
     ("checkpoint load", ""): "torch.distributed.checkpoint:load",
     ("tune", "plain"): "comet.reference.plain:dispatch_rows",
-    ("tune", "twin"): "comet.layer.twin.layer:layer0",
-    ("tune", "fused"): "comet.layer.fused:layer0",
+    ("tune", "twin"): "comet.layer.twin.layer:Twin.dispatch_gemm",
+    ("tune", "fused"): "comet.layer.fused:Fused.dispatch_gemm",
 }
 
 

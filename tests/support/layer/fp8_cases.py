@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from comet.layer.group import ExpertGroup
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 
 FLOAT32_ROUNDING = 2.0**-24

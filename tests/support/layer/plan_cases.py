@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from emulated import emulated_group
-from rank_plans import plan_from_ids
+from rank_plans import begin_plan, plan_from_ids
 from torch import Tensor
 
 from comet.comm import Communicator
 from comet.config import OverlapConfig
 from comet.errors import CapacityError
-from comet.layer.plan import Plan, begin_plan, routed_row_capacity
+from comet.layer.plan import Plan, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
 
@@ -314,10 +314,10 @@ def check_pool(pool: Workspace, plan: Plan, use_kernels: bool) -> None:
 
 def noted_launches() -> list[str]:
     """A list to which, from now on, each launch of a plan adds its name: a part of the exchange, or "place"."""
-    from comet.layer import plan_kernels  # needs triton
+    from comet.layer import fused  # needs triton
 
     names: list[str] = []
-    exchange, place_plan = plan_kernels.exchange, plan_kernels.place_plan
+    exchange, place_plan = fused.exchange, fused.place_plan
 
     def noted_exchange(*arguments: object, part: str) -> None:
         names.append(part)
@@ -327,5 +327,5 @@ def noted_launches() -> list[str]:
         names.append("place")
         place_plan(*arguments)
 
-    plan_kernels.exchange, plan_kernels.place_plan = noted_exchange, noted_place
+    fused.exchange, fused.place_plan = noted_exchange, noted_place
     return names

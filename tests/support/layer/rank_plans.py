@@ -2,19 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from comet.config import OverlapConfig
-from comet.layer.plan import Plan, PlanRules, begin_plan, plan_of
+from comet.config import MoEConfig, OverlapConfig
+from comet.layer.backend import Backend
+from comet.layer.plan import Plan, PlanRules
+from comet.layer.twin.layer import Twin
 from comet.layer.twin.plan import plan_tensors
+from comet.layer.workspace import Workspace
 from comet.layout import ExpertLayout
+from comet.schedule.settings import LayerSettings
 
 
-def make_plan(*routing: Any, **settings: Any) -> Plan:
-    """The plan of this rank (collective); arguments as for ``begin_plan``."""
-    return begin_plan(*routing, at_once=True, **settings)()
+def backend_class(*, use_kernels: bool) -> type[Backend]:
+    """``Fused`` or ``Twin``."""
+    if use_kernels:
+        from comet.layer.fused import Fused  # needs Triton
+
+        return Fused
+    return Twin
+
+
+def plan_backend(
+    layout: ExpertLayout,
+    workspace: Workspace,
+    *,
+    overlap: OverlapConfig,
+    expert_capacity: int | None,
+    max_routed_rows: int,
+    use_kernels: bool,
+) -> Backend:
+    """A backend that is good for plans; its GEMMs are set up for experts of 16 hidden columns.
+
+    Args:
+        layout: The experts over the ranks.
+        workspace: The pool.
+        overlap: What shapes the plan.
+        expert_capacity: Routed rows each expert keeps; ``None``: all.
+        max_routed_rows: Q.
+        use_kernels: ``Fused`` or ``Twin``.
+    """
+    shape, rules = workspace.shape, PlanRules.create(overlap, expert_capacity, max_routed_rows)
+    moe = MoEConfig(
+        hidden_size=shape.hidden_size,
+        ffn_size=16 * layout.tp,
+        num_experts=layout.num_experts,
+        top_k=layout.top_k,
+    )
+    settings = LayerSettings.create(moe, layout, OverlapConfig(), shape.dtype)
+    return backend_class(use_kernels=use_kernels)(layout, workspace, rules, settings)
+
+
+def make_plan(
+    top_k_ids: Tensor, top_k_weights: Tensor, layout: ExpertLayout, workspace: Workspace, **options: Any
+) -> Plan:
+    """The plan of this rank (collective); options as for ``plan_backend``."""
+    return plan_backend(layout, workspace, **options).plan(top_k_ids, top_k_weights)
+
+
+def begin_plan(
+    top_k_ids: Tensor, top_k_weights: Tensor, layout: ExpertLayout, workspace: Workspace, **options: Any
+) -> Callable[[], Plan]:
+    """The first half of ``make_plan``, which returns the second."""
+    return plan_backend(layout, workspace, **options).begin_plan(top_k_ids, top_k_weights).finish
 
 
 def plan_from_ids(
@@ -34,9 +87,9 @@ def plan_from_ids(
         weights: ``(W, M, K)`` float32.
         layout: Whose plan.
         num_tokens: T of that rank.
-        overlap: As for ``begin_plan``.
-        expert_capacity: As for ``begin_plan``.
-        max_routed_rows: As for ``begin_plan``.
+        overlap: As for ``plan_backend``.
+        expert_capacity: As for ``plan_backend``.
+        max_routed_rows: As for ``plan_backend``.
 
     Returns:
         The plan; entries past the used routed rows are -1 and past the used tiles 0 (kernels leave them unspecified).
@@ -50,4 +103,4 @@ def plan_from_ids(
     """
     rules = PlanRules.create(overlap, expert_capacity, max_routed_rows)
     tensors = plan_tensors(ids, weights, layout, rules)
-    return plan_of(layout, num_tokens, ids.shape[1], rules, tensors)
+    return Plan.create(layout, num_tokens, ids.shape[1], rules, tensors)

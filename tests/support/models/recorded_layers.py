@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
 from comet.config import OverlapConfig
-from comet.layer.paths import SymmetricPath
+from comet.layer.routed_experts import SymmetricPath
 
 CONFIG = MoEConfig(
     num_experts=8, top_k=2, hidden_size=32, ffn_size=16, shared_ffn_size=16, aux_loss_coef=0.5, z_loss_coef=0.5
@@ -38,7 +39,7 @@ class _LaterExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ids: Tensor, factors: Tensor, w1: Tensor, w2: Tensor, path: Any) -> Tensor:
         ctx.save_for_backward(tokens, ids, factors, w1, w2)
-        ctx.later, ctx.made = path.later, path.made
+        ctx.deferred, ctx.made = path.deferred, path.made
         return all_experts(None, tokens, ids, factors, w1, w2)
 
     @staticmethod
@@ -52,9 +53,11 @@ class _LaterExperts(torch.autograd.Function):
             return list(torch.autograd.grad(output, [inputs[place] for place in places], grad))
 
         of_tokens, of_factors = make(0, 1)
-        if ctx.later is None:
+        if ctx.deferred is None:
             return of_tokens, None, of_factors, *make(2, 3), None
-        ctx.later[:] = [lambda: ctx.made.append("w1") or make(2)[0], lambda: ctx.made.append("w2") or make(3)[0]]
+        ctx.deferred.last = SimpleNamespace(
+            w1=lambda: ctx.made.append("w1") or make(2)[0], w2=lambda: ctx.made.append("w2") or make(3)[0]
+        )
         return of_tokens, None, of_factors, None, None, None
 
 

@@ -35,8 +35,8 @@ from comet.kernels.layer import fp8_gemm_combine as fp8_gemm_combine_cuda
 from comet.kernels.layer.triton import fp8_dispatch_gemm as layer0_module
 from comet.kernels.layer.triton import gemm_combine as layer1_module
 from comet.kernels.runtime.arguments import Scaled, Wire, power_of_2
-from comet.layer.fused_arguments import combine_config, dispatch_config, returns_of, sends_of, table_of
-from comet.layer.plan import Plan
+from comet.layer.fused import combine_config, dispatch_config, returns_of, sends_of, tile_table
+from comet.layer.plan import Launch, Plan
 from comet.layout import CHUNK_ROWS
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_fp8, quantize_rows
 from comet.quantization.packed import pack, packed_columns
@@ -114,7 +114,9 @@ def launch_layer0(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) ->
     config = dispatch_config(settings_of(case, plan), x, save_pre=False)
     config = replace(config, push_cols=min(512, power_of_2(packed_columns(case.hidden_size, case.dtype))))
     w1, _ = expert_weights(case, rank)
-    layer0_module.fp8_dispatch_gemm(scaled(w1), hidden, wire, sends_of(plan), table_of(plan, launch=0), config)
+    layer0_module.fp8_dispatch_gemm(
+        scaled(w1), hidden, wire, sends_of(plan), tile_table(plan, Launch.DISPATCH_GEMM), config
+    )
     return hidden
 
 
@@ -127,7 +129,7 @@ def launch_layer1(case: PlayedCase, plans: list[Plan], hidden: list[Scaled], ran
     y = torch.full((plan.routed_row_ids.numel(), case.hidden_size), torch.nan, **like)
     config = combine_config(settings, settings.layer1.num_panels, out)
     config = replace(config, block_k=FP8_BLOCK, num_stages=settings.tile.num_stages)
-    returns, table = returns_of(plan, weighted=True), table_of(plan, launch=1)
+    returns, table = returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE)
     layer1_module.gemm_combine(hidden[rank], scaled(w2), y, out, wire, returns, table, config)
     return out
 

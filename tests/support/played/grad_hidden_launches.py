@@ -19,8 +19,8 @@ from comet.kernels.layer.triton import grad_hidden as grad_hidden_module
 from comet.kernels.layer.triton.dispatch import DispatchConfig
 from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig, grad_hidden
 from comet.kernels.runtime.arguments import Wire
-from comet.layer.fused_arguments import move_cols, sends_of, table_of
-from comet.layer.plan import Plan
+from comet.layer.fused import move_cols, sends_of, tile_table
+from comet.layer.plan import Launch, Plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire, *, apart:
         dispatch=DispatchConfig(push_cols=move_cols(grad_y, 1024)),
         gemm=GemmConfig.select(case.dtype),
     )
-    grad_hidden(grad_y, w2, grads, out, wire, sends_of(plan), table_of(plan, launch=2), plan.tiles, config)
+    grad_hidden(
+        grad_y, w2, grads, out, wire, sends_of(plan), tile_table(plan, Launch.DISPATCH_DGRAD), plan.tiles, config
+    )
     return Gradients(grads, out)
 
 

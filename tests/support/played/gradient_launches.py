@@ -14,8 +14,8 @@ from torch import Tensor
 from comet.kernels.gemm import wgrad_cuda as group_gemm_wgrad_cuda
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.kernels.runtime.arguments import GradWire, Wire, power_of_2
-from comet.layer.fused_arguments import returns_of, table_of
-from comet.layer.plan import Plan
+from comet.layer.fused import returns_of, tile_table
+from comet.layer.plan import Launch, Plan
 
 Gradients = tuple[Tensor, Tensor]
 
@@ -57,7 +57,7 @@ def launch(case: PlayedCase, plans: list[Plan], landings: list[Tensor], rank: in
         num_panels=case.num_panels, beside=True, num_stages=3, move_cols=256, block_k=min(64, power_of_2(case.ffn_size))
     )
     returns = returns_of(plan, weighted=False, grads=grads)
-    gemm_combine(rows, w1, y, out, wire, returns, table_of(plan, launch=3), config, b_is_kn=True)
+    gemm_combine(rows, w1, y, out, wire, returns, tile_table(plan, Launch.DGRAD_COMBINE), config, b_is_kn=True)
     return out, grads.out
 
 

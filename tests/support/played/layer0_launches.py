@@ -29,8 +29,8 @@ from comet.kernels.layer import dispatch_gemm as cuda_module
 from comet.kernels.layer.triton import dispatch_gemm as dispatch_gemm_module
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig, dispatch_gemm
 from comet.kernels.runtime.arguments import Wire, power_of_2
-from comet.layer.fused_arguments import sends_of, table_of
-from comet.layer.plan import Plan
+from comet.layer.fused import sends_of, tile_table
+from comet.layer.plan import Launch, Plan
 from comet.layout import CHUNK_ROWS
 from comet.schedule.settings import TileShape
 
@@ -95,7 +95,7 @@ def launch(
     hidden, pre = (
         torch.full((rows, parts * case.ffn_size), torch.nan, dtype=case.dtype, device=case.device) for parts in (1, 2)
     )
-    table, config = table_of(plan, launch=0), config_of(case, save_pre=save_pre)
+    table, config = tile_table(plan, Launch.DISPATCH_GEMM), config_of(case, save_pre=save_pre)
     w1 = expert_weights(case, rank)
     dispatch_gemm(x, w1, hidden, pre if save_pre else None, wire, sends_of(plan), table, config)
     return Hidden(hidden, pre if save_pre else None)

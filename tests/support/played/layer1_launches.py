@@ -26,8 +26,8 @@ from comet.kernels.layer import gemm_combine as cuda_module
 from comet.kernels.layer.triton import gemm_combine as gemm_combine_module
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig, gemm_combine
 from comet.kernels.runtime.arguments import COMBINE_CHUNK_ROWS, MAX_PANELS, Wire, power_of_2
-from comet.layer.fused_arguments import returns_of, table_of
-from comet.layer.plan import Plan
+from comet.layer.fused import returns_of, tile_table
+from comet.layer.plan import Launch, Plan
 
 
 @contextmanager
@@ -61,7 +61,9 @@ def launch(case: PlayedCase, plans: list[Plan], rank: int, wire: Wire) -> Tensor
     config = GemmCombineConfig(
         num_panels=case.num_panels, beside=True, num_stages=3, move_cols=256, block_k=min(64, power_of_2(case.ffn_size))
     )
-    gemm_combine(hidden, w2, y, out, wire, returns_of(plan, weighted=True), table_of(plan, launch=1), config)
+    gemm_combine(
+        hidden, w2, y, out, wire, returns_of(plan, weighted=True), tile_table(plan, Launch.GEMM_COMBINE), config
+    )
     return out
 
 

@@ -11,9 +11,9 @@ import torch
 from emulated import emulated_group
 from torch import Tensor
 
-import comet.layer.fused
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
-from comet.layer.plan import Plan, begin_plan
+from comet.layer.fused import Fused
+from comet.layer.plan import Plan, PlanRules
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
 from comet.schedule.settings import LayerSettings
@@ -62,29 +62,29 @@ def check_rows_return(num_tokens: int, hidden_size: int, dtype: torch.dtype, dev
     for pool in pools:
         pool.recv_rows.local.fill_(float("nan"))
         pool.combine_rows.local.fill_(float("nan"))
-    overlap, ops = OverlapConfig(block_rows=block_rows), comet.layer.fused
     x = numbered_rows(num_tokens, hidden_size, dtype, device)
     tokens = [x[:0], x]
-    plans = _plans(pools, [len(rows) for rows in tokens], overlap, device)
+    backends = _backends(pools, [len(rows) for rows in tokens], dtype, block_rows)
+    plans = _plans(backends, [len(rows) for rows in tokens], device)
     w1, w2 = identity_expert(hidden_size, dtype, device)
-    settings = LayerSettings.create(layer_config(hidden_size), plans[0].layout, overlap, dtype)
-    run = {rank: (plans[rank], pools[rank], settings) for rank in (SOURCE, COMPUTES)}
 
-    hidden = {rank: ops.layer0(tokens[rank], w1, *run[rank], save_pre=False)[0] for rank in (SOURCE, COMPUTES)}
+    hidden = {
+        rank: backends[rank].dispatch_gemm(tokens[rank], w1, plans[rank], save_pre_activation=False)[0]
+        for rank in (SOURCE, COMPUTES)
+    }
     _check_received(pools, plans, x, "layer 0")
-    outputs = {rank: ops.layer1(hidden[rank], w2, *run[rank]) for rank in (COMPUTES, SOURCE)}
+    outputs = {rank: backends[rank].gemm_combine(hidden[rank], w2, plans[rank]) for rank in (COMPUTES, SOURCE)}
     del hidden
     for first in range(0, num_tokens, ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         expected = x[rows].where(_routed(num_tokens, device)[rows, None], 0)
         assert torch.equal(outputs[SOURCE][rows], expected), f"layer 1 returned another row for a token of {rows}"
 
-    for pool, plan in zip(pools, plans, strict=True):
+    for pool in pools:
         pool.epoch.add_(1)  # as the barrier does, which no rank that takes turns can pass
         pool.recv_rows.local.fill_(float("nan"))
-        plan.counters.zero_()
     for rank in (SOURCE, COMPUTES):
-        ops.dispatch(tokens[rank], *run[rank])
+        backends[rank].dispatch(tokens[rank], plans[rank].for_backward(plans[rank].memory))
     _check_received(pools, plans, x, "dispatch")
     for pool in pools:
         pool.check()
@@ -94,25 +94,25 @@ def _routed(num_tokens: int, device: str) -> Tensor:
     return torch.arange(num_tokens, device=device) % ROUTED_EVERYWHERE_BUT != 0
 
 
-def _plans(pools: list[Workspace], num_tokens: list[int], overlap: OverlapConfig, device: str) -> list[Plan]:
-    """Rank 1's tokens go to expert 0, which rank 0 holds."""
-    finishes = []
+def _backends(pools: list[Workspace], num_tokens: list[int], dtype: torch.dtype, block_rows: int) -> list[Fused]:
+    """Of both ranks, with room for all tokens of rank 1 on rank 0."""
+    overlap, backends = OverlapConfig(block_rows=block_rows), []
     for rank, pool in enumerate(pools):
+        layout = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=rank)
+        settings = LayerSettings.create(layer_config(pool.shape.hidden_size), layout, overlap, dtype)
+        rows = round_up(num_tokens[SOURCE], CHUNK_ROWS) if rank == COMPUTES else CHUNK_ROWS
+        backends.append(Fused(layout, pool, PlanRules.create(overlap, None, rows), settings))
+    return backends
+
+
+def _plans(backends: list[Fused], num_tokens: list[int], device: str) -> list[Plan]:
+    """Rank 1's tokens go to expert 0, which rank 0 holds."""
+    pending = []
+    for rank, backend in enumerate(backends):
         ids = torch.full((num_tokens[rank], 1), -1, dtype=torch.int32, device=device)
         ids[_routed(num_tokens[rank], device)] = 0
-        rows = round_up(num_tokens[SOURCE], CHUNK_ROWS) if rank == COMPUTES else CHUNK_ROWS
-        finish = begin_plan(
-            ids,
-            torch.ones(ids.shape, device=device),
-            ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=rank),
-            pool,
-            overlap=overlap,
-            expert_capacity=None,
-            max_routed_rows=rows,
-            use_kernels=True,
-        )
-        finishes.append(finish)
-    return [finish() for finish in finishes]
+        pending.append(backend.begin_plan(ids, torch.ones(ids.shape, device=device)))
+    return [each.finish() for each in pending]
 
 
 def _check_received(pools: list[Workspace], plans: list[Plan], x: Tensor, what: str) -> None:

@@ -19,8 +19,8 @@ from stress_numbers import shard as shard_layer
 from torch import Tensor
 
 from comet.kernels.runtime.recorder import ALIGN_ROUNDS, Recorder, align
-from comet.layer import fused
-from comet.layer.plan import Plan, begin_plan, routed_row_capacity
+from comet.layer.fused import Fused
+from comet.layer.plan import Plan, PlanRules, routed_row_capacity
 from comet.layer.workspace import Workspace, WorkspaceShape
 from comet.layout import ExpertLayout
 from comet.schedule.settings import LayerSettings
@@ -45,31 +45,26 @@ class PlayedRanks:
         self.pools = [Workspace(comm, shape) for comm in emulated_group(case.world_size, device, DEADLINE_S)]
         for pool in self.pools:
             pool.recorder = Recorder.allocate(device, EVENTS) if record else None
-        layouts = [ExpertLayout.create(case.config, case.parallel, rank) for rank in self.ranks]
-        self.settings = LayerSettings.create(case.config, layouts[0], case.overlap, case.dtype)
+        self.backends = [self.backend(rank) for rank in self.ranks]
         self.inputs = [stress_inputs(case, rank, 0, device) for rank in self.ranks]
         self.weights = FullWeights.draw(case, device)
         shards = [shard_layer(case, rank, self.weights.w1, self.weights.w2) for rank in self.ranks]
         self.w1, self.w2 = [w1.flatten(1, 2) for w1, _ in shards], [w2.contiguous() for _, w2 in shards]
-        self.plans = self.plan(layouts)
+        self.plans = self.plan()
 
-    def plan(self, layouts: list[ExpertLayout]) -> list[Plan]:
+    def backend(self, rank: int) -> Fused:
+        """The backend of one rank."""
+        case, pool = self.case, self.pools[rank]
+        layout = ExpertLayout.create(case.config, case.parallel, rank)
+        rows = routed_row_capacity(layout, pool.max_tokens, case.block_rows, None)
+        rules = PlanRules.create(case.overlap, case.expert_capacity, rows)
+        return Fused(layout, pool, rules, LayerSettings.create(case.config, layout, case.overlap, case.dtype))
+
+    def plan(self) -> list[Plan]:
         """The plans of all ranks; all begin before the first finishes."""
-        case, block_rows = self.case, self.case.block_rows
-        finishes = [
-            begin_plan(
-                self.inputs[rank].top_k_ids,
-                self.inputs[rank].top_k_weights,
-                layouts[rank],
-                self.pools[rank],
-                overlap=case.overlap,
-                expert_capacity=case.expert_capacity,
-                max_routed_rows=routed_row_capacity(layouts[rank], self.pools[rank].max_tokens, block_rows, None),
-                use_kernels=True,
-            )
-            for rank in self.ranks
-        ]
-        return [finish() for finish in finishes]
+        routings = [(inputs.top_k_ids, inputs.top_k_weights) for inputs in self.inputs]
+        pending = [backend.begin_plan(*routing) for backend, routing in zip(self.backends, routings, strict=True)]
+        return [each.finish() for each in pending]
 
     def twice(self, flags: str, step: Callable[[int], Result]) -> list[Result]:
         """Run a step of all ranks that wait for each other by ``flags``; see the module."""
@@ -85,8 +80,8 @@ class PlayedRanks:
         """Advance the epoch of all ranks."""
         for pool in self.pools:
             pool.barrier_flags.local.fill_(int(pool.epoch) + 1)
-        for pool in self.pools:
-            fused.barrier(pool)
+        for backend in self.backends:
+            backend.barrier()
 
     def align(self) -> None:
         """Find how the ranks' clocks differ."""
@@ -97,35 +92,33 @@ class PlayedRanks:
 
     def forward(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Outputs, and gate | up where there is a backward pass."""
-        plans, pools, settings, save = self.plans, self.pools, self.settings, self.case.backward
+        plans, backends, save = self.plans, self.backends, self.case.backward
         layer0 = self.twice(
             "recv_flags",
-            lambda r: fused.layer0(self.inputs[r].tokens, self.w1[r], plans[r], pools[r], settings, save_pre=save),
+            lambda r: backends[r].dispatch_gemm(self.inputs[r].tokens, self.w1[r], plans[r], save_pre_activation=save),
         )
-        outputs = self.twice(
-            "combine_flags", lambda r: fused.layer1(layer0[r][0], self.w2[r], plans[r], pools[r], settings)
-        )
+        outputs = self.twice("combine_flags", lambda r: backends[r].gemm_combine(layer0[r][0], self.w2[r], plans[r]))
         return outputs, [pre for _, pre in layer0]
 
     def backward(self, rows: list[Tensor], pre: list[Tensor | None]) -> dict[str, list[Tensor]]:
         """All gradients, from the received rows and gate | up of the forward pass."""
-        plans, pools, settings = self.plans, self.pools, self.settings
+        plans, backends = self.plans, self.backends
         self.barrier()
         sent = self.twice(
-            "recv_flags",
-            lambda r: fused.grad_hidden(self.inputs[r].grad_output, self.w2[r], plans[r], pools[r], settings),
+            "recv_flags", lambda r: backends[r].dispatch_dgrad(self.inputs[r].grad_output, self.w2[r], plans[r])
         )
-        arrived = [fused.routed_rows(rows[r], plans[r].routed_row_ids, plans[r]) for r in self.ranks]
-        through = [fused.swiglu_backward(_there(pre[r]), sent[r][1], plans[r]) for r in self.ranks]
+        through = [backends[r].activation_backward(_there(pre[r]), sent[r][1], plans[r]) for r in self.ranks]
         homes = self.twice(
             "combine_flags",
-            lambda r: fused.grad_tokens(through[r][0], self.w1[r], through[r][2], plans[r], pools[r], settings),
+            lambda r: backends[r].dgrad_combine(
+                through[r].pre_activation, self.w1[r], through[r].row_weights, plans[r]
+            ),
         )
         return {
             "grad_tokens": [grad for grad, _ in homes],
             "grad_top_k_weights": [grad for _, grad in homes],
-            "grad_w1": [fused.grad_weight(through[r][0], arrived[r], plans[r], launch=3) for r in self.ranks],
-            "grad_w2": [fused.grad_weight(sent[r][0], through[r][1], plans[r], launch=2) for r in self.ranks],
+            "grad_w1": [backends[r].fc1_wgrad(through[r].pre_activation, rows[r], plans[r]) for r in self.ranks],
+            "grad_w2": [backends[r].fc2_wgrad(sent[r][0], through[r].weighted_hidden, plans[r]) for r in self.ranks],
         }
 
     def run(self) -> None:

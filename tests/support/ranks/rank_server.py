@@ -33,7 +33,7 @@ from rank_child import become_rank
 # interpreter, parse. Importing it must start no thread (fork copies only one) and touch no device.
 PRELOADED = (
     "pytest torch torch._dynamo triton comet.training.trainer comet.modular comet.decode comet.trace.timeline "
-    "comet.layer.fused comet.layer.plan_kernels comet.router.kernels"
+    "comet.layer.fused comet.router.kernels"
 ).split()
 CUDA_DEVICE = "/dev/nvidia-uvm"  # what a process opens with CUDA; a fork of it has no use of CUDA
 MESSAGE_BYTES = 4096

@@ -1,0 +1,356 @@
+"""What a layer computes with: one object for its plan, its launches, and all that they share.
+
+``Fused`` (``comet.layer.fused``) does it by kernels, ``Twin`` (``comet.layer.twin.layer``) in plain torch. A layer
+makes one of them once; ``comet.layer.routed_experts`` says in which order its methods run.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import NamedTuple, Protocol, Self
+
+from torch import Tensor
+
+from comet.config import MoEConfig, OverlapConfig
+from comet.layer.group import ExpertGroup
+from comet.layer.plan import Plan, PlanRules, check_routing, routed_row_capacity
+from comet.layer.workspace import Workspace
+from comet.layout import ExpertLayout
+from comet.quantization.formats import FP8
+from comet.schedule.settings import LayerSettings
+from comet.tuner.choice import Resolved, Resolver
+from comet.tuner.problem import Problem
+from comet.tuner.profile import token_bucket
+from comet.utils.streams import SideStream
+
+
+class ActivationGradients(NamedTuple):
+    """What the backward pass of the activation makes; rows of no tile are undefined, or 0.
+
+    Args:
+        pre_activation: ``(Q, 2F)`` gradient of gate | up.
+        weighted_hidden: ``(Q, F)`` hidden times routing weight, which the gradient of w2 is made of.
+        row_weights: ``(R, K)`` float32 gradients of the routing weights.
+    """
+
+    pre_activation: Tensor
+    weighted_hidden: Tensor
+    row_weights: Tensor
+
+
+class PendingPlan(Protocol):
+    """A plan whose ids are on their way to all ranks."""
+
+    def finish(self) -> Plan:
+        """Wait for the other ranks' ids and build the plan; to be called once.
+
+        Raises:
+            CommTimeoutError: On the CPU, if another rank is late (on a GPU ``Workspace.check`` tells).
+            CapacityError: On the CPU, if the plan needs more than Q rows (on a GPU ``Workspace.check`` tells).
+        """
+        ...
+
+
+class SettingsByTokens:
+    """The settings of a layer, with the comm blocks that were measured best for about so many tokens.
+
+    Args:
+        settings: Of the layer; their comm blocks are for the group's maximum of tokens.
+        problem: The layer's, at the group's maximum; ``None`` where nothing was measured: the settings never change.
+        resolver: Knows what was measured.
+    """
+
+    def __init__(self, settings: LayerSettings, problem: Problem | None, resolver: Resolver) -> None:
+        self.settings, self.problem, self.resolver = settings, problem, resolver
+        self._of_bucket: dict[int, LayerSettings] = {}
+
+    def __call__(self, num_tokens: int) -> LayerSettings:
+        """The settings of a call with ``num_tokens`` on this rank; other ranks may have others."""
+        if self.problem is None:
+            return self.settings
+        bucket = token_bucket(num_tokens)  # what the resolver tells apart; asking it takes tens of microseconds
+        if bucket not in self._of_bucket:
+            choice = self.resolver(replace(self.problem, num_tokens=bucket)).setting
+            comm_blocks = self.settings.comm_blocks if choice is None else choice.comm_blocks
+            self._of_bucket[bucket] = replace(self.settings, comm_blocks=comm_blocks)
+        return self._of_bucket[bucket]
+
+
+class Backend(ABC):
+    """The plan, layer 0, layer 1 and their gradients, on a pool and with the settings of one layer.
+
+    All methods but those of weights and activation are collective.
+
+    Args:
+        layout: The experts over the ranks.
+        workspace: The pool.
+        rules: What shapes a plan.
+        settings: How the launches run.
+        by_tokens: The settings of a call by its number of tokens; ``None``: always ``settings``.
+        plan_stream: Where plans are made, so that their small kernels do not wait behind large ones; ``None``: on the
+            caller's stream.
+
+    Raises:
+        ValueError: If the rules do not fit layout and pool.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        workspace: Workspace,
+        rules: PlanRules,
+        settings: LayerSettings,
+        *,
+        by_tokens: SettingsByTokens | None = None,
+        plan_stream: SideStream | None = None,
+    ) -> None:
+        rules.check(layout, workspace)
+        self.layout, self.workspace, self.rules, self.settings = layout, workspace, rules, settings
+        self.by_tokens = by_tokens
+        self.plan_stream = plan_stream or SideStream(None)
+
+    @classmethod
+    def create(cls, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Self:
+        """The backend of one layer.
+
+        Args:
+            config: Shape of the layer.
+            group: The ranks, and the pool.
+            overlap: Split and order of the work; ``None`` takes what was measured for the group's maximum of tokens,
+                and for each call as many comm blocks as were measured best for about its tokens. All else has to be
+                equal on all ranks, whose numbers of tokens may differ.
+
+        Raises:
+            ValueError: If the setting does not fit the ranks, or the layer the pool.
+        """
+        workspace, layout = group.workspace, group.layout(config)
+        workspace.shape.check(config)
+        measured = overlap is None and group.resolver.store is not None and bool(group.resolver.store.entries)
+        overlap = layer_choice(config, group, overlap).setting or OverlapConfig()
+        if group.parallel.world_size == 1:  # no remote rows to wait for
+            overlap = replace(overlap, num_phases=1)
+        rows = routed_row_capacity(layout, workspace.max_tokens, overlap.block_rows, config.max_imbalance)
+        settings = replace(
+            LayerSettings.create(config, layout, overlap, workspace.shape.dtype),
+            cuda_kernels=group.cuda_kernels,
+            spare_multiprocessors=group.spare_multiprocessors,
+        )
+        problem = group_problem(config, group) if measured else None
+        return cls(
+            layout,
+            workspace,
+            PlanRules.create(overlap, expert_capacity(config, group), rows, config.max_imbalance),
+            settings,
+            by_tokens=SettingsByTokens(settings, problem, group.resolver),
+            plan_stream=group.plan_stream if config.shared_ffn_size else None,
+        )
+
+    def settings_for(self, num_tokens: int) -> LayerSettings:
+        """The settings of a call with ``num_tokens`` on this rank."""
+        return self.settings if self.by_tokens is None else self.by_tokens(num_tokens)
+
+    # ---- the plan ----------------------------------------------------------------------------------------------------
+
+    def plan(self, top_k_ids: Tensor, top_k_weights: Tensor, *, trains: bool = False) -> Plan:
+        """Who goes where; the host reads nothing back, and the pool's epoch grows by one.
+
+        Args:
+            top_k_ids: ``(T, K)`` int32 experts, 0 .. E-1; -1 masks a slot. T may differ between ranks, or be 0.
+            top_k_weights: ``(T, K)`` float32 routing weights.
+            trains: Whether a backward pass will follow here; equal on all ranks, which the CPU checks.
+
+        Returns:
+            The plan, whose ``status[2]`` is 1 if Q was too small.
+
+        Raises:
+            ValueError: If ids or weights do not fit the pool; on the CPU, on all ranks, if ids of any are out of range
+                or a backward pass will follow on some of them only.
+            RuntimeError: If the group has been closed.
+            CommTimeoutError: On the CPU, if another rank is late (on a GPU ``Workspace.check`` tells).
+            CapacityError: On the CPU, if the plan needs more than Q rows (on a GPU ``Workspace.check`` tells).
+
+        Example:
+            One rank, E=2, K=2, block_rows=16, ids [[1, 0], [1, -1]]: expert 0 has token 0, expert 1 tokens 0 and 1, so
+            segment_starts is [0, 16, 32], segment_counts [1, 2], row_slots [[16, 0], [17, -1], ...].
+        """
+        self._check(top_k_ids, top_k_weights)
+        with self.plan_stream.inserted():
+            return self._exchange(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), trains=trains).finish()
+
+    def begin_plan(self, top_k_ids: Tensor, top_k_weights: Tensor) -> PendingPlan:
+        """Send this rank's ids; the plan is made when it is finished, for whoever has something to run in between.
+
+        Who plays several ranks in one process or on one GPU has to begin all their plans before finishing the first.
+
+        Args:
+            top_k_ids: ``(T, K)`` int32 global expert ids, 0 .. E-1; -1 masks a slot.
+            top_k_weights: ``(T, K)`` float32 routing weights.
+
+        Raises:
+            ValueError: If ids or weights do not fit the pool.
+            RuntimeError: If the group has been closed.
+        """
+        self._check(top_k_ids, top_k_weights)
+        return self._exchange(top_k_ids.contiguous(), top_k_weights.detach().contiguous(), in_halves=True)
+
+    def _check(self, top_k_ids: Tensor, top_k_weights: Tensor) -> None:
+        check_routing(top_k_ids, top_k_weights, self.layout, self.workspace)
+        self.workspace.comm.require_open()
+
+    @abstractmethod
+    def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> PendingPlan:
+        """Send ids and weights ``(T, K)``; unless ``in_halves``, whoever finishes the plan does so at once."""
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def dispatch_gemm(
+        self, x: Tensor, w1: Tensor, plan: Plan, *, save_pre_activation: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Layer 0: dispatch || grouped GEMM || activation.
+
+        Args:
+            x: ``(T, D)`` this rank's tokens.
+            w1: ``(e, 2F, D)`` gate rows, then up rows.
+            plan: Where rows go.
+            save_pre_activation: Keep gate | up for the backward pass.
+
+        Returns:
+            hidden ``(Q, F)`` and gate | up ``(Q, 2F)`` (``None`` unless asked for); rows of no tile are undefined.
+        """
+
+    @abstractmethod
+    def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
+        """Layer 1: grouped GEMM || weighted top-k reduce || combine.
+
+        Args:
+            hidden: ``(Q, F)`` from ``dispatch_gemm``.
+            w2: ``(e, D, F)``.
+            plan: Where rows go; holds the routing weights.
+
+        Returns:
+            ``(T, D)`` for this rank's tokens.
+        """
+
+    @abstractmethod
+    def dispatch_gemm_fp8(self, x: Tensor, w1: FP8, plan: Plan) -> FP8:
+        """Layer 0 on e4m3: tokens are quantised before they travel, hidden as soon as it is computed, in float32.
+
+        Args:
+            x: ``(T, D)`` this rank's tokens.
+            w1: ``(e, 2F, D)`` gate rows, then up rows; D and F multiples of 128.
+            plan: Where rows go.
+
+        Returns:
+            hidden ``(Q, F)`` with a scale per row and 128 columns; rows of no tile are undefined.
+        """
+
+    @abstractmethod
+    def gemm_combine_fp8(self, hidden: FP8, w2: FP8, plan: Plan) -> Tensor:
+        """Layer 1 on e4m3: hidden ``(Q, F)`` and w2 ``(e, D, F)`` make ``(T, D)`` of the pool's type."""
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Advance the epoch once every rank has arrived: opens a use of the pool that no plan opens."""
+
+    @abstractmethod
+    def dispatch_dgrad(self, grad_output: Tensor, w2: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Dispatch || grouped GEMM of the output's gradient.
+
+        Args:
+            grad_output: ``(T, D)`` contiguous.
+            w2: ``(e, D, F)``.
+            plan: Where rows go.
+
+        Returns:
+            Its routed rows ``(Q, D)``, and hidden's gradient ``(Q, F)`` before routing weights.
+        """
+
+    @abstractmethod
+    def activation_backward(self, pre_activation: Tensor, grad_hidden: Tensor, plan: Plan) -> ActivationGradients:
+        """Backward of ``weight * (silu(gate) * up)``.
+
+        Args:
+            pre_activation: ``(Q, 2F)`` gate | up.
+            grad_hidden: ``(Q, F)`` from ``dispatch_dgrad``.
+            plan: Holds the routing weights.
+        """
+
+    @abstractmethod
+    def dgrad_combine(
+        self, grad_pre: Tensor, w1: Tensor, grad_row_weights: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """Grouped GEMM || reduce || combine of the tokens' gradient.
+
+        Args:
+            grad_pre: ``(Q, 2F)`` gradient of gate | up.
+            w1: ``(e, 2F, D)``.
+            grad_row_weights: ``(R, K)`` float32 gradients of the routing weights, which travel along.
+            plan: Where rows go.
+
+        Returns:
+            Gradients of x ``(T, D)`` and of the routing weights ``(T, K)`` float32.
+        """
+
+    @abstractmethod
+    def fc1_wgrad(self, grad_pre: Tensor, received: Tensor, plan: Plan) -> Tensor:
+        """Gradient of w1 ``(e, 2F, D)`` from that of gate | up ``(Q, 2F)`` and the tokens that arrived ``(R, D)``."""
+
+    @abstractmethod
+    def fc2_wgrad(self, grad_rows: Tensor, weighted_hidden: Tensor, plan: Plan) -> Tensor:
+        """Gradient of w2 ``(e, D, F)`` from that of the output's routed rows ``(Q, D)`` and weighted hidden."""
+
+    # ---- without GEMMs -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
+        """Send ``rows (T, C)`` along the plan; returns the received rows ``(R, C)``, own rows included.
+
+        The result is a view of the pool: the next dispatch overwrites it. C is at most D, the same on all ranks.
+        """
+
+    @abstractmethod
+    def combine(self, y: Tensor, plan: Plan, *, weighted: bool) -> Tensor:
+        """Add up each received row's routed rows of ``y (Q, D)``, send the sums home, and add those up: ``(T, D)``.
+
+        Args:
+            y: ``(Q, D)`` expert outputs.
+            plan: Where rows came from; ``row_slots`` says which of ``y`` make up each.
+            weighted: Apply the plan's routing weights.
+        """
+
+    def keep_received(self, x: Tensor, plan: Plan) -> Tensor:
+        """``(R, D)``: tokens that arrived and own ``x``, copied before the next layer overwrites the receive buffer."""
+        rows = self.workspace.recv_rows.local.clone()
+        rows[plan.own_rows] = x
+        return rows
+
+
+def expert_capacity(config: MoEConfig, group: ExpertGroup) -> int | None:
+    """Routed rows one expert keeps, from the configured maximum of tokens; ``None`` when dropless.
+
+    Example: capacity_factor 1.25, W=2, max_tokens=100, K=2, E=8: ceil(1.25 * 2 * 100 * 2 / 8) = 63.
+    """
+    if config.capacity_factor is None:
+        return None
+    routed = group.parallel.world_size * group.workspace.shape.max_tokens * config.top_k
+    return math.ceil(config.capacity_factor * routed / config.num_experts)
+
+
+def group_problem(config: MoEConfig, group: ExpertGroup) -> Problem:
+    """The layer call all ranks of a group agree on: its configured maximum of tokens."""
+    shape = group.workspace.shape
+    return Problem.create(config, group.parallel, shape.max_tokens, shape.dtype)
+
+
+def layer_choice(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None) -> Resolved:
+    """The setting of a layer, equal on all ranks: the user's, else measured, else the default.
+
+    Raises:
+        ValueError: If the user's setting is impossible here; the message names the rule.
+    """
+    return group.resolver(group_problem(config, group), forced=overlap)

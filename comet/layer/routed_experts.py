@@ -1,0 +1,295 @@
+"""Routed experts over ranks: plan -> layer 0 -> layer 1, and the gradients, as one differentiable operation.
+
+Backward of layer 1 is a dispatch (the output's gradient travels to the experts) and a GEMM; backward of layer 0 is a
+GEMM and a combine; the weight gradients need no communication. Saved: the rows each rank received and gate | up; expert
+outputs are never kept, because the gradient of a routing weight is the product of hidden with the gradient that reaches
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from comet.comm.base import require_memory
+from comet.comm.collectives import wants_grad
+from comet.config import MoEConfig, OverlapConfig, check_kernel_dtype, require
+from comet.layer.backend import Backend
+from comet.layer.group import ExpertGroup
+from comet.layer.plan import Plan, check_tokens
+from comet.layer.twin.layer import Twin
+from comet.layer.weights import match_once, match_weights, pad_width
+from comet.quantization.formats import FP8
+from comet.quantization.packed import match_fp8_weights
+from comet.utils.uncompiled import uncompiled
+
+WITHOUT_MEMORY = "use path 'plain' (moe_path=plain, or auto), or groups of ep x tp ranks on one node of Hopper GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a backward pass reads of the forward pass before it.
+
+    Args:
+        received: ``(R, D)`` tokens that arrived, own ones included.
+        pre_activation: ``(Q, 2F)`` gate | up.
+        plan: Where rows go.
+    """
+
+    received: Tensor
+    pre_activation: Tensor
+    plan: Plan
+
+
+class Gradients(NamedTuple):
+    """Of the inputs of ``forward``, in their shapes; those of w1 and w2 are ``None`` where they were deferred."""
+
+    x: Tensor
+    top_k_weights: Tensor
+    w1: Tensor | None
+    w2: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wgrad:
+    """What the weight gradients of one backward pass are made of; no rank waits for another to make them.
+
+    Args:
+        backend: Makes them.
+        plan: Of the backward pass.
+        received: ``(R, D)`` tokens that arrived.
+        grad_pre: ``(Q, 2F)`` gradient of gate | up.
+        grad_rows: ``(Q, D)`` gradient of the output, by routed row.
+        weighted_hidden: ``(Q, F)`` hidden times routing weight.
+    """
+
+    backend: Backend
+    plan: Plan
+    received: Tensor
+    grad_pre: Tensor
+    grad_rows: Tensor
+    weighted_hidden: Tensor
+
+    def w1(self) -> Tensor:
+        """``(e, 2F, D)`` in new memory."""
+        return self.backend.fc1_wgrad(self.grad_pre, self.received, self.plan)
+
+    def w2(self) -> Tensor:
+        """``(e, D, F)`` in new memory."""
+        return self.backend.fc2_wgrad(self.grad_rows, self.weighted_hidden, self.plan)
+
+
+@dataclass(slots=True)
+class DeferredWgrad:
+    """Where backward passes leave the weight gradients to their caller.
+
+    Args:
+        last: Those of the last backward pass, to be made before the layer runs again; ``None`` before there was one.
+    """
+
+    last: Wgrad | None = None
+
+
+def forward(
+    x: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor, backend: Backend, *, trains: bool
+) -> tuple[Tensor, Saved | None]:
+    """The weighted sum of each token's experts.
+
+    Args:
+        x: ``(T, D)`` this rank's tokens, contiguous.
+        top_k_ids: ``(T, K)`` int32 global expert ids; -1 masks a slot.
+        top_k_weights: ``(T, K)`` float32.
+        w1: ``(e, 2F, D)`` gate rows, then up rows, of this rank's experts (its slice of F under TP).
+        w2: ``(e, D, F)``.
+        backend: Of the layer.
+        trains: Whether a backward pass will follow.
+
+    Returns:
+        ``(T, D)``, and what the backward pass needs if there is one.
+    """
+    plan = backend.plan(top_k_ids, top_k_weights, trains=trains)
+    hidden, pre_activation = backend.dispatch_gemm(x, w1, plan, save_pre_activation=trains)
+    output = backend.gemm_combine(hidden, w2, plan)
+    backend.workspace.comm.in_flight = False
+    if pre_activation is None:
+        return output, None
+    del hidden
+    return output, Saved(backend.keep_received(x, plan), pre_activation, plan)
+
+
+def forward_fp8(x: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: FP8, w2: FP8, backend: Backend) -> Tensor:
+    """``forward`` in block FP8, without a backward pass: ``(T, D)`` for the same shapes."""
+    plan = backend.plan(top_k_ids, top_k_weights)
+    hidden = backend.dispatch_gemm_fp8(x, w1, plan)
+    output = backend.gemm_combine_fp8(hidden, w2, plan)
+    backend.workspace.comm.in_flight = False
+    return output
+
+
+def backward(
+    grad_output: Tensor, saved: Saved, w1: Tensor, w2: Tensor, backend: Backend, deferred: DeferredWgrad | None
+) -> Gradients:
+    """Layer 1's dispatch and GEMM for hidden, layer 0's GEMM and combine for the tokens, and both weights.
+
+    Args:
+        grad_output: ``(T, D)`` contiguous.
+        saved: Of the forward pass, with a plan for the backward pass.
+        w1: ``(e, 2F, D)``.
+        w2: ``(e, D, F)``.
+        backend: Of the layer.
+        deferred: Where to leave the weight gradients; ``None``: they are made here.
+
+    Returns:
+        The gradients.
+    """
+    plan = saved.plan
+    backend.barrier()
+    grad_rows, grad_hidden = backend.dispatch_dgrad(grad_output, w2, plan)
+    grad_pre, weighted_hidden, grad_row_weights = backend.activation_backward(saved.pre_activation, grad_hidden, plan)
+    del grad_hidden
+    if deferred is not None:
+        deferred.last = Wgrad(backend, plan, saved.received, grad_pre, grad_rows, weighted_hidden)
+        return Gradients(*backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan), None, None)
+    grad_w2 = backend.fc2_wgrad(grad_rows, weighted_hidden, plan)
+    del grad_rows, weighted_hidden  # before as much is needed again
+    grad_x, grad_top_k_weights = backend.dgrad_combine(grad_pre, w1, grad_row_weights, plan)
+    return Gradients(grad_x, grad_top_k_weights, backend.fc1_wgrad(grad_pre, saved.received, plan), grad_w2)
+
+
+class SymmetricPath:
+    """``forward`` and ``backward`` as one differentiable operation for a layer: plan -> layer 0 -> layer 1.
+
+    Args:
+        config: Shape of the layer.
+        group: The ranks, and the pool.
+        overlap: Split and order of the work; ``None`` takes what was measured.
+        use_kernels: Kernels rather than their twins.
+
+    Raises:
+        ValueError: If the layer does not fit the pool, or the setting the ranks.
+        UnavailableError: If the group spans several nodes.
+    """
+
+    def __init__(
+        self, config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool
+    ) -> None:
+        require_memory(group.comm, f"path={'fused' if use_kernels else 'twin'!r}", WITHOUT_MEMORY)
+        dtype, device = group.workspace.shape.dtype, group.device
+        self.backend = make_backend(config, group, overlap, use_kernels=use_kernels)
+        self.use_kernels = use_kernels
+        self.layout, self.workspace = self.backend.layout, self.backend.workspace
+        self.match = match_once(match_weights, config, self.layout, dtype=dtype, device=device)
+        self.match_fp8 = match_once(match_fp8_weights, config, self.layout, device=device)
+        self.deferred: DeferredWgrad | None = None
+
+    @uncompiled
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """The weighted sum of each token's experts, as every ``comet.layer.paths.ExpertPath`` makes it.
+
+        Raises:
+            ValueError: If tokens or routing do not fit the pool or each other, or weights the layer; on a CPU, on all
+                ranks, if gradients are wanted on some of them only.
+            StepFailedError: If an earlier step failed on any rank; ``Workspace.restart`` goes on.
+        """
+        check_tokens(tokens, top_k_ids, self.workspace)
+        self.match(w1, w2)
+        w1, w2 = w1.contiguous(), w2.contiguous()  # kernels find their rows by address
+        padded_w1, padded_w2 = pad_width(w1, w2)
+        inputs = tokens, top_k_ids, top_k_weights, padded_w1, padded_w2
+        with self.workspace.forward_step:
+            # Asked out here: inside of an autograd function inputs seem to need gradients under no_grad, too.
+            if wants_grad(tokens, w1, w2, top_k_weights):
+                output: Tensor = _RoutedExperts.apply(*inputs, self.backend, self.deferred if padded_w1 is w1 else None)
+                return output
+            return forward(tokens.contiguous(), *inputs[1:], self.backend, trains=False)[0]
+
+    @uncompiled
+    def fp8(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: FP8, w2: FP8) -> Tensor:
+        """As a call, for inference, with e4m3 products: tokens and hidden are quantised on the way.
+
+        Args:
+            tokens: ``(T, D)`` of the pool's type.
+            top_k_ids: ``(T, K)`` int32.
+            top_k_weights: ``(T, K)`` float32.
+            w1: ``(e, 2F/TP, D)`` with a scale per 128 x 128; elements and scales are contiguous.
+            w2: ``(e, D, F/TP)`` with a scale per 128 x 128; elements and scales are contiguous.
+
+        Returns:
+            ``(T, D)``.
+
+        Raises:
+            ValueError: If D or F/TP is not a multiple of 128, a gradient is wanted, tokens or routing do not fit the
+                pool or each other, or weights the layer.
+        """
+        check_tokens(tokens, top_k_ids, self.workspace)
+        self.match_fp8(w1.elements, w2.elements, w1.scales, w2.scales)
+        require(
+            not wants_grad(tokens, top_k_weights),
+            "requires_grad=True of tokens or top_k_weights must be False: experts in block FP8 are for inference",
+        )
+        with self.workspace.forward_step:
+            return forward_fp8(tokens.contiguous(), top_k_ids, top_k_weights, w1, w2, self.backend)
+
+    @contextmanager
+    def defer_wgrad(self) -> Iterator[DeferredWgrad]:
+        """Backward passes of calls made inside leave the gradients of w1 and w2 to their caller.
+
+        Yields:
+            Where they are left: ``(e, 2F/TP, D)`` and ``(e, D, F/TP)``. Nothing is, and the gradients go their usual
+            way, where F/TP is no multiple of 16.
+        """
+        self.deferred = DeferredWgrad()
+        try:
+            yield self.deferred
+        finally:
+            self.deferred = None
+
+
+def make_backend(config: MoEConfig, group: ExpertGroup, overlap: OverlapConfig | None, *, use_kernels: bool) -> Backend:
+    """The backend of one layer, by kernels (on a GPU, or in the interpreter) or in plain torch.
+
+    Raises:
+        ValueError: If the layer does not fit the pool, kernels do not take its type, or the setting the ranks.
+    """
+    if not use_kernels:
+        return Twin.create(config, group, overlap)
+    from comet.layer.fused import Fused  # needs Triton
+
+    check_kernel_dtype(group.workspace.shape.dtype, group.device)
+    return Fused.create(config, group, overlap)
+
+
+class _RoutedExperts(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        top_k_ids: Tensor,
+        top_k_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        backend: Backend,
+        deferred: DeferredWgrad | None,
+    ) -> Tensor:
+        output, saved = forward(x.contiguous(), top_k_ids, top_k_weights, w1, w2, backend, trains=True)
+        assert saved is not None
+        ctx.plan, ctx.backend, ctx.deferred = saved.plan, backend, deferred
+        # The plan is saved like any other tensor: a checkpoint that runs the forward pass again, with what may be
+        # another routing, hands out the tensors of that one, all of them or none.
+        ctx.save_for_backward(saved.received, saved.pre_activation, saved.plan.memory, w1, w2)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.backend.workspace.backward_step:
+            received, pre_activation, plan_memory, w1, w2 = ctx.saved_tensors
+            saved = Saved(received, pre_activation, ctx.plan.for_backward(plan_memory))
+            found = backward(grad_output.contiguous(), saved, w1, w2, ctx.backend, ctx.deferred)
+        return found.x, None, found.top_k_weights, found.w1, found.w2, None, None
