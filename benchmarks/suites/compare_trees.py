@@ -7,6 +7,7 @@ other's. Without a GPU kernels are not run: what remains is what the host does f
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import json
@@ -115,22 +116,21 @@ def training_step(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]
     from comet.launch.config import compose, make_job
     from comet.models.gpt import GPT
 
-    if importlib.util.find_spec("comet.training.step") is None:  # trees up to 9c82f88
-        from comet.training.loop import Trainer as TrainStep
-        from comet.training.loop import make_optimizer
-    else:
-        from comet.training.optimizer import make_optimizer
-        from comet.training.step import TrainStep
-
     job = make_job(compose(["parallel=single"]), 1)
     tokens = job.train.batch_size * job.model.context
     group = make_expert_group(job.model.moe, job.parallel, max_tokens=tokens, dtype=dtype, device=device)
     model = GPT(job.model, group)
     text = torch.randint(256, (2**20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     steps = itertools.cycle(range(job.train.steps))
+    if importlib.util.find_spec("comet.training.step") is None:  # trees up to 9c82f88
+        loop = importlib.import_module("comet.training.loop")
+        trainer = loop.Trainer(model, loop.make_optimizer(model, job.train), group, text, job.train)
+        return lambda: trainer.step(next(steps))
+    from comet.training.optimizer import make_optimizer
+    from comet.training.step import TrainStep
+
     train_step = TrainStep(model, make_optimizer(model, job.train), group, text, job.train)
-    step = getattr(train_step, "step", train_step)
-    return lambda: step(next(steps))
+    return lambda: train_step(next(steps))
 
 
 def measure(call: Callable[[], Any], count: int, device: torch.device) -> tuple[float, float]:
