@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,9 +30,9 @@ from lib.arguments import suite_parser
 from lib.shapes import SIZES, model
 
 HERE = Path(__file__).resolve().parents[2]
-LAYERS = {"qwen3": "qwen3_30b_a3b/4", "mixtral": "mixtral_8x7b/4", "phi": "phi35_moe/4"}
-SMALL = {"small": "tiny"}
-FORWARD_TOKENS, DECODE_TOKENS = 2048, 1
+LAYERS = ("mixtral_8x7b/4", "phi35_moe/4", "qwen2_moe/4", "qwen3_30b_a3b/4", "deepseek_v3/4")
+DECODED = ("tiny", "mixtral_8x7b/4", "qwen3_30b_a3b/4")
+DECODE_TOKENS = 1
 
 
 class Tree:
@@ -66,30 +67,18 @@ def take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def calls(shape: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name, on the active tree's layer."""
+def layer_calls(shape: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name, on the active tree's layer of so many tokens."""
     from comet import MoE, MoEConfig, ParallelConfig, make_expert_group
-    from comet.decode import DecodeScratch, DecodeWeights, RankDecode
 
     config = MoEConfig(**{size: getattr(shape, size) for size in SIZES})
-    hidden, experts, top_k = config.hidden_size, config.num_experts, config.top_k
-    tokens = FORWARD_TOKENS if device.type == "cuda" else 128
     group = make_expert_group(config, ParallelConfig(), max_tokens=tokens, dtype=dtype, device=device)
     moe = MoE(config, group, path="fused", param_dtype=dtype)
     torch.manual_seed(0)  # both trees route alike
-    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    x = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype)
     with torch.no_grad():
         routing = moe.router(x)
     routed = (routing.top_k_ids, routing.top_k_weights.detach())
-    weights = DecodeWeights(
-        w1=moe.w1.detach().flatten(1, 2), w2=moe.w2.detach(),
-        slots=torch.arange(experts, dtype=torch.int32, device=device),
-    )  # fmt: skip
-    decode = RankDecode(group.comm, hidden_size=hidden, use_kernels=True)
-    scratch = DecodeScratch.create(weights, top_k, dtype, max_tokens=DECODE_TOKENS)
-    if device.type == "cpu":
-        setattr(decode, "check", lambda: None)  # noqa: B010 - on a GPU no step looks whether others were late
-    few = (x[:DECODE_TOKENS], routed[0][:DECODE_TOKENS], routed[1][:DECODE_TOKENS])
 
     def forward() -> None:
         with torch.no_grad():
@@ -102,12 +91,30 @@ def calls(shape: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Cal
     def backward() -> None:
         moe.routed_experts(x, *routed).backward(x)
 
-    return {
-        "layer": layer,
-        "routed experts": forward,
-        "routed experts, with backward": backward,
-        "decode step": lambda: decode(*few, weights, scratch=scratch),
-    }
+    return {"layer": layer, "routed experts": forward, "routed experts, with backward": backward}
+
+
+def decode_calls(shape: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """A decode step of the active tree on its layer's weights."""
+    from comet import MoEConfig, ParallelConfig, make_expert_group
+    from comet.decode import DecodeScratch, DecodeWeights, RankDecode
+
+    config = MoEConfig(**{size: getattr(shape, size) for size in SIZES})
+    hidden, ffn, experts, top_k = config.hidden_size, config.ffn_size, config.num_experts, config.top_k
+    group = make_expert_group(config, ParallelConfig(), max_tokens=DECODE_TOKENS, dtype=dtype, device=device)
+    torch.manual_seed(0)
+    made: dict[str, Any] = dict(device=device, dtype=dtype)
+    weights = DecodeWeights(
+        w1=torch.randn(experts, 2 * ffn, hidden, **made) / 64, w2=torch.randn(experts, hidden, ffn, **made) / 64,
+        slots=torch.arange(experts, dtype=torch.int32, device=device),
+    )  # fmt: skip
+    decode = RankDecode(group.comm, hidden_size=hidden, use_kernels=True)
+    scratch = DecodeScratch.create(weights, top_k, dtype, max_tokens=DECODE_TOKENS)
+    if device.type == "cpu":
+        setattr(decode, "check", lambda: None)  # noqa: B010 - on a GPU no step looks whether others were late
+    ids = torch.arange(top_k, dtype=torch.int32, device=device).expand(DECODE_TOKENS, -1).contiguous()
+    few = torch.randn(DECODE_TOKENS, hidden, **made), ids, torch.full(ids.shape, 1 / top_k, device=device)
+    return {"decode step": lambda: decode(*few, weights, scratch=scratch)}
 
 
 def training_step(device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
@@ -181,22 +188,30 @@ def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device:
 
 def main(command_line: Sequence[str]) -> None:
     """Compare, print a line for each call, and all of them as JSON."""
-    parser = suite_parser("compare-trees", __doc__)
+    on_gpu = torch.cuda.is_available()
+    defaults = dict(models=LAYERS, tokens=[2048, 8192]) if on_gpu else dict(models=("tiny",), tokens=[128])
+    parser = suite_parser("compare-trees", __doc__, **defaults)
     parser.add_argument("--base", type=Path, required=True, help="folder with the other tree")
     parser.add_argument("--rounds", type=int, default=30, help="times each tree has its turn")
     options = parser.parse_args(command_line)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
         triton.knobs.runtime.interpret = True
         InterpretedFunction.run = InterpretedFunction.__call__ = lambda *_, **__: None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    trees, rows = [Tree(HERE), Tree(options.base)], []
-    for label, layer in (LAYERS if device.type == "cuda" else SMALL).items():
+    trees, rows = [Tree(HERE), Tree(options.base.resolve())], []
+    makers: dict[str, Callable[[], dict[str, Callable[[], Any]]]] = {}
+    for name in options.models:
+        makers |= {f"{name}, {tokens} tokens": partial(layer_calls, model(name), tokens, device, dtype)
+                   for tokens in options.tokens}  # fmt: skip
+        if name in DECODED:
+            makers[name] = partial(decode_calls, model(name), device, dtype)
+    for label, make in makers.items():
         pairs = []
         for tree in trees:
             with tree.active():
-                pairs.append(calls(model(layer), device, dtype))
+                pairs.append(make())
         rows += [compare(f"{label}: {name}", [pair[name] for pair in pairs], trees, device, options.rounds)
                  for name in pairs[0]]  # fmt: skip
         del pairs
