@@ -1,11 +1,11 @@
-"""Weight gradients in CUDA C++ (``cuda/weight_gradient.cu``): what ``group_gemm_wgrad`` does, bit for bit.
+"""Weight gradients in CUDA C++ (``cuda/wgrad.cu``): what ``group_gemm_wgrad`` does, bit for bit.
 
 What it has and its Triton twin cannot have: a warp that only loads, and is ahead in the next tiles, and two warpgroups
 of which one stores its half of a tile while the other multiplies. A tile's contraction is as long as an expert has
 rows, often a thousand: its end, where Triton's tensor cores idle, comes every ten microseconds. Of an expert's last
 rows only steps of 16 are multiplied, not of 64.
 
-Blocks draw their tiles, and none waits for another.
+Blocks take the next tile when they are ready, and none waits for another.
 """
 
 import functools
@@ -16,29 +16,44 @@ from torch import Tensor
 
 from ..runtime.arguments import multiprocessors
 from ..runtime.case import CudaCase
-from ..runtime.cuda_text import (
-    LAUNCH_REGISTERS,
-    LINE,
-    MOST_AT_ONCE,
-    SHARED_LIMIT,
-    STEP,
-    WARPS,
-    tile_memory_bytes,
-    transposed_cuda_text,
+from ..runtime.cuda_source import (
+    INT32,
+    MATH_WARPS,
+    POINTER,
+    SWIZZLE_BYTES,
+    CudaSource,
+    DeviceStruct,
+    TensorMap,
+    element_of,
+    fields,
+    padded,
+    storage_bytes,
 )
-from ..runtime.nvrtc import SEGMENT_ROWS, CudaKernel, compile_cubin, is_available, load_kernel, segment_map, tensor_map
+from ..runtime.nvrtc import SEGMENT_ROWS, CudaKernel, is_available, load_source, segment_map, tensor_map
 
-NAME = "weight_gradient"
-SOURCES = "hopper", "ring", "items", "weight_gradient"
-NUM_THREADS = 32 * (WARPS + 4)
-ITEM_BYTES = 32  # of ``Item`` of ``cuda/weight_gradient.cu``
-ITEM_SLOTS = 16  # an item may have no more than a stage, and slots are more than these
-LINE_COLS = LINE // 2  # columns of a line
+TILE_BYTES = 32  # of ``WgradTile`` of ``wgrad.cuh``
+TILE_SLOTS = 16  # a tile may have no more than a stage, and slots are more than these
+LINE_COLS = SWIZZLE_BYTES // 2  # columns of a line
 A_COLS = 128  # columns of a of a tile
-B_COLS = MOST_AT_ONCE  # and of b
-TICKETS = 2  # where its ticket is among a launch's counters, behind those of communication and of items
+B_COLS = 256  # and of b: what one instruction multiplies
+ROW_STEP = 16  # rows that an instruction multiplies
+TICKETS = 2  # where its counter is among a launch's, behind those of communication and of tiles
 LEAST_TILES = 132  # with fewer, blocks have one each, and it is not the ends that count
 BOX_ROWS = 16  # rows of a result that a warp stores at once
+
+
+class WgradProblem(DeviceStruct):
+    """What there is to do."""
+
+    _fields_ = (*fields(POINTER, "starts counts"), *fields(INT32, "experts a_cols b_cols"))
+
+
+class WgradArgs(DeviceStruct):
+    """All that a launch takes."""
+
+    _fields_ = padded(
+        *fields(TensorMap, "a_map b_map out_map"), *fields(WgradProblem, "problem"), *fields(POINTER, "counter")
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +76,14 @@ class CudaConfig:
         """Dynamic shared memory of a block.
 
         Returns:
-            Bytes: alignment, stages with three barriers each, staging, items, draws.
+            Bytes: alignment, stages with three barriers each, staging, tiles.
 
         Example:
             The default: 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 16) = 231360.
         """
-        lines = self.depth * (A_COLS + B_COLS) // LINE_COLS
-        staging = WARPS * self.staged_boxes * BOX_ROWS * LINE
-        return tile_memory_bytes(self.num_stages, lines, staging, ITEM_BYTES, ITEM_SLOTS) + 8 * self.num_stages
+        stage = self.depth * (A_COLS + B_COLS) // LINE_COLS * SWIZZLE_BYTES
+        staging = MATH_WARPS * self.staged_boxes * BOX_ROWS * SWIZZLE_BYTES
+        return storage_bytes(self.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS) + 8 * self.num_stages
 
 
 def runs_cuda(a: Tensor, b: Tensor, out: Tensor) -> bool:
@@ -117,8 +132,8 @@ def can_run(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def _has_map(tensor: Tensor) -> bool:
-    """Whether bulk copies can address it."""
-    return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % STEP == 0 and tensor.is_contiguous()
+    """Whether TMA can address it."""
+    return tensor.data_ptr() % 16 == 0 and tensor.shape[-1] % ROW_STEP == 0 and tensor.is_contiguous()
 
 
 def group_gemm_wgrad_cuda(
@@ -140,53 +155,52 @@ def group_gemm_wgrad_cuda(
         out: ``(e, M', N')`` result, same dtype.
         segment_starts: ``(e,)`` or ``(e + 1,)`` int32.
         segment_counts: ``(e,)`` int32.
-        ticket: int32, the first of which is 0: from which the blocks draw.
+        ticket: int32, the first of which is 0: the counter of tiles.
         config: Shape of the blocks.
         max_blocks: At most so many blocks, or ``None`` for one per multiprocessor.
     """
     config = config or CudaConfig()
     kernel = _kernel(config, a.dtype, torch.cuda.current_device())
     box = config.depth, LINE_COLS
-    maps = segment_map(a, box), segment_map(b, box), tensor_map(out, (1, BOX_ROWS, LINE_COLS))
+    maps = dict(
+        a_map=segment_map(a, box), b_map=segment_map(b, box), out_map=tensor_map(out, (1, BOX_ROWS, LINE_COLS))
+    )  # fmt: skip
     num_blocks = min(multiprocessors(a.device), num_tiles(*out.shape))
     num_blocks = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
-    kernel.launch(num_blocks, [*maps, segment_starts, segment_counts, *out.shape, ticket])
+    experts, a_cols, b_cols = out.shape
+    problem = WgradProblem.of(
+        starts=segment_starts, counts=segment_counts, experts=experts, a_cols=a_cols, b_cols=b_cols
+    )  # fmt: skip
+    kernel.launch(num_blocks, [WgradArgs.of(**maps, problem=problem, counter=ticket)])
 
 
 @functools.cache
 def _kernel(config: CudaConfig, dtype: torch.dtype, device: int) -> CudaKernel:
     """Loaded once per device: a module belongs to its context."""
-    return load_kernel(
-        compile_cubin(source(config, dtype), NAME),
-        NAME,
-        num_threads=NUM_THREADS,
-        cluster=1,
+    return load_source(source(config, dtype))
+
+
+def source(config: CudaConfig, dtype: torch.dtype) -> CudaSource:
+    """What one configuration is compiled from."""
+    element = element_of(dtype)
+    return CudaSource(
+        template="wgrad",
+        entry=f"wgrad_{element.lower()}",
+        arguments=WgradArgs,
+        types=dict(Element=element),
+        constants=dict(
+            NUM_STAGES=config.num_stages, BLOCK_K=config.depth, LEAD=config.lead, STAGED_BOXES=config.staged_boxes,
+            BLOCK_N=config.depth * A_COLS // LINE_COLS, MAX_TILE_ROWS=config.depth * B_COLS // LINE_COLS,
+            MMA_ROWS=B_COLS, ROW_STEP=ROW_STEP, TILE_SLOTS=TILE_SLOTS, SEGMENT_ROWS=SEGMENT_ROWS, MATH_REGISTERS=216,
+            CLUSTER=1, SCALE_STEPS=1, IS_FP8=False, SHARED_BYTES=config.shared_bytes(),
+        ),
         shared_bytes=config.shared_bytes(),
-    )
-
-
-def source(config: CudaConfig, dtype: torch.dtype) -> str:
-    """The CUDA text of one configuration."""
-    constants = dict(
-        CLUSTER=1, STAGES=config.num_stages, DEPTH=config.depth, LEAD=config.lead, STAGED_BOXES=config.staged_boxes,
-        COLS=config.depth * A_COLS // LINE_COLS, MOST_ROWS=config.depth * B_COLS // LINE_COLS,
-        ITEM_SLOTS=ITEM_SLOTS, SEGMENT_ROWS=SEGMENT_ROWS, MULTIPLYING_REGISTERS=216,
     )  # fmt: skip
-    assert config.depth % STEP == 0
-    assert config.shared_bytes() <= SHARED_LIMIT
-    return transposed_cuda_text(constants, dtype, SOURCES)
 
 
 def aot_cases() -> list[CudaCase]:
     """Both element types."""
-    config = CudaConfig()
     return [
-        CudaCase(
-            name=str(dtype).removeprefix("torch."),
-            kernel=f"{NAME}_cuda",
-            source=source(config, dtype),
-            shared_bytes=config.shared_bytes(),
-            registers=LAUNCH_REGISTERS,
-        )
+        CudaCase.of(source(CudaConfig(), dtype), str(dtype).removeprefix("torch."))
         for dtype in (torch.bfloat16, torch.float16)
     ]

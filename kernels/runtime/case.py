@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 from triton.runtime.jit import JITFunction
 
+from .cuda_source import LAUNCH_REGISTERS, CudaSource
+
 FEATURES = ("wgmma", "wide_loads", "wide_stores")
 
 
@@ -106,6 +108,19 @@ class CudaCase:
     shared_bytes: int
     spilled_bytes: int = 0
     registers: int | None = None
+
+    @staticmethod
+    def of(source: CudaSource, name: str, spilled_bytes: int = 0) -> CudaCase:
+        """The case of an instantiation, under its kernel's name."""
+        return CudaCase(
+            name=name,
+            kernel=source.entry,
+            source=source.text,
+            shared_bytes=source.shared_bytes,
+            spilled_bytes=spilled_bytes,
+            registers=LAUNCH_REGISTERS,
+        )
+
     # As of a ``KernelCase``, and the same for all.
     narrow_loads: ClassVar[int] = 0
     expects: ClassVar[frozenset[str]] = frozenset({"wgmma", "wide_loads", "wide_stores"})

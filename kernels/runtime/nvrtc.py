@@ -18,8 +18,9 @@ from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
 from .arch import HOPPER, arch_of
+from .cuda_source import FOLDER, NUM_THREADS, CudaSource, TensorMap
 
-OPTIONS = (f"--gpu-architecture={HOPPER.assembler}", "-std=c++17", "-default-device")
+OPTIONS = (f"--gpu-architecture={HOPPER.assembler}", "-std=c++17", "-default-device", f"--include-path={FOLDER}")
 SEGMENT_ROWS = 2**30  # of the axis that ends with a segment: more than a tensor has
 MANY_ROWS = 2**31 - 2**16  # of an axis that ends nothing
 TENSOR_MAPS = 4096  # to keep: a training step needs a dozen of each layer, and finds none of them if they are too many
@@ -56,10 +57,16 @@ def compile_cubin(source: str, name: str) -> bytes:
     Raises:
         RuntimeError: With the compiler's log, if the source does not compile.
     """
-    key = hashlib.sha256("\0".join([source, *OPTIONS]).encode()).hexdigest()
+    key = hashlib.sha256("\0".join([source, *OPTIONS[:-1], _headers()]).encode()).hexdigest()
     cache, file = get_cache_manager(key), f"{name}.cubin"
     path = cache.get_file(file) or cache.put(_compile(source, name), file, binary=True)
     return Path(path).read_bytes()
+
+
+@functools.cache
+def _headers() -> str:
+    """All that a source may include."""
+    return "\0".join(path.read_text() for path in sorted(FOLDER.rglob("*.cu*")))
 
 
 def _compile(source: str, name: str) -> bytes:
@@ -94,7 +101,7 @@ class CudaKernel:
     shared_bytes: int
 
     def launch(self, num_blocks: int, arguments: Sequence[Any]) -> None:
-        """Launch on the current stream; arguments are tensors, tensor maps, structures or ints (32 bits)."""
+        """Launch on the current stream; arguments are tensors, structures or ints (32 bits)."""
         from cuda.bindings import driver
 
         holders = [_holder(argument) for argument in arguments]
@@ -121,7 +128,18 @@ def load_kernel(cubin: bytes, name: str, *, num_threads: int, cluster: int, shar
     return CudaKernel(function, num_threads, cluster, shared_bytes)
 
 
-def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
+def load_source(source: CudaSource) -> CudaKernel:
+    """Compile a kernel and load it into the current device's context."""
+    return load_kernel(
+        compile_cubin(source.text, source.entry),
+        source.entry,
+        num_threads=NUM_THREADS,
+        cluster=source.cluster,
+        shared_bytes=source.shared_bytes,
+    )
+
+
+def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> TensorMap:
     """Descriptor of a tensor for bulk copies of ``box`` in rows of 128 bytes, swizzled.
 
     Args:
@@ -131,14 +149,14 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
             as 0.
 
     Returns:
-        An argument for ``CudaKernel.launch``.
+        A field of a kernel's arguments.
     """
     assert tensor.stride(-1) == 1, f"elements of a row are {tensor.stride(-1)} apart, not neighbours"
     assert tensor.data_ptr() % 16 == 0, f"a tensor at address {tensor.data_ptr()} does not start at 16 bytes"
     return _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, box)
 
 
-def segment_map(rows: Tensor, box: tuple[int, int]) -> Any:
+def segment_map(rows: Tensor, box: tuple[int, int]) -> TensorMap:
     """Descriptor of rows for bulk copies that end where a segment of the rows ends, swizzled as ``tensor_map``'s.
 
     Rows behind the segment, and columns outside of the tensor, are read as 0. The axis of the rows is 2^30 long, and a
@@ -151,7 +169,7 @@ def segment_map(rows: Tensor, box: tuple[int, int]) -> Any:
         box: Rows and columns of one copy; 128 bytes of columns.
 
     Returns:
-        An argument for ``CudaKernel.launch``. Row r of the ``count`` rows from ``start`` on is at ``(2^30, start +
+        A field of a kernel's arguments. Row r of the ``count`` rows from ``start`` on is at ``(2^30, start +
         count, 2^30 - count + r)``.
     """
     stride = rows.stride(0)
@@ -163,7 +181,7 @@ def segment_map(rows: Tensor, box: tuple[int, int]) -> Any:
 @functools.lru_cache(maxsize=TENSOR_MAPS)
 def _tensor_map(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
-) -> Any:
+) -> TensorMap:
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
@@ -174,7 +192,7 @@ def _tensor_map(
     }[dtype]
     sizes = shape[::-1]
     bytes_apart = [dtype.itemsize * stride for stride in strides[-2::-1]]
-    return _checked(
+    encoded = _checked(
         driver.cuTensorMapEncodeTiled(
             kind,
             len(sizes),
@@ -189,6 +207,7 @@ def _tensor_map(
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
+    return TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), ctypes.sizeof(TensorMap)))
 
 
 def _holder(argument: Any) -> tuple[Any, int]:
@@ -197,8 +216,6 @@ def _holder(argument: Any) -> tuple[Any, int]:
         argument = ctypes.c_uint64(argument.data_ptr())
     elif isinstance(argument, int):
         argument = ctypes.c_int32(argument)
-    elif not isinstance(argument, ctypes.Structure):
-        return argument, argument.getPtr()
     return argument, ctypes.addressof(argument)
 
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import comet.kernels
+from comet.kernels.gemm import wgrad_cuda
 
 SOURCES = Path(comet.kernels.__path__[0]) / "cuda"
+HEADERS = SOURCES / "include"
+
+
+def cuda_modules() -> list[ModuleType]:
+    """Those that launch kernels in CUDA C++."""
+    return [wgrad_cuda]
+
+
+def included_by(path: Path) -> set[Path]:
+    """Headers that a file includes, and all that these include."""
+    named = {(path.parent / name).resolve() for name in re.findall(r'#include "(.+)"', path.read_text())}
+    return named.union(*map(included_by, named))
 
 
 def fields_of(source: str, structure: str) -> list[str]:

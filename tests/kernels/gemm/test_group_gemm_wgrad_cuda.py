@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_sources import item_bytes_of
 from torch import Tensor
 
 from comet.kernels.gemm import wgrad_cuda as module
 from comet.kernels.gemm.wgrad_cuda import CudaConfig, num_tiles
 from comet.kernels.runtime import nvrtc
-from comet.kernels.runtime.cuda_text import SHARED_LIMIT, tile_memory_bytes
+from comet.kernels.runtime.cuda_source import SHARED_LIMIT
 from comet.kernels.runtime.nvrtc import SEGMENT_ROWS, compile_cubin, segment_map, what_is_missing
 from comet.layer import fused
 from comet.layer.plan import Launch
@@ -23,7 +22,6 @@ needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_miss
 
 
 def test_worked_examples() -> None:
-    assert tile_memory_bytes(8, 192, 32768, 32, 16) == 1024 + 8 * (24576 + 16) + 32768 + 16 * 48 == 231296
     assert CudaConfig().shared_bytes() == 1024 + 8 * (24576 + 24) + 8 * 2 * 2048 + 16 * (32 + 16) == 231360
     assert CudaConfig().shared_bytes() <= SHARED_LIMIT
     assert num_tiles(2, 1024, 2048) == 2 * 8 * 8 == 128
@@ -31,29 +29,24 @@ def test_worked_examples() -> None:
     assert num_tiles(3, 16, 272) == 3 * 1 * 2
 
 
-def test_an_item_is_as_large_as_the_source_says() -> None:
-    assert item_bytes_of("weight_gradient.cu") == module.ITEM_BYTES
-
-
 def test_a_source_says_what_its_blocks_are() -> None:
-    text = module.source(CudaConfig(depth=64, num_stages=4, lead=1), torch.float16)
-    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16" in text
-    assert re.search(r"adds, 1, 1, 1, 1;", text), "both operands are transposed"
-    for number in ("DEPTH = 64", "COLS = 128", "MOST_ROWS = 256", "STAGES = 4", f"SEGMENT_ROWS = {SEGMENT_ROWS}"):
-        assert f"constexpr int {number};" in text
+    source = module.source(CudaConfig(depth=64, num_stages=4, lead=1), torch.float16)
+    assert (source.entry, source.types) == ("wgrad_fp16", {"Element": "Fp16"})
+    blocks = dict(BLOCK_K=64, BLOCK_N=128, MAX_TILE_ROWS=256, NUM_STAGES=4, SEGMENT_ROWS=SEGMENT_ROWS)
+    assert blocks.items() <= source.constants.items()
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
-        (CudaConfig(num_stages=3, lead=3), "LEAD < STAGES"),
-        (CudaConfig(num_stages=14, staged_boxes=1, depth=16), "ITEM_SLOTS > STAGES + 2"),
+        (CudaConfig(num_stages=3, lead=3), "LEAD < Config::NUM_STAGES"),
+        (CudaConfig(num_stages=14, staged_boxes=1, depth=16), "TILE_SLOTS > Config::NUM_STAGES + 2"),
     ],
 )
 def test_blocks_that_would_wait_for_ever_do_not_compile(config: CudaConfig, rule: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(rule)):
-        compile_cubin(module.source(config, torch.bfloat16), module.NAME)
+        compile_cubin(module.source(config, torch.bfloat16).text, "wgrad_bf16")
 
 
 def bytes_of_copy(segment: tuple[int, int], row: int, col: int, map_of_rows: tuple) -> int | None:

@@ -24,9 +24,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """What the driver was told of each map: type, sizes, strides in bytes and box, the last axis first."""
     told: list[tuple[Any, ...]] = []
 
-    def encode(kind: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any, *_: Any) -> tuple[Any, object]:
+    def encode(kind: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any, *_: Any) -> tuple[Any, Any]:
         told.append((kind, address, *([int(each) for each in numbers] for numbers in (sizes, strides, box))))
-        return driver.CUresult.CUDA_SUCCESS, object()
+        return driver.CUresult.CUDA_SUCCESS, driver.CUtensorMap()
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
     nvrtc._tensor_map.cache_clear()

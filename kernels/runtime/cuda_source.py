@@ -1,0 +1,143 @@
+"""A kernel in CUDA C++ as the host knows it: a template of ``kernels/cuda``, its ``Config``, its arguments' layout.
+
+The text that is compiled includes the template's file and holds no more than a ``Config``, what the host believes of
+the arguments, which the compiler checks, and the entry.
+"""
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arch import HOPPER
+
+FOLDER = Path(__file__).parents[1] / "cuda"
+SHARED_LIMIT = HOPPER.shared_bytes
+
+# What the host has to know of the device's code as well. Where both need a number, the device gets it in its Config.
+SWIZZLE_BYTES = 128  # of a row in shared memory
+MATH_WARPS = 8  # of a block
+NUM_THREADS = 32 * (MATH_WARPS + 4)
+LAUNCH_REGISTERS = 168  # of each of them, before some give theirs to others
+SCHEDULER_SLOT_BYTES = 16
+MAP_ALIGNMENT = 64  # of a structure that holds tensor maps
+
+POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap."""
+
+    _fields_ = (("bytes", ctypes.c_char * 128),)
+
+
+class DeviceStruct(ctypes.Structure):
+    """A structure of the device's code, which has the same name and the same fields there."""
+
+    @classmethod
+    def of(cls, **values: Any) -> "DeviceStruct":
+        """One with all fields set; a tensor stands for its address, ``None`` for that of nothing."""
+        assert len(values) == len(named_fields(cls)), f"{cls.__name__} has not the fields {', '.join(values)}"
+        return cls(**{name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in values.items()})
+
+
+def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of one type; ``fields(INT32, "rank cols")``."""
+    return tuple((name, kind) for name in names.split())
+
+
+def padded(*fields: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Fields of a structure with tensor maps, as long as it is in an array: what a launch copies of it."""
+    length = ctypes.sizeof(type("Fields", (ctypes.Structure,), {"_fields_": fields}))
+    return (*fields, ("padding", ctypes.c_char * (-length % MAP_ALIGNMENT)))
+
+
+@functools.cache
+def named_fields(structure: type[ctypes.Structure]) -> dict[str, Any]:
+    """Types of the fields by name, without padding."""
+    return {name: kind for name, kind in structure._fields_ if name != "padding"}
+
+
+def layout_asserts(structure: type[ctypes.Structure]) -> list[str]:
+    """What the host believes of a structure and of those in it, for the compiler to check."""
+    name, lines = structure.__name__, []
+    for field, kind in named_fields(structure).items():
+        if issubclass(kind, DeviceStruct):
+            lines += layout_asserts(kind)
+        place = f"__builtin_offsetof({name}, {field}) == {getattr(structure, field).offset}"
+        lines.append(f"static_assert({place} && sizeof({name}::{field}) == {ctypes.sizeof(kind)});")
+    return [*lines, f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaSource:
+    """One instantiation of a template.
+
+    Args:
+        template: The function, and its file in ``kernels/cuda`` without the ending.
+        entry: Name of the kernel: what it is.
+        arguments: Structure that the kernel takes.
+        types: Types of ``Config``: ``Element``, ``Output``, ``Activation``, as the headers name them.
+        constants: Its numbers.
+        shared_bytes: Dynamic shared memory of a block.
+        cluster: Blocks of a cluster.
+    """
+
+    template: str
+    entry: str
+    arguments: type[DeviceStruct]
+    types: Mapping[str, str]
+    constants: Mapping[str, int]
+    shared_bytes: int
+    cluster: int = 1
+
+    @property
+    def text(self) -> str:
+        """What is compiled."""
+        members = [f"using {name} = {value};" for name, value in self.types.items()]
+        members += [f"static constexpr {_declared(name, value)};" for name, value in self.constants.items()]
+        arguments = self.arguments.__name__
+        return "\n".join(
+            [
+                f'#include "{self.template}.cu"\n',
+                "struct Config : Block {",
+                *(f"    {member}" for member in members),
+                "};\n",
+                *layout_asserts(self.arguments),
+                f'\nextern "C" __global__ void __launch_bounds__(Config::THREADS, 1) {self.entry}(',
+                f"    const __grid_constant__ {arguments} args) {{",
+                f"    {self.template}<Config>(args);",
+                "}\n",
+            ]
+        )
+
+
+def _declared(name: str, value: int) -> str:
+    return f"bool {name} = {str(value).lower()}" if isinstance(value, bool) else f"int {name} = {value}"
+
+
+def element_of(dtype: torch.dtype) -> str:
+    """Name in the headers: ``Bf16``, ``Fp16`` or ``E4m3``."""
+    return {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float8_e4m3fn: "E4m3"}[dtype]
+
+
+def storage_bytes(num_stages: int, stage_bytes: int, staging_bytes: int, tile_bytes: int, tile_slots: int) -> int:
+    """Bytes of ``SharedStorage`` of ``pipeline.cuh``: alignment, stages with two barriers each, staging, tiles.
+
+    Args:
+        num_stages: Depth of the load pipeline.
+        stage_bytes: Of operands and scales.
+        staging_bytes: Of both warpgroups that multiply.
+        tile_bytes: Of what the producer publishes of a tile.
+        tile_slots: Tiles that the producer can be ahead, and more.
+
+    Example:
+        4 stages of 49152, 8192 of staging, 8 tiles of 32: 1024 + 4 * (49152 + 16) + 8192 + 8 * (32 + 16) = 206272.
+    """
+    tiles = tile_slots * (tile_bytes + SCHEDULER_SLOT_BYTES)
+    return 1024 + num_stages * (stage_bytes + 16) + staging_bytes + tiles

@@ -1,0 +1,165 @@
+"""Sources of kernels in CUDA C++: what host and device must agree on, and what the compiler says where they do not."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_sources import HEADERS, SOURCES, cuda_modules, included_by
+
+from comet.kernels.gemm import wgrad_cuda
+from comet.kernels.runtime import nvrtc, wgmma
+from comet.kernels.runtime.case import CudaCase
+from comet.kernels.runtime.cuda_source import (
+    INT32,
+    POINTER,
+    CudaSource,
+    DeviceStruct,
+    TensorMap,
+    fields,
+    padded,
+    storage_bytes,
+)
+from comet.kernels.runtime.nvrtc import compile_cubin, is_available, what_is_missing
+
+needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
+
+
+def a_source(**constants: int) -> CudaSource:
+    """A small kernel, some of its constants replaced."""
+    source = wgrad_cuda.source(wgrad_cuda.CudaConfig(), torch.bfloat16)
+    return replace(source, constants={**source.constants, **constants})
+
+
+def test_worked_example_of_the_memory() -> None:
+    assert storage_bytes(4, 49152, 8192, 32, 8) == 1024 + 4 * (49152 + 16) + 8192 + 8 * (32 + 16) == 206272
+
+
+def test_the_header_of_matrix_instructions_is_what_its_generator_writes() -> None:
+    assert wgmma.HEADER.read_text() == wgmma.header(), "run python -m comet.kernels.runtime.wgmma"
+
+
+def test_every_file_is_used() -> None:
+    templates = {case.source.split('"')[1] for module in cuda_modules() for case in module.aot_cases()}
+    assert {path.name for path in SOURCES.glob("*.cu")} >= templates  # others are put together elsewhere
+    assert set(HEADERS.glob("**/*.cuh")) == set().union(*(included_by(SOURCES / name) for name in templates))
+
+
+@pytest.mark.parametrize("path", [*SOURCES.rglob("*.cuh")], ids=lambda path: path.name)
+def test_a_header_is_included_once(path) -> None:
+    guard = f"COMET_{path.stem.upper()}_CUH"
+    code = re.sub(r"^//.*\n|^\n", "", path.read_text(), flags=re.MULTILINE)
+    assert code.startswith(f"#ifndef {guard}\n#define {guard}\n")
+    assert code.endswith("#endif\n")
+
+
+def test_lines_are_as_short_as_those_of_the_rest() -> None:
+    wide = [
+        f"{path.name}:{number}"
+        for path in SOURCES.rglob("*.cu*")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > 120
+    ]
+    assert not wide
+
+
+def unused_constants(source: str) -> list[str]:
+    """What the host puts into a Config, and nothing of the device asks for."""
+    template = re.search(r'#include "(.+)"', source)[1]
+    files = {SOURCES / template, *included_by(SOURCES / template)}
+    code = re.sub(r"//.*", "", "\n".join(path.read_text() for path in files))
+    return [name for name in re.findall(r"static constexpr \w+ (\w+)", source) if f"Config::{name}" not in code]
+
+
+@pytest.mark.parametrize("cases", [each.aot_cases for each in cuda_modules()], ids=[m.__name__ for m in cuda_modules()])
+def test_a_source_gets_no_constant_that_it_does_not_use(cases: Callable[[], list[CudaCase]]) -> None:
+    for case in cases():
+        assert not unused_constants(case.source), case.name
+        assert unused_constants(f"{case.source}\nstatic constexpr int SPARE = 1; // Config::SPARE") == ["SPARE"]
+
+
+@pytest.mark.parametrize("cases", [each.aot_cases for each in cuda_modules()], ids=[m.__name__ for m in cuda_modules()])
+def test_kernels_that_differ_have_other_names(cases: Callable[[], list[CudaCase]]) -> None:
+    sources = {case.kernel: case.source for case in cases()}
+    assert len(sources) == len({case.source for case in cases()})
+
+
+def test_a_structure_takes_addresses_of_tensors() -> None:
+    class Two(DeviceStruct):
+        _fields_ = (*fields(POINTER, "here nowhere"), *fields(INT32, "count"))
+
+    tensor = torch.zeros(3)
+    made = Two.of(here=tensor, nowhere=None, count=3)
+    assert (made.here, made.nowhere, made.count) == (tensor.data_ptr(), None, 3)
+    with pytest.raises(AssertionError, match="Two has not the fields here"):
+        Two.of(here=tensor)
+
+
+def test_a_structure_with_maps_is_as_long_as_the_device_says() -> None:
+    class Maps(DeviceStruct):
+        _fields_ = padded(*fields(TensorMap, "first second"), *fields(INT32, "count"))
+
+    assert ctypes.sizeof(Maps) == 320
+    assert Maps.of(first=TensorMap(), second=TensorMap(), count=7).count == 7
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("names", "rule"), [("b_cols a_cols", r"WgradProblem, a_cols\)"), ("a_cols b_cols spare", "WgradProblem")]
+)
+def test_a_structure_that_the_host_has_otherwise_does_not_compile(names: str, rule: str) -> None:
+    problem = type(
+        "WgradProblem",
+        (DeviceStruct,),
+        {"_fields_": (*fields(POINTER, "starts counts"), *fields(INT32, f"experts {names}"))},
+    )
+    arguments = type("WgradArgs", (DeviceStruct,), {"_fields_": fields(problem, "problem")})
+    with pytest.raises(RuntimeError, match=rule):
+        compile_cubin(replace(a_source(), arguments=arguments).text, "wgrad_bf16")
+
+
+@needs_compiler
+def test_memory_that_the_host_counts_otherwise_does_not_compile() -> None:
+    with pytest.raises(RuntimeError, match=r"wgrad.cu\(\d+\): error.*static assertion"):
+        compile_cubin(a_source(SHARED_BYTES=1).text, "wgrad_bf16")
+
+
+@needs_compiler
+def test_an_error_names_file_and_line() -> None:
+    source = a_source()
+    lacking = {name: value for name, value in source.constants.items() if name != "STAGED_BOXES"}
+    line = next(
+        number
+        for number, text in enumerate((HEADERS / "wgrad.cuh").read_text().splitlines(), start=1)
+        if "STAGED_BOXES" in text
+    )
+    with pytest.raises(RuntimeError, match=rf"include/wgrad.cuh\({line}\): error: .*STAGED_BOXES"):
+        compile_cubin(replace(source, constants=lacking).text, source.entry)
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"broken.cu does not compile.*undefined"):
+        compile_cubin('extern "C" __global__ void broken() { missing(); }', "broken")
+
+
+def test_not_without_a_gpu() -> None:
+    assert not is_available(torch.device("cpu"))
+
+
+def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert nvrtc.what_is_missing() == ""
+    assert is_available.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert not is_available.__wrapped__(torch.device("cuda", 0))
+    assert len(caplog.records) == 1
+    assert re.search(r"no CUDA C\+\+ compiler .*cuda.bindings.*pip install 'comet-moe\[cuda\]'", caplog.text)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not is_available.__wrapped__(torch.device("cuda", 0))
+    assert len(caplog.records) == 1
