@@ -35,7 +35,10 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
 
 
 # Settings of a split that are gone, and what to use instead.
-REMOVED_SETTINGS = {"transport": "leave it out: rows are always pushed, as by transport=push"}
+REMOVED_SETTINGS = {
+    "transport": "leave it out: rows are always pushed, as by transport=push",
+    "num_phases": "leave it out: layer 0 has two phases, own rows and those of others, as by num_phases=2",
+}
 
 
 def check_removed(names: Iterable[str], where: str = "") -> None:
@@ -223,8 +226,6 @@ class OverlapConfig:
     Args:
         comm_blocks: Thread blocks that start as communication blocks, at least 1; they join the GEMM when done. It does
             not matter to kernels in CUDA C++ (see ``beside``).
-        num_phases: Layer 0: 1 + number of groups the remote source ranks are computed in; 1 only when W = 1. With 2
-            they all send at once, in the order in which the experts are computed; with more, one after the other.
         num_panels: Layer 1: column panels of the hidden dimension.
         block_rows: Rows of a GEMM tile.
         beside: Communication has a part of every multiprocessor: in layer 1 a comm block beside the compute block, in
@@ -233,14 +234,12 @@ class OverlapConfig:
     """
 
     comm_blocks: int = 16
-    num_phases: int = 2
     num_panels: int = 4
     block_rows: int = 128
     beside: bool = True
 
     def __post_init__(self) -> None:
         require(self.comm_blocks >= 1, f"comm_blocks={self.comm_blocks} must be at least 1: comm blocks move the rows")
-        require(self.num_phases >= 1, f"num_phases={self.num_phases} must be at least 1")
         require(self.num_panels >= 1, f"num_panels={self.num_panels} must be at least 1")
         require(self.block_rows in (16, 32, 64, 128), f"block_rows={self.block_rows} must be one of 16, 32, 64, 128")
 

@@ -87,6 +87,11 @@ class ExpertLayout:
         return self.ep * self.tp
 
     @property
+    def num_phases(self) -> int:
+        """P: layer 0 computes rows of this rank, phase 0, before those of all others, phase 1."""
+        return min(self.world_size, 2)
+
+    @property
     def experts_local(self) -> int:
         """e, the experts of one EP shard."""
         return self.num_experts // self.ep

@@ -47,7 +47,6 @@ class OpenOverlap:
     """``overlap`` as the user writes it: open, a layer takes what was measured; what is given wins."""
 
     comm_blocks: int | None = None
-    num_phases: int | None = None
     num_panels: int | None = None
     block_rows: int | None = None
     beside: bool | None = None

@@ -82,8 +82,8 @@ def draw_weights(w1: Tensor, w2: Tensor, config: MoEConfig, seed: int) -> None:
     w2.normal_(0, config.ffn_size**-0.5, generator=generator)
 
 
-NUMBERS = ("comm_blocks", "num_panels", "num_phases", "beside")
-RULE = "must be comm_blocks=N, num_panels=N, num_phases=N or beside=0"
+NUMBERS = ("comm_blocks", "num_panels", "beside")
+RULE = "must be comm_blocks=N, num_panels=N or beside=0"
 
 
 def parse_overlap(text: str, option: str) -> OverlapConfig:

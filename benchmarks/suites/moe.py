@@ -152,14 +152,14 @@ def compare(
 
 
 def describe_setting(layer: Layer) -> str:
-    """Comm blocks, panels and phases that took effect, as ``16/4/2``; another path by its name."""
+    """Comm blocks and panels that took effect, as ``16/4``; another path by its name."""
     if layer.moe is None:
         return ""
     path = layer.moe.experts
     if not isinstance(path, SymmetricPath):
         return type(path).__name__
     settings = path.backend.settings
-    return f"{settings.comm_blocks}/{settings.layer1.num_panels}/{path.backend.rules.num_phases}"
+    return f"{settings.comm_blocks}/{settings.layer1.num_panels}"
 
 
 def run(arguments: argparse.Namespace, settings: Settings, ranks: Ranks) -> None:

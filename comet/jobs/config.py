@@ -63,7 +63,6 @@ class SweepConfig:
         tokens: Tokens per rank; none takes those of a training step.
         comm_blocks: See ``OverlapConfig``.
         num_panels: See ``OverlapConfig``.
-        num_phases: See ``OverlapConfig``.
         rounds: Counted calls of every setting.
     """
 
@@ -72,11 +71,10 @@ class SweepConfig:
     tokens: tuple[int, ...] = ()
     comm_blocks: tuple[int, ...] = (4, 8, 16, 32, 64)
     num_panels: tuple[int, ...] = ()
-    num_phases: tuple[int, ...] = ()
     rounds: int = 20
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("comm_blocks", 1), ("num_panels", 1), ("num_phases", 1)):
+        for name, least in (("tokens", 1), ("comm_blocks", 1), ("num_panels", 1)):
             values = getattr(self, name)
             require(all(value >= least for value in values), f"{name}={values} must each be at least {least}")
         pairs = all(len(layout) == 2 and min(layout) >= 1 for layout in self.layouts)

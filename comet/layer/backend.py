@@ -129,8 +129,6 @@ class Backend(ABC):
         workspace.shape.check(config)
         measured = overlap is None and group.resolver.store is not None and bool(group.resolver.store.entries)
         overlap = layer_choice(config, group, overlap).setting or OverlapConfig()
-        if group.parallel.world_size == 1:  # no remote rows to wait for
-            overlap = replace(overlap, num_phases=1)
         rows = routed_row_capacity(layout, workspace.max_tokens, overlap.block_rows, config.max_imbalance)
         settings = replace(
             LayerSettings.create(config, layout, overlap, workspace.shape.dtype),

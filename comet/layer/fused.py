@@ -251,7 +251,6 @@ def plan_config(layout: ExpertLayout, rules: PlanRules) -> PlanConfig:
         experts_local=layout.experts_local,
         ep=layout.ep,
         tp=layout.tp,
-        num_phases=rules.num_phases,
         block_rows=rules.block_rows,
         expert_capacity=rules.expert_capacity,
     )
@@ -292,10 +291,8 @@ def dispatch_config(settings: LayerSettings, x: Tensor, *, save_pre: bool) -> Di
     tile = settings.tile
     return DispatchGemmConfig(
         comm_blocks=settings.comm_blocks,
-        by_source=settings.layer0.num_phases > 2,
         block_f=tile.block_f,
         block_k=tile.block_k,
-        group_tiles=settings.layer0.group_tiles,
         push_cols=move_cols(x, 1024),
         flatten=x.dtype != torch.float32,
         num_stages=min(tile.num_stages, 3) if save_pre else tile.num_stages,
@@ -311,7 +308,6 @@ def combine_config(settings: LayerSettings, num_panels: int, out: Tensor) -> Gem
         num_panels=num_panels,
         block_n=tile.block_n,
         block_k=tile.block_k,
-        group_tiles=settings.layer1.group_tiles,
         move_cols=move_cols(out, 256 if settings.beside and out.element_size() == 2 else 512),
         flatten=out.dtype != torch.float32,
         num_stages=min(tile.num_stages, 3) if settings.beside else tile.num_stages,

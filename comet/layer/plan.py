@@ -1,7 +1,7 @@
 """The plan: who goes where, built on the device from the top-k ids of all ranks, without the host.
 
 Letters: T tokens on this rank, M their static maximum (``max_tokens``, a multiple of 128, equal on all ranks), K, E, e,
-W; P phases; R = W*M received-row slots; Q static capacity of routed rows on this rank.
+W; P phases, 1 for a rank alone, else 2; R = W*M received-row slots; Q static capacity of routed rows on this rank.
 
 Row numbering, the same on every rank:
 
@@ -10,9 +10,9 @@ Row numbering, the same on every rank:
   *wave* of a token at a rank says which of its experts needs the token first (``comet.layer.twin.plan.waves``), so that
   rows arrive in the order in which layer 0 goes through the experts. Rows of this rank to itself do not travel: there
   ``i`` is simply the token, so received row ``rank*M + t`` *is* token t of this rank.
-* *Routed row* ``q``: one (received row, expert slot) pair computed here. Routed rows are laid out by local expert,
-  then phase, then source and token; the segment of every expert starts at a multiple of ``block_rows``. A tile is
-  computed in the phase of its last row, so a phase costs no padding of its own.
+* *Routed row* ``q``: one (received row, expert slot) pair computed here. Routed rows are laid out by local expert, then
+  phase (rows of this rank, then all others), then source and token; the segment of every expert starts at a multiple of
+  ``block_rows``. A tile is computed in the phase of its last row, so a phase costs no padding of its own.
 * *Combine slot* ``d*M + i`` at the source: where rank d puts the partial sum of received row ``s*M + i``: the same i.
 """
 
@@ -29,7 +29,6 @@ from torch import Tensor
 from comet.config import OverlapConfig, require
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, ExpertLayout, round_up
-from comet.schedule.tiles import check_phases
 
 INT32_MAX = 2**31 - 1
 
@@ -55,14 +54,12 @@ class PlanRules:
     """What shapes a plan beside the layout; equal on all ranks but for ``max_routed_rows``.
 
     Args:
-        num_phases: P.
         block_rows: Rows of a GEMM tile.
         expert_capacity: Routed rows each expert keeps.
         max_routed_rows: Q.
         max_imbalance: What Q was made for, for the message where it is too small.
     """
 
-    num_phases: int
     block_rows: int
     expert_capacity: int
     max_routed_rows: int
@@ -78,7 +75,6 @@ class PlanRules:
     ) -> PlanRules:
         """The rules of one layer; a capacity of ``None`` keeps every routed row."""
         return cls(
-            num_phases=overlap.num_phases,
             block_rows=overlap.block_rows,
             expert_capacity=INT32_MAX if expert_capacity is None else expert_capacity,
             max_routed_rows=max_routed_rows,
@@ -96,7 +92,6 @@ class PlanRules:
         require(
             layout.top_k <= shape.top_k, f"top_k={layout.top_k} must be at most the workspace's top_k={shape.top_k}"
         )
-        check_phases(self.num_phases, layout.world_size)
         require(
             1 <= self.expert_capacity <= INT32_MAX,
             f"expert_capacity={self.expert_capacity} must be at least 1 and fit 32 bits, or None",
@@ -178,7 +173,7 @@ def plan_shapes(layout: ExpertLayout, max_tokens: int, rules: PlanRules) -> dict
         "segment_counts": (layout.experts_local,),
         "tiles": (rules.max_routed_rows // rules.block_rows, 4),
         "segment_tiles": (rules.max_routed_rows // rules.block_rows, 4),
-        "tile_starts": (rules.num_phases + 1,),
+        "tile_starts": (layout.num_phases + 1,),
         "status": (4,),
         "counters": (num_counters(layout.world_size, max_tokens),),
     }
@@ -193,7 +188,6 @@ class Plan:
         num_tokens: T, this rank's tokens in this call.
         max_tokens: M.
         block_rows: Rows of a GEMM tile; segments start at its multiples.
-        num_phases: P; phase 0 holds local rows, phase p >= 1 the rows of the p-th group of remote sources.
         send_token_ids: ``(W, M)`` int32: token whose row is the i-th sent to rank d; -1 past the end. For d = rank it
             is the identity on the tokens that stay, -1 elsewhere.
         send_counts: ``(W,)`` int32: rows sent to each rank (for d = rank: tokens that stay).
@@ -221,7 +215,6 @@ class Plan:
     num_tokens: int
     max_tokens: int
     block_rows: int
-    num_phases: int
     send_token_ids: Tensor
     send_counts: Tensor
     send_rows: Tensor
@@ -249,7 +242,6 @@ class Plan:
             num_tokens=num_tokens,
             max_tokens=max_tokens,
             block_rows=rules.block_rows,
-            num_phases=rules.num_phases,
             **tensors,
         )
 

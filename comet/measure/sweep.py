@@ -22,7 +22,7 @@ from comet.utils.tables import aligned
 
 KEY_COLUMNS = tuple(
     "model hidden_size ffn_size num_experts top_k ep tp tokens dtype device "
-    "comm_blocks num_panels num_phases block_rows beside".split()
+    "comm_blocks num_panels block_rows beside".split()
 )
 COLUMNS = (*KEY_COLUMNS, "ms", "failure")
 
@@ -47,7 +47,6 @@ class Knobs(NamedTuple):
 
     comm_blocks: int
     num_panels: int
-    num_phases: int
     block_rows: int
     beside: bool
 
@@ -81,7 +80,7 @@ class Point:
         values = (
             shape.model, moe.hidden_size, moe.ffn_size, moe.num_experts, moe.top_k,
             shape.parallel.ep, shape.parallel.tp, shape.tokens, dtype, device,
-            knobs.comm_blocks, knobs.num_panels, knobs.num_phases, knobs.block_rows,
+            knobs.comm_blocks, knobs.num_panels, knobs.block_rows,
             int(knobs.beside),
         )  # fmt: skip
         return tuple(map(str, values))
@@ -95,16 +94,15 @@ def sweep_points(job: JobConfig, models: Mapping[str, MoEConfig]) -> list[Point]
         models: The layers of ``job.sweep.models``, by name.
 
     Returns:
-        Distinct points; 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels, 1 phase: 24.
+        Distinct points; 2 models, 1 layout, 2 tokens, 3 comm_blocks, 2 panels: 24.
     """
     sweep, overlap = job.sweep, job.overlap or OverlapConfig()
     layers = models or {job.model.name: job.model.moe}
     layouts = [replace(job.parallel, ep=ep, tp=tp) for ep, tp in sweep.layouts] or [job.parallel]
     tokens = sweep.tokens or (job.train.batch_size * job.model.context,)
     combinations = [
-        Knobs(blocks, panels, phases, overlap.block_rows, overlap.beside)
+        Knobs(blocks, panels, overlap.block_rows, overlap.beside)
         for panels in sweep.num_panels or (overlap.num_panels,)
-        for phases in sweep.num_phases or (overlap.num_phases,)
         for blocks in sweep.comm_blocks or (overlap.comm_blocks,)
     ]
     points = [
@@ -183,14 +181,14 @@ def best_points(results: Mapping[Point, Outcome]) -> dict[Shape, Point]:
 def sweep_table(results: Mapping[Point, Outcome]) -> str:
     """One aligned line per point; the fastest of each shape carries a star, a failed one its reason."""
     best = set(best_points(results).values())
-    head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "phases", "ms", "")
+    head = ("model", "EP", "TP", "tokens", "comm_blocks", "panels", "ms", "")
     lines: list[tuple[str, ...]] = [head]
     for point, item in results.items():
         shape, knobs = point.shape, point.knobs
         numbers = (shape.parallel.ep, shape.parallel.tp, shape.tokens, knobs.comm_blocks, knobs.num_panels)
         time = "failed" if item.ms is None else f"{item.ms:.4f}"
         note = "*" if point in best else item.failure
-        lines.append((shape.model, *map(str, numbers), str(knobs.num_phases), time, note))
+        lines.append((shape.model, *map(str, numbers), time, note))
     return "\n".join(aligned(lines, left=(0, len(head) - 1)))
 
 
@@ -214,9 +212,8 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
         axes.set_axis_off()
     for shape, axes in zip(shapes, grid, strict=False):
         lines = sweep_lines({point: item for point, item in results.items() if point.shape == shape})
-        for (panels, phases), line in lines.items():
-            label = f"{counted(panels, 'panel')}, {counted(phases, 'phase')}"
-            axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=label)
+        for panels, line in lines.items():
+            axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=counted(panels, "panel"))
         axes.set(xlabel="communication blocks", ylabel="ms", title=shape.title)
         if lines:
             times = [ms for line in lines.values() for _, ms in line]
@@ -230,12 +227,11 @@ def plot_sweep(results: Mapping[Point, Outcome], path: Path) -> None:
     figure.savefig(path)
 
 
-def sweep_lines(results: Mapping[Point, Outcome]) -> dict[tuple[int, int], list[tuple[int, float]]]:
-    """Lines of one shape: (panels, phases) -> (comm_blocks, ms) of the points that ran, ascending."""
-    lines: dict[tuple[int, int], list[tuple[int, float]]] = {}
+def sweep_lines(results: Mapping[Point, Outcome]) -> dict[int, list[tuple[int, float]]]:
+    """Lines of one shape: panels -> (comm_blocks, ms) of the points that ran, ascending."""
+    lines: dict[int, list[tuple[int, float]]] = {}
     for point, item in results.items():
         if item.ms is not None:
             knobs = point.knobs
-            name = (knobs.num_panels, knobs.num_phases)
-            lines.setdefault(name, []).append((knobs.comm_blocks, item.ms))
+            lines.setdefault(knobs.num_panels, []).append((knobs.comm_blocks, item.ms))
     return {name: sorted(line) for name, line in lines.items()}

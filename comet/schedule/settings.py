@@ -11,8 +11,6 @@ from comet.layout import MAX_PANELS, ExpertLayout, round_up
 from comet.schedule.dependency import pipelines
 from comet.schedule.tiles import TileSchedule
 
-GROUP_TILES = 8
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileShape:
@@ -92,8 +90,6 @@ class LayerSettings:
             name: TileSchedule.build(
                 found[name],
                 num_cols=num_cols,
-                group_tiles=GROUP_TILES,
-                num_phases=overlap.num_phases,
                 num_panels=min(overlap.num_panels, num_cols, MAX_PANELS),
             )
             for name, num_cols in columns.items()

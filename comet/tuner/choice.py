@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from comet.config import OverlapConfig, require
 from comet.layout import MAX_PANELS
-from comet.schedule.tiles import check_phases
 from comet.tuner.model import propose
 from comet.tuner.problem import Machine, Problem, candidate_name, column_blocks
 from comet.tuner.profile import ProfileKey, ProfileStore
@@ -82,16 +81,14 @@ def resolve(
 def check_setting(setting: OverlapConfig, problem: Problem, machine: Machine) -> None:
     """Raise ``ValueError`` naming the rule if a setting cannot run.
 
-    The defaults of ``OverlapConfig`` always pass: a layer narrows them to its ranks and its column blocks.
+    The defaults of ``OverlapConfig`` always pass: a layer narrows them to its column blocks.
     """
-    defaults, ranks, columns = OverlapConfig(), problem.world_size, column_blocks(problem)[1]
+    defaults, columns = OverlapConfig(), column_blocks(problem)[1]
     require(
         setting.comm_blocks < machine.num_sms,
         f"comm_blocks={setting.comm_blocks} must be below the {machine.num_sms} SMs of {machine.name}: "
         "at least one block computes",
     )
-    if ranks > 1:  # a rank alone has one phase, whatever the setting
-        check_phases(setting.num_phases, ranks)
     require(
         setting.num_panels <= max(min(columns, MAX_PANELS), defaults.num_panels),
         f"num_panels={setting.num_panels} must be at most {MAX_PANELS} and at most the {columns} column blocks of "

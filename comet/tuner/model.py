@@ -1,8 +1,7 @@
 """Analytic model of the layer: what a setting should cost on a machine.
 
-*Layer 0 in Triton.* Compute blocks start with own rows. With two phases the others arrive in the order of the experts,
-with more a phase starts when its sources have arrived. While rows are pushed, ``comm_blocks`` fewer blocks compute,
-afterwards all do (dynamic conversion).
+*Layer 0 in Triton.* Compute blocks start with own rows, the others arrive in the order of the experts. While rows are
+pushed, ``comm_blocks`` fewer blocks compute, afterwards all do (dynamic conversion).
 
 *Layer 1 in Triton.* The GEMM runs on all but the comm blocks. Panel p of P is complete after p/P of it; the comm blocks
 reduce and send finished panels meanwhile, what is left all blocks do, and the final sum follows. Each panel reads
@@ -28,8 +27,7 @@ from itertools import islice
 
 from comet.config import OverlapConfig
 from comet.schedule.settings import TileShape
-from comet.schedule.tiles import part_span
-from comet.tuner.problem import Machine, Problem, cuda_layers, effective, fitting_panels, fitting_phases
+from comet.tuner.problem import Machine, Problem, cuda_layers, effective, fitting_panels
 
 # Smooth maximum of compute and memory time, fit: DeepSeek-V3 at 2048 tokens takes 12 % more than its tiles.
 ROOFLINE_POWER = 2.5
@@ -171,22 +169,14 @@ def layer1_cuda_ms(problem: Problem, setting: OverlapConfig, machine: Machine, g
 
 def layer0_ms(problem: Problem, setting: OverlapConfig, machine: Machine, gemm: GemmCost) -> float:
     """Expected time of dispatch || GEMM || SwiGLU in Triton, for the first of ``layer_gemms``."""
-    ranks, num_phases = problem.world_size, fitting_phases(setting.num_phases, problem.world_size)
+    reads = min(problem.world_size, 2)  # of the weights: in each phase
     comm_blocks = min(setting.comm_blocks, machine.num_sms - 1)
-    reread = (num_phases - 1) * machine.reread_share * gemm.weight_bytes / machine.hbm_gbs / 1e6
+    reread = (reads - 1) * machine.reread_share * gemm.weight_bytes / machine.hbm_gbs / 1e6
     work = gemm.ms(machine.num_sms, machine) / machine.fused_share + reread
     push = push_rows_ms(problem, comm_blocks, machine)
     slowed = machine.num_sms / (machine.num_sms - comm_blocks)
-    if num_phases == 2:
-        return _in_waves_ms(problem, work, push, slowed, machine) + machine.launch_ms
-    now, arrived = 0.0, 0
-    for phase in range(num_phases):
-        num_sources = len(part_span(phase - 1, ranks - 1, num_phases - 1)) if phase else 1
-        if phase:
-            arrived += num_sources
-            now = max(now, push * arrived / (ranks - 1) + machine.signal_ms)
-        now = _advance(now, work * num_sources / ranks, push, slowed)
-    return now + machine.launch_ms
+    waited = _in_waves_ms(problem, work, push, slowed, machine) if reads > 1 else work
+    return waited + machine.launch_ms
 
 
 def _in_waves_ms(problem: Problem, work: float, push: float, slowed: float, machine: Machine) -> float:
@@ -278,7 +268,7 @@ def _advance(start: float, work: float, push: float, slowed: float) -> float:
 COMM_BLOCKS = (4, 8, 16, 24, 32, 48, 64)
 PANELS = (1, 2, 3, 4, 6, 8)
 # Other values of each knob of the best that are worth measuring; all panels, so that points can be compared.
-KNOBS = {"num_panels": len(PANELS) - 1, "comm_blocks": 2, "num_phases": 1}
+KNOBS = {"num_panels": len(PANELS) - 1, "comm_blocks": 2}
 FIELDS = (*KNOBS, "block_rows", "beside")
 MOST_SETTINGS = 12
 # Beyond this ratio to the best not even a wrong prediction makes a setting the fastest.
@@ -287,20 +277,16 @@ HOPELESS = 1.3
 
 def candidates(problem: Problem, machine: Machine) -> list[OverlapConfig]:
     """Every setting the model compares; all are legal for the problem and the machine, and differ in a launch."""
-    ranks = problem.world_size
-    phases = sorted({2, 3, 4, ranks})
     blocks = [num for num in COMM_BLOCKS if num < machine.num_sms] or [1]
     everything = (
         OverlapConfig(
             comm_blocks=num,
-            num_phases=num_phases,
             num_panels=num_panels,
             block_rows=block_rows,
             beside=beside,
         )
         for num in blocks
         for beside in (True, False)
-        for num_phases in phases
         for num_panels in PANELS
         for block_rows in BLOCK_ROWS
     )

@@ -15,7 +15,7 @@ six and eight were best.
 ``tests/tuner/test_tuner.py`` and ``tests/tuner/test_tuner_shipped.py`` assert how well all this agrees.
 
 Which kernels a setting stands for follows from both: where layers run in CUDA C++ some knobs do nothing, and settings
-coincide. There every block has warps that communicate: comm blocks do nothing, and in layer 0 neither do phases.
+coincide. There every block has warps that communicate: comm blocks do nothing.
 Nothing waits for comm blocks in a Triton layer 1 whose comm blocks share all multiprocessors either.
 """
 
@@ -360,8 +360,8 @@ def effective(setting: OverlapConfig, problem: Problem, machine: Machine) -> Ove
 
     Settings that come to the same launches have equal results.
 
-    Example: 8 comm blocks, 3 phases and 8 panels of Qwen3-30B-A3B at 8192 tokens on four H200, both of whose layers
-    run in CUDA C++: 16 comm blocks, 2 phases, 8 panels.
+    Example: 8 comm blocks and 8 panels of Qwen3-30B-A3B at 8192 tokens on four H200, both of whose layers
+    run in CUDA C++: 16 comm blocks, 8 panels.
     """
     default = OverlapConfig()
     layer0, _ = cuda_layers(setting, problem, machine)
@@ -370,7 +370,6 @@ def effective(setting: OverlapConfig, problem: Problem, machine: Machine) -> Ove
     return replace(
         setting,
         comm_blocks=setting.comm_blocks if have_work else idle,
-        num_phases=fitting_phases(default.num_phases if layer0 else setting.num_phases, problem.world_size),
         num_panels=fitting_panels(setting.num_panels, problem),
     )
 
@@ -378,7 +377,7 @@ def effective(setting: OverlapConfig, problem: Problem, machine: Machine) -> Ove
 def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Machine) -> str:
     """Short name of a candidate: the knobs that do something, and where its layers run in CUDA C++.
 
-    Example: the default setting is ``16 comm blocks, 2 phases, 4 panels, 128 rows, beside`` in Triton, ``4 panels, both
+    Example: the default setting is ``16 comm blocks, 4 panels, 128 rows, beside`` in Triton, ``4 panels, both
     layers in CUDA C++`` or ``4 panels, layer 0 in CUDA C++``.
     """
     if setting is None:
@@ -386,7 +385,6 @@ def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Mac
     taken, in_cuda = effective(setting, problem, machine), cuda_layers(setting, problem, machine)
     parts = [counted(taken.num_panels, "panel")]
     if not in_cuda[0]:
-        parts.insert(0, counted(taken.num_phases, "phase"))
         parts.insert(0, counted(taken.comm_blocks, "comm block"))
     if any(in_cuda):
         parts.append(f"{'both layers' if all(in_cuda) else f'layer {in_cuda.index(True)}'} in CUDA C++")
@@ -398,11 +396,6 @@ def candidate_name(setting: OverlapConfig | None, problem: Problem, machine: Mac
 def counted(num: int, name: str) -> str:
     """``1 panel``, ``2 panels``."""
     return f"{num} {name}" if num == 1 else f"{num} {name}s"
-
-
-def fitting_phases(num_phases: int, world_size: int) -> int:
-    """The number of phases a layer uses: 1 for a rank alone, else within 2 .. W."""
-    return 1 if world_size == 1 else min(max(2, num_phases), world_size)
 
 
 def fitting_panels(num_panels: int, problem: Problem) -> int:

@@ -10,14 +10,14 @@ from ..runtime.case import KernelCase
 NUM_COUNTERS = 128
 FEW_CHUNKS = 4  # of a source with 512 tokens
 MANY_CHUNKS = 64
-# Name: experts, top-k, EP, TP, phases.
+# Name: experts, top-k, EP, TP.
 LAYERS = {
-    "Mixtral, EP4": (8, 2, 4, 1, 2),
-    "Qwen3-30B, EP4": (128, 8, 4, 1, 2),
-    "Qwen2-MoE, EP2 x TP2": (60, 4, 2, 2, 4),
-    "DeepSeek-V3, EP8": (256, 8, 8, 1, 2),
-    "256 experts on one rank": (256, 8, 1, 1, 1),
-    "top-32 of 32": (32, 32, 4, 1, 4),
+    "Mixtral, EP4": (8, 2, 4, 1),
+    "Qwen3-30B, EP4": (128, 8, 4, 1),
+    "Qwen2-MoE, EP2 x TP2": (60, 4, 2, 2),
+    "DeepSeek-V3, EP8": (256, 8, 8, 1),
+    "256 experts on one rank": (256, 8, 1, 1),
+    "top-32 of 32": (32, 32, 4, 1),
 }
 FLOATS = ("weights_ptr", "own_weights_ptr", "row_weights")
 INT64 = ("id_addresses", "weight_addresses", "flag_addresses", "fault_ptr")
@@ -27,13 +27,12 @@ NUMBERS = ("first_program", "rank", "num_tokens", "M", "capacity", "num_routed_r
 def aot_cases() -> list[KernelCase]:
     """Both kernels for every layer."""
     cases = []
-    for name, (num_experts, top_k, ep, tp, num_phases) in LAYERS.items():
+    for name, (num_experts, top_k, ep, tp) in LAYERS.items():
         config = PlanConfig(
             top_k=top_k,
             experts_local=num_experts // ep,
             ep=ep,
             tp=tp,
-            num_phases=num_phases,
             block_rows=128,
             expert_capacity=2**31 - 1,
         )

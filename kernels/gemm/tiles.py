@@ -1,13 +1,14 @@
-"""Device twins of ``comet.schedule.tiles``: work item -> tile and column block, source rank -> phase.
+"""The order of work inside the fused kernels: work item -> tile and column block.
 
-Named by the axis the shared tensor is cut along. Both orders are grouped: a group of ``GROUP_TILES`` consecutive tiles
-goes through its column blocks with the tile index fastest, so that a group's rows and a column's weights stay in L2.
+A *work item* is one tile times one column block. The functions are named by the axis that the shared tensor is cut
+along. Both orders are grouped: a group of ``GROUP_TILES`` consecutive tiles goes through its column blocks with the
+tile index fastest, so that a group's rows and a column's weights stay in L2.
 With 3 tiles, 2 column blocks and groups of 2, items 0..5 are (tile, column)
 
     decode_tokens:               (0,0) (1,0) (0,1) (1,1) (2,0) (2,1)
     decode_columns, 2 panels:    (0,0) (1,0) (2,0) | (0,1) (1,1) (2,1)
 
-All arguments are non-negative integers (scalars, constexpr, or for ``phase_of_source`` a block of sources).
+All arguments are non-negative integers.
 """
 
 import triton
@@ -87,11 +88,3 @@ def decode_columns(item, num_tiles, num_cols, num_panels, GROUP_TILES: tl.conste
     first, width = panel_span(panel, num_cols, num_panels)
     tile, column = decode_tokens(item - first * num_tiles, num_tiles, width, GROUP_TILES)
     return tile, first + column, panel
-
-
-@triton.jit
-def phase_of_source(source, rank, world_size, num_phases):
-    """Phase in which ``rank`` computes the rows of ``source``: 0 for its own, then remote ranks in ring order."""
-    distance = (source - rank + world_size) % world_size
-    remote = part_of(distance - 1, world_size - 1, tl.maximum(num_phases - 1, 1))
-    return tl.where(distance == 0, 0, 1 + remote)

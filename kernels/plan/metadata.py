@@ -82,7 +82,6 @@ class PlanConfig:
         experts_local: e.
         ep: EP.
         tp: TP.
-        num_phases: P.
         block_rows: Rows of a GEMM tile.
         expert_capacity: Routed rows one expert keeps; 2**31 - 1 keeps all.
     """
@@ -91,7 +90,6 @@ class PlanConfig:
     experts_local: int
     ep: int
     tp: int
-    num_phases: int
     block_rows: int
     expert_capacity: int
 
@@ -238,7 +236,7 @@ def place_constants(config: PlanConfig, pool_top_k: int, num_chunks: int) -> dic
         "EP": config.ep,
         "TP": config.tp,
         "W_PAD": power_of_2(config.world_size),
-        "P": config.num_phases,
+        "P": min(config.world_size, 2),
         "BLOCK_ROWS": config.block_rows,
         "CHUNK": CHUNK_ROWS,
         "SCAN_ROWS": min(max(SCAN_ELEMENTS // e_pad, 1), power_of_2(num_chunks)),

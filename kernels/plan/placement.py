@@ -18,7 +18,6 @@ at its epoch (see ``primitives``).
 import triton
 import triton.language as tl
 
-from ..gemm.tiles import phase_of_source
 from ..runtime.primitives import FAULT_ROWS_NEEDED
 from .counting import load_local
 
@@ -238,7 +237,7 @@ def place_kernel(
     chunk = pair - peer * num_chunks
     tokens = tl.arange(0, CHUNK)
     sources = tl.arange(0, W_PAD)
-    phases = tl.where(sources < WORLD, phase_of_source(sources, rank, WORLD, P), -1)
+    phases = tl.where(sources < WORLD, (sources != rank).to(tl.int32), -1)  # rows of this rank, then all others
     epoch = tl.load(plan_epoch_ptr)
     if program < num_pairs:
         waves_ptr = recv_waves_ptr + peer * num_chunks * WAVES

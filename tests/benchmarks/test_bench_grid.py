@@ -283,7 +283,7 @@ def test_a_layer_is_opened_once_and_an_interrupted_run_keeps_its_rows(
 
 
 def test_splits_of_a_command_line() -> None:
-    assert parse_overlap("num_panels=2,num_phases=3", "overlap") == OverlapConfig(num_panels=2, num_phases=3)
+    assert parse_overlap("num_panels=2,comm_blocks=3", "overlap") == OverlapConfig(num_panels=2, comm_blocks=3)
     assert parse_overlap("beside=0", "overlap") == OverlapConfig(beside=False)
 
 
@@ -299,7 +299,7 @@ def test_splits_of_a_command_line() -> None:
     ],
 )
 def test_a_split_must_name_a_setting_and_a_number(text: str) -> None:
-    with pytest.raises(ValueError, match=r"overlap='.*' must be comm_blocks=N, num_panels=N, num_phases=N or beside=0"):
+    with pytest.raises(ValueError, match=r"overlap='.*' must be comm_blocks=N, num_panels=N or beside=0"):
         parse_overlap(text, "overlap")
 
 

@@ -330,7 +330,7 @@ def without_gemm(rank: int, world_size: int, broken: str, beside: bool) -> tuple
     BREAKS[broken](rank)
     skip(gemm_panels, "gemm_panels", rank)
     skip(gemm_combine, "gemm_panels", rank)
-    case = LayerCase("one rank", 1, 1, (37,), num_phases=1, beside=beside)
+    case = LayerCase("one rank", 1, 1, (37,), beside=beside)
     moe = build_layer(case, rank, "fused")
     moe.group.comm.timeout_s = 0.02
     inputs = rank_inputs(case, rank)

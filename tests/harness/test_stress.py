@@ -154,7 +154,7 @@ def test_cases_are_legal_repeatable_and_varied(world_size: int, path: str, devic
 
 
 PER_LAYER = (
-    "ep tp num_experts top_k hidden_size ffn_size dtype num_phases block_rows beside max_tokens weight_seed",
+    "ep tp num_experts top_k hidden_size ffn_size dtype block_rows beside max_tokens weight_seed",
     "fp8",
 )
 PER_CASE = "num_tokens routing num_panels comm_blocks capacity_factor inputs backward strided delay_s seed"

@@ -29,7 +29,7 @@ SPLIT = "comm_blocks=500 must be below the 132 SMs of "
     ("words", "message"),
     [
         (["train", "overlap.comm_blocks=500"], SPLIT),
-        (["train", "parallel=ep2", "overlap.num_phases=5"], "num_phases=5 must be between 2 and 2 for world_size=2"),
+        (["train", "overlap.num_phases=5"], "override 'overlap.num_phases=5': overlap.num_phases is no longer"),
         (
             ["train", "parallel=ep4", "parallel.node_size=2", "moe_path=twin"],
             "moe_path='twin' must be auto, plain or reference: groups of 4 ranks span nodes of parallel.node_size=2",

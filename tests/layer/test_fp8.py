@@ -14,7 +14,7 @@ from comet.quantization.packed import pack, packed_columns, unpack
 
 WIDE = dict(hidden_size=128, ffn_size=128)
 CASES = [
-    LayerCase("one rank", 1, 1, (37,), num_phases=1, hidden_size=384, ffn_size=256),
+    LayerCase("one rank", 1, 1, (37,), hidden_size=384, ffn_size=256),
     LayerCase("ep2", 2, 1, (40, 40), hidden_size=256, ffn_size=256),
     LayerCase("ep2 unequal", 2, 1, (150, 3), **WIDE),
     LayerCase("ep2 no tokens on rank 1", 2, 1, (33, 0), **WIDE),
@@ -26,7 +26,7 @@ CASES = [
     LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2, **WIDE),
     LayerCase("tp2", 1, 2, (31, 29), hidden_size=128, ffn_size=512),
     LayerCase("ep2 float16", 2, 1, (30, 22), dtype=torch.float16, hidden_size=256, ffn_size=128),
-    LayerCase("ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, num_phases=4, relabel=3),
+    LayerCase("ep2 x tp2", 2, 2, (14, 22, 0, 9), hidden_size=128, ffn_size=256, relabel=3),
 ]
 QUICK = ("one rank", "ep2", "ep2 no tokens at all", "ep2 masked slots", "ep2 x tp2")
 
@@ -116,13 +116,13 @@ def test_the_example_of_packed_columns() -> None:
     ],
 )
 def test_widths_that_are_no_whole_blocks(hidden_size: int, ffn_size: int, message: str) -> None:
-    case = LayerCase("odd", 1, 1, (4,), num_phases=1, hidden_size=hidden_size, ffn_size=ffn_size)
+    case = LayerCase("odd", 1, 1, (4,), hidden_size=hidden_size, ffn_size=ffn_size)
     with pytest.raises(ValueError, match=message):
         run_fp8_case(0, 1, case, "twin")
 
 
 def test_gradients_are_refused() -> None:
-    case = LayerCase("one rank", 1, 1, (4,), num_phases=1, **WIDE)
+    case = LayerCase("one rank", 1, 1, (4,), **WIDE)
     group, experts = build_path(case, "twin", "cpu")
     inputs = rank_inputs(case, 0)
     tokens = inputs.tokens.requires_grad_()

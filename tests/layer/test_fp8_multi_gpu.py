@@ -18,8 +18,8 @@ CASES = [
     LayerCase("ep2 none on rank 1", 2, 1, (300, 0), 8, 4, 256, 128, **BF16),
     LayerCase("ep2 masked", 2, 1, (300, 450), 64, 8, 384, 128, routing="masked", **BF16),
     LayerCase("tp2", 1, 2, (310, 290), 8, 2, 512, 512, **BF16),
-    LayerCase("ep4", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, num_phases=3, calls=4),
-    LayerCase("ep2 x tp2", 2, 2, (140, 220, 50, 90), 8, 2, 256, 512, **BF16, num_phases=4, calls=3),
+    LayerCase("ep4", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, calls=4),
+    LayerCase("ep2 x tp2", 2, 2, (140, 220, 50, 90), 8, 2, 256, 512, **BF16, calls=3),
 ]
 
 

@@ -14,7 +14,7 @@ from comet.modular.fused import FusedPrepareFinalize
 from comet.modular.interfaces import RoutedTokens
 from comet.moe import MoE
 
-CASE = LayerCase("one rank", 1, 1, (40,), num_phases=1, hidden_size=128, ffn_size=128)
+CASE = LayerCase("one rank", 1, 1, (40,), hidden_size=128, ffn_size=128)
 MISFITS = [
     (torch.zeros(40, 128), r"shape=\(40, 128\) of tokens must be \(T, hidden_size=128\), with the T of .*\(100, 2\)"),
     (torch.zeros(100, 64), r"shape=\(100, 64\) of tokens must be \(T, hidden_size=128\)"),

@@ -23,7 +23,7 @@ from comet.layer.routed_experts import SymmetricPath
 from comet.moe import MoE
 
 CASES = [
-    LayerCase("one rank", 1, 1, (37,), num_phases=1),
+    LayerCase("one rank", 1, 1, (37,)),
     LayerCase("ep2", 2, 1, (40, 40)),
     LayerCase("ep2 unequal", 2, 1, (150, 3)),
     LayerCase("ep2 no tokens on rank 1", 2, 1, (33, 0)),
@@ -35,7 +35,7 @@ CASES = [
     LayerCase("ep2 odd widths", 2, 1, (18, 11), hidden_size=48, ffn_size=80, num_panels=3),
     LayerCase("tp2", 1, 2, (31, 29)),
     LayerCase("ep2 three calls", 2, 1, (25, 14), calls=3),
-    LayerCase("one rank, ten experts each", 1, 1, (21,), num_phases=1, num_experts=12, top_k=10),
+    LayerCase("one rank, ten experts each", 1, 1, (21,), num_experts=12, top_k=10),
     LayerCase("ep2 strided", 2, 1, (37, 150), top_k=3, routing="masked", strided=True, calls=2),
     LayerCase("ep2 experts anywhere", 2, 1, (40, 29), num_experts=8, top_k=3, routing="first_half", relabel=5),
     LayerCase("tp2 of 24 columns", 1, 2, (31, 29), ffn_size=48),
@@ -46,9 +46,9 @@ CASES = [
     LayerCase("ep2 panels in 4 parts", 2, 1, (50, 3), hidden_size=1040, num_panels=4, num_experts=8, top_k=4),
 ]
 WIDE_CASES = [
-    LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8, num_phases=3),
+    LayerCase("ep4", 4, 1, (20, 9, 0, 31), num_experts=8),
     LayerCase("tp4", 1, 4, (10, 12, 9, 8), ffn_size=64),
-    LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64, num_phases=4),
+    LayerCase("ep2 x tp2", 2, 2, (14, 22, 5, 9), ffn_size=64),
     LayerCase("ep2 x tp2 of 8 columns", 2, 2, (14, 22, 5, 9), ffn_size=16, relabel=3),
     LayerCase("tp4 of 20 columns", 1, 4, (10, 12, 9, 8), ffn_size=80, top_k=3, hidden_size=48),
 ]
@@ -265,11 +265,6 @@ def test_bad_inputs_are_named(x: torch.Tensor, message: str) -> None:
     config = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
     with pytest.raises(ValueError, match=message):
         MoE(config, local_group(config))(x)
-
-
-def test_more_phases_than_sources_are_named() -> None:
-    with pytest.raises(AssertionError, match="num_phases=3 must be between 2 and 2 for world_size=2"):
-        run_ranks(run_case, 2, LayerCase("ep2", 2, 1, (4, 4), num_phases=3), "twin")
 
 
 def test_uneven_parallelism_is_named() -> None:

@@ -28,9 +28,9 @@ CASES = [
     LayerCase("ep2 masked", 2, 1, (300, 450), 64, 8, 336, 208, routing="masked", **BF16),
     LayerCase("tp2", 1, 2, (310, 290), 8, 2, 512, 512, **BF16),
     LayerCase("tp2 of 24 columns", 1, 2, (310, 290), 8, 2, 256, 48, **BF16),
-    LayerCase("ep4", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, num_phases=3, calls=4),
+    LayerCase("ep4", 4, 1, (500, 90, 0, 710), 16, 4, 512, 256, **BF16, calls=4),
     LayerCase("tp4", 1, 4, (100, 120, 90, 80), 8, 2, 256, 512, **BF16, calls=3),
-    LayerCase("ep2 x tp2", 2, 2, (140, 220, 50, 90), 8, 2, 256, 512, **BF16, num_phases=4, calls=3),
+    LayerCase("ep2 x tp2", 2, 2, (140, 220, 50, 90), 8, 2, 256, 512, **BF16, calls=3),
 ]
 
 

@@ -36,7 +36,7 @@ def ids_of(rows: list[list[list[int]]], max_tokens: int = 128) -> torch.Tensor:
 def test_example_of_begin_plan() -> None:
     layout = ExpertLayout(num_experts=2, top_k=2, ep=1, tp=1, rank=0)
     ids = ids_of([[[1, 0], [1, -1]]])
-    overlap = OverlapConfig(num_phases=1, block_rows=16)
+    overlap = OverlapConfig(block_rows=16)
     plan = plan_from_ids(
         ids, torch.ones(ids.shape), layout, num_tokens=2, overlap=overlap, expert_capacity=None, max_routed_rows=32
     )
@@ -48,7 +48,7 @@ def test_example_of_begin_plan() -> None:
 def test_example_of_plan_from_ids() -> None:
     layout = ExpertLayout(num_experts=2, top_k=1, ep=2, tp=1, rank=1)
     ids = ids_of([[[1], [0], [1]], [[0], [1]]])
-    overlap = OverlapConfig(num_phases=2, block_rows=16)
+    overlap = OverlapConfig(block_rows=16)
     plan = plan_from_ids(
         ids, torch.ones(ids.shape), layout, num_tokens=2, overlap=overlap, expert_capacity=None, max_routed_rows=48
     )
@@ -106,7 +106,6 @@ def test_case_generator_reaches_every_corner() -> None:
     assert any((plan.segment_counts == 0).any() for plan in plans), "an expert without rows"
     assert {case.top_k for case in cases} >= {1, 2, 6}
     assert any(case.top_k == case.num_experts > 1 for case in cases), "K = E"
-    assert any(2 < case.num_phases < case.world_size for case in cases), "phases of several sources"
 
 
 @pytest.mark.parametrize("seed", range(100, 112))
@@ -145,7 +144,7 @@ def test_worst_routing_fits_the_capacity() -> None:
     layout = ExpertLayout(num_experts=4, top_k=3, ep=2, tp=1, rank=0)
     ids = torch.tensor([0, 1, 2], dtype=torch.int32).expand(2, 128, 3).contiguous()
     ids[1, -1] = -1  # uneven segments need padding
-    overlap = OverlapConfig(num_phases=2, block_rows=64)
+    overlap = OverlapConfig(block_rows=64)
     limit = routed_row_capacity(layout, 128, 64, None)
     arguments: dict[str, Any] = {"num_tokens": 128, "overlap": overlap, "expert_capacity": None}
     plan = plan_from_ids(ids, torch.ones(ids.shape), layout, max_routed_rows=limit, **arguments)
@@ -166,7 +165,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "top_k_weights": torch.ones(4, 2),
         "layout": case.layout(0),
         "workspace": workspace(case, LocalCommunicator(torch.device("cpu"))),
-        "overlap": OverlapConfig(num_phases=1, block_rows=16),
+        "overlap": OverlapConfig(block_rows=16),
         "expert_capacity": None,
         "max_routed_rows": 256,
         "use_kernels": False,
@@ -198,7 +197,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
             },
             "top_k=3 must be at most the workspace's top_k=2",
         ),
-        ({"overlap": OverlapConfig(num_phases=2)}, "num_phases=2 must be between 1 and 1 for world_size=1"),
         ({"expert_capacity": 0}, "expert_capacity=0 must be at least 1 and fit 32 bits, or None"),
         ({"max_routed_rows": 250}, "max_routed_rows=250 must be a positive multiple of block_rows=16"),
         ({"max_routed_rows": 0}, "max_routed_rows=0 must be a positive multiple of block_rows=16"),
@@ -334,7 +332,7 @@ def overwritten_guards(rank: int, world_size: int) -> list[int]:
     ids[:4] = torch.tensor([[6, 7], [-9, 2**31 - 1], [-(2**31), 5], [0, 0]])  # a caller's bug must stay inside, too
     plan = make_plan(
         ids, torch.ones(256, 2), case.layout(0), workspace(case, LocalCommunicator(torch.device("cpu"))),
-        overlap=OverlapConfig(num_phases=1, block_rows=16), expert_capacity=None, max_routed_rows=64, use_kernels=True,
+        overlap=OverlapConfig(block_rows=16), expert_capacity=None, max_routed_rows=64, use_kernels=True,
     )  # fmt: skip
     assert plan.status[2] == 1
     assert plan.segment_starts[-1] == 64

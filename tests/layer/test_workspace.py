@@ -85,7 +85,7 @@ def test_epoch_and_deadline() -> None:
     workspace = make_workspace(timeout_s=1.5)
     assert workspace.max_tokens == 128
     assert workspace.timeout_ns == 1_500_000_000
-    layout, overlap = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0), OverlapConfig(num_phases=1)
+    layout, overlap = ExpertLayout(num_experts=1, top_k=1, ep=1, tp=1, rank=0), OverlapConfig()
     backend = plan_backend(
         layout, workspace, overlap=overlap, expert_capacity=None, max_routed_rows=1024, use_kernels=False
     )

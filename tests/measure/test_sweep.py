@@ -54,9 +54,9 @@ def job_of(*overrides: str, world_size: int = 1) -> JobConfig:
     return make_job(compose(["model=tiny", *overrides]), world_size)
 
 
-def point(blocks: int = 8, panels: int = 4, phases: int = 2, tokens: int = 16) -> Point:
+def point(blocks: int = 8, panels: int = 4, tokens: int = 16) -> Point:
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, knobs=Knobs(blocks, panels, phases, 128, True))
+    return Point(shape=shape, knobs=Knobs(blocks, panels, 128, True))
 
 
 def test_points_are_the_product_of_the_lists():
@@ -125,9 +125,9 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
     for text, message in [
         ("", "must start with the columns model,"),
         ("a,b\n", "must start with the columns model,"),
-        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 17 columns, not 2"),
-        (f"{header}\n" + "x," * 15 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
-        (f"{header}\n" + "1," * 10 + "8,2,2,128,1,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
+        (f"{header}\ntiny,1\n", r"sweep\.csv:2 must have 16 columns, not 2"),
+        (f"{header}\n" + "x," * 14 + "1.0,\n", r"sweep\.csv:2: invalid literal"),
+        (f"{header}\n" + "1," * 10 + "8,2,128,1,nan,\n", r"sweep\.csv:2: ms=nan must be positive"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -146,7 +146,7 @@ def test_table_lines_and_picture(tmp_path):
     assert (
         len({line.index(word) + len(word) for line, word in zip(lines, ["ms", "2.0000", "1.0000"], strict=False)}) == 1
     )
-    assert sweep_lines(results) == {(4, 2): [(8, 1.0), (16, 2.0)]}
+    assert sweep_lines(results) == {4: [(8, 1.0), (16, 2.0)]}
     plot_sweep(results, tmp_path / PLOT_NAME)
     assert (tmp_path / PLOT_NAME).read_bytes().startswith(PNG)
 
@@ -263,7 +263,7 @@ def test_a_sweep_of_which_every_point_failed_ends_with_1_and_the_reason(tmp_path
 
 @pytest.mark.slow
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
-    words = ("sweep", "nproc=2", "sweep.comm_blocks=[8,16]", "sweep.num_phases=[2,9]", "sweep.rounds=2")
+    words = ("sweep", "nproc=2", "sweep.comm_blocks=[8,16]", "sweep.num_panels=[2,9]", "sweep.rounds=2")
     words += ("sweep.tokens=[16]", "sweep.layouts=[[2,1],[1,2],[4,1]]", f"output_dir={tmp_path}")
     status, lines, errors = comet(*words)
     assert status == 0, errors
@@ -274,7 +274,7 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / CSV_NAME).read_text().splitlines()))
     assert len(rows) == 12
     assert {row["failure"].split("=")[0] for row in rows if not row["ms"]} == {
-        "ValueError: num_phases",
+        "ValueError: num_panels",
         "ValueError: world_size",
     }
     assert {path.name for path in tmp_path.iterdir()} == {".comet.lock", CSV_NAME, f"{CSV_NAME}.lock", PLOT_NAME}

@@ -33,7 +33,7 @@ class Alone:
 
 def key_of(tokens: int) -> tuple[str, ...]:
     shape = Shape(model="small", moe=MOE, parallel=ParallelConfig(ep=1), tokens=tokens)
-    return Point(shape=shape, knobs=Knobs(8, 4, 2, 128, True)).key("float32", "cpu")
+    return Point(shape=shape, knobs=Knobs(8, 4, 128, True)).key("float32", "cpu")
 
 
 def test_rows_of_another_sweep_are_kept(tmp_path: Path) -> None:

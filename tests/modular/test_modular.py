@@ -56,7 +56,7 @@ from comet.moe import MoE
 from comet.quantization.formats import FP8, MXFP8
 from comet.reference.layer import reference_experts
 
-SMALL = LayerCase("small", 1, 1, (9,), num_phases=1)
+SMALL = LayerCase("small", 1, 1, (9,))
 
 
 def test_every_combination_on_one_rank() -> None:

@@ -117,7 +117,7 @@ def make_plan(ids: torch.Tensor, layout: ExpertLayout, num_tokens: int) -> Plan:
         torch.rand(ids.shape),
         layout,
         num_tokens=num_tokens,
-        overlap=OverlapConfig(num_phases=layout.world_size, block_rows=16),
+        overlap=OverlapConfig(block_rows=16),
         expert_capacity=None,
         max_routed_rows=routed_row_capacity(layout, ids.shape[1], 16, None),
     )

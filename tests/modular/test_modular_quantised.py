@@ -35,7 +35,7 @@ from comet.modular import (
 from comet.modular.symmetric import pack_rows, packed_columns, unpack_rows
 from comet.quantization.formats import FP8, MXFP8, Weight, quantize_fp8, quantize_mxfp8, quantize_rows
 
-CASE = LayerCase("quantised", 1, 1, (9,), num_phases=1)
+CASE = LayerCase("quantised", 1, 1, (9,))
 TYPES = [FP8, MXFP8]
 
 

@@ -14,7 +14,7 @@ from comet.schedule.settings import LayerSettings, TileShape
 
 def create(dtype: torch.dtype = torch.bfloat16, tp: int = 1, **changes) -> LayerSettings:
     moe = MoEConfig(**({"hidden_size": 512, "ffn_size": 768, "num_experts": 8, "top_k": 2} | changes))
-    overlap = OverlapConfig(comm_blocks=5, num_phases=2, num_panels=4)
+    overlap = OverlapConfig(comm_blocks=5, num_panels=4)
     return LayerSettings.create(moe, ExpertLayout.create(moe, ParallelConfig(ep=2, tp=tp), 0), overlap, dtype)
 
 
@@ -61,8 +61,8 @@ def test_worked_example_of_layer_settings() -> None:
 
 def test_each_pipeline_is_cut_along_its_own_axis() -> None:
     settings = create(hidden_size=4096)
-    assert (settings.layer0.num_phases, settings.layer0.num_panels) == (2, 1)
-    assert (settings.layer1.num_phases, settings.layer1.num_panels) == (1, 4)
+    assert (settings.layer0.axis, settings.layer0.num_panels) == ("tokens", 1)
+    assert (settings.layer1.axis, settings.layer1.num_panels) == ("hidden", 4)
     assert settings.comm_blocks == 5
 
 

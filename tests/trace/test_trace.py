@@ -22,6 +22,7 @@ from late import come_late, passed
 from layer_cases import LayerCase, rank_inputs
 from layer_ranks import build_layer
 from ranks import run_ranks
+from tile_orders import panels_of
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.kernels.layer.triton import dispatch_gemm
@@ -94,7 +95,7 @@ def record_case(rank: int, case: LayerCase) -> Found:
         lossy=lossy and lossy.records,
         plan=plan,
         num_cols=(backend.settings.layer0.num_cols, layer1.num_cols),
-        panels=[layer1.panel_of_column(column) for column in range(layer1.num_cols)],
+        panels=[panel for panel, columns in enumerate(panels_of(layer1.num_cols, layer1.num_panels)) for _ in columns],
         is_unchanged=torch.equal(y, off) and torch.equal(again, off),
     )
 

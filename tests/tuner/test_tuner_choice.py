@@ -54,8 +54,6 @@ def test_impossible_forced_settings_name_their_rule() -> None:
     problem = problem_of()
     with pytest.raises(ValueError, match=r"comm_blocks=132 must be below the 132 SMs of NVIDIA H200: at least one"):
         resolve(problem, None, H200, forced=OverlapConfig(comm_blocks=132))
-    with pytest.raises(ValueError, match=r"num_phases=5 must be between 2 and 4 for world_size=4"):
-        resolve(problem, None, H200, forced=OverlapConfig(num_phases=5))
     with pytest.raises(ValueError, match=r"num_panels=9 must be at most 16 and at most the 8 column blocks of hidden"):
         resolve(problem, None, H200, forced=OverlapConfig(num_panels=9))
     tiny = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
@@ -113,7 +111,7 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     title, header, *rows, chosen = explain_text(explained).splitlines()
     assert title.startswith("num_experts=128, top_k=8, hidden_size=2048, ffn_size=768, ep=4, tp=1, tokens=8192")
     assert header.split("  ")[0] == "candidate"
-    assert rows[0].startswith("8 comm blocks, 2 phases, 4 panels, 128 rows, split <- chosen")
+    assert rows[0].startswith("8 comm blocks, 4 panels, 128 rows, split <- chosen")
     assert rows[1].startswith("4 panels, both layers in CUDA C++ ")
     end = header.index(heading := "measured ms at 8192 tokens") + len(heading)
     assert [row[:end].split()[-1] for row in rows] == ["1.500", "2.000", "9.000", "-"]
@@ -122,11 +120,11 @@ def test_explanation_is_aligned_and_fits_json() -> None:
     assert rows[0][end + 2 :].startswith("plan 0.0")
     assert rows[3][end + 2 :] == "failed: died"
     assert chosen == (
-        "chosen: 8 comm blocks, 2 phases, 4 panels, 128 rows, split (source: profile); "
+        "chosen: 8 comm blocks, 4 panels, 128 rows, split (source: profile); "
         "measured at 8192 tokens, 2026-11-20, version abc"
     )
     content = json.loads(json.dumps(explain_facts(explained)))
-    assert content["chosen"] == dict(comm_blocks=8, num_phases=2, num_panels=4, block_rows=128, beside=False)
+    assert content["chosen"] == dict(comm_blocks=8, num_panels=4, block_rows=128, beside=False)
     assert content["candidates"][2]["setting"] == content["candidates"][2]["name"] == "plain"
     assert content["candidates"][3]["measured_ms"] is content["candidates"][3]["measured_tokens"] is None
     assert content["candidates"][0]["measured_tokens"] == 8192
@@ -141,7 +139,7 @@ def test_explanation_is_aligned_and_fits_json() -> None:
 
 def test_a_choice_is_marked_whatever_its_idle_knobs_say() -> None:
     predictions = [predict(problem_of(), OverlapConfig(num_panels=num), H200) for num in (4, 6)]
-    resolved = Resolved(setting=OverlapConfig(comm_blocks=24, num_phases=3, num_panels=6), source="nearest")
+    resolved = Resolved(setting=OverlapConfig(comm_blocks=24, num_panels=6), source="nearest")
     explained = Explained(problem=problem_of(), machine=H200, predictions=predictions, resolved=resolved)
     lines = explain_text(explained).splitlines()
     assert [line.split("  ")[0] for line in lines if "<- chosen" in line] == [
@@ -160,11 +158,11 @@ def explained_of(tokens: int, entry: ProfileEntry) -> Explained:
 
 def test_times_stand_beside_the_kernels_they_are_of() -> None:
     """Both layers run in CUDA C++ at 8192 tokens, where comm blocks and phases do nothing; split launches in Triton."""
-    split, three = OverlapConfig(comm_blocks=8, beside=False), OverlapConfig(comm_blocks=24, num_phases=3)
+    split, three = OverlapConfig(comm_blocks=8, beside=False), OverlapConfig(comm_blocks=24)
     times = ((OverlapConfig(), 2.0), (three, 1.9), (split, 2.5), (None, 9.0))
     entry = entry_of(problem_of(), *times)
     in_triton = replace(entry, kernels="triton")
-    names = ["4 panels, both layers in CUDA C++", "8 comm blocks, 2 phases, 4 panels, 128 rows, split", "plain"]
+    names = ["4 panels, both layers in CUDA C++", "8 comm blocks, 4 panels, 128 rows, split", "plain"]
 
     def measured(explained: Explained) -> dict[str, float | None]:
         candidates = explain_facts(explained)["candidates"]
@@ -192,7 +190,7 @@ def test_times_of_other_tokens_say_so_and_those_of_other_kernels_are_left_out() 
     }
     assert found == {
         "4 panels, layer 0 in CUDA C++": (None, None),
-        "8 comm blocks, 2 phases, 4 panels, 128 rows, split": (2.5, 8192),
+        "8 comm blocks, 4 panels, 128 rows, split": (2.5, 8192),
     }
     only = explained_of(1024, entry_of(problem_of(), (OverlapConfig(), 2.0)))
     assert only.comparable() is None

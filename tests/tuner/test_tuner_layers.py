@@ -32,7 +32,7 @@ SHAPES = [
     MoEConfig(num_experts=16, top_k=2, hidden_size=64, ffn_size=96),
 ]
 TRITON = replace(H200, cuda_kernels=False)
-ONE_OF_EACH = "1 comm block, 2 phases, 1 panel, 128 rows, split"
+ONE_OF_EACH = "1 comm block, 1 panel, 128 rows, split"
 
 
 def problem_of(moe: MoEConfig, tokens: int, ep: int = 4, tp: int = 1, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -48,7 +48,6 @@ def random_problem(rng: random.Random) -> Problem:
 def random_setting(rng: random.Random, problem: Problem) -> OverlapConfig:
     return OverlapConfig(
         comm_blocks=rng.choice([4, 16, 24]),
-        num_phases=rng.choice([2, 3, 4]),
         num_panels=rng.choice([1, 3, 4, 8]),
         block_rows=rng.choice([64, 128, 128]),
         beside=rng.random() < 0.8,
@@ -96,7 +95,7 @@ def test_examples_of_kernels() -> None:
     default = OverlapConfig()
     assert cuda_layers(default, problem_of(QWEN3, 512), H200) == (True, False)
     assert cuda_layers(default, problem_of(QWEN3, 8192), H200) == (True, True)
-    many = OverlapConfig(comm_blocks=8, num_phases=3, num_panels=8)
+    many = OverlapConfig(comm_blocks=8, num_panels=8)
     assert effective(many, problem_of(QWEN3, 8192), H200) == OverlapConfig(num_panels=8)
     assert dispatch_gemm_cuda.takes(512, 32, 1536, 2048, 2, 128)
     assert not dispatch_gemm_cuda.takes(256, 32, 1536, 2048, 2, 128)
@@ -107,15 +106,15 @@ def test_examples_of_kernels() -> None:
 @pytest.mark.parametrize(
     ("moe", "tokens", "machine", "setting", "name"),
     [
-        (QWEN3, 8192, TRITON, OverlapConfig(), "16 comm blocks, 2 phases, 4 panels, 128 rows, beside"),
+        (QWEN3, 8192, TRITON, OverlapConfig(), "16 comm blocks, 4 panels, 128 rows, beside"),
         (QWEN3, 8192, H200, OverlapConfig(), "4 panels, both layers in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=3), "3 panels, layer 0 in CUDA C++"),
         (QWEN3, 2048, H200, OverlapConfig(num_panels=1), "1 panel, layer 0 in CUDA C++"),
         (QWEN3, 512, H200, OverlapConfig(comm_blocks=1, num_panels=1, beside=False), ONE_OF_EACH),
         (MIXTRAL, 8192, H200, OverlapConfig(num_panels=99), "16 panels, layer 0 in CUDA C++"),
-        (QWEN3, 128, H200, OverlapConfig(), "16 comm blocks, 2 phases, 4 panels, 128 rows, beside"),
-        (QWEN3, 8192, H200, OverlapConfig(block_rows=64), "16 comm blocks, 2 phases, 4 panels, 64 rows, beside"),
-        (QWEN3, 8192, H200, OverlapConfig(beside=False), "16 comm blocks, 2 phases, 4 panels, 128 rows, split"),
+        (QWEN3, 128, H200, OverlapConfig(), "16 comm blocks, 4 panels, 128 rows, beside"),
+        (QWEN3, 8192, H200, OverlapConfig(block_rows=64), "16 comm blocks, 4 panels, 64 rows, beside"),
+        (QWEN3, 8192, H200, OverlapConfig(beside=False), "16 comm blocks, 4 panels, 128 rows, split"),
         (QWEN3, 512, H200, None, "plain"),
     ],
 )

@@ -56,8 +56,8 @@ def test_a_layer_takes_what_was_measured_and_follows_its_tokens(tmp_path: Path, 
     few = path.backend.settings_for(16)
     assert (few.comm_blocks, few.layer1) == (5, path.backend.settings.layer1), "panels stay what all ranks agreed on"
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "24 comm blocks, 1 phase, 2 panels, 128 rows, beside (profile)",
-        "5 comm blocks, 1 phase, 4 panels, 128 rows, beside (profile)",
+        "24 comm blocks, 2 panels, 128 rows, beside (profile)",
+        "5 comm blocks, 4 panels, 128 rows, beside (profile)",
     ]
 
 

@@ -204,7 +204,7 @@ def test_each_point_has_a_pool_of_its_size_and_the_stored_setting_is_measured_ag
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size of the pool decides between kernels; settings that are not proposed come from the nearest entry."""
-    pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_phases=1, num_panels=1, block_rows=64)
+    pools, tried, odd = [], [], OverlapConfig(comm_blocks=5, num_panels=1, block_rows=64)
 
     def fake(problem: Problem, settings: Sequence[OverlapConfig | None], group, **named) -> tuple[Measured, ...]:
         pools.append((problem.num_tokens, group.workspace.shape.max_tokens, group.workspace.shape.hidden_size))

@@ -21,7 +21,7 @@ from comet.modular import ModularMoE, ReferenceExperts, SingleRank
 from comet.moe import MoE
 from comet.utils.uncompiled import REASON, uncompiled
 
-CASE = LayerCase("compiled", 1, 1, (9,), num_phases=1)
+CASE = LayerCase("compiled", 1, 1, (9,))
 Layer = Callable[[Tensor], Tensor]
 
 

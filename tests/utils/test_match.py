@@ -36,7 +36,7 @@ from comet.quantization.formats import FP8, MXFP8, quantize_fp8, quantize_mxfp8
 from comet.reference.layer import reference_experts
 from comet.utils.match import MatchOnce, Sizes
 
-CASE = LayerCase("one rank", 1, 1, (3,), num_phases=1, hidden_size=128, ffn_size=128)
+CASE = LayerCase("one rank", 1, 1, (3,), hidden_size=128, ffn_size=128)
 BLOCKS = replace(CASE, hidden_size=256)  # several scales in a row and in a column
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Layer = Callable[[Any, Any], Tensor]

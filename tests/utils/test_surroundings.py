@@ -56,8 +56,8 @@ from comet.utils.autocast import without_autocast
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 rank_inputs = functools.cache(draw_inputs)  # drawn once, in no surroundings
 
-CASE = LayerCase("surroundings", 1, 1, (9,), num_phases=1)
-WIDE = LayerCase("surroundings", 1, 1, (9,), hidden_size=128, ffn_size=128, num_phases=1)
+CASE = LayerCase("surroundings", 1, 1, (9,))
+WIDE = LayerCase("surroundings", 1, 1, (9,), hidden_size=128, ffn_size=128)
 
 MODEL = ModelConfig(name="small", context=8, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, moe=CASE.config)
 
@@ -132,7 +132,7 @@ def decode_step(dtype: torch.dtype, weight_type: type = Tensor) -> list[Tensor]:
 
 def modular_layers(dtype: torch.dtype) -> list[Tensor]:
     inputs, outputs = rank_inputs(CASE, 0), []
-    case = LayerCase("surroundings", 1, 1, (9,), num_phases=1, dtype=dtype)
+    case = LayerCase("surroundings", 1, 1, (9,), dtype=dtype)
     for weight_type in (Tensor, FP8, MXFP8):
         w1, w2 = rank_weights(case, 0, weight_type)
         for transport, experts in (
@@ -279,7 +279,7 @@ def test_a_shared_expert_takes_the_tokens_dtype(param_dtype: torch.dtype) -> Non
 
 def run_bfloat16_on_kernels(rank: int, world_size: int, what: str) -> str:
     """The words a call by interpreted kernels is refused with."""
-    case = LayerCase("interpreted", 1, 1, (5,), num_phases=1, dtype=torch.bfloat16)
+    case = LayerCase("interpreted", 1, 1, (5,), dtype=torch.bfloat16)
     group, inputs = make_group(case), draw_inputs(case, 0)
     w1, w2 = rank_weights(case, 0, Tensor)
     parts = (inputs.tokens, inputs.top_k_ids, inputs.top_k_weights)

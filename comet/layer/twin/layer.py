@@ -25,7 +25,6 @@ from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, COMBINE_CHUNK_ROWS, MAX_PANELS
 from comet.quantization.formats import FP8, FP8_BLOCK, quantize_rows
 from comet.quantization.packed import pack, unpack
-from comet.schedule.settings import LayerSettings
 from comet.utils.autocast import without_autocast
 
 
@@ -45,7 +44,7 @@ class Twin(Backend):
         workspace = self.workspace
         push_rows(x, plan, workspace, workspace.recv_rows)
         pre = x.new_empty(plan.routed_row_ids.numel(), w1.shape[1])
-        for rows, expert in _tile_runs(plan, workspace, self.settings):
+        for rows, expert in _tile_runs(plan, workspace):
             torch.mm(workspace.recv_rows.local[plan.routed_row_ids[rows]], w1[expert].T, out=pre[rows])
         gate, up = pre.chunk(2, dim=1)
         return silu(gate) * up, pre if save_pre_activation else None
@@ -64,7 +63,7 @@ class Twin(Backend):
         num_rows = plan.routed_row_ids.numel()
         hidden = torch.empty(num_rows, ffn, dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty(num_rows, ffn // FP8_BLOCK, dtype=torch.float32, device=x.device)
-        for rows, expert in _tile_runs(plan, workspace, self.settings):
+        for rows, expert in _tile_runs(plan, workspace):
             arrived = unpack(landing.local[plan.routed_row_ids[rows]], hidden_size)
             gate, up = multiply(arrived, w1, expert).chunk(2, dim=1)
             quantised = quantize_rows(silu(gate) * up, trusted=True)
@@ -215,16 +214,15 @@ def keep_own_rows(x: Tensor, plan: Plan, rows: SymmTensor) -> None:
     rows.local[plan.own_rows] = x
 
 
-def _tile_runs(plan: Plan, workspace: Workspace, settings: LayerSettings) -> Iterator[tuple[slice, int]]:
+def _tile_runs(plan: Plan, workspace: Workspace) -> Iterator[tuple[slice, int]]:
     """(routed rows, local expert) of neighbouring tiles in schedule order, each phase once its rows have arrived."""
     layout, starts = plan.layout, plan.tile_starts.tolist()
     chunks = (plan.routed_row_ids[_used_rows(plan)] // CHUNK_ROWS).unique().tolist()
     per_source = plan.max_tokens // CHUNK_ROWS
     tiles = plan.tiles[: starts[-1]].tolist()
-    for phase in range(plan.num_phases):
-        for source in settings.layer0.wait_sources(phase, layout.rank, layout.world_size):
-            if source != layout.rank:
-                _wait_chunks(plan, workspace, [chunk for chunk in chunks if chunk // per_source == source])
+    for phase in range(layout.num_phases):
+        for source in _ring(layout.rank, layout.world_size)[:-1] if phase else ():
+            _wait_chunks(plan, workspace, [chunk for chunk in chunks if chunk // per_source == source])
         for expert, run in groupby(tiles[starts[phase] : starts[phase + 1]], key=lambda tile: tile[0]):
             entries = list(run)
             yield slice(entries[0][1], entries[-1][1] + entries[-1][2]), expert

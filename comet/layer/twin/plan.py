@@ -15,7 +15,6 @@ from comet.kernels.runtime.buffers import allocate, cut
 from comet.layer.plan import PlanRules, num_counters
 from comet.layer.workspace import Workspace
 from comet.layout import CHUNK_ROWS, ExpertLayout, num_waves, positions_in_groups
-from comet.schedule.tiles import phase_of_source
 
 PLACE = "exchange of top-k ids"
 
@@ -83,7 +82,7 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
         ids: ``(W, M, K)`` int32 ids of all ranks; -1 in masked slots and past the tokens of a rank.
         weights: ``(W, M, K)`` float32.
         layout: Whose plan.
-        rules: Phases, tile rows and limits.
+        rules: Tile rows and limits.
     """
     local = ids - layout.first_expert
     mine = (local >= 0) & (local < layout.experts_local)
@@ -95,8 +94,8 @@ def plan_tensors(ids: Tensor, weights: Tensor, layout: ExpertLayout, rules: Plan
     source, token, slot = mine.nonzero(as_tuple=True)
     expert, row = local[source, token, slot].long(), place[source, token]
     kept = positions_in_groups(expert, layout.experts_local)[0] < rules.expert_capacity
-    group = expert * rules.num_phases + _phases(layout, rules.num_phases)[source]
-    table, routed = _segments(group[kept], int((~kept).sum()), layout.experts_local, rules)
+    group = expert * layout.num_phases + (source != layout.rank)
+    table, routed = _segments(group[kept], int((~kept).sum()), layout, rules)
     fits = routed < rules.max_routed_rows
     chosen = kept.nonzero()[:, 0][fits]
     weight = weights[source, token, slot][chosen]
@@ -144,12 +143,12 @@ def _places(waves: Tensor) -> Tensor:
 
 
 def _segments(
-    group: Tensor, num_dropped: int, experts_local: int, rules: PlanRules
+    group: Tensor, num_dropped: int, layout: ExpertLayout, rules: PlanRules
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Tables of the segments, and the routed row of each element of ``group`` (expert * P + phase); may lie past Q."""
-    block_rows, limit = rules.block_rows, rules.max_routed_rows
-    positions, sizes = positions_in_groups(group, experts_local * rules.num_phases)
-    until = sizes.view(experts_local, rules.num_phases).cumsum(1)
+    block_rows, limit, experts_local = rules.block_rows, rules.max_routed_rows, layout.experts_local
+    positions, sizes = positions_in_groups(group, experts_local * layout.num_phases)
+    until = sizes.view(experts_local, layout.num_phases).cumsum(1)
     starts = torch.zeros(experts_local + 1, dtype=torch.int64)
     torch.cumsum((until[:, -1] + block_rows - 1) // block_rows * block_rows, 0, out=starts[1:])
     used = starts.clamp(max=limit)
@@ -176,8 +175,8 @@ def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> d
     phases = (until[experts] <= (index * block_rows + valid - 1)[:, None]).sum(1)
     entries = torch.stack((experts, starts[experts] + index * block_rows, valid, phases), dim=1).int()
     unused = torch.zeros(rules.max_routed_rows // block_rows - len(entries), 4, dtype=torch.int32)
-    tile_starts = torch.zeros(rules.num_phases + 1, dtype=torch.int32)
-    tile_starts[1:] = torch.bincount(phases, minlength=rules.num_phases).cumsum(0)
+    tile_starts = torch.zeros(until.shape[1] + 1, dtype=torch.int32)
+    tile_starts[1:] = torch.bincount(phases, minlength=until.shape[1]).cumsum(0)
     return {
         "tiles": torch.cat((entries[phases.argsort(stable=True)], unused)),
         "segment_tiles": torch.cat((entries, unused)),
@@ -188,11 +187,6 @@ def _tiles(starts: Tensor, counts: Tensor, until: Tensor, rules: PlanRules) -> d
 def _scatter(shape: tuple[int, ...], places: tuple[Tensor, ...], values: Tensor, fill: float) -> Tensor:
     """``fill`` everywhere but at ``places``, in the type of ``values``."""
     return torch.full(shape, fill, dtype=values.dtype).index_put_(places, values)
-
-
-def _phases(layout: ExpertLayout, num_phases: int) -> Tensor:
-    ranks = range(layout.world_size)
-    return torch.tensor([phase_of_source(source, layout.rank, layout.world_size, num_phases) for source in ranks])
 
 
 def _send_lists(ids: Tensor, layout: ExpertLayout) -> dict[str, Tensor]:

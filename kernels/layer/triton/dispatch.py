@@ -59,23 +59,16 @@ def push_chunk(
 @triton.jit
 def push_rows(
     x_ptr, send_token_ids, send_counts, row_addresses, flag_addresses, ticket_ptr, epoch, rank, world_size, M, D,
-    events_ptr, by_source, INCLUDE_SELF: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
+    events_ptr, INCLUDE_SELF: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
     CHUNK: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Draw (destination, chunk) tickets until none is left.
-
-    All destinations in turn, so that the first waves arrive from every source; or, ``by_source``, one destination after
-    the other, down the ring: every rank receives from one source at a time, in the order of its phases.
-    """
+    """Draw (destination, chunk) tickets until none is left, all destinations in turn: first waves come from all."""
     num_targets = world_size - 1 + INCLUDE_SELF
     num_chunks = M // CHUNK
     ticket = tl.atomic_add(ticket_ptr, 1)
     while ticket < num_targets * num_chunks:
         hop = ticket % num_targets
         first = ticket // num_targets * CHUNK
-        if by_source:
-            hop = ticket // num_chunks
-            first = ticket % num_chunks * CHUNK
         target = (rank + world_size - 1 - hop) % world_size
         count = tl.load(send_counts + target)
         if INCLUDE_SELF:
@@ -107,7 +100,7 @@ def dispatch_kernel(
     if any_of(tl.load(fault_ptr, volatile=True) != 0, tl.arange(0, MOST_THREADS)) == 0:
         push_rows(
             x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
-            events_ptr, False, True, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
+            events_ptr, True, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
         )  # fmt: skip
     # The block that draws the last ticket is not the last to finish: every block draws chunks to wait for.
     num_chunks = M // CHUNK

@@ -37,7 +37,6 @@ class DispatchGemmConfig:
 
     Args:
         comm_blocks: Blocks that push rows before they compute.
-        by_source: Push to one rank after the other instead of to all in turn.
         block_f: Columns of hidden per tile; the GEMM tile is twice as wide (gate and up).
         block_k: Contraction step.
         group_tiles: Consecutive tiles that share their weight columns through L2.
@@ -50,7 +49,6 @@ class DispatchGemmConfig:
     """
 
     comm_blocks: int = 16
-    by_source: bool = False
     block_f: int = 128
     block_k: int = 64
     group_tiles: int = 8
@@ -128,11 +126,11 @@ def hidden_tiles(
         record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "by_source", "timeout_ns", "recv_offset"])
+@triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns", "recv_offset"])
 def dispatch_gemm_kernel(
     x_ptr, recv_offset, w1_desc, hidden_desc, pre_desc, recv_addresses, flag_ptr, flag_addresses,
     send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
-    rank, world_size, comm_blocks, by_source, timeout_ns, M, D, F, events_ptr,
+    rank, world_size, comm_blocks, timeout_ns, M, D, F, events_ptr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_TILES: tl.constexpr,
     PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr,
     SAVE_PRE: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, EVENTS: tl.constexpr,
@@ -148,7 +146,7 @@ def dispatch_gemm_kernel(
     if tl.program_id(0) < comm_blocks:
         push_rows(
             x_ptr, send_token_ids, send_counts, recv_addresses, flag_addresses, counters, epoch, rank, world_size, M, D,
-            events_ptr, by_source, False, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
+            events_ptr, False, PUSH_ROWS, PUSH_COLS, CHUNK, EVENTS, INTERPRET,
         )  # fmt: skip
         converted = now(EVENTS, INTERPRET)
         record(events_ptr, KIND_CONVERT, epoch, 0, 0, 0, converted, converted, EVENTS, INTERPRET)
@@ -205,7 +203,7 @@ def dispatch_gemm(
         _pre_descriptor(hidden if pre is None else pre, table.block_rows, config.block_f),
         wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
         table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
-        wire.rank, wire.world_size, min(config.comm_blocks, num_blocks - 1), int(config.by_source), wire.timeout_ns,
+        wire.rank, wire.world_size, min(config.comm_blocks, num_blocks - 1), wire.timeout_ns,
         wire.max_tokens, hidden_size, ffn,
         BLOCK_M=table.block_rows, BLOCK_F=config.block_f, BLOCK_K=config.block_k, GROUP_TILES=config.group_tiles,
         PUSH_ROWS=config.push_rows, PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS,

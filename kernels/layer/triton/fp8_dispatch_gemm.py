@@ -74,11 +74,11 @@ def fp8_hidden_tile(
     record(events_ptr, KIND_LAYER0_TILE, epoch, tile, col, phase, begin, ready, EVENTS, INTERPRET)
 
 
-@triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "by_source", "timeout_ns"])
+@triton.jit(do_not_specialize=["rank", "world_size", "comm_blocks", "timeout_ns"])
 def fp8_dispatch_gemm_kernel(
     rows_ptr, w1_desc, w1_scales, hidden_desc, hidden_scales, recv_addresses, flag_ptr, flag_addresses,
     send_token_ids, send_counts, tiles_ptr, num_tiles_ptr, row_ids_ptr, counters, epoch_ptr, fault_ptr,
-    rank, world_size, comm_blocks, by_source, timeout_ns, M, D, F, Q, row_words, events_ptr,
+    rank, world_size, comm_blocks, timeout_ns, M, D, F, Q, row_words, events_ptr,
     BLOCK_M: tl.constexpr, GROUP_TILES: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_COLS: tl.constexpr,
     CHUNK: tl.constexpr, EVENTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def fp8_dispatch_gemm_kernel(
         epoch = tl.load(epoch_ptr)
         push_rows(
             rows_ptr + rank.to(tl.int64) * M * row_words, send_token_ids, send_counts, recv_addresses, flag_addresses,
-            counters, epoch, rank, world_size, M, row_words, events_ptr, by_source, False, PUSH_ROWS,
+            counters, epoch, rank, world_size, M, row_words, events_ptr, False, PUSH_ROWS,
             PUSH_COLS, CHUNK, EVENTS, INTERPRET,
         )  # fmt: skip
         converted = now(EVENTS, INTERPRET)
@@ -135,7 +135,7 @@ def fp8_dispatch_gemm(
         TensorDescriptor.from_tensor(hidden.elements, [table.block_rows, SCALE_GROUP]), hidden.scales,
         wire.row_pointers, wire.flags, wire.flag_pointers, sends.token_ids, sends.counts,
         table.tiles, table.num_tiles, table.row_ids, table.counters, wire.epoch, wire.fault,
-        wire.rank, wire.world_size, min(config.comm_blocks, num_blocks - 1), int(config.by_source), wire.timeout_ns,
+        wire.rank, wire.world_size, min(config.comm_blocks, num_blocks - 1), wire.timeout_ns,
         wire.max_tokens, hidden_size, ffn, hidden.elements.shape[0], wire.rows.shape[1],
         BLOCK_M=table.block_rows, GROUP_TILES=config.group_tiles, PUSH_ROWS=config.push_rows,
         PUSH_COLS=config.push_cols, CHUNK=CHUNK_ROWS, INTERPRET=interpret, **recording(wire.recorder, num_blocks),

@@ -90,8 +90,8 @@ def test_more_tokens_than_a_decode_step(case: LayerCase, path: str) -> None:
 
 
 def test_what_computes_in_fp8() -> None:
-    case = LayerCase("one rank", 1, 1, (8,), num_phases=1, hidden_size=128, ffn_size=128)
-    narrow = LayerCase("one rank", 1, 1, (8,), num_phases=1, hidden_size=144, ffn_size=128)
+    case = LayerCase("one rank", 1, 1, (8,), hidden_size=128, ffn_size=128)
+    narrow = LayerCase("one rank", 1, 1, (8,), hidden_size=144, ffn_size=128)
     for each, expected in ((case, True), (narrow, False)):
         group = make_expert_group(each.config, each.parallel, max_tokens=8, dtype=torch.float32, device="cpu")
         assert computes_fp8(make_path("fused", each.config, group, each.overlap), each.config) == expected

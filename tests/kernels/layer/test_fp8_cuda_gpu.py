@@ -52,7 +52,7 @@ CASES = [
     replace(TWO, name="float32", num_tokens=(300, 80), hidden_size=256, ffn_size=128, dtype=torch.float32),
     replace(TWO, name="31 blocks in 16 panels", num_tokens=(400, 300), hidden_size=3968, num_panels=16),
     replace(TWO, name="more items than blocks", num_tokens=(2500, 1800), top_k=4, hidden_size=128, ffn_size=1152),
-    PlayedCase("four phases", 4, 1, (150, 900, 260, 1), 16, 4, 512, 384, num_phases=4, num_panels=2),
+    PlayedCase("four ranks", 4, 1, (150, 900, 260, 1), 16, 4, 512, 384, num_panels=2),
     PlayedCase("eight ranks", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1152, 128, num_panels=4),
     PlayedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 128),
 ]
@@ -122,7 +122,6 @@ def random_case(draw: random.Random, number: int, seed: int) -> PlayedCase:
         top_k=top_k,
         hidden_size=FP8_BLOCK * blocks,
         ffn_size=FP8_BLOCK * draw.randrange(1, 6),
-        num_phases=draw.randrange(2, 5),
         num_panels=draw.randrange(1, -(-blocks // 2) + 1),
         routing=draw.choice(["uniform", "one", "masked", "first_half"]),
         dtype=dtype,

@@ -39,7 +39,7 @@ CASES = [
     replace(TWO, name="none on rank 0", num_tokens=(0, 30), ffn_size=384),
     replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
     replace(TWO, name="one expert", num_tokens=(20, 40), routing="one"),
-    replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=640),
+    replace(TWO, name="three ranks", ep=3, num_tokens=(17, 33, 1), num_experts=6, hidden_size=640),
     EDGES,
 ]
 

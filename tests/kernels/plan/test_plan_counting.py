@@ -35,7 +35,7 @@ def counted(rank: int, world_size: int) -> dict[str, list[Any]]:
         ids[token] = torch.tensor(slots)
     make_plan(
         ids, torch.ones(ids.shape), case.layout(0), workspace(case, LocalCommunicator(torch.device("cpu"))),
-        overlap=OverlapConfig(num_phases=1, block_rows=16), expert_capacity=None, max_routed_rows=1024,
+        overlap=OverlapConfig(block_rows=16), expert_capacity=None, max_routed_rows=1024,
         use_kernels=True,
     )  # fmt: skip
     names = ("recv_waves", "send_waves", "recv_ranks", "send_ranks", "counts", "positions")

@@ -37,7 +37,6 @@ class LayerCase:
     ffn_size: int = 32
     routing: str = "uniform"
     dtype: torch.dtype = torch.float32
-    num_phases: int = 2
     num_panels: int = 2
     block_rows: int = 16
     beside: bool = True
@@ -68,7 +67,6 @@ class LayerCase:
         """Small tiles, so that small inputs make several."""
         return OverlapConfig(
             comm_blocks=2,
-            num_phases=self.num_phases,
             num_panels=self.num_panels,
             block_rows=self.block_rows,
             beside=self.beside,

@@ -39,7 +39,6 @@ class Case:
     ep: int
     tp: int
     max_tokens: int
-    num_phases: int
     block_rows: int
     expert_capacity: int | None
     max_routed_rows: int
@@ -60,7 +59,7 @@ class Case:
     @property
     def arguments(self) -> dict[str, Any]:
         return {
-            "overlap": OverlapConfig(num_phases=self.num_phases, block_rows=self.block_rows),
+            "overlap": OverlapConfig(block_rows=self.block_rows),
             "expert_capacity": self.expert_capacity,
             "max_routed_rows": self.max_routed_rows,
         }
@@ -94,7 +93,6 @@ def random_case(
     ids = [_ids(draw, min(count, max_tokens), num_experts, top_k) for count in counts]
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.rand(len(own), top_k, generator=generator) for own in ids]
-    num_phases = draw.randint(2, world_size) if world_size > 1 else 1
     block_rows = draw.choice((16, 32, 64, 128))
     layout = ExpertLayout(num_experts=num_experts, top_k=top_k, ep=ep, tp=tp, rank=0)
     # A repeated expert needs up to K rows per token; e = K makes room for them.
@@ -106,7 +104,6 @@ def random_case(
         ep=ep,
         tp=tp,
         max_tokens=max_tokens,
-        num_phases=num_phases,
         block_rows=block_rows,
         expert_capacity=draw.choice((None, None, 1, 7, mean + 1)),
         max_routed_rows=draw.choice((enough + repeated, enough + repeated, block_rows, 5 * block_rows)),
@@ -166,7 +163,7 @@ def oracle(case: Case, rank: int) -> dict[str, Any]:
             send_token_ids[target][place] = token
 
     received = [in_order(source, rank) for source in range(num_ranks)]
-    phases = [_phase(source, rank, num_ranks, case.num_phases) for source in range(num_ranks)]
+    phases = [int(source != rank) for source in range(num_ranks)]
     segments: list[list[Routed]] = [[] for _ in range(layout.experts_local)]
     taken, dropped = dict.fromkeys(mine, 0), 0
     for source in range(num_ranks):
@@ -199,23 +196,13 @@ def _wave(expert: int, experts: range) -> int:
     return (expert - experts.start) * waves // len(experts)
 
 
-def _phase(source: int, rank: int, num_ranks: int, num_phases: int) -> int:
-    ring = [(rank + hop) % num_ranks for hop in range(1, num_ranks)]
-    parts: list[list[int]] = [[rank]]
-    for part in range(num_phases - 1):
-        width = len(ring) // (num_phases - 1 - part) + (len(ring) % (num_phases - 1 - part) > 0)
-        parts.append(ring[:width])
-        ring = ring[width:]
-    return next(phase for phase, sources in enumerate(parts) if source in sources)
-
-
 def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
     limit, block = case.max_routed_rows, case.block_rows
     routed_row_ids, routed_slots = ([-1] * limit for _ in range(2))
     row_slots = [[-1] * case.top_k for _ in range(case.world_size * case.max_tokens)]
     row_weights = [[0.0] * case.top_k for _ in row_slots]
     starts, counts, start = [], [], 0
-    tiles: list[list[list[int]]] = [[] for _ in range(case.num_phases)]
+    tiles: list[list[list[int]]] = [[] for _ in range(min(case.world_size, 2))]
     for expert, rows in enumerate(segments):
         starts.append(min(start, limit))
         counts.append(max(0, min(len(rows), limit - start)))
@@ -229,7 +216,7 @@ def _tables(case: Case, segments: list[list[Routed]]) -> dict[str, Any]:
             tiles[phase].append([expert, start + first, valid, phase])
         start += -(-len(rows) // block) * block
     table = [tile for part in tiles for tile in part]
-    tile_starts = [sum(len(part) for part in tiles[:phase]) for phase in range(case.num_phases + 1)]
+    tile_starts = [sum(len(part) for part in tiles[:phase]) for phase in range(len(tiles) + 1)]
     return {
         "row_slots": row_slots,
         "row_weights": row_weights,

@@ -93,8 +93,7 @@ def scaled(weight: FP8) -> Scaled:
 
 def settings_of(case: PlayedCase, plan: Plan) -> LayerSettings:
     """As the layer makes them."""
-    overlap = replace(case.overlap, num_phases=min(case.num_phases, case.world_size))
-    return LayerSettings.create(case.config, plan.layout, overlap, case.dtype)
+    return LayerSettings.create(case.config, plan.layout, case.overlap, case.dtype)
 
 
 def empty_hidden(case: PlayedCase, num_rows: int) -> Scaled:

@@ -76,7 +76,6 @@ def config_of(case: PlayedCase, *, save_pre: bool) -> DispatchGemmConfig:
     in_32_bits = case.dtype == torch.float32
     return DispatchGemmConfig(
         comm_blocks=16,
-        by_source=case.num_phases > 2,
         block_f=tile.block_f,
         block_k=tile.block_k,
         push_cols=min(256 if in_32_bits else 1024, power_of_2(case.hidden_size)),

@@ -20,7 +20,7 @@ LAYER0 = [
     PlayedCase("masked, odd widths", 2, 1, (300, 450), 64, 8, 336, 208, routing="masked"),
     PlayedCase("half a block of columns outside", 2, 1, (300, 450), 8, 2, 256, 192),
     PlayedCase("four ranks", 4, 1, (500, 90, 0, 710), 16, 4, 2048, 256),
-    PlayedCase("four phases", 4, 1, (150, 900, 260, 1), 16, 4, 512, 192, num_phases=4),
+    PlayedCase("four ranks, unequal", 4, 1, (150, 900, 260, 1), 16, 4, 512, 192),
     PlayedCase("eight ranks, K = 8", 8, 1, (130, 260, 1, 400, 90, 33, 257, 128), 128, 8, 1024, 192),
     PlayedCase("all experts here", 1, 1, (2100,), 128, 8, 512, 64),
     PlayedCase("256 +- 15 rows of an expert", 2, 1, (1024, 1024), 16, 2, 384, 272),
@@ -38,7 +38,7 @@ SMALL_LAYER0 = [
     replace(TWO, name="none on rank 0", num_tokens=(0, 30), dtype=torch.float16),
     replace(TWO, name="nobody has tokens", num_tokens=(0, 0)),
     replace(TWO, name="one expert", num_tokens=(20, 40), routing="one", block_rows=128),
-    replace(TWO, name="three phases", ep=3, num_tokens=(17, 33, 1), num_experts=6, num_phases=3, hidden_size=80),
+    replace(TWO, name="three ranks", ep=3, num_tokens=(17, 33, 1), num_experts=6, hidden_size=80),
 ]
 
 # Of layer 1, whose sums travel home, as gradients of tokens do.
@@ -69,7 +69,6 @@ def draw_layer0(draw: random.Random, seed: int, *, least_ffn: int = 16) -> Playe
         top_k=draw.randrange(1, 9),
         hidden_size=16 * draw.randrange(4, 100),
         ffn_size=16 * draw.randrange(least_ffn // 16, 60),
-        num_phases=draw.randrange(2, 5),
         routing=draw.choice(["uniform", "one", "masked", "first_half"]),
     )
 

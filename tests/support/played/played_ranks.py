@@ -92,7 +92,7 @@ def plan_of(case: PlayedCase, rank: int, ids: Tensor, weights: Tensor) -> Plan:
         weights,
         layout,
         num_tokens=case.num_tokens[rank],
-        overlap=replace(case.overlap, num_phases=min(case.num_phases, case.world_size)),
+        overlap=case.overlap,
         expert_capacity=None,
         max_routed_rows=routed_row_capacity(layout, max_tokens(case), case.block_rows, None),
     )

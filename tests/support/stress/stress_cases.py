@@ -1,12 +1,12 @@
 """Random cases of the stress tool: everything about case ``i`` follows from the seed, the ranks and the device.
 
 What a kernel is compiled for is drawn once for many cases, the *family*; what costs nothing is drawn for each case.
-Kernels are compiled anew for their constants (layout, K, experts per rank, phases, rows of a tile, element type, tile
+Kernels are compiled anew for their constants (layout, K, experts per rank, rows of a tile, element type, tile
 widths, which follow from D and F) and for integers that are 1 or no multiple of 16; not for numbers of tokens, comm
 blocks and capacity, and at most once more for a number of panels, which in layer 1 may be cut into parts.
 
 * Family: EP x TP, D, element type, and of the pool all its layers share the most tokens and the most experts per token.
-* Layer (a family has ``LAYERS``): K, E, F, phases, rows of a tile, placement of the comm blocks,
+* Layer (a family has ``LAYERS``): K, E, F, rows of a tile, placement of the comm blocks,
   expert weights. Those of the last may be in block FP8, if D allows it; then without backward and capacity.
 * Case: the layer, tokens of each rank, routing, routing weights, comm blocks, panels, capacity, how many calls with
   which inputs, backward or not, strided inputs, delays of each rank.
@@ -202,7 +202,6 @@ class Stress:
             num_experts=num_experts,
             top_k=dice.choice([top_k for top_k in sizes.top_k if top_k <= min(num_experts, pool.top_k)]),
             ffn_size=16 * dice.choice(sizes.ffn) * dice.choice((pool.tp, pool.tp, pool.tp // math.gcd(pool.tp, 16))),
-            num_phases=dice.randint(min(2, self.world_size), self.world_size),
             block_rows=dice.choice((16, 32, 64, 128, 128)),
             beside=dice.random() < 0.5,
         )
