@@ -18,7 +18,7 @@ from comet.config import MoEConfig, OverlapConfig, Path, require
 from comet.layer.group import ExpertGroup
 from comet.layer.paths import ExpertPath, make_path
 from comet.layer.sharding import expert_parameter, local, local_weights
-from comet.layer.shared_expert import SharedExpert
+from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.router.losses import RouterStats
 from comet.router.router import Router, Routes
 from comet.utils.uncompiled import uncompiled
@@ -132,7 +132,8 @@ class MoE(nn.Module):
         router = self.router if router is None else router
         routing = router(tokens)
         # The plan waits for neither; first the one that can fill the GPU while the plan cannot.
-        shared = None if self.shared is None else side.start(self.shared, tokens)
+        beside = None if self.shared is None or joins_step(tokens, self.shared.decode_tokens) else self.shared
+        shared = None if beside is None else side.start(beside, tokens)
         measure = partial(router.measure, largest_logit=self.group.workspace.largest_logit)
         stats = side.start(measure, routing.logits, routing.scores, routing.top_k_ids)
         routed = self.routed_experts(tokens, routing.top_k_ids, routing.top_k_weights)

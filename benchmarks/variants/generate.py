@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from comet.generation.engine import FrozenExperts
+from comet.decode import FrozenExperts
 from comet.graphed.step import DecodeStep
 from comet.models.cache import KeyValueCache
 from comet.models.gpt import GPT

@@ -6,21 +6,23 @@ from comet.decode.ranks import RankDecode, rank_slots
 from comet.decode.runners import LocalRunner, ReplicatedRunner
 from comet.decode.scratch import DecodeScratch
 from comet.decode.shared import (
+    FrozenExperts,
     SharedMatrices,
     SharedSlots,
     before_replay,
     held_pieces,
-    joins_step,
+    matrices_of,
     shared_columns,
-    stand_back,
 )
 from comet.decode.twin import warp_decode_torch
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.layer.shared_expert import joins_step
 
 __all__ = [
     "MAX_DECODE_TOKENS",
     "DecodeScratch",
     "DecodeWeights",
+    "FrozenExperts",
     "LocalRunner",
     "OwnTokensRunner",
     "RankDecode",
@@ -30,9 +32,9 @@ __all__ = [
     "before_replay",
     "held_pieces",
     "joins_step",
+    "matrices_of",
     "rank_slots",
     "shared_columns",
-    "stand_back",
     "warp_decode",
     "warp_decode_torch",
 ]

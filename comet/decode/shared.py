@@ -7,20 +7,20 @@ hold them in turn, and the all-reduce is the one that a step has anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from comet.config import MAX_TOP_K, require
 from comet.decode.ranks import rank_slots
+from comet.decode.runners import ReplicatedRunner, Runner
 from comet.decode.weights import MAX_DECODE_TOKENS, DecodeWeights
+from comet.layer.sharding import local
+from comet.layer.shared_expert import SharedExpert, joins_step
 from comet.layout import ExpertLayout
 from comet.utils.graphs import is_capturing
-
-if TYPE_CHECKING:
-    from comet.decode.runners import Runner
 
 
 class SharedMatrices(NamedTuple):
@@ -46,11 +46,6 @@ def shared_columns(layout: ExpertLayout, ffn_size: int, shared_ffn_size: int) ->
     width = ffn_size // layout.tp
     columns = -(-(shared_ffn_size // width) // layout.world_size)
     return columns if shared_ffn_size % width == 0 and layout.top_k + columns <= MAX_TOP_K else 0
-
-
-def joins_step(tokens: Tensor, decode_tokens: int) -> bool:
-    """Whether a step of these tokens ``(..., D)`` includes the shared expert; else its own module runs."""
-    return tokens.shape[:-1].numel() <= decode_tokens and not torch.is_grad_enabled()
 
 
 class AlwaysOn:
@@ -212,34 +207,35 @@ def with_room(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     return room
 
 
-def stand_back(module: nn.Module, decode_tokens: int) -> None:
-    """Let a shared expert add nothing to the decode steps that include it; for the last number of tokens it was told.
+def matrices_of(module: nn.Module) -> SharedMatrices:
+    """Those of a ``SharedExpert``."""
+    assert isinstance(module, SharedExpert)
+    gate, up = module.w1.chunk(2)
+    return SharedMatrices(gate, up, module.w2)
+
+
+class FrozenExperts:
+    """Routed experts of a layer whose tokens all ranks hold, in decode steps with its shared expert; for inference.
+
+    A ``comet.layer.paths.ExpertPath``.
 
     Args:
-        module: ``(..., D)`` -> ``(..., D)``.
-        decode_tokens: Most tokens of a step.
+        runner: Serves all layers.
+        parameters: w1 and w2 of the layer, in the dtype of the products; only read with ``shared``.
+        shared: The shared expert that decode steps include, if any.
     """
-    own = module.forward
-    own = own.own if isinstance(own, InDecodeSteps) else own
-    module.forward = InDecodeSteps(own, decode_tokens)
 
+    def __init__(
+        self, runner: ReplicatedRunner, parameters: Sequence[Tensor] = (), shared: SharedSlots | None = None
+    ) -> None:
+        self.runner, self.parameters, self.shared = runner, parameters, shared
 
-class InDecodeSteps:
-    """The forward pass of a shared expert: ``own``, or ``()`` zero in steps of at most ``decode_tokens`` tokens."""
-
-    def __init__(self, own: Callable[[Tensor], Tensor], decode_tokens: int) -> None:
-        self.own = own
-        self._decode_tokens = decode_tokens
-        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # none is replaced: graphs read them
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """See the class."""
-        if not joins_step(tokens, self._decode_tokens):
-            return self.own(tokens)
-        kind = tokens.dtype, tokens.device
-        nothing = self._nothing.get(kind)
-        if nothing is None:
-            nothing = tokens.new_zeros(())
-            if not is_capturing(tokens.device):  # a capture makes no zeros yet
-                self._nothing[kind] = nothing
-        return nothing
+    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``."""
+        experts = None
+        if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
+            own1, own2 = map(local, self.parameters)  # moved in place, as parameters are
+            experts = self.shared.weights(own1, own2)
+            top_k_ids, top_k_weights = self.shared.routing(top_k_ids, top_k_weights)
+        with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
+            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, experts=experts)

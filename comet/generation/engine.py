@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import SpeculationConfig, require
-from comet.decode import SharedMatrices, SharedSlots, before_replay, joins_step, shared_columns, stand_back
+from comet.decode import FrozenExperts, SharedSlots, before_replay, matrices_of, shared_columns
 from comet.decode.runners import DECODE_TOKENS, ReplicatedRunner
 from comet.experts import CACHED_DECODE_TOKENS, CacheReport, DraftRouters, ExpertCache
 from comet.experts.drafts.speculation import DraftingModel
@@ -84,41 +84,14 @@ class Engine(DraftingModel, Protocol):
         ...
 
 
-class FrozenExperts:
-    """Routed experts of a layer whose tokens all ranks hold, in decode steps with its shared expert; for inference.
-
-    An ``ExpertPath``.
-
-    Args:
-        runner: Serves all layers.
-        layer: The layer, its weights in the dtype of the products.
-        columns: What its shared expert adds to K (``shared_columns``); 0: nothing, it runs by itself.
-    """
-
-    def __init__(self, runner: ReplicatedRunner, layer: MoE, columns: int) -> None:
-        self.runner = runner
-        self.parameters = layer.expert_parameters()
-        self.shared: SharedSlots | None = None
-        if columns and layer.shared is not None:
-            self.shared = SharedSlots(layer.layout, columns, layer.shared, shared_matrices)
-            stand_back(layer.shared, runner.decode.max_tokens)
-
-    def __call__(self, tokens: Tensor, top_k_ids: Tensor, top_k_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """See ``ExpertPath``; equal on all ranks."""
-        experts = None
-        if self.shared is not None and joins_step(tokens, self.runner.decode.max_tokens):
-            parts: Any = map(local, self.parameters)  # moved in place, as parameters are
-            experts = self.shared.weights(*parts)
-            top_k_ids, top_k_weights = self.shared.routing(top_k_ids, top_k_weights)
-        with torch.autocast(tokens.device.type, enabled=False):  # decode rounds where it means to
-            return self.runner(tokens, top_k_ids, top_k_weights, w1, w2, experts=experts)
-
-
-def shared_matrices(module: nn.Module) -> SharedMatrices:
-    """Those of a ``SharedExpert``."""
-    assert isinstance(module, SharedExpert)
-    gate, up = module.w1.chunk(2)
-    return SharedMatrices(gate, up, module.w2)
+def freeze_experts(runner: ReplicatedRunner, layer: MoE, columns: int) -> FrozenExperts:
+    """A layer's routed experts in decode steps, which include its shared expert where that adds ``columns`` to K."""
+    if not columns or layer.shared is None:
+        return FrozenExperts(runner)
+    layer.shared.decode_tokens = runner.decode.max_tokens
+    return FrozenExperts(
+        runner, layer.expert_parameters(), SharedSlots(layer.layout, columns, layer.shared, matrices_of)
+    )
 
 
 def take_experts(layer: MoE, expert_dtype: MXType | None = None, file: MemoryFile | None = None) -> HeldExperts:
@@ -195,7 +168,7 @@ class GPTEngine:
         self.stored: Sequence[CachedPath] = []
         self._experts: list[FrozenExperts] = []
         if expert_slots is None:
-            self._experts = [FrozenExperts(self.runner, layer, columns) for layer in model.moe_layers()]
+            self._experts = [freeze_experts(self.runner, layer, columns) for layer in model.moe_layers()]
         else:
             where: dict[str, Any] = dict(device=group.device, group=group, policy=expert_policy)
             slots = Slots(num_slots=expert_slots, layout=layout, runner=self.runner, dtype=model.dtype, **where)

@@ -18,7 +18,7 @@ from comet.experts.prefetch import expect_drafts
 from comet.generation.text import TokenizerCodec
 from comet.integrations.hf.convert import check
 from comet.integrations.hf.experts import CometExperts
-from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
+from comet.integrations.hf.gates import drafting_gate, routed_by, router_of, routing_config
 from comet.integrations.hf.static import StaticDecoder, forgetful
 from comet.integrations.hf.stored_experts import StoredExperts, cache_report, cores_of
 from comet.layer.group import ExpertGroup
@@ -85,7 +85,7 @@ class HFEngine:
         self._drafts: DraftRouters | None = None
         if speculation is not None:
             check_rewinds(model)
-            self._gates = [gate_beside(model, name) for name in named]
+            self._gates = [drafting_gate(model, name) for name in named]
             routers = [router_of(gate, routing_config(model.config)) for gate in self._gates]
             slots = [each.slots for each in self._experts if isinstance(each, StoredExperts)]
             self._drafts = DraftRouters(routers, speculation, slots, group)

@@ -6,7 +6,7 @@ stands what the launches are handed, of settings, plan and pool.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -47,7 +47,7 @@ class Fused(Backend):
 
     def _exchange(self, ids: Tensor, weights: Tensor, *, trains: bool = False, in_halves: bool = False) -> _PendingPlan:
         """``trains`` is not sent: a rank alone in its backward pass meets the barrier's deadline."""
-        pending = _PendingPlan.allocate(ids, weights, self.layout, self.workspace, self.rules, in_halves=in_halves)
+        pending = _PendingPlan(self, ids, weights, in_halves=in_halves)
         self.workspace.comm.in_flight = True
         pending.exchange("send" if in_halves else "all")
         return pending
@@ -184,51 +184,18 @@ class Fused(Backend):
         return out
 
 
-@dataclass(frozen=True, slots=True)
 class _PendingPlan:
-    """The tensors of a plan that kernels are filling.
+    """A plan whose tensors kernels are filling; ids and weights ``(T, K)`` are this rank's."""
 
-    Args:
-        layout: The experts over the ranks.
-        routing: ids and weights ``(T, K)`` of this rank.
-        pool: Where those of all ranks arrive.
-        rules: What shapes the plan.
-        config: The same for the kernels.
-        scratch: What the launches hand to each other.
-        tensors: Of the plan, by field.
-        memory: What they lie in.
-        in_halves: Whether the other ranks' ids are still to be counted.
-    """
-
-    layout: ExpertLayout
-    routing: tuple[Tensor, Tensor]
-    pool: RoutingPool
-    rules: PlanRules
-    config: PlanConfig
-    scratch: PlanScratch
-    tensors: dict[str, Tensor]
-    memory: Tensor
-    in_halves: bool
-
-    @classmethod
-    def allocate(
-        cls,
-        ids: Tensor,
-        weights: Tensor,
-        layout: ExpertLayout,
-        workspace: Workspace,
-        rules: PlanRules,
-        *,
-        in_halves: bool,
-    ) -> _PendingPlan:
-        """Room for a plan; nothing is launched."""
-        config, pool = plan_config(layout, rules), routing_pool(layout, workspace)
+    def __init__(self, backend: Fused, ids: Tensor, weights: Tensor, *, in_halves: bool) -> None:
+        layout, workspace, rules = backend.layout, backend.workspace, backend.rules
+        self.layout, self.rules, self.routing, self.in_halves = layout, rules, (ids, weights), in_halves
+        self.config, self.pool = plan_config(layout, rules), routing_pool(layout, workspace)
+        self.scratch = PlanScratch.allocate(self.pool, self.config)
         shapes = plan_shapes(layout, workspace.max_tokens, rules)
-        memory = allocate(shapes, ids.device)
-        tensors = cut(memory, shapes)
-        tensors["row_weights"] = tensors["row_weights"].view(torch.float32)
-        scratch = PlanScratch.allocate(pool, config)
-        return cls(layout, (ids, weights), pool, rules, config, scratch, tensors, memory, in_halves)
+        self.memory = allocate(shapes, ids.device)
+        self.tensors = cut(self.memory, shapes)
+        self.tensors["row_weights"] = self.tensors["row_weights"].view(torch.float32)
 
     def exchange(self, part: Literal["send", "count", "all"]) -> None:
         """Send ids and weights to all ranks, count what all ranks sent, or both in one launch."""

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from comet.config import require
 
 
+def joins_step(tokens: Tensor, decode_tokens: int) -> bool:
+    """Whether a step of these tokens ``(..., D)`` includes the shared expert; else its own module runs."""
+    return tokens.shape[:-1].numel() <= decode_tokens and not torch.is_grad_enabled()
+
+
 class SharedExpert(nn.Module):
     """``tokens -> w2 (silu(gate) * up)`` with gate and up from one matrix; needs no communication.
 
@@ -17,9 +22,14 @@ class SharedExpert(nn.Module):
         device: Where the parameters live.
         dtype: Dtype of ``w1 (2 * F_shared, D)``, gate rows first, then up rows, and ``w2 (D, F_shared)``.
 
+    Attributes:
+        decode_tokens: Most tokens of the decode steps that compute it among their experts; 0: none does.
+
     Raises:
         ValueError: If a size is not positive.
     """
+
+    decode_tokens = 0
 
     def __init__(
         self,

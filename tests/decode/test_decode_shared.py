@@ -11,8 +11,8 @@ from shared_cases import SharedStep, layouts
 from torch import nn
 
 from comet.config import MAX_TOP_K
-from comet.decode import SharedMatrices, SharedSlots, joins_step, shared_columns, stand_back, warp_decode_torch
-from comet.generation.engine import shared_matrices
+from comet.decode import SharedMatrices, SharedSlots, joins_step, matrices_of, shared_columns, warp_decode_torch
+from comet.integrations.hf.standin import InDecodeSteps
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import ExpertLayout
 
@@ -56,18 +56,32 @@ def test_columns(ep: int, tp: int, top_k: int, sizes: tuple[int, int], columns: 
 
 def test_a_gradient_or_many_tokens_leave_the_shared_expert_to_itself() -> None:
     shared = SharedExpert(32, 64)
-    own = shared.forward
-    stand_back(shared, 9)
-    stand_back(shared, 3)
+    standing = InDecodeSteps(shared, 3)
     few, many = torch.randn(3, 32), torch.randn(4, 32)
-    assert torch.equal(shared(few), own(few))
+    assert torch.equal(standing(few), shared(few))
     with torch.no_grad():
-        assert shared(few).shape == ()
-        assert shared(few) == 0
-        assert torch.equal(shared(many), own(many)), "the last limit holds"
+        assert standing(few).shape == ()
+        assert standing(few) == 0
+        assert torch.equal(standing(many), shared(many))
         assert joins_step(torch.empty(1, 3, 32), 3)
         assert not joins_step(torch.empty(2, 2, 32), 3)
-        assert copy.deepcopy(shared)(few) == 0
+
+
+def test_what_stands_in_for_a_module_shows_its_weights_and_nothing_else() -> None:
+    shared = SharedExpert(32, 64)
+    standing, tokens = InDecodeSteps(shared, 3), torch.randn(4, 32)
+    assert list(standing.state_dict()) == list(shared.state_dict())
+    assert standing.decode_tokens == 0, "an attribute of its own module"
+    with pytest.raises(AttributeError, match="has no attribute 'w3'"):
+        _ = standing.w3
+    copied = copy.deepcopy(standing)
+    standing.w2.data.zero_()
+    assert not shared(tokens).any()
+    assert copied(tokens).any(), "a copy computes with its own"
+    standing.w2 = nn.Parameter(torch.ones(32, 64))
+    assert shared.w2 is standing.w2
+    standing.double()
+    assert shared.w1.dtype == torch.float64
 
 
 @torch.no_grad()
@@ -75,7 +89,7 @@ def test_a_copied_layer_has_its_own_weights() -> None:
     layout = ExpertLayout(num_experts=CASE.E, top_k=CASE.K, ep=1, tp=1, rank=0)
     inputs, shared = make_inputs(CASE, torch.float32, "cpu"), SharedExpert(CASE.D, CASE.F)
     owner: dict[str, object] = {
-        "slots": SharedSlots(layout, 1, shared, shared_matrices),
+        "slots": SharedSlots(layout, 1, shared, matrices_of),
         "w1": nn.Parameter(inputs.weights.w1),
         "w2": nn.Parameter(inputs.weights.w2),
         "shared": shared,
@@ -139,12 +153,11 @@ def test_other_tensors_in_the_place_of_the_shared_expert_s_are_seen() -> None:
 
 @torch.no_grad()
 def test_a_graph_finds_the_nothing_of_its_dtype_whatever_came_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = SharedExpert(32, 64)
-    stand_back(shared, 4)
+    shared = InDecodeSteps(SharedExpert(32, 64), 4)
     first = shared(torch.ones(1, 32))
     assert shared(torch.ones(1, 32).bfloat16()).dtype == torch.bfloat16
     assert shared(torch.ones(1, 32)) is first
-    monkeypatch.setattr("comet.decode.shared.is_capturing", lambda device: True)
+    monkeypatch.setattr("comet.integrations.hf.standin.is_capturing", lambda device: True)
     made = shared(torch.ones(1, 32).half())
     assert shared(torch.ones(1, 32).half()) is not made, "what a capture makes is zero at a replay only"
 

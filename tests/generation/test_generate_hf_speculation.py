@@ -24,7 +24,7 @@ from comet.generation.hf import HFEngine
 from comet.generation.job import generate_job
 from comet.generation.source import find_source, model_of
 from comet.integrations import hf
-from comet.integrations.hf.gates import gate_beside, routed_by, router_of, routing_config
+from comet.integrations.hf.gates import drafting_gate, gate_beside, routed_by, router_of, routing_config
 from comet.integrations.hf.stored_experts import StoredExperts
 from comet.jobs.generate import GenerateConfig
 
@@ -92,17 +92,17 @@ def test_a_draft_routes_as_the_model_does_with_a_smaller_top_k(family: str) -> N
     name = next(name for name, module in model.named_modules() if hasattr(module, "is_concatenated"))
     gate = gate_beside(model, name)
     tokens = torch.randn(1, 7, 32, generator=drawn)
-    router = router_of(gate, routing_config(model.config))
+    router, drafting = router_of(gate, routing_config(model.config)), drafting_gate(model, name)
     for top_k in (1, 2):
         gate.top_k = top_k
         _, weights, ids = gate(tokens)
         router.config = replace(router.config, top_k=top_k)
-        with routed_by([gate], [router]):
-            _, found_weights, found = gate(tokens)
+        with routed_by([drafting], [router]):
+            _, found_weights, found = drafting(tokens)
         order, found_order = ids.argsort(1), found.argsort(1)
         assert torch.equal(found.gather(1, found_order), ids.gather(1, order))
         torch.testing.assert_close(found_weights.gather(1, found_order), weights.gather(1, order).float())
-        assert torch.equal(gate(tokens)[2], ids), "the gate decides again"
+        assert torch.equal(drafting(tokens)[2], ids), "the gate decides again"
 
 
 def test_captured_passes_make_the_logits_of_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from comet.integrations.hf.families import SHARED, moe_config, require_transform
 from comet.integrations.hf.fp8.experts import FP8Experts, check_width
 from comet.integrations.hf.fp8.shared import FP8JoinedExperts
 from comet.integrations.hf.methods import is_silu, is_stock
+from comet.integrations.hf.standin import InDecodeSteps
 from comet.integrations.hf.stored_experts import StoredExperts, cores_of
 from comet.layer.group import ExpertGroup
 from comet.layout import ExpertLayout
@@ -185,10 +186,13 @@ class Place:
         model.set_submodule(name, experts)
         block = model.get_submodule(name.rpartition(".")[0])
         if self.shared_names is not None and self.shared_columns:
-            shared, gate = getattr(block, self.shared_names[0]), self.shared_names[1]
+            name, gate = self.shared_names
+            shared = getattr(block, name)
             # Another block, or another shared expert, may add up otherwise: then it stays outside of decode steps.
             if is_stock(block, self.family) and is_stock(shared, self.family) and is_silu(shared.act_fn):
                 experts.join(shared, None if gate is None else getattr(block, gate), self.shared_columns)
+            if experts.shared is not None:
+                setattr(block, name, InDecodeSteps(shared, self.runner.decode.max_tokens))
 
     def take(self, stock: nn.Module) -> CometExperts:
         """This rank's part of a stock experts module, copied unless it is all of it; room for it to be kept in FP8."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comet.config import require
-from comet.decode import SharedMatrices, SharedSlots, joins_step, stand_back
+from comet.decode import SharedMatrices, SharedSlots, joins_step
 from comet.decode.runners import Runner
 from comet.layout import ExpertLayout
 
@@ -35,7 +35,7 @@ class CometExperts(nn.Module):
         self._gates: tuple[nn.Module, ...] = ()
 
     def join(self, shared: nn.Module, gate: nn.Module | None, columns: int) -> None:
-        """Let decode steps include the block's shared expert, whose own module then adds nothing to them.
+        """Let decode steps include the block's shared expert; ``InDecodeSteps`` keeps its own module out of them.
 
         Args:
             shared: With ``gate_proj``, ``up_proj`` and ``down_proj``.
@@ -45,7 +45,6 @@ class CometExperts(nn.Module):
         if columns and all(map(is_plain, projections(shared))):
             self.shared = SharedSlots(self.layout, columns, shared, shared_matrices)
             self._gates = () if gate is None else (gate,)  # in a tuple: a submodule has one name, the block's
-            stand_back(shared, self.runner.decode.max_tokens)
 
     # A compiler could only break its graph here, in the middle of the collectives.
     @torch.compiler.disable

@@ -6,15 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from comet.config import MoEConfig, require
 from comet.experts.prefetch import PrefetchSetting, prefetch_wanted
 from comet.integrations.hf.families import moe_config
+from comet.integrations.hf.standin import DraftingGate
 from comet.router.router import Router, Routes
 
 logger = logging.getLogger(__name__)
@@ -86,19 +85,26 @@ def routers_beside(model: Any, experts: Sequence[str], expert_prefetch: Prefetch
         return []
 
 
+def drafting_gate(model: nn.Module, experts: str) -> DraftingGate:
+    """A gate that can draft, put in the place of the one beside the experts of this name.
+
+    Raises:
+        ValueError: If there is none with the weight of one.
+    """
+    gate = gate_beside(model, experts)
+    if not isinstance(gate, DraftingGate):
+        gate = DraftingGate(gate)
+        model.set_submodule(f"{experts.rpartition('.')[0]}.{GATE}", gate)
+    return gate
+
+
 @contextmanager
-def routed_by(gates: Sequence[nn.Module], routers: Sequence[Routes]) -> Iterator[None]:
+def routed_by(gates: Sequence[DraftingGate], routers: Sequence[Routes]) -> Iterator[None]:
     """Let routers decide in the place of gates, for as long as this lasts."""
     for gate, router in zip(gates, routers, strict=True):
-        gate.forward = partial(_route, router)
+        gate.router = router
     try:
         yield
     finally:
         for gate in gates:
-            del gate.forward
-
-
-def _route(router: Routes, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a gate of transformers returns: logits ``(T, E)``, weights ``(T, r)`` and ids ``(T, r)``."""
-    routing = router(hidden_states.reshape(-1, hidden_states.shape[-1]))
-    return routing.logits, routing.top_k_weights, routing.top_k_ids.to(torch.int64)
+            gate.router = None

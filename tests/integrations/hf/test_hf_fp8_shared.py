@@ -53,8 +53,9 @@ def test_steps_read_the_stored_pieces_and_prefills_the_module(whole: Path) -> No
     gate_up = torch.stack([torch.cat(pair) for pair in zip(gate.chunk(2), up.chunk(2), strict=True)])
     assert torch.equal(dequantized_pieces(experts, "gate_up_proj"), gate_up)
     assert torch.equal(dequantized_pieces(experts, "down_proj"), torch.stack(down.chunk(2, dim=1)))
-    called, own = [], shared.forward.own
-    shared.forward.own = lambda tokens: called.append(tokens.shape[:-1].numel()) or own(tokens)
+    called: list[int] = []
+    (own,) = shared._own
+    own.register_forward_pre_hook(lambda _, inputs: called.append(inputs[0].shape[:-1].numel()))
     expected.check(model, "joined")
     assert called, "a prefill of more tokens than a step has"
     assert all(count > DECODE_TOKENS for count in called), called

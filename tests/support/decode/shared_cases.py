@@ -10,8 +10,7 @@ from decode_cases import DecodeCase, Inputs, make_inputs
 from gemm_cases import assert_as_good, chain_of
 from torch import Tensor, nn
 
-from comet.decode import DecodeWeights, SharedSlots, shared_columns, warp_decode, warp_decode_torch
-from comet.generation.engine import shared_matrices
+from comet.decode import DecodeWeights, SharedSlots, matrices_of, shared_columns, warp_decode, warp_decode_torch
 from comet.layer.shared_expert import SharedExpert
 from comet.layout import ExpertLayout
 from comet.reference.layer import shard_experts
@@ -51,7 +50,7 @@ class SharedStep:
     def slots(self, layout: ExpertLayout) -> SharedSlots:
         """For one rank."""
         columns = shared_columns(layout, self.case.F, self.shared.w2.shape[1])
-        return SharedSlots(layout, columns, self.shared, shared_matrices)
+        return SharedSlots(layout, columns, self.shared, matrices_of)
 
     def parts(self, layout: ExpertLayout) -> list[nn.Parameter]:
         """The routed experts of one rank, w1 and w2."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from comet.decode import DecodeWeights, SharedSlots, held_pieces, joins_step, stand_back
+from comet.decode import DecodeWeights, SharedSlots, held_pieces, joins_step
 from comet.decode.runners import Runner
 from comet.decode.shared import with_room
 from comet.integrations.hf.checkpoint import ALL, LazyShard, Piece
@@ -57,7 +57,6 @@ class FP8JoinedExperts(FP8Experts):
         if columns and all(map(is_plain, projections(shared))):
             self.shared = FP8SharedSlots(self.layout, columns, shared, self)
             self._gates = () if gate is None else (gate,)
-            stand_back(shared, self.runner.decode.max_tokens)
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
