@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -P -m pytest $(SPREAD)
 TREE := build/tree/comet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all vllm lint compile clean
+.PHONY: help setup train test test-slow test-all vllm lint compile count clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ lint: $(READY) ## ruff and mypy
 
 compile: $(READY) ## compile every kernel ahead of time (no GPU needed)
 	$(BIN)/comet compile $(ARGS)
+
+count: ## lines of product code and of tests by folder, beside those of a commit: make count ARGS=main
+	@$(PYTHON) tests/count.py $(ARGS)
 
 clean: ## remove .venv, builds and caches; results in outputs/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
