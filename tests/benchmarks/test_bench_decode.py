@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from bench_cases import ALONE, CPU, TINY
 
 from comet.config import MoEConfig, ParallelConfig
 from comet.decode import warp_decode_torch
-from comet.launch.distributed import LaunchContext
 from comet.layout import ExpertLayout
 from comet.measure.timing import Timing
 
-import lib.start
 import suites.decode
 from baselines.decode import (
     EXPERT_CONFIGS,
@@ -31,15 +30,11 @@ from baselines.decode import (
 )
 from lib.decode.report import crossovers, draw, figures, format_table, write_results
 from lib.decode.steps import Step, Team, make_set, make_steps, open_team
-from lib.ranks import Ranks
 from lib.shapes import make_routing
 from suites.decode import Checked, check_variant, compare, host_waits, measure_point, parse, timed_form
 from variants.decode import Settings, configs, step_runs
 
-CPU = torch.device("cpu")
-ALONE = Ranks(0, CPU, None)
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
-TINY = ["--device", "cpu", "--models", "tiny", "--rounds", "2"]
 
 
 def alone(config: MoEConfig) -> ExpertLayout:
@@ -173,42 +168,6 @@ def test_report_survives_what_failed(tmp_path: Path) -> None:
     for name, drawn in (("all", rows), ("none", [bad])):
         draw(tmp_path / f"{name}.png", drawn, 4.0)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models", "gpt"], "models='gpt' must be one of deepseek_v3, mixtral_8x7b"),
-        (["--routing", "round"], "routing='round' must be one of"),
-        (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, mxfp4, fp8"),
-        (["--try", "gate_up.width=3"], "--try gate_up.width=3: the field must be one of form, fold"),
-        (["--try", "form=vector,gate_up.rows=3"], "gate_up.rows=3 must be a power of two"),
-        (["--tokens", "1,0"], "tokens=0 must be at least 1"),
-        (["--tokens", "1,65", "--variants", "comet"], "tokens=65 must be at most 64 for variants=comet"),
-        (["--variants", "local"], "variants='local' must be one of comet, torch, triton, transformers, fused for ep=1"),
-        (
-            ["--variants", "torch", "--ep", "2"],
-            "variants='torch' must be one of comet, local, local_nccl, fused, own, own_nccl, own_fused for ep=2",
-        ),
-        (["--tokens", "65", "--variants", "own", "--ep", "2"], "tokens=65 must be at most 64 for variants=own"),
-        (["--models", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
-        (["--models", "tiny", "--tp", "3"], "ffn_size=128 must be divisible by tp=3"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse(arguments)
-
-
-def test_world_size_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: False)
-    with pytest.raises(ValueError, match="ep=2 x tp=2: start 4 ranks with torchrun"):
-        suites.decode.main([*TINY, "--ep", "2", "--tp", "2"])
-    context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    monkeypatch.setattr(lib.start, "started_by_torchrun", lambda: True)
-    monkeypatch.setattr(lib.start, "current_context", lambda: context)
-    with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 1"):
-        suites.decode.main(TINY)
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from bench_cases import ALONE, CPU
 from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
@@ -19,7 +20,6 @@ from lib.ranks import Ranks
 from suites.decode import Checked, check_variant
 from variants.decode import Settings, fill, in_place, own_runs, share_of, slots_of, step_runs
 
-CPU = torch.device("cpu")
 SMALL = MoEConfig(num_experts=12, top_k=2, hidden_size=64, ffn_size=64)
 SETS = 2
 
@@ -61,7 +61,7 @@ def test_slots_without_a_token_have_no_experts(count: int) -> None:
 def test_warp_decode_needs_room_for_equal_shares() -> None:
     """64 tokens of three ranks are 22 slots of each, which are 66; 63 are 21 of each."""
     layout = layout_of(0, 3)
-    team = Team(config=SMALL, layout=layout, ranks=Ranks(0, CPU, None))
+    team = Team(config=SMALL, layout=layout, ranks=ALONE)
     assert own_runs(team, steps_of(layout, 64), OWN) == {}
     assert list(own_runs(team, steps_of(layout, 63), OWN)) == ["own_nccl"]  # the others need a group
     assert own_runs(team, steps_of(layout, 63), ("own",)) == {}

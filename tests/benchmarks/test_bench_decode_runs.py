@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from bench_cases import ALONE, CPU, TINY, report_of, run_on_rank
 from ranks import run_ranks
 
 from comet.config import MoEConfig
@@ -24,11 +23,7 @@ from lib.ranks import Ranks
 from suites.decode import Checked, check_variant, measure_point, parse
 from variants.decode import OVER_RANKS, Settings
 
-ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
-ALONE = Ranks(0, CPU, None)
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
-TINY = ["--device", "cpu", "--models", "tiny", "--rounds", "2"]
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
@@ -40,11 +35,8 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
     except ImportError:
         functions = None
-    command = [sys.executable, str(ROOT / "benchmarks/bench.py"), "decode", *TINY, "--out", str(tmp_path)]
-    command += ["--weights", "bf16,mxfp8,fp8,mxfp4", "--tokens", "1,3", "--try", "dependent=1"]
-    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert child.returncode == 0, child.stderr
-    run = json.loads(child.stdout.splitlines()[-1])
+    words = ["--weights", "bf16,mxfp8,fp8,mxfp4", "--tokens", "1,3", "--try", "dependent=1", "--out", str(tmp_path)]
+    run, done = report_of("decode", *TINY, *words)
     points = [(row["weights"], row["tokens"]) for row in run["rows"]]
     assert points == [(kind, tokens) for kind in ("bf16", "mxfp8", "fp8", "mxfp4") for tokens in (1, 3)]
     library = {f"transformers_{name}" for name in ("eager", *functions)} if functions is not None else set()
@@ -59,7 +51,7 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
     with (tmp_path / "bench_decode.csv").open() as file:
         assert [line["tokens"] for line in csv.DictReader(file)] == 4 * ["1", "3"]
     assert (tmp_path / "bench_decode.png").read_bytes().startswith(b"\x89PNG")
-    assert child.stderr.count("done after") == 8
+    assert done.stderr.count("done after") == 8
 
 
 def test_an_interrupted_run_keeps_what_it_had(
@@ -119,10 +111,6 @@ def test_ranks_hold_one_model_and_equal_tokens(ep: int, tp: int) -> None:
     assert sum(num_bytes for _, _, num_bytes in found) == experts * 3 * 64 * 64 * 4
 
 
-def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
-    suites.decode.run(parse(words), Ranks(rank, CPU, dist.group.WORLD))
-
-
 def check_rows(folder: Path, ep: int, tp: int, tokens: list[int]) -> list[dict[str, Any]]:
     report = json.loads((folder / "bench_decode.json").read_text())
     rows: list[dict[str, Any]] = report["rows"]
@@ -145,7 +133,7 @@ def check_rows(folder: Path, ep: int, tp: int, tokens: list[int]) -> list[dict[s
 @pytest.mark.slow
 def test_tensor_parallel_and_quantised(tmp_path: Path) -> None:
     words = [*TINY, "--tp", "2", "--tokens", "1,5,70", "--weights", "mxfp8", "--out", str(tmp_path)]
-    run_ranks(run_on_rank, 2, words)
+    run_ranks(run_on_rank, 2, "decode", words)
     rows = check_rows(tmp_path, 1, 2, [1, 5, 70])
     assert rows[0]["mbytes"] == pytest.approx(2 * 3 * 128 * 64 * 33 / 32 / 1e6)  # two experts, half of each
 
@@ -171,10 +159,7 @@ def test_ranks_that_disagree_are_not_timed() -> None:
 
 @pytest.mark.slow
 def test_torchrun_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bench.py"), "decode", *TINY, "--ep", "2", "--tokens", "1,3,128"]
-    command += ["--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = [*TINY, "--ep", "2", "--tokens", "1,3,128", "--out", str(tmp_path)]
+    _, done = report_of("decode", *words, torchrun=True)
     check_rows(tmp_path, 2, 1, [1, 3, 128])
     assert done.stdout.splitlines()[-1] == (tmp_path / "bench_decode.json").read_text().strip()  # rank 0 alone

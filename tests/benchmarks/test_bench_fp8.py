@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from bench_cases import CPU
 from ranks import run_ranks
 from torch import Tensor
 
@@ -26,7 +27,7 @@ CONFIG = MoEConfig(num_experts=4, top_k=2, hidden_size=256, ffn_size=128)
 def checked(rank: int, world_size: int, config: MoEConfig) -> tuple[list[str], dict[str, float | None], dict[str, str]]:
     import torch.distributed as dist
 
-    ranks = Ranks(rank, torch.device("cpu"), dist.group.WORLD)
+    ranks = Ranks(rank, CPU, dist.group.WORLD)
     settings = Settings(parallel=ParallelConfig(ep=world_size), max_tokens=48, variants=VARIANTS)
     failures: dict[str, str] = {}
     with open_layer(config, settings, ranks) as layer:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from bench_cases import CPU, report_of, run_on_rank
 from generate_cases import graphs_on_cpu
 from ranks import run_ranks
 
@@ -24,12 +23,10 @@ from comet.models.gpt import GPT
 from baselines.library import library_version, make_library_model
 from lib.gpt import draws_on, make_gpt, model_config
 from lib.ranks import Ranks, differs_over_ranks
-from suites.generate import parse, path_rows, prepare, room, step_bytes
-from suites.generate import run as run_benchmark
+from suites.generate import path_rows, prepare, room, step_bytes
 from variants.generate import Paths
 
-ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
+SMALL = "--device cpu --model tiny --layers 1 --contexts 8,40 --rounds 1 --steps 2".split()
 needs_library = pytest.mark.skipif(library_version() is None, reason="needs pip install 'comet-moe[hf]'")
 
 
@@ -143,29 +140,8 @@ def test_room_for_the_warm_up() -> None:
     assert [room(context, steps) for context, steps in ((61, 1), (62, 1), (48, 16), (49, 16))] == [64, 128, 64, 128]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "gpt"], "model='gpt' must be one of qwen3_30b_a3b, tiny"),
-        (["--layers", "0"], "layers=0 must be at least 1"),
-        (["--contexts", "128,0"], "contexts=.* must each be at least 1"),
-        (["--batch", "65"], "batch=65 must be at most 64, which warp decode takes"),
-        (["--model", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_named(arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse(arguments)
-
-
 def test_run_on_a_cpu(tmp_path: Path) -> None:
-    program = [sys.executable, str(ROOT / "benchmarks/bench.py"), "generate", "--device", "cpu", "--model", "tiny"]
-    settings = ["--layers", "1", "--contexts", "8,40", "--batch", "2", "--rounds", "2", "--steps", "3"]
-    child = subprocess.run(
-        [*program, *settings, "--out", str(tmp_path)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert child.returncode == 0, child.stderr
-    run = json.loads(child.stdout.splitlines()[-1])
+    run, _ = report_of("generate", *SMALL, "--batch", "2", "--rounds", "2", "--steps", "3", "--out", str(tmp_path))
     library = ["hf_comet", "hf_grouped_mm", "hf_batched_mm", "hf_eager", "hf_generate"] if library_version() else []
     expected = {(context, path) for context in (8, 40) for path in ("comet", *library)}
     assert {(row["context"], row["path"]) for row in run["rows"]} == expected
@@ -181,9 +157,6 @@ def test_run_on_a_cpu(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "bench_generate.json").read_text()) == run
 
 
-SMALL = "--device cpu --model tiny --layers 1 --contexts 8,40 --rounds 1 --steps 2".split()
-
-
 def check_run(folder: Path, ep: int, tp: int) -> None:
     run = json.loads((folder / "bench_generate.json").read_text())
     found = [(row["ep"], row["tp"], row["context"], row["path"], row["failure"]) for row in run["rows"]]
@@ -191,30 +164,16 @@ def check_run(folder: Path, ep: int, tp: int) -> None:
     assert (folder / "bench_generate.png").read_bytes().startswith(b"\x89PNG")
 
 
-def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
-    run_benchmark(parse(words), Ranks(rank, CPU, dist.group.WORLD))
-
-
 def test_expert_parallel_run(tmp_path: Path) -> None:
-    run_ranks(run_on_rank, 2, [*SMALL, "--ep", "2", "--out", str(tmp_path)])
+    run_ranks(run_on_rank, 2, "generate", [*SMALL, "--ep", "2", "--out", str(tmp_path)])
     check_run(tmp_path, 2, 1)
 
 
 @pytest.mark.slow
 def test_torchrun_end_to_end(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    child = subprocess.run(
-        [*program, str(ROOT / "benchmarks/bench.py"), "generate", *SMALL, "--tp", "2", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        timeout=240,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    lines = child.stdout.splitlines()
-    assert json.loads(lines[-1]) == json.loads((tmp_path / "bench_generate.json").read_text())
-    assert sum(line.startswith("{") for line in lines) == 1, "rank 0 alone reports"
+    run, done = report_of("generate", *SMALL, "--tp", "2", "--out", str(tmp_path), torchrun=True)
+    assert run == json.loads((tmp_path / "bench_generate.json").read_text())
+    assert sum(line.startswith("{") for line in done.stdout.splitlines()) == 1, "rank 0 alone reports"
     check_run(tmp_path, 1, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -10,20 +11,18 @@ from types import ModuleType
 
 import bench
 import pytest
-import torch
+from bench_cases import ALONE, CPU, ROOT, run_bench
 from tiers import slow
 
 from comet.launch.distributed import LaunchContext
 
 import lib.start
+import suites.decode
 import suites.moe
 import suites.timeline
 from lib.arguments import whole_numbers, words
 from lib.ranks import Ranks
 from lib.start import tell
-
-ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -36,9 +35,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_a_mistake_is_one_line_of_rank_0(words: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bench.py"), *words, "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = run_bench(*words, "--device", "cpu", torchrun=True)
     assert [line for line in done.stderr.splitlines() if "comet: " in line] == [f"comet: error: {message}"]
     assert "ValueError" not in done.stderr
     assert re.findall(r"rank +: 0 .*\n +exitcode +: (-?\d+) ", done.stderr) == ["2"]
@@ -77,6 +74,59 @@ def test_imports_of_benchmarks_point_one_way() -> None:
             assert not upwards, f"{path}: {upwards}"
 
 
+MISTAKES = {
+    "moe": [
+        (["--variants", "plain,fast"], "variants='fast' must be one of comet, "),
+        (["--routing", "uniform,odd"], "routing='odd' must be one of uniform, zipf, hot"),
+        (["--tokens", "abc"], "argument --tokens: invalid whole_numbers value: 'abc'"),
+    ],
+    "decode": [
+        (["--models", "gpt"], "models='gpt' must be one of deepseek_v3, mixtral_8x7b"),
+        (["--routing", "round"], "routing='round' must be one of"),
+        (["--weights", "bf16,int4"], "weights='int4' must be one of bf16, mxfp8, mxfp4, fp8"),
+        (["--try", "gate_up.width=3"], "--try gate_up.width=3: the field must be one of form, fold"),
+        (["--try", "form=vector,gate_up.rows=3"], "gate_up.rows=3 must be a power of two"),
+        (["--tokens", "1,0"], "tokens=0 must be at least 1"),
+        (["--tokens", "1,65", "--variants", "comet"], "tokens=65 must be at most 64 for variants=comet"),
+        (["--variants", "local"], "variants='local' must be one of comet, torch, triton, transformers, fused for ep=1"),
+        (
+            ["--variants", "torch", "--ep", "2"],
+            "variants='torch' must be one of comet, local, local_nccl, fused, own, own_nccl, own_fused for ep=2",
+        ),
+        (["--tokens", "65", "--variants", "own", "--ep", "2"], "tokens=65 must be at most 64 for variants=own"),
+        (["--models", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
+        (["--models", "tiny", "--tp", "3"], "ffn_size=128 must be divisible by tp=3"),
+    ],
+    "generate": [
+        (["--model", "gpt"], "model='gpt' must be one of qwen3_30b_a3b, tiny"),
+        (["--layers", "0"], "layers=0 must be at least 1"),
+        (["--contexts", "128,0"], "contexts=[128, 0] must each be at least 1"),
+        (["--batch", "65"], "batch=65 must be at most 64, which warp decode takes"),
+        (["--model", "tiny", "--ep", "3"], "num_experts=8 must be divisible by ep=3"),
+    ],
+    "train": [
+        (["--models", "odd"], "models='odd' must be one of"),
+        (["--ep", "3"], "num_experts=128 must be divisible by ep=3"),
+        (["--tokens", "3000"], "tokens=3000 must be a positive multiple of context=2048"),
+        (["--variants", "comet,fast"], "variants='fast' must be one of comet, comet_graph, plain, rest"),
+        (["--layers", "0"], "layers=0 must be at least 1"),
+    ],
+    "megatron": [
+        (["--models", "odd"], "models='odd' must be one of"),
+        (["--ep", "3"], "num_experts=128 must be divisible by ep=3"),
+        (["--tokens", "0"], "tokens=[0] must each be at least 1"),
+        (["--rounds", "0"], "rounds=0 must be at least 1"),
+    ],
+}
+
+
+@pytest.mark.parametrize("suite", MISTAKES)
+def test_mistakes_on_the_command_line_are_named(suite: str) -> None:
+    for arguments, message in MISTAKES[suite]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            importlib.import_module(f"suites.{suite}").parse(arguments)
+
+
 def test_words_example() -> None:
     assert words("comet,plain") == ("comet", "plain")
     assert words("comet") == ("comet",)
@@ -84,8 +134,6 @@ def test_words_example() -> None:
 
 def test_whole_numbers_example() -> None:
     assert whole_numbers("8,32") == [8, 32]
-    with pytest.raises(ValueError, match="argument --tokens: invalid whole_numbers value: 'abc'"):
-        suites.moe.parse(["--tokens", "abc"])
 
 
 def test_rank_0_tells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,14 +142,25 @@ def test_rank_0_tells(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "rank 0: done\n")
 
 
-@pytest.mark.parametrize("benchmark", [suites.moe, suites.timeline])
-def test_ranks_are_those_of_torchrun(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("benchmark", "rule"),
+    [
+        (suites.moe, "start the benchmark with torchrun: it sets rank and world size"),
+        (suites.timeline, "start the benchmark with torchrun: it sets rank and world size"),
+        (suites.decode, "ep=2 x tp=2: start 4 ranks with torchrun"),
+    ],
+)
+def test_ranks_are_those_of_torchrun(
+    benchmark: ModuleType, rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     words = ["--device", "cpu", "--ep", "2", "--tp", "2", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(benchmark, "started_by_torchrun", lambda: False)
-    with pytest.raises(ValueError, match="start the benchmark with torchrun: it sets rank and world size"):
+    modules = [lib.start, *([benchmark] if hasattr(benchmark, "started_by_torchrun") else [])]
+    for module in modules:
+        monkeypatch.setattr(module, "started_by_torchrun", lambda: False)
+    with pytest.raises(ValueError, match=rule):
         benchmark.main(words)
     context = LaunchContext(rank=0, world_size=2, local_rank=0, local_world_size=2, node=0, num_nodes=1, device=CPU)
-    for module in (benchmark, lib.start):
+    for module in modules:
         monkeypatch.setattr(module, "started_by_torchrun", lambda: True)
     monkeypatch.setattr(lib.start, "current_context", lambda: context)
     with pytest.raises(ValueError, match="nproc=2 must equal ep x tp = 4"):
@@ -113,4 +172,4 @@ def test_a_timeline_of_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(suites.timeline.triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(suites.timeline, "open_layer", None)  # comes after the check
     with pytest.raises(ValueError, match="device=cpu must be used with TRITON_INTERPRET=1: only kernels record"):
-        suites.timeline.run(*suites.timeline.parse([]), Ranks(0, CPU, None))
+        suites.timeline.run(*suites.timeline.parse([]), ALONE)

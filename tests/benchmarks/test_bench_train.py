@@ -5,15 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from bench_cases import ALONE, CPU, TINY, report_of, run_on_rank
 from generate_cases import all_experts, graphs_on_cpu
 from ranks import run_ranks
 from torch import Tensor
@@ -24,13 +22,9 @@ from comet.layer.routed_experts import SymmetricPath
 from comet.reference.plain import plain_experts
 
 import suites.train
-from lib.ranks import Ranks
 from suites.train import SwitchedModel, deviations, figures, format_table, model_config, parse, row_norms, summary
 
-ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
-ALONE = Ranks(0, CPU, None)
-TINY = ["--device", "cpu", "--models", "tiny", "--context", "32", "--ep", "2", "--rounds", "2"]
+WORDS = [*TINY, "--context", "32", "--ep", "2"]
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> SwitchedModel:
@@ -62,15 +56,6 @@ def test_examples_of_the_docstrings() -> None:
 def test_command_line() -> None:
     arguments = parse(["--models", "tiny,deepseek_v3/2", "--tokens", "4096,2048", "--ep", "2"])
     assert (arguments.models, arguments.tokens, arguments.layers) == (("tiny", "deepseek_v3/2"), [4096, 2048], 2)
-    for words, message in (
-        (["--models", "odd"], "models='odd' must be one of"),
-        (["--ep", "3"], "num_experts=128 must be divisible by ep=3"),
-        (["--tokens", "3000"], "tokens=3000 must be a positive multiple of context=2048"),
-        (["--variants", "comet,fast"], "variants='fast' must be one of comet, comet_graph, plain, rest"),
-        (["--layers", "0"], "layers=0 must be at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parse(words)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,10 +137,6 @@ def test_wrong_steps_are_not_timed(wrong: Any) -> None:
     assert "differ from those of the plain path by " in failures["comet"]
 
 
-def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
-    suites.train.run(parse(words), Ranks(rank, CPU, dist.group.WORLD))
-
-
 def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
     """The plain path fails with 64 tokens; rank 1 meets a deadline in the timed rounds with 32 of them."""
     call, calls = SymmetricPath.__call__, []
@@ -174,11 +155,11 @@ def run_with_failures(rank: int, world_size: int, words: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("comet.layer.paths.plain_experts", plain)
         patch.setattr(SymmetricPath, "__call__", meets_deadline)
-        run_on_rank(rank, world_size, words)
+        run_on_rank(rank, world_size, "train", words)
 
 
 def test_what_fails_is_a_row(tmp_path: Path) -> None:
-    words = [*TINY, "--out", str(tmp_path), "--tokens", "64,32,96"]
+    words = [*WORDS, "--out", str(tmp_path), "--tokens", "64,32,96"]
     run_ranks(run_with_failures, 2, words)
     found = json.loads((tmp_path / "bench_train.json").read_text())
     first, second, third = found["rows"]
@@ -194,11 +175,7 @@ def test_what_fails_is_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bench.py"), "train", *TINY, "--tokens", "64,32", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report, done = report_of("train", *WORDS, "--tokens", "64,32", "--out", str(tmp_path), torchrun=True)
     assert (report["task"], [row["tokens"] for row in report["rows"]]) == ("bench_train", [64, 32])
     for row in report["rows"]:
         assert row["failures"] == ""

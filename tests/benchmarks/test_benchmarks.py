@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from bench_cases import ALONE, CPU, ROOT, TINY, report_of, run_on_rank
 from ranks import run_ranks
 
 from comet.config import MoEConfig, ParallelConfig
@@ -40,10 +39,6 @@ from lib.ranks import Ranks, attempt
 from lib.report import append_csv, geometric_mean
 from lib.shapes import MODELS, make_routing, model
 from suites.moe import parse
-
-ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
-ALONE = Ranks(0, CPU, None)
 
 
 def layout_of(num_experts: int, top_k: int, ep: int, tp: int, rank: int = 0) -> ExpertLayout:
@@ -127,10 +122,6 @@ def test_names_are_checked() -> None:
         make_routing("odd", num_tokens=1, num_experts=1, top_k=1, seed=0, device="cpu")
     with pytest.raises(ValueError, match=r"models='gpt' must be one of deepseek_v3, mixtral_8x7b, "):
         model("gpt")
-    with pytest.raises(ValueError, match=r"variants='fast' must be one of comet, "):
-        parse(["--variants", "plain,fast"])
-    with pytest.raises(ValueError, match=r"routing='odd' must be one of"):
-        parse(["--routing", "odd"])
 
 
 def test_command_line_reaches_the_settings() -> None:
@@ -281,17 +272,13 @@ def test_baselines_compute_the_same(ep: int, tp: int, num_tokens: int) -> None:
         assert max(errors) < 1e-10
 
 
-TINY = ["--device", "cpu", "--models", "tiny", "--ep", "2", "--rounds", "2"]
+WORDS = [*TINY, "--ep", "2"]
 
 
 @pytest.mark.slow
 def test_forward_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bench.py"), "moe", *TINY, "--out", str(tmp_path)]
-    command += ["--tokens", "32,16", "--routing", "zipf"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    words = [*WORDS, "--out", str(tmp_path), "--tokens", "32,16", "--routing", "zipf"]
+    report, _ = report_of("moe", *words, torchrun=True)
     assert [row["tokens"] for row in report["rows"]] == [32, 16]
     for row in report["rows"]:
         assert row["failures"] == ""
@@ -306,13 +293,9 @@ def test_forward_end_to_end(tmp_path: Path) -> None:
     assert report["facts"]["link_roof_gbs"] > 0
 
 
-def run_on_rank(rank: int, world_size: int, words: list[str]) -> None:
-    suites.moe.run(*parse(words), Ranks(rank, CPU, dist.group.WORLD))
-
-
 def test_backward_and_a_variant_that_fails(tmp_path: Path) -> None:
-    words = [*TINY, "--out", str(tmp_path), "--tokens", "16", "--backward", "--path", "warp"]
-    run_ranks(run_on_rank, 2, words)
+    words = [*WORDS, "--out", str(tmp_path), "--tokens", "16", "--backward", "--path", "warp"]
+    run_ranks(run_on_rank, 2, "moe", words)
     (row,) = json.loads((tmp_path / "bench_moe.json").read_text())["rows"]
     assert row["direction"] == "forward+backward"
     assert row["failures"].startswith("comet: ValueError: path='warp' must be")
@@ -337,12 +320,12 @@ def run_with_fault(rank: int, world_size: int, words: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SymmetricPath, "__call__", meets_deadline)
         patch.setattr(suites.moe, "open_layer", counted)
-        run_on_rank(rank, world_size, words)
+        run_on_rank(rank, world_size, "moe", words)
     return len(opened)
 
 
 def test_times_of_aborted_kernels_are_no_result(tmp_path: Path) -> None:
-    words = [*TINY, "--out", str(tmp_path), "--tokens", "16,8", "--routing", "hot,uniform", "--rounds", "5"]
+    words = [*WORDS, "--out", str(tmp_path), "--tokens", "16,8", "--routing", "hot,uniform", "--rounds", "5"]
     assert run_ranks(run_with_fault, 2, [*words, "--variants", "comet,plain"]) == [2, 2]
     first, *others = json.loads((tmp_path / "bench_moe.json").read_text())["rows"]
     fault = "CommTimeoutError: rank 1 waited 60.0 s for rank 0 (layer 0 dispatch, chunk 17, epoch 41, saw 40)"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from bench_cases import ROOT, report_of
 
 from suites.compare_trees import Tree
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_each_tree_has_its_own_modules(tmp_path: Path) -> None:
@@ -37,11 +34,7 @@ def test_each_tree_has_its_own_modules(tmp_path: Path) -> None:
 
 
 def test_a_tree_against_itself() -> None:
-    script = str(ROOT / "benchmarks" / "bench.py")
-    command = [sys.executable, script, "compare-trees", "--base", str(ROOT), "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report, _ = report_of("compare-trees", "--base", str(ROOT), "--rounds", "1")
     assert [row["call"].partition(": ")[2] for row in report["rows"]] == [
         "layer", "routed experts", "routed experts, with backward", "decode step",
     ]  # fmt: skip

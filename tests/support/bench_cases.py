@@ -1,0 +1,41 @@
+"""Runs of the benchmarks on CPUs: as users start them, and as one of the ranks that tests start."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lib.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+ALONE = Ranks(0, CPU, None)
+TINY = ["--device", "cpu", "--models", "tiny", "--rounds", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run_bench(*words: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+    """``bench.py`` with these words, on one rank or on two."""
+    command = [sys.executable, *(TORCHRUN if torchrun else []), str(ROOT / "benchmarks" / "bench.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def report_of(*words: str, torchrun: bool = False) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """The last line of a run that has to end well, which is its report, and all that it said."""
+    done = run_bench(*words, torchrun=torchrun)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done
+
+
+def run_on_rank(rank: int, world_size: int, suite: str, words: list[str], device: torch.device = CPU) -> None:
+    """One of the ranks that run ``bench.py SUITE``."""
+    module = importlib.import_module(f"suites.{suite}")
+    parsed = module.parse(words)
+    module.run(*(parsed if isinstance(parsed, tuple) else [parsed]), Ranks(rank, device, dist.group.WORLD))
