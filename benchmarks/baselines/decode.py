@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm, group_gemm_torch
-from comet.kernels.runtime.arguments import TileTable
+from comet.modular.experts import tiles_of_ids
 
 from lib.decode.report import PREFIX
 from lib.decode.steps import Step
@@ -136,14 +136,15 @@ def triton_experts(
 ) -> Tensor:
     """Sort and pad the routed rows into tiles, Comet's grouped GEMM twice, weighted sum; see ``torch_experts``."""
     gemm = group_gemm if tokens.is_cuda else group_gemm_torch
-    table, places = tile_table(ids, w1.shape[0])
-    num_rows = table.row_ids.shape[0]
+    most_tiles = min(ids.numel(), w1.shape[0]) + ids.numel() // BLOCK_ROWS  # without asking the device
+    num_rows = most_tiles * BLOCK_ROWS
+    table, places = tiles_of_ids(ids, w1.shape[0], num_rows, BLOCK_ROWS)
     pre = tokens.new_empty(num_rows, w1.shape[1])
     gemm(tokens, w1, pre, table, gather=True, layout="nk", config=config)
     gate, up = pre.chunk(2, dim=1)
     rows = tokens.new_empty(num_rows, w2.shape[1])
     gemm(silu(gate) * up, w2, rows, table, gather=False, layout="nk", config=config)
-    return weighted_sum(rows[places], routing_weights)
+    return weighted_sum(rows.index_select(0, places.flatten()), routing_weights)
 
 
 def weighted_sum(outputs: Tensor, routing_weights: Tensor) -> Tensor:
@@ -156,39 +157,3 @@ def expert_counts(ids: Tensor, num_experts: int) -> Tensor:
     """``(E,)`` routed rows of each expert, on the device; ids ``[[2, 0], [2, 1]]`` of 4 give ``[1, 1, 2, 0]``."""
     experts = torch.arange(num_experts, device=ids.device)
     return (ids.flatten()[:, None] == experts).sum(0)
-
-
-def tile_table(ids: Tensor, num_experts: int) -> tuple[TileTable, Tensor]:
-    """Tiles of 16 rows, expert by expert, without asking the device how many there are.
-
-    Example: ids ``[[2, 0], [2, 1]]``: tiles (expert, first row, rows) (0, 0, 1), (1, 16, 1), (2, 32, 2), row ids
-    0, 1 at 32 and 33, places ``[32, 0, 33, 16]``.
-
-    Returns:
-        The table, and ``(J,)`` where each routed row's output is.
-    """
-    num_rows, top_k = ids.numel(), ids.shape[1]
-    most_tiles = min(num_rows, num_experts) + num_rows // BLOCK_ROWS
-    counts = expert_counts(ids, num_experts)
-    tiles_of = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    tile_ends = tiles_of.cumsum(0)
-    tile = torch.arange(most_tiles, device=ids.device)
-    expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=num_experts - 1)
-    in_expert = tile - (tile_ends - tiles_of)[expert]
-    valid = (counts[expert] - in_expert * BLOCK_ROWS).clamp(0, BLOCK_ROWS)
-    order = ids.flatten().argsort(stable=True)
-    sorted_ids = ids.flatten()[order].long()
-    rank = torch.arange(num_rows, device=ids.device) - (counts.cumsum(0) - counts)[sorted_ids]
-    sorted_places = (tile_ends - tiles_of)[sorted_ids] * BLOCK_ROWS + rank
-    row_ids = torch.zeros(most_tiles * BLOCK_ROWS, dtype=torch.int32, device=ids.device)
-    row_ids[sorted_places] = (order // top_k).to(torch.int32)
-    places = torch.empty_like(order)
-    places[order] = sorted_places
-    table = TileTable(
-        tiles=torch.stack([expert, tile * BLOCK_ROWS, valid, torch.zeros_like(tile)], dim=1).to(torch.int32),
-        num_tiles=tile_ends[-1:].to(torch.int32),
-        row_ids=row_ids,
-        counters=row_ids[:0],
-        block_rows=BLOCK_ROWS,
-    )
-    return table, places

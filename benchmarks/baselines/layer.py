@@ -22,6 +22,7 @@ from comet.kernels.runtime.arguments import TileTable
 from comet.layer.routed_experts import SymmetricPath
 from comet.layout import ExpertLayout, round_up
 from comet.measure.timing import Variant
+from comet.modular.experts import tiles_of_ids
 from comet.reference.plain import dispatch_rows, expert_rows, grouped_matmul, make_exchange, weighted_sum
 
 BLOCK_ROWS = 128
@@ -78,28 +79,11 @@ def tile_table(expert_counts: tuple[int, ...], device: torch.device | str) -> tu
     """Lay the rows out as the plan does, in one phase, every expert from a multiple of 128 rows.
 
     Example: counts (130, 0, 5): tiles ``[[0, 0, 128, 0], [0, 128, 2, 0], [2, 256, 5, 0]]``, 384 rows.
-
-    Args:
-        expert_counts: e rows of each expert.
-        device: Where the table lives.
-
-    Returns:
-        The table, and the rows its tiles span.
     """
-    tiles: list[list[int]] = []
-    num_rows = 0
-    for expert, count in enumerate(expert_counts):
-        for first in range(0, count, BLOCK_ROWS):
-            tiles.append([expert, num_rows + first, min(BLOCK_ROWS, count - first), 0])
-        num_rows += round_up(count, BLOCK_ROWS)
-    table = TileTable(
-        tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4),
-        num_tiles=torch.tensor([len(tiles)], dtype=torch.int32, device=device),
-        row_ids=torch.arange(num_rows, dtype=torch.int32, device=device),
-        counters=torch.zeros(32, dtype=torch.int32, device=device),
-        block_rows=BLOCK_ROWS,
-    )
-    return table, num_rows
+    experts = torch.arange(len(expert_counts), dtype=torch.int32, device=device)
+    ids = experts.repeat_interleave(torch.tensor(expert_counts, device=device))
+    num_rows = sum(round_up(count, BLOCK_ROWS) for count in expert_counts)
+    return tiles_of_ids(ids[:, None], len(expert_counts), num_rows, BLOCK_ROWS)[0], num_rows
 
 
 def _operands(w1: Tensor, w2: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

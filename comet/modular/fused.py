@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comet.comm.base import require_memory
-from comet.config import MoEConfig, OverlapConfig, resolve_kernels
-from comet.layer.group import ExpertGroup
 from comet.layer.plan import check_tokens
-from comet.layer.routed_experts import make_backend
 from comet.modular.base import ExpertsBase, NoOpReduce
 from comet.modular.interfaces import (
     ActivationFormat,
@@ -26,36 +22,16 @@ from comet.modular.interfaces import (
     ScratchShapes,
     TopKReduce,
 )
+from comet.modular.symmetric import OverBackend
 from comet.quantization.formats import Weight
 
 
-class FusedPrepareFinalize:
-    """The plan of the fused layer. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks and the pool.
-        overlap: Split and order of the fused kernels' work; ``None`` takes what was measured, else the default.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
-    """
+class FusedPrepareFinalize(OverBackend):
+    """The plan of the fused layer. Any EP x TP; unequal and zero tokens per rank; masked slots; a capacity factor."""
 
     activation_format = ActivationFormat.HANDLE
     carries_fp8 = False
-    uses_collectives = False
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        group: ExpertGroup,
-        *,
-        overlap: OverlapConfig | None = None,
-        use_kernels: bool | None = None,
-    ) -> None:
-        require_memory(group.comm, type(self).__name__, "use AllToAll")
-        kernels = resolve_kernels(group.device, use_kernels)
-        self.backend = make_backend(config, group, overlap, use_kernels=kernels)
-        self.layout = self.backend.layout
-        self.comm = group.comm
+    default_overlap = None
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Exchange ids and plan; no row travels yet."""

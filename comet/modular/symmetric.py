@@ -76,18 +76,19 @@ def _parts(packed: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
     return elements, packed.view(torch.float32)[..., first : first + math.ceil(hidden_size / FP8_BLOCK)]
 
 
-class _Symmetric(ABC):
-    """What both formats share: plan, dispatch and combine, and a reduction that may be part of the combine.
+class OverBackend:
+    """A dispatch by the plan and the kernels of a ``Backend``; all such parts are made alike.
 
     Args:
         config: Shape of the layer.
         group: The ranks and the pool.
-        overlap: ``comm_blocks`` and ``block_rows`` are used.
+        overlap: Split and order of the kernels' work; ``None``: ``default_overlap``. Where rows travel apart from the
+            GEMMs, only ``comm_blocks`` and ``block_rows`` are used.
         use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 
-    carries_fp8 = True
     uses_collectives = False
+    default_overlap: OverlapConfig | None = OverlapConfig()  # None: what was measured
 
     def __init__(
         self,
@@ -99,9 +100,15 @@ class _Symmetric(ABC):
     ) -> None:
         require_memory(group.comm, type(self).__name__, "use AllToAll")
         kernels = resolve_kernels(group.device, use_kernels)
-        self.backend = make_backend(config, group, overlap or OverlapConfig(), use_kernels=kernels)
+        self.backend = make_backend(config, group, overlap or self.default_overlap, use_kernels=kernels)
         self.layout, self.workspace, self.comm = self.backend.layout, group.workspace, group.comm
         self.plan_stream = group.plan_stream
+
+
+class _Symmetric(OverBackend, ABC):
+    """What both formats share: plan, dispatch and combine, and a reduction that may be part of the combine."""
+
+    carries_fp8 = True
 
     def prepare(self, routed: RoutedTokens, *, quantize: bool) -> Received:
         """Dispatch; contiguous rows are a view of the pool, valid until the next dispatch.
@@ -194,12 +201,6 @@ class _Symmetric(ABC):
 class SymmetricContiguous(_Symmetric):
     """Received rows as they lie in symmetric memory, each token once per rank. Any EP x TP; unequal and zero tokens
     per rank; masked slots; a capacity factor.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks and the pool.
-        overlap: ``comm_blocks`` and ``block_rows`` are used.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 
     activation_format = ActivationFormat.CONTIGUOUS
@@ -232,12 +233,6 @@ class SymmetricBatched(_Symmetric):
 
     More than B rows for one expert, which only tokens that name it twice can cause, are a ``CapacityError``: on a CPU
     when they arrive, on a GPU of ``workspace.check``.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks and the pool.
-        overlap: ``comm_blocks`` and ``block_rows`` are used.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 
     activation_format = ActivationFormat.BATCHED

@@ -24,7 +24,6 @@ from baselines.decode import (
     expert_counts,
     find_library,
     make_experts,
-    tile_table,
     torch_experts,
     triton_experts,
 )
@@ -56,12 +55,7 @@ def one_step(config: MoEConfig, num_tokens: int, routing: str, kind: str = "bf16
 # ---- steps, paths, arithmetic ----------------------------------------------------------------------------------------
 
 
-def test_tile_table_example() -> None:
-    table, places = tile_table(torch.tensor([[2, 0], [2, 1]], dtype=torch.int32), 4)
-    assert table.num_tiles.tolist() == [3]
-    assert table.tiles[:3, :3].tolist() == [[0, 0, 1], [1, 16, 1], [2, 32, 2]]
-    assert table.row_ids[32:34].tolist() == [0, 1]
-    assert places.tolist() == [32, 0, 33, 16]
+def test_counts_example() -> None:
     assert expert_counts(torch.tensor([[2, 0], [2, 1]]), 4).tolist() == [1, 1, 2, 0]
 
 
