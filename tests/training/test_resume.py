@@ -1,18 +1,34 @@
-"""Resuming needs nothing but the folder, and what would change the run is named."""
+"""Resuming, the folder of a run, SIGTERM: what would change or remove a run is named, and what was saved goes on."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
-from training_cases import Rank, make_text
+from launch_jobs import TIMEOUT_S, start
+from ranks import run_ranks
+from tiers import slow
+from training_cases import Rank, losses, make_job, make_text
 
-from comet.launch.config import compose, make_job
+from comet.launch.config import compose
+from comet.launch.config import make_job as job_of_command
+from comet.launch.tasks.tuning import sweep_job
+from comet.training import trainer as training
 from comet.training.checkpoint_folder import read_settings
 from comet.training.report import History
+from comet.training.run_folder import LOCK, OWNER
 from comet.training.trainer import train
 
 TINY = ["model=tiny", "model.hidden_size=32", "model.moe.hidden_size=32", "model.moe.ffn_size=32", "model.context=32"]
@@ -20,27 +36,21 @@ SIZES = ["model.num_layers=1", "model.dense_layers=0", "train.eval_batches=1", "
 RUN = [*TINY, *SIZES, "train.lr=0.01", "train.seed=3", "train.batch_size=2", "train.steps=6", "nproc=1"]
 
 
-def start(*words: str) -> dict:
-    return train(make_job(compose(words), 1), Rank())
-
-
-def losses(folder: Path) -> list[float]:
-    history = History(None)
-    history.start(folder, 100)
-    return [loss for window in history.windows for loss in window.losses]
+def run_words(*words: str) -> dict:
+    return train(job_of_command(compose(words), 1), Rank())
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """Output folder of a run with the checkpoints step-000003 and step-000006."""
     folder = tmp_path_factory.mktemp("run")
-    start(*RUN, f"data.path={make_text(folder)}", f"output_dir={folder}/out", "train.checkpoint_every=3")
+    run_words(*RUN, f"data.path={make_text(folder)}", f"output_dir={folder}/out", "train.checkpoint_every=3")
     return folder / "out"
 
 
 def test_a_run_goes_on_as_it_would_have_gone_on(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start(f"resume={run}/step-000003", "output_dir=more", "train.checkpoint_every=5")
+    run_words(f"resume={run}/step-000003", "output_dir=more", "train.checkpoint_every=5")
     assert losses(tmp_path / "more") == losses(run)
     assert read_settings(tmp_path / "more")["train"] == {**read_settings(run)["train"], "checkpoint_every": 5}
 
@@ -58,7 +68,7 @@ def test_what_is_not_named_comes_from_the_folder(run, tmp_path):
 def test_the_settings_of_a_run_start_it_again(run, tmp_path):
     saved = read_settings(run)
     assert saved["output_dir"] == str(run)
-    again = make_job({**saved, "output_dir": str(tmp_path), "resume": None}, saved["nproc"])
+    again = job_of_command({**saved, "output_dir": str(tmp_path), "resume": None}, saved["nproc"])
     train(again, Rank())
     assert losses(tmp_path) == losses(run)
 
@@ -67,13 +77,13 @@ def test_settings_that_differ_are_named_until_the_user_insists(run, tmp_path):
     words = [f"resume={run}/step-000003", f"output_dir={tmp_path}/out", "train.lr=0.001", "train.seed=4", "nproc=1"]
     message = r"train\.lr=0\.001 differs from 0\.01, train\.seed=4 differs from 3 of the run .*step-000003"
     with pytest.raises(ValueError, match=message + r".*resume_changes=\[train\.lr,train\.seed\]"):
-        start(*words)
+        run_words(*words)
     with pytest.raises(ValueError, match=r"resume: train\.seed=4 differs"):
-        start(*words, "resume_changes=[train.lr]")
+        run_words(*words, "resume_changes=[train.lr]")
     with pytest.raises(ValueError, match=r"resume_changes=\['train\.lrr'\] must name settings"):
-        start(*words, "resume_changes=[train.lrr]")
+        run_words(*words, "resume_changes=[train.lrr]")
     assert not (tmp_path / "out").exists()
-    start(*words, "resume_changes=[train.lr,train.seed]")
+    run_words(*words, "resume_changes=[train.lr,train.seed]")
     assert losses(tmp_path / "out")[:3] == losses(run)[:3]
     assert losses(tmp_path / "out")[3:] != losses(run)[3:]
     assert read_settings(tmp_path / "out")["train"]["lr"] == 0.001
@@ -81,12 +91,12 @@ def test_settings_that_differ_are_named_until_the_user_insists(run, tmp_path):
 
 def test_another_text_is_noticed_wherever_it_is(run, tmp_path):
     words = [f"resume={run}/step-000003", f"output_dir={tmp_path}/out", f"data.path={make_text(tmp_path)}"]
-    start(*words)
+    run_words(*words)
     (tmp_path / "text.txt").write_bytes(b"something else " * 500)
     words[1] = f"output_dir={tmp_path}/more"
     with pytest.raises(ValueError, match=r"the text of data\.path=.*text\.txt' differs.*resume_changes=\[data\.path\]"):
-        start(*words)
-    start(*words, "resume_changes=[data.path]")
+        run_words(*words)
+    run_words(*words, "resume_changes=[data.path]")
 
 
 def test_a_checkpoint_of_an_older_version_goes_on_with_the_command_line(run, tmp_path, capsys):
@@ -99,7 +109,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_command_line(run, tmp
     for name in manifest["files"]:
         (old / name).write_bytes((run / old.name / name).read_bytes())
     text = read_settings(run)["data"]["path"]
-    start(*RUN, f"resume={old}", f"output_dir={tmp_path}/out", f"data.path={text}")
+    run_words(*RUN, f"resume={old}", f"output_dir={tmp_path}/out", f"data.path={text}")
     assert losses(tmp_path / "out") == losses(run)[3:]  # no history beside it
     assert f"{old} keeps no settings: those of the command line are taken" in capsys.readouterr().err
 
@@ -113,7 +123,7 @@ def test_settings_that_no_longer_exist_are_left_out(run, tmp_path, capsys):
     manifest = json.loads((old / "comet.json").read_text())
     manifest["files"]["comet.yaml"] = (old / "comet.yaml").stat().st_size
     (old / "comet.json").write_text(json.dumps(manifest))
-    start(f"resume={old}", f"output_dir={tmp_path}/out")
+    run_words(f"resume={old}", f"output_dir={tmp_path}/out")
     assert losses(tmp_path / "out")[-1:] == losses(run)[-1:]
     said = f"{old} was written with settings that no longer exist: overlap.transport=copy left out"
     assert said in capsys.readouterr().err
@@ -123,3 +133,183 @@ def test_broken_settings_are_a_mistake_of_one_line(run, tmp_path):
     (tmp_path / "comet.yaml").write_text("train: [")
     with pytest.raises(ValueError, match=r"comet\.yaml must hold the settings of a run"):
         compose([f"resume={tmp_path}"])
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from comet.training.run_folder import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "mine")
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def last_step(folder: Path) -> int:
+    history = History(None)
+    history.start(folder, 1000)
+    return history.windows[-1].step
+
+
+def test_another_run_is_not_removed_unless_the_user_says_so(tmp_path):
+    out = tmp_path / "out"
+    train(make_job(tmp_path, steps=4, checkpoint_every=2), Rank())
+    before = names(out)
+    with pytest.raises(ValueError, match=rf"output_dir='{out}' holds a run: resume={out} continues it, overwrite=true"):
+        train(make_job(tmp_path), Rank())
+    with pytest.raises(ValueError, match=r"overwrite=true removes what resume=.*step-000002 is to continue"):
+        train(make_job(tmp_path, resume=str(out / "step-000002"), overwrite=True), Rank())
+    assert names(out) == before
+    assert last_step(out) == 4
+    (out / "step-by-step").mkdir()
+    (out / "step-by-step" / "notes.txt").write_text("mine")
+    (out / "step-000004" / "notes.txt").write_text("mine")
+    (out / "step-000077").write_text("mine")
+    train(make_job(tmp_path, steps=3, overwrite=True), Rank())
+    assert last_step(out) == 3
+    left = {"step-by-step", "step-000004", "step-000077"}
+    assert names(out) == (before - {"step-000002"}) | left | {"step-000003"}
+    assert names(out / "step-000004") == {"notes.txt"}
+
+
+def test_foreign_things_named_like_checkpoints_are_left_alone(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "step-notes").write_text("mine")
+    (out / "step-000004").write_text("mine")
+    for name in ("step-000006", "step-000002.tmp", "step-x.tmp"):
+        (out / name).mkdir()
+        (out / name / "notes.txt").write_text("mine")
+    result = train(make_job(tmp_path, checkpoint_every=2), Rank())
+    assert Path(result["checkpoint"]) == out / "step-000006-2"
+    assert names(out) >= {"step-notes", "step-000004", "step-000006", "step-000002.tmp", "step-x.tmp", "step-000004-2"}
+    assert names(out / "step-000006") == names(out / "step-000002.tmp") == {"notes.txt"}
+    assert train(make_job(tmp_path, resume="auto"), Rank())["checkpoint"] == result["checkpoint"]
+
+
+def test_two_jobs_in_one_folder_at_once_are_refused_until_the_first_is_killed(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-P", "-c", HOLD, str(out)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "held\n"
+        message = rf"output_dir='{out}' is in use by another job \(.*\"pid\": {owner.pid}.*\)"
+        for resume in (None, "auto"):
+            with pytest.raises(ValueError, match=message):
+                train(make_job(tmp_path, resume=resume), Rank())
+        words = ("sweep.tokens=[16]", "sweep.comm_blocks=[8]", "sweep.rounds=1", f"output_dir={out}")
+        with pytest.raises(ValueError, match=message):
+            sweep_job(job_of_command(compose(["model=tiny", *words]), 1), Rank())
+        assert names(out) == {LOCK, OWNER}
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+        assert train(make_job(tmp_path), Rank())["steps"] == 6
+        assert OWNER not in names(out)
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def test_ranks_that_start_anew_go_on_by_themselves(tmp_path, capsys):
+    train(make_job(tmp_path, steps=3), Rank())
+    job = make_job(tmp_path, steps=3, overwrite=True)
+    assert train(job, Rank(attempt=1))["steps"] == 3
+    assert f"continuing {tmp_path}/out/step-000003 from step 3" in capsys.readouterr().err
+
+
+PROGRAM = ("-P", "-m", "comet.launch")
+SMALL = ["model=tiny", "model.num_layers=1", "model.hidden_size=32", "model.moe.hidden_size=32", "model.context=32"]
+
+
+def stop_in_a_step(rank, world_size, job, told):
+    """Train while rank ``told`` gets SIGTERM in its step 4, counted from 1; also whether the handler is restored."""
+
+    class Told(training.TrainStep):
+        def _backward(self, step, told_to_stop):
+            if step == 3 and rank == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super()._backward(step, told_to_stop)
+
+    training.TrainStep = Told
+    before = signal.getsignal(signal.SIGTERM)
+    result = train(job, Rank(rank, world_size))
+    return result, signal.getsignal(signal.SIGTERM) == before
+
+
+def run_job(rank, world_size, job):
+    return train(job, Rank(rank, world_size))
+
+
+@pytest.mark.parametrize(("world_size", "told"), [slow(1, 0), (2, 1)])
+def test_all_ranks_stop_after_the_same_step_and_go_on_bitwise(world_size, told, tmp_path):
+    job = make_job(tmp_path, ep=world_size, steps=9, eval_every=2)
+    whole = run_ranks(run_job, world_size, replace(job, output_dir=str(tmp_path / "whole")))
+    ends = run_ranks(stop_in_a_step, world_size, job, told)
+    assert ends == [ends[0]] * world_size
+    result, restored = ends[0]
+    assert restored
+    assert (result["stopped"], result["steps"]) == ("SIGTERM", 5)  # told in step 4, which the others learn in step 5
+    assert result["checkpoint"] == str(tmp_path / "out" / "step-000005")
+    resumed = run_ranks(run_job, world_size, replace(job, resume=str(tmp_path / "out")))
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    assert resumed[0]["heldout_nats_per_byte"] == whole[0]["heldout_nats_per_byte"]
+    assert "stopped" not in resumed[0]
+
+
+def stop_in_the_last_step(rank, world_size, job):
+    class Told(training.TrainStep):
+        def _backward(self, step, told_to_stop):
+            if step == self.config.steps - 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super()._backward(step, told_to_stop)
+
+    training.TrainStep = Told
+    return train(job, Rank(rank, world_size))
+
+
+def test_a_run_that_is_over_anyway_ends_as_ever(tmp_path):
+    for result in run_ranks(stop_in_the_last_step, 2, make_job(tmp_path, ep=2)):
+        assert (result["steps"], "stopped" in result) == (6, False)
+        assert result["heldout_nats_per_byte"] > 0
+
+
+def go_on(rank, world_size, words):
+    """What ``comet train`` does in a rank; its result and what it says of its start."""
+    with redirect_stderr(io.StringIO()) as said:
+        return train(job_of_command(compose(words), world_size), Rank(rank, world_size)), said.getvalue()
+
+
+@pytest.mark.parametrize("whom", ["the launcher", slow("rank 1")])
+def test_the_command_saves_when_it_is_told_to_stop(whom, tmp_path):
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 40)
+    out = tmp_path / "out"
+    settings = [f"data.path={tmp_path}/text.txt", f"output_dir={out}", "train.steps=100000", "train.eval_every=0"]
+    job = start("train", *SMALL, *settings, "parallel=ep2", program=PROGRAM)
+    try:
+        while not (out / "metrics.jsonl").exists() or not losses(out):
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.02)
+        children = psutil.Process(job.pid).children(recursive=True)
+        ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+        os.kill(ranks[1] if whom == "rank 1" else job.pid, signal.SIGTERM)
+        printed, errors = job.communicate(timeout=TIMEOUT_S)
+    finally:
+        job.kill()
+    assert job.returncode == 143, errors
+    *_, words, last = printed.splitlines()
+    result = json.loads(last)
+    assert result["stopped"] == "SIGTERM"
+    step, checkpoint = result["steps"], result["checkpoint"]
+    resume = f"comet train resume={out} continues"
+    assert words == f"stopped by SIGTERM after step {step}, checkpoint {checkpoint}; {resume}"
+    assert "Traceback" not in errors
+    assert "error" not in errors
+    words = [f"resume={out}", f"train.steps={step + 2}", "train.sample_bytes=0", "resume_changes=[train.steps]"]
+    (result, said), _ = run_ranks(go_on, 2, words)
+    assert result["steps"] == step + 2
+    assert f"continuing {checkpoint} from step {step}" in said

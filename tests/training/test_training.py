@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, Rank, make_job, make_model, make_text
 
 from comet.config import ParallelConfig
 from comet.jobs.config import CommConfig, JobConfig
 from comet.launch.failures import is_user_error, one_line
+from comet.layer.backend import Backend, expert_capacity
 from comet.models.gpt import next_token_loss
 from comet.training import trainer
 from comet.training.data import sample_batch
 from comet.training.evaluate import heldout_loss, sample_text
 from comet.training.optimizer import learning_rate, make_optimizer
 from comet.training.report import History, Window, printable
-from comet.training.step import TrainStep
+from comet.training.step import TrainStep, count_dropped_rows
 from comet.training.trainer import train
 
 
@@ -306,3 +308,66 @@ def test_job_config_rules():
         CommConfig(timeout_s=0)
     with pytest.raises(ValueError, match="backend='tcp' must be one of auto, nvshmem, symm_mem, cpu_shm"):
         CommConfig(backend="tcp")
+
+
+TIGHT = replace(MODEL, moe=replace(MODEL.moe, capacity_factor=0.5))
+
+
+@pytest.mark.parametrize(("world_size", "ep", "tp"), [(2, 2, 1), (2, 1, 2), (2, 1, 1)])
+def test_the_job_reports_what_the_plans_dropped(tmp_path, world_size: int, ep: int, tp: int) -> None:
+    ranks = run_ranks(dropped_by_job_and_plans, world_size, tmp_path, ep, tp)
+    planned = sum(dropped for _, dropped in ranks) / tp
+    assert [reported for reported, _ in ranks] == [planned] * world_size
+    assert planned > 0
+
+
+def dropped_by_job_and_plans(rank: int, world_size: int, folder, ep: int, tp: int) -> tuple[float, int]:
+    """What the job says was dropped, and what this rank's own plans of training steps say."""
+    dropped, make_plan = [], Backend.plan
+
+    def plan(backend, ids, weights, *, trains=False):
+        made = make_plan(backend, ids, weights, trains=trains)
+        dropped.append(int(made.status[1]) if trains else 0)
+        return made
+
+    Backend.plan = plan
+    result = train(make_job(folder, model=TIGHT, ep=ep, tp=tp, moe_path="twin", steps=3), Rank(rank, world_size))
+    return result["dropped_rows"], sum(dropped)
+
+
+def test_a_dropless_job_drops_nothing(tmp_path) -> None:
+    assert train(make_job(tmp_path, steps=3), Rank())["dropped_rows"] == 0
+
+
+def test_share_example_of_the_docstring() -> None:
+    assert run_ranks(example, 2) == [1.0, 1.0]
+    window = Window(
+        step=1, losses=[1.0], grad_norms=[1.0], learning_rate=1.0, expert_load=[[6, 2], [4, 4]], tokens_per_second=1.0
+    )
+    assert window.dropped_share == 0
+    assert replace(window, dropped_rows=2).dropped_share == 0.125
+
+
+def example(rank: int, world_size: int) -> float:
+    from training_cases import make_model
+
+    _, group = make_model(ep=2)
+    assert expert_capacity(MODEL.moe, group) is None
+    load = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]])[rank]
+    share = count_dropped_rows(load, 3, group)
+    total = share.clone()
+    dist.all_reduce(total)
+    assert total == 2
+    return share.item()
+
+
+NARROW = replace(MODEL, num_layers=1, moe=replace(MOE, ffn_size=48))
+
+
+def test_a_checkpoint_of_24_columns_per_rank_loads_on_one_rank(tmp_path):
+    split = make_job(tmp_path, model=NARROW, tp=2, steps=3)
+    first, second = run_ranks(run_job, 2, split)
+    assert first == second
+    whole = train(make_job(tmp_path, model=NARROW, steps=3, resume=first["checkpoint"]), Rank())
+    assert whole["steps"] == 3
+    assert whole["heldout_nats_per_byte"] == pytest.approx(first["heldout_nats_per_byte"], rel=1e-5)

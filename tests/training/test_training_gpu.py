@@ -7,22 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, losses, make_job
 
 from comet.training import trainer
-from comet.training.report import History
 from comet.training.stop import LAG
 from comet.training.trainer import train
 
 pytestmark = pytest.mark.gpu
 
 MODEL_GPU = replace(MODEL, context=64, hidden_size=128, moe=replace(MOE, hidden_size=128, ffn_size=128))
-
-
-def read_losses(folder):
-    history = History(None)
-    history.start(folder, 1000)
-    return [loss for window in history.windows for loss in window.losses]
 
 
 def test_bfloat16_job_learns_and_resumes_bit_for_bit(tmp_path):
@@ -32,7 +25,7 @@ def test_bfloat16_job_learns_and_resumes_bit_for_bit(tmp_path):
     assert whole["dtype"] == "bfloat16"
     assert whole["heldout_nats_per_byte"] < 3.5
     resumed = train(make_job(tmp_path, **settings, resume=str(tmp_path / "whole" / "step-000020")), gpu)
-    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "whole")
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     assert resumed["heldout_nats_per_byte"] == whole["heldout_nats_per_byte"]
 
 
@@ -44,11 +37,11 @@ def test_replayed_steps_learn_the_same_and_resume(tmp_path, balance):
     eager = train(make_job(tmp_path, **settings, cuda_graph="off"), gpu)
     replayed = train(make_job(tmp_path, **settings, cuda_graph="on", output_dir=str(tmp_path / "graphs")), gpu)
     assert (eager["cuda_graph"], replayed["cuda_graph"]) == (False, True)
-    assert read_losses(tmp_path / "graphs") == read_losses(tmp_path / "out")
+    assert losses(tmp_path / "graphs") == losses(tmp_path / "out")
     assert replayed["heldout_nats_per_byte"] == eager["heldout_nats_per_byte"]
     halfway = str(tmp_path / "out" / "step-000010")
     train(make_job(tmp_path, **settings, cuda_graph="on", resume=halfway, output_dir=str(tmp_path / "resumed")), gpu)
-    assert read_losses(tmp_path / "resumed") == read_losses(tmp_path / "out")
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "out")
 
 
 def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypatch):
@@ -67,7 +60,7 @@ def test_a_stopped_run_of_replayed_steps_goes_on_bit_for_bit(tmp_path, monkeypat
         stopped = train(make_job(tmp_path, **settings), gpu)
     assert (stopped["stopped"], stopped["steps"]) == ("SIGTERM", 8 + LAG)  # step 8 tells the others of what 7 heard
     train(make_job(tmp_path, **settings, resume=str(tmp_path / "out")), gpu)
-    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "whole")
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
 def test_a_path_that_asks_for_counts_is_not_replayed(tmp_path, caplog):
@@ -83,5 +76,5 @@ def test_float32_on_a_gpu_agrees_with_the_cpu(tmp_path):
     train(make_job(tmp_path, **settings), Rank(device=torch.device("cuda", 0)))
     train(make_job(tmp_path, **settings, output_dir=str(tmp_path / "cpu")), Rank())
     torch.testing.assert_close(
-        torch.tensor(read_losses(tmp_path / "out")), torch.tensor(read_losses(tmp_path / "cpu")), rtol=1e-2, atol=1e-2
+        torch.tensor(losses(tmp_path / "out")), torch.tensor(losses(tmp_path / "cpu")), rtol=1e-2, atol=1e-2
     )

@@ -1,22 +1,24 @@
-"""Block FP8 folders that transformers itself wrote: experts one by one with the scales of all of them in one tensor."""
+"""Block FP8 as transformers writes it, with the scales of all experts in one tensor, and as it computes it by name."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
-
-from hf_cases import DECODE_TOKENS, Expected, make_group, same_state, tiny_config, tiny_model
-from hf_fp8_cases import WHOLE, publish, published, stack_experts, stock, written_by_transformers
+from hf_cases import DECODE_TOKENS, Expected, make_group, prompt, same_state, tiny_config, tiny_model
+from hf_fp8_cases import WHOLE, fp8_by_name, publish, published, stack_experts, stock, written_by_transformers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from comet.integrations import hf
+from comet.integrations.hf.by_name import fp8_weights
 
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 # In each, some tensors are left as they are, because their sizes are no multiples of 128, beside scales of no meaning.
 SIZES = dict(hidden_size=256, intermediate_size=384, head_dim=64)
 
@@ -136,3 +138,143 @@ def test_a_refusal_of_many_tensors_is_short(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r" and \d+ more") as error:
             hf.load_pretrained(tmp_path)
         assert len(str(error.value)) < 1000, str(error.value)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("whole"), WHOLE)
+
+
+def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> None:
+    """Prefills of more tokens than warp decode takes, and steps; copies and moved weights are read anew."""
+    model, expected = fp8_by_name(whole), Expected.of(stock(whole))
+    assert not hasattr(model.model.layers[1].mlp.experts, "runner"), "the stock modules stay"
+    logits = expected.check(model, "by name")
+    copied = copy.deepcopy(model)
+    for layer in copied.model.layers[1:]:
+        kept = fp8_weights(layer.mlp.experts)
+        assert fp8_weights(layer.mlp.experts) is kept
+        layer.mlp.experts.down_proj_scale_inv.data.zero_()
+        layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.clone()
+    without = expected.logits - copied(expected.ids).logits
+    assert without.abs().max() > 0.1, "the experts are a part of the logits, and weights that moved are read"
+    assert torch.equal(expected.check(model, "after the copy was changed"), logits)
+
+
+def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
+    """As ``scale_fmt="ue8m0"`` stores them: exponents alone."""
+    tiny_model("deepseek_v3", **WHOLE).save_pretrained(tmp_path)
+    publish(tmp_path, torch.float8_e8m0fnu)
+    expected = Expected.of(stock(tmp_path))
+    expected.check(fp8_by_name(tmp_path), "by name")
+    for keep_fp8 in (False, True):
+        expected.check(hf.load_pretrained(tmp_path, keep_fp8=keep_fp8), f"keep_fp8 {keep_fp8}")
+
+
+def test_many_tokens_and_a_gradient(whole: Path) -> None:
+    model, same = fp8_by_name(whole), stock(whole)
+    ids = prompt(1, 100)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, same(ids).logits, rtol=1e-4, atol=1e-4)
+    grads = []
+    for each in (model, same):
+        embedded = each.get_input_embeddings()(ids[:, :5]).detach().requires_grad_()
+        each(inputs_embeds=embedded).logits.sum().backward()
+        grads.append(embedded.grad)
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(block_size=(64, 128)),
+            r"weight_block_size=\(64, 128\) of the model's experts must be \(128, 128\); comet",
+        ),
+        (dict(block_size=None), r"weight_block_size=\(\) of the model's experts must be \(128, 128\); comet"),
+        (dict(activation_scheme="static"), "activation_scheme=static of the model's experts must be dynamic; comet"),
+        (dict(swiglu_limit=7.0), "swiglu_limit=7.0 of the model's experts must be None; comet"),
+        (dict(has_bias=True), r"has_bias=True of the model's experts \(FP8Experts\) must be False"),
+    ],
+)
+def test_other_experts_are_refused(whole: Path, change: dict[str, Any], message: str) -> None:
+    model = fp8_by_name(whole)
+    vars(model.model.layers[1].mlp.experts).update(change)
+    with pytest.raises(ValueError, match=message):
+        model(prompt(1, 3))
+
+
+def test_other_types_and_widths_are_refused(whole: Path) -> None:
+    rule = r"; comet\.integrations\.hf\.load_pretrained\(folder\) dequantises block FP8, with keep_fp8=True it keeps"
+    tensors = {
+        "gate_up_proj": (torch.zeros(8, 512, 80, dtype=torch.int8), f"dtype=torch.int8 of .* must be .*e4m3fn{rule}"),
+        "gate_up_proj_scale_inv": (torch.zeros(8, 4, 2, dtype=torch.uint8), f"scales of dtype torch.uint8 .*{rule}"),
+        "down_proj": (torch.zeros(8, 160, 64).to(torch.float8_e4m3fn), f"ffn_size=64 .* multiple of 128{rule}"),
+    }
+    for name, (tensor, message) in tensors.items():
+        model = fp8_by_name(whole)
+        experts = model.model.layers[1].mlp.experts
+        setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=False))
+        with pytest.raises(ValueError, match=message):
+            model(prompt(1, 3))
+    model = fp8_by_name(whole)
+    model.model.layers[1].mlp.experts.down_proj_scale_inv.data[3, 1, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"w2_scales\[3, 1, 1\]=nan must be finite and not negative"):
+        model(prompt(1, 3))
+
+
+def from_folder(folder: Path) -> Any:
+    """The model by Comet's name as transformers makes it of a block FP8 folder without a GPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    hf.register()
+    with mock.patch.object(quantizer_finegrained_fp8, "is_accelerate_available", return_value=True):
+        return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="comet", dtype=torch.float32).eval()
+
+
+# D, F and the width of a head; what transformers gets wrong; whether that is a part of the experts.
+WIDTHS = [
+    ((128, 256, 32), ""),
+    ((96, 64, 32), ""),
+    ((256, 192, 32), r"experts\.\d\.down_proj"),
+    ((192, 256, 32), "down_proj"),
+    ((256, 256, 48), r"self_attn\.o_proj"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
+@pytest.mark.parametrize(("sizes", "wrong"), WIDTHS)
+def test_what_transformers_dequantises_wrongly_is_refused(
+    tmp_path: Path, sizes: tuple[int, int, int], wrong: str
+) -> None:
+    names = dict(zip(("hidden_size", "moe_intermediate_size", "head_dim"), sizes, strict=True))
+    tiny_model("qwen3_moe", intermediate_size=128, **names).save_pretrained(tmp_path)
+    publish(tmp_path)
+    model, expected = from_folder(tmp_path), Expected.of(stock(tmp_path))
+    if not wrong:
+        hf.check(model)
+        expected.check(model, str(sizes))
+        return
+    model.set_experts_implementation("eager")
+    assert (model(expected.ids).logits - expected.logits).abs().max() > 0.1, "transformers is right now"
+    model.set_experts_implementation("comet")
+    for call in (hf.check, lambda model: model(prompt(1, 3))):
+        with pytest.raises(ValueError, match=rf"{wrong}\.weight.* must have scales, and sizes .*load_pretrained"):
+            call(model)
+    expected.check(hf.load_pretrained(tmp_path), "loaded by Comet")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers dequantises only where there is no GPU")
+def test_attention_without_scales_and_folders_of_transformers(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128).save_pretrained(tmp_path)
+    publish(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    del state[f"{name}_scale_inv"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} of .* must have scales"):
+        from_folder(tmp_path)(prompt(1, 3))
+    written_by_transformers(tmp_path / "written", "mixtral", hidden_size=128, intermediate_size=192)
+    with pytest.raises(ValueError, match=r"dtype=torch\.float8_e4m3fn of the model's experts must be"):
+        from_folder(tmp_path / "written")(prompt(1, 3))

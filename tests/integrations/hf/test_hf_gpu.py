@@ -1,19 +1,37 @@
-"""Hugging Face models on one GPU: answers as the stock model, and a decode step replayed from a CUDA graph."""
+"""Hugging Face models on GPUs: answers as the stock model, block FP8 folders, prefetch, steps from CUDA graphs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpus import ON_GPUS, gpu_of
+from hf_cases import (
+    FAMILIES,
+    PROMPT,
+    VOCABULARY,
+    greedy,
+    logits_with_cache,
+    make_group,
+    prompt,
+    same_state,
+    tiny_config,
+    tiny_model,
+)
+from hf_fp8_cases import RAGGED, WHOLE, fp8_by_name, load_on_ranks, published, stock
+from layer_cases import assert_as_close
+from ranks import run_ranks
 from torch import Tensor
 
-pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
-
-from hf_cases import FAMILIES, PROMPT, logits_with_cache, prompt, tiny_model
-from layer_cases import assert_as_close
-
+from comet.config import SpeculationConfig
+from comet.decode import MAX_DECODE_TOKENS
+from comet.generation.hf import HFEngine
 from comet.integrations import hf
+from comet.integrations.hf.stored_experts import cache_report
+
+pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 
 
 @pytest.mark.gpu
@@ -60,3 +78,171 @@ def step(model: Any, token: Tensor, cache: Any) -> Tensor:
     """Logits ``(batch, 1, V)`` of the next token; the cache counts positions on the device."""
     logits: Tensor = model(token[:, None], past_key_values=cache).logits
     return logits
+
+
+DTYPES = (torch.bfloat16, torch.float32)
+TOKENS = (1, 2, 9, 65)  # the last takes the path for many, which dequantises the layer
+BATCH, PREFILL, STEPS = 2, 40, 12  # a prompt for that path, too
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("whole"), WHOLE)
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("ragged"), RAGGED)
+
+
+def routed(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, ids and routing weights of two of the eight experts, as a router gives them."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    tokens = torch.randn(num_tokens, WHOLE["hidden_size"], generator=generator).to(dtype)
+    ids = torch.rand(num_tokens, 8, generator=generator).argsort(dim=1)[:, :2]
+    return tokens.cuda(), ids.cuda(), torch.rand(num_tokens, 2, generator=generator).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_group", [False, True])
+@torch.no_grad()
+def test_kept_experts_against_the_dequantised_ones(whole: Path, dtype: torch.dtype, in_group: bool) -> None:
+    group = make_group(tiny_config("deepseek_v3", **WHOLE), dtype=dtype, device="cuda") if in_group else None
+    kept = hf.load_pretrained(whole, group, dtype=dtype, device="cuda", keep_fp8=True)
+    models = [stock(whole, kind).cuda() for kind in (torch.float64, dtype)]
+    for layer in (1, 2):
+        block, exact, same = (model.model.layers[layer].mlp for model in (kept, *models))
+        for num_tokens in TOKENS:
+            tokens, ids, weights = routed(num_tokens, dtype)
+            wanted, close = exact.experts(tokens.double(), ids, weights.double()), same.experts(tokens, ids, weights)
+            wanted, close = wanted + exact.shared_experts(tokens.double()), close + same.shared_experts(tokens)
+            found = block.experts(tokens, ids, weights) + block.shared_experts(tokens)
+            assert (block.shared_experts(tokens).dim() == 0) == (num_tokens <= MAX_DECODE_TOKENS), "part of the step"
+            what = f"layer {layer}, {num_tokens} tokens, {dtype}, in a group: {in_group}"
+            assert_as_close(found, wanted, close, dtype, what)
+    hf.check(kept)
+    if group is not None:
+        group.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep_fp8", [False, True])
+def test_models_answer_as_the_dequantised_one(whole: Path, keep_fp8: bool) -> None:
+    """A prefill of the path for many tokens, then decode steps, from a CUDA graph and without; routing changes."""
+    ids = prompt(BATCH, PREFILL + STEPS).cuda()
+    exact, same = (
+        logits_with_cache(stock(whole, kind).cuda(), ids, PREFILL) for kind in (torch.float64, torch.float32)
+    )
+    model = hf.load_pretrained(whole, device="cuda", keep_fp8=keep_fp8)
+    found = logits_with_cache(model, ids, PREFILL)
+    assert_as_close(found, exact, same, torch.float32, f"keep_fp8 {keep_fp8}")
+    logits = steps(model, ids)
+    assert_as_close(logits, exact[:, PREFILL - 1 :], same[:, PREFILL - 1 :], torch.float32, f"captured, {keep_fp8}")
+
+
+@pytest.mark.gpu
+def test_experts_that_transformers_keeps_in_fp8_by_name(whole: Path) -> None:
+    ids = prompt(BATCH, PREFILL + STEPS).cuda()
+    exact, same = (
+        logits_with_cache(stock(whole, kind).cuda(), ids, PREFILL) for kind in (torch.float64, torch.float32)
+    )
+    logits = steps(fp8_by_name(whole).cuda(), ids)
+    assert_as_close(logits, exact[:, PREFILL - 1 :], same[:, PREFILL - 1 :], torch.float32, "by name")
+
+
+@pytest.mark.gpu
+def test_a_graph_in_bfloat16_takes_the_steps_of_eager_ones(whole: Path) -> None:
+    model = hf.load_pretrained(whole, dtype=torch.bfloat16, device="cuda", keep_fp8=True)
+    ids = prompt(BATCH, PREFILL + STEPS).cuda()
+    torch.testing.assert_close(steps(model, ids), steps(model, ids, "off"), rtol=1e-5, atol=1e-5)
+
+
+def steps(model: Any, ids: Tensor, cuda_graph: str = "on") -> Tensor:
+    """Logits ``(B, STEPS + 1, V)`` behind the prompt and behind each step of a ``StaticDecoder``."""
+    decoder = hf.StaticDecoder(model, BATCH, PREFILL + STEPS, cuda_graph=cuda_graph)  # type: ignore[arg-type]
+    lengths = torch.full((BATCH,), PREFILL, device=ids.device)
+    logits = [decoder.read(ids[:, :PREFILL], lengths)]
+    logits += [decoder.append(ids[:, position]) for position in range(PREFILL, PREFILL + STEPS)]
+    assert decoder.step.why_eager == ("" if cuda_graph == "on" else "cuda_graph='off'")
+    return torch.stack(logits, dim=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folders_are_dequantised_to_the_bit(ragged: Path, dtype: torch.dtype) -> None:
+    assert same_state(hf.load_pretrained(ragged, dtype=dtype, device="cuda"), stock(ragged, dtype).cuda())
+
+
+@pytest.mark.gpu
+def test_a_rank_of_a_group_reads_kept_and_dequantised_experts(ragged: Path, whole: Path) -> None:
+    load_on_ranks(0, 1, {"ragged": ragged, "whole": whole}, 1, 1, "cuda")
+
+
+FAMILIES = {"qwen3_moe": {"num_hidden_layers": 6, "mlp_only_layers": [2]}, "deepseek_v3": {"num_hidden_layers": 5}}
+
+
+def load(family: str, dtype: torch.dtype, folder: Path, *, prefetch: bool | str) -> Any:
+    if not (folder / "config.json").is_file():
+        tiny_model(family, dtype, **FAMILIES[family]).save_pretrained(folder)
+    return hf.load_pretrained(folder, device="cuda", dtype=dtype, expert_budget=0.5, expert_prefetch=prefetch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_steps_and_verification_are_those_without_it_bit_for_bit(
+    mode: Any, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """``on``: three graphs, of steps, drafts and verification, insisted on."""
+    models = [load(family, dtype, tmp_path, prefetch=prefetch) for prefetch in (False, True)]
+    drafts = SpeculationConfig(draft_experts=(1,), tau=0.0)
+    engines = [HFEngine(model, cuda_graph=mode, speculation=drafts) for model in models]
+    ids, lengths = prompt(2, 5).cuda(), torch.tensor([5, 2], device="cuda")
+    assert torch.equal(*[engine.prefill(ids, lengths, 100) for engine in engines])
+    drawn = torch.Generator().manual_seed(3)
+    for count in range(24):
+        tokens = torch.randint(VOCABULARY, (2, 3), generator=drawn).cuda()
+        made = []
+        for engine in engines:
+            before = engine.lengths.clone()
+            made.append([engine.draft(tokens[:, 0])])
+            engine.rewind(before)
+            made[-1].append(engine.verify(tokens))
+            engine.rewind(before + torch.tensor([1 + count % 3, 2], device="cuda"))
+            made[-1].append(engine.decode(tokens[:, 2]))
+        for kind, first, second in zip(("draft", "verify", "decode"), *made, strict=True):
+            assert torch.equal(first, second), f"round {count}, {kind}"
+    for engine in engines:
+        engine.check()
+        assert bool(engine.why_eager) == (mode == "off")
+    report = cache_report(models[1])
+    print(report)
+    assert report.prefetched >= report.prefetched_needed > 0
+    assert cache_report(models[0]).prefetched == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_writes_what_it_writes_without_it(family: str, tmp_path: Path) -> None:
+    models = [load(family, torch.bfloat16, tmp_path, prefetch=prefetch) for prefetch in (False, "auto")]
+    assert [cache_report(model).prefetch for model in models] == [False, True]
+    for batch, length in ((1, 1), (2, 9), (1, 3)):
+        assert torch.equal(*[greedy(model, prompt(batch, length).cuda()) for model in models])
+    assert cache_report(models[1]).prefetched_needed > 0
+
+
+def on_gpu(rank: int, world_size: int, folders: dict[str, Path]) -> list[dict[str, Tensor]]:
+    torch.cuda.set_device(gpu_of(rank))
+    return [load_on_ranks(rank, world_size, folders, ep, tp, gpu_of(rank)) for ep, tp in ((2, 1), (1, 2))]
+
+
+@pytest.mark.multi_gpu(n=2)
+def test_two_ranks_read_their_own_experts(tmp_path: Path) -> None:
+    folders = {"ragged": published(tmp_path / "ragged", RAGGED), "whole": published(tmp_path / "whole", WHOLE)}
+    first, second = run_ranks(on_gpu, 2, folders, backend=ON_GPUS, timeout=400)
+    for found, other in zip(first, second, strict=True):
+        assert len(found) == 3
+        for what, logits in found.items():
+            assert torch.equal(logits, other[what]), f"{what}: ranks 0 and 1 differ"

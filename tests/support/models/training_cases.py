@@ -14,6 +14,7 @@ from comet.layer.group import ExpertGroup, make_expert_group
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
 from comet.training.ranks import RankContext
+from comet.training.report import History
 
 CPU = torch.device("cpu")
 MOE = MoEConfig(hidden_size=32, ffn_size=32, num_experts=4, top_k=2)
@@ -30,6 +31,13 @@ LAYOUTS = [(2, 1), (1, 2), (1, 1)]  # of two ranks
 def Rank(rank: int = 0, world_size: int = 1, *, attempt: int = 0, device: torch.device = CPU) -> RankContext:
     """What the launcher would say about this process."""
     return RankContext(rank=rank, world_size=world_size, device=device, attempt=attempt)
+
+
+def losses(folder: Path) -> list[float]:
+    """Of every step that the history of a run has."""
+    history = History(None)
+    history.start(folder, 1000)
+    return [loss for window in history.windows for loss in window.losses]
 
 
 def make_text(folder: Path) -> Path:

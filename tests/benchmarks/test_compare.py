@@ -1,15 +1,17 @@
-"""Comparison of the paths' loss curves: the rule it judges by, its files, and whole runs on two CPU ranks."""
+"""Loss curves of several paths, and two trees in one process: the rules they are judged by, files, whole runs."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from bench_cases import ROOT, report_of
 from ranks import run_ranks
 from training_cases import Rank, make_job
 
@@ -27,6 +29,7 @@ from suites.compare_paths import (
     main,
     pairwise,
 )
+from suites.compare_trees import Tree
 
 DTYPES = (torch.float32, torch.bfloat16)
 FALLING = [5.5 - 0.02 * step for step in range(60)]
@@ -150,3 +153,34 @@ def test_wrong_folders(tmp_path: Path) -> None:
         (tmp_path / name / "result.json").write_text(json.dumps(result))
     with pytest.raises(ValueError, match=r"steps must be the same in all runs, but is \{'a': 5, 'b': 6\}"):
         main([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
+def test_each_tree_has_its_own_modules(tmp_path: Path) -> None:
+    for name in ("comet", "kernels", "launch", "configs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "comet" / "__init__.py").write_text("")
+    (tmp_path / "comet" / "errors.py").write_text("WHOSE = 'other'\n")
+    other, own = Tree(tmp_path), Tree(ROOT)
+    import comet.errors as installed
+
+    with other.active():
+        from comet.errors import WHOSE  # type: ignore[attr-defined]
+    with own.active():
+        from comet.errors import CommTimeoutError
+    with other.active():
+        import comet.errors
+
+        assert not hasattr(comet.errors, "CommTimeoutError")
+    assert WHOSE == "other"
+    assert issubclass(CommTimeoutError, RuntimeError)
+    assert CommTimeoutError is not installed.CommTimeoutError
+    assert sys.modules["comet.errors"] is installed, "outside everything is as before"
+
+
+def test_a_tree_against_itself() -> None:
+    report, _ = report_of("compare-trees", "--base", str(ROOT), "--rounds", "1")
+    assert [row["call"].partition(": ")[2] for row in report["rows"]] == [
+        "layer", "routed experts", "routed experts, with backward", "decode step",
+    ]  # fmt: skip
+    assert all(row["host"]["us"] > 0 for row in report["rows"])
+    assert ("device" in report["rows"][0]) == torch.cuda.is_available()
