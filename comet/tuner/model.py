@@ -35,7 +35,7 @@ WAVES = 8  # steps in which rows arrive, of at most 31
 # Passes of the plain path over its routed rows, counted in its source: gathers, zeroed buffers, scatters, weighted sum.
 PLAIN_ROW_PASSES = 15
 PLAIN_HIDDEN_PASSES = 6
-# Items in CUDA C++ (``kernels/runtime/cuda_text.py``): most rows, which are whole steps, most of an expert's only one;
+# Items in CUDA C++ (``kernels/layer/blocks.py``): most rows, which are whole steps, most of an expert's only one;
 # columns.
 CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, CUDA_COLS = 256, 16, 272, 128
 

@@ -1,43 +1,73 @@
-// Layer 0 in one launch: rows go to other ranks (push.cu) beside the GEMM over those that came: gather.cu, and
-// gather_gemm.cu or, in block FP8, fp8_gather_gemm.cu; for layer 1's backward (IS_GRADIENT) grad_hidden.cu.
+// Layer 0 in one launch: rows go to other ranks beside the GEMM over those that came, and the activation; as fc2_dgrad
+// the same of gradients on their way back through layer 1's weights.
 //
 // A block has twelve warps: eight multiply, three load for them, one pushes rows until none are left.
 
-constexpr int PUSHER = WARPS + LOADERS;
-constexpr int THREADS = 32 * (PUSHER + 1);
-static_assert(THREADS == 384);
+#include "include/epilogue/hidden.cuh"
+#include "include/epilogue/hidden_fp8.cuh"
+#include "include/producer_gather.cuh"
+#include "include/push.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dispatch_gemm(
-    const __grid_constant__ TensorMap weights_map, const char* __restrict__ received, const int* __restrict__ counts,
-    const int* __restrict__ starts, const int* __restrict__ tiles, const int* __restrict__ num_tiles,
-    const int* __restrict__ row_ids, const int* __restrict__ flags, int experts, int depth, int ffn,
-    const __grid_constant__ Results results, const __grid_constant__ Fault fault, const __grid_constant__ Sends sends) {
+struct GatherGemmArgs {
+    TensorMap weights_map;
+    const char* received;  // (W * M, ..) receive buffer
+    const int* counts;     // (e,) routed rows of each expert
+    const int* starts;     // (e,) first routed row of each expert
+    const int* plan_tiles; // (.., 4) local expert, first routed row, valid rows, phase
+    const int* num_plan_tiles;
+    const int* row_ids; // (Q,) received row of each routed row
+    const int* flags;   // (W, M / CHUNK)
+    int experts, depth, ffn;
+};
+
+// Of both warpgroups that multiply.
+template <class Config>
+constexpr int dispatch_gemm_staging_bytes() {
+    if constexpr (Config::IS_FP8) return Maxima<Config>::BYTES;
+    else return 2 * HiddenStaging<Config>::BYTES;
+}
+
+template <class Config>
+__device__ __forceinline__ void dispatch_gemm(
+    const GatherGemmArgs& gemm, const HiddenArgs& hidden, const Fault& fault, const DispatchArgs& dispatch) {
+    constexpr int PUSHER = Config::MATH_WARPS + Config::PRODUCER_WARPS;
+    static_assert(Config::THREADS == 32 * (PUSHER + 1));
+    using Storage = SharedStorage<Config, GatheredTile, dispatch_gemm_staging_bytes<Config>()>;
+    static_assert(Storage::BYTES + Segments::BYTES_MORE == Config::SHARED_BYTES);
+    static_assert(Segments::BYTES_PER_EXPERT == Config::SHARED_BYTES_PER_EXPERT);
     extern __shared__ char dynamic[];
-    const Memory<Item> memory(dynamic, 2 * STAGING_BYTES);
-    int* const first_piece = reinterpret_cast<int*>(memory.behind());
+    const Storage storage(dynamic);
+    int* const first_tile = reinterpret_cast<int*>(storage.behind());
 
-    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (warp == PUSHER && lane == 0) memory.init(1 + 32 * LOADERS, WARPS);
-    Draws draws(sends.tickets + ITEM_TICKETS, memory.draws, warp == WARPS && lane == 0);
-    const int epoch = __ldg(sends.epoch);
-    const Parts parts{first_piece, first_piece + 2 * experts + 1};
-    const Work work{counts, starts, parts, experts, depth, ffn};
-    list_pieces(work, reinterpret_cast<const int4*>(tiles), __ldg(num_tiles), threadIdx.x, THREADS);
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (warp == PUSHER && lane == 0) storage.init(1 + 32 * Config::PRODUCER_WARPS, Config::MATH_WARPS);
+    TileScheduler<Config> scheduler(
+        dispatch.tickets + TILE_COUNTER, storage.slots, warp == Config::MATH_WARPS && lane == 0);
+    const int epoch = __ldg(dispatch.epoch), experts = gemm.experts;
+    const Segments segments{first_tile, first_tile + 2 * experts + 1};
+    const GatherProblem<Config> problem{gemm.counts, gemm.starts, segments, experts, gemm.depth, gemm.ffn};
+    list_row_tiles(problem, reinterpret_cast<const int4*>(gemm.plan_tiles), __ldg(gemm.num_plan_tiles), threadIdx.x);
     __syncthreads();
 
-    if (warp < WARPS) {
-        take_registers<MULTIPLYING_REGISTERS>();
-        const Recorder recorder(sends.events, sends.event_capacity, epoch, 0);
-        multiply_items(work, memory, results, recorder, warp, lane);
+    if (warp < Config::MATH_WARPS) {
+        take_math_registers<Config>();
+        const Recorder<Config> recorder(dispatch.events, dispatch.event_capacity, epoch, 0);
+        if constexpr (Config::IS_FP8) {
+            multiply_hidden_fp8(problem, storage, hidden, recorder, warp, lane);
+        } else {
+            multiply_hidden(problem, storage, hidden, recorder, warp, lane);
+        }
         return;
     }
-    give_registers<other_registers(MULTIPLYING_REGISTERS)>();
+    give_math_registers<Config>();
     if (warp < PUSHER) {
-        const Arrivals arrivals{
-            reinterpret_cast<const char*>(sends.x), received, row_ids, flags, fault, epoch, sends.rank,
-            sends.max_tokens, 2 * sends.cols};
-        load_items(work, arrivals, weights_map, memory, draws, warp - WARPS, lane);
-    } else if (!IS_GRADIENT || !__any_sync(0xFFFFFFFF, has_failed(fault))) { // the plan may be older than what failed
-        push_rows(sends, Recorder(sends.events, sends.event_capacity, epoch, 1), lane);
+        const ReceivedRows<Config> received{
+            reinterpret_cast<const char*>(dispatch.x), gemm.received, gemm.row_ids, gemm.flags, fault, epoch,
+            dispatch.rank, dispatch.max_tokens, 2 * dispatch.cols};
+        load_tiles(problem, received, gemm.weights_map, storage.tiles, storage.pipeline(), scheduler,
+                   warp - Config::MATH_WARPS, lane);
+    } else if (!Config::IS_DGRAD || !__any_sync(ALL_LANES, has_failed(fault))) {
+        // The plan of a gradient may be older than what failed.
+        push_rows(dispatch, Recorder<Config>(dispatch.events, dispatch.event_capacity, epoch, 1), lane);
     }
 }

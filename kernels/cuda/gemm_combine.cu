@@ -1,50 +1,77 @@
-// Layer 1 in one launch: the GEMM (panels.cu, and panel_gemm.cu or, in block FP8, fp8_panel_gemm.cu) beside reduce,
-// send and final sums (combine.cu).
+// Layer 1 in one launch: the GEMM, beside top-k sums, their way to the rank of each token and the final sums there; as
+// fc1_dgrad the same of gradients on their way back through layer 0's weights.
 //
 // A block has twelve warps: eight multiply, one loads for them, three combine from the start. Those that multiply
 // combine when they are done, in the memory of the stages.
 
-constexpr int LOADER = WARPS + COMBINERS;
-constexpr int THREADS = 32 * (LOADER + 1);
-static_assert(THREADS == 384);
-constexpr int COMBINER_BYTES = LIST_BYTES + AHEAD_BESIDE * SLOT_BYTES;
-constexpr int AFTER_BYTES = LIST_BYTES + AHEAD_AFTER * SLOT_BYTES;
-static_assert(WARPS * AFTER_BYTES <= STAGES * STAGE_BYTES);
+#include "include/combine.cuh"
+#include "include/epilogue/rows.cuh"
+#include "include/epilogue/rows_fp8.cuh"
+#include "include/producer_panels.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_combine(
-    const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weights_map,
-    const int* __restrict__ counts, const int* __restrict__ starts, int experts, int depth,
-    const __grid_constant__ Scales scales, const __grid_constant__ Returns returns) {
+struct PanelGemmArgs {
+    TensorMap rows_map, weights_map;
+    const int* counts; // (e,) routed rows of each expert
+    const int* starts; // (e,) first routed row of each expert
+    int experts, depth;
+    ScaleArgs scales;
+};
+
+// Of both warpgroups that multiply; in block FP8 they use the stages.
+template <class Config>
+constexpr int gemm_combine_staging_bytes() {
+    if constexpr (Config::IS_FP8) return 0;
+    else return 2 * ROWS_STAGING_BYTES<Config>;
+}
+
+template <class Config>
+__device__ __forceinline__ void gemm_combine(const PanelGemmArgs& gemm, const CombineArgs& combine) {
+    constexpr int MATH_WARPS = Config::MATH_WARPS, COMBINE_WARPS = Config::COMBINE_WARPS;
+    constexpr int PRODUCER = MATH_WARPS + COMBINE_WARPS;
+    constexpr int COMBINE_BYTES = CombineShape<Config>::bytes(Config::AHEAD_COLOCATED);
+    constexpr int AFTER_BYTES = CombineShape<Config>::bytes(Config::AHEAD_AFTER);
+    using Storage = SharedStorage<Config, PanelTile, gemm_combine_staging_bytes<Config>()>;
+    static_assert(Config::THREADS == 32 * (PRODUCER + 1));
+    static_assert(MATH_WARPS * AFTER_BYTES <= Config::NUM_STAGES * Stage<Config>::BYTES);
+    static_assert(Storage::BYTES + COMBINE_WARPS * COMBINE_BYTES + int(sizeof(int)) == Config::SHARED_BYTES);
+    static_assert(sizeof(int) == Config::SHARED_BYTES_PER_EXPERT);
     extern __shared__ char dynamic[];
-    const Memory<Item> memory(dynamic, 2 * STAGING_BYTES);
-    char* const combiners = memory.behind();
-    int* const first_piece = reinterpret_cast<int*>(combiners + COMBINERS * COMBINER_BYTES);
+    const Storage storage(dynamic);
+    char* const combiners = storage.behind();
+    int* const first_tile = reinterpret_cast<int*>(combiners + COMBINE_WARPS * COMBINE_BYTES);
 
-    const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    Draws draws(returns.tickets + ITEM_TICKETS, memory.draws, warp == LOADER && lane == 0 && cluster_rank() == 0);
-    if (warp == LOADER && lane == 0) memory.init(1, WARPS * CLUSTER);
-    if (warp == 0) list_pieces(first_piece, counts, experts, lane);
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    TileScheduler<Config> scheduler(
+        combine.tickets + TILE_COUNTER, storage.slots, warp == PRODUCER && lane == 0 && cluster_rank() == 0);
+    if (warp == PRODUCER && lane == 0) storage.init(1, MATH_WARPS * Config::CLUSTER);
+    if (warp == 0) list_row_tiles<Config>(first_tile, gemm.counts, gemm.experts, lane);
     __syncthreads();
-    cluster_sync();
+    cluster_sync<Config::CLUSTER>();
 
-    const Work work{
-        counts, starts, first_piece, experts, depth, returns.cols, returns.panels, int(cluster_rank()),
-        scales};
-    if (warp < WARPS) {
-        take_registers<MULTIPLYING_REGISTERS>();
-        const Recorder recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), 0);
-        multiply_items(work, memory, returns.y, returns.panel_counters, recorder, warp, lane);
-        both_groups_sync(); // they are done with the stages
-        Combiner<AHEAD_AFTER>(returns, memory.begin + warp * AFTER_BYTES, 1 + COMBINERS + warp, lane).run();
-    } else {
-        give_registers<other_registers(MULTIPLYING_REGISTERS)>();
-        if (warp == LOADER) {
-            if (lane == 0) load_items(work, rows_map, weights_map, memory, draws);
+    const PanelProblem<Config> problem{
+        gemm.counts, gemm.starts, first_tile, gemm.experts, gemm.depth, combine.cols, combine.panels,
+        int(cluster_rank()), gemm.scales};
+    if (warp < MATH_WARPS) {
+        take_math_registers<Config>();
+        const Recorder<Config> recorder(combine.events, combine.event_capacity, __ldg(combine.epoch), 0);
+        if constexpr (Config::IS_FP8) {
+            multiply_rows_fp8(problem, storage, combine.y, combine.panel_counters, recorder, warp, lane);
         } else {
-            const int combiner = warp - WARPS;
-            Combiner<AHEAD_BESIDE>(returns, combiners + combiner * COMBINER_BYTES, 1 + combiner, lane).run();
+            multiply_rows(problem, storage, combine.y, combine.panel_counters, recorder, warp, lane);
+        }
+        math_sync<Config>(); // they are done with the stages
+        Combiner<Config, Config::AHEAD_AFTER>(
+            combine, storage.begin + warp * AFTER_BYTES, 1 + COMBINE_WARPS + warp, lane).run();
+    } else {
+        give_math_registers<Config>();
+        if (warp == PRODUCER) {
+            if (lane == 0) load_tiles(problem, gemm.rows_map, gemm.weights_map, storage, scheduler);
+        } else {
+            const int combiner = warp - MATH_WARPS;
+            Combiner<Config, Config::AHEAD_COLOCATED>(
+                combine, combiners + combiner * COMBINE_BYTES, 1 + combiner, lane).run();
         }
     }
     __syncwarp();
-    cluster_sync();
+    cluster_sync<Config::CLUSTER>();
 }

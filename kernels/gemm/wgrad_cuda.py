@@ -186,7 +186,7 @@ def source(config: CudaConfig, dtype: torch.dtype) -> CudaSource:
     return CudaSource(
         template="wgrad",
         entry=f"wgrad_{element.lower()}",
-        arguments=WgradArgs,
+        arguments=dict(args=WgradArgs),
         types=dict(Element=element),
         constants=dict(
             NUM_STAGES=config.num_stages, BLOCK_K=config.depth, LEAD=config.lead, STAGED_BOXES=config.staged_boxes,

@@ -1,13 +1,16 @@
-"""Layer 0's forward pass in CUDA C++ (``cuda/``): what ``dispatch_gemm`` does, bit for bit, in one launch.
+"""Layer 0 in CUDA C++ (``cuda/dispatch_gemm.cu``): what ``dispatch_gemm`` of Triton does, bit for bit, in one launch.
 
-What it has and its Triton twin cannot have: warps that only load, pieces of rows of equal height in the place of tiles
-of 128, and a warp in every block that pushes rows, eight at a time: the first rows arrive after microseconds, and no
-block is kept from multiplying. Blocks draw their items, so that those that need the same weights read them together.
+In 16 bits and in block FP8, and as fc2_dgrad, where gradients of the output travel as tokens do, and weights are read
+along their columns, as they lie.
+
+What it has and its Triton twin cannot have: warps that only load, token tiles of equal height in the place of tiles of
+128, and a warp in every block that pushes rows, eight at a time: the first rows arrive after microseconds, and no block
+is kept from multiplying. Blocks take the next tile when they are ready, so that those that need the same weights read
+them together.
 
 Why it ends: pushing warps wait for nobody, so every flag is raised, in whatever order blocks run.
 """
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from itertools import product
@@ -16,32 +19,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import CHUNK_ROWS, TileTable, Wire, multiprocessors
+from ..runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors, parts
 from ..runtime.case import CudaCase
-from ..runtime.cuda_text import COLS, LAUNCH_REGISTERS, LINE, SHARED_LIMIT, TILE_ROWS, WARPS, cuda_text, memory_bytes
-from ..runtime.nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
+from ..runtime.cuda_source import (
+    INT32,
+    INT64,
+    POINTER,
+    SHARED_LIMIT,
+    SWIZZLE_BYTES,
+    CudaSource,
+    DeviceStruct,
+    TensorMap,
+    fields,
+    padded,
+    storage_bytes,
+)
+from ..runtime.nvrtc import CudaKernel, is_available, load_source, tensor_map
 from ..runtime.primitives import PLACE_LAYER0
 from ..runtime.recorder import KIND_DISPATCH, KIND_LAYER0_TILE
+from .blocks import (
+    FP8_MMA,
+    MMA,
+    PLAN_TILE_ROWS,
+    TILE_SLOTS,
+    Fault,
+    config_constants,
+    config_types,
+    stage_bytes,
+)
 from .triton.dispatch import Sends
 
-NAME = "dispatch_gemm"
-SOURCES = (
-    "hopper", "recorder", "signals", "ring", "items", "products", "gather", "swiglu", "gather_gemm",
-    "multiply_items", "push", "dispatch_gemm",
-)  # fmt: skip
-LOADERS = 3  # warps that load; one more pushes
-NUM_THREADS = 32 * (WARPS + LOADERS + 1)
-ITEM_BYTES = 48  # of ``Item`` of ``cuda/gather.cu``
+PRODUCER_WARPS = 3  # one more pushes
+TILE_BYTES = 48  # of ``GatheredTile`` of ``gathered_tiles.cuh``
+EXPERT_BYTES = 12  # of an expert in the table of token tiles
+FP8_SCALE_STEPS = (
+    4  # a row's scales of so many steps are loaded together: four bytes at a time cost 6.5 % of the launch
+)
 # Of the tokens of a rank with one expert; with fewer the launch is too short to tell.
 LEAST_PRODUCTS = 1_000_000_000
+# As fc2_dgrad: a rank alone hides no more than a copy of its rows, and this GEMM is 1 to 5 % slower than Triton's over
+# rows in order from so many products on (benchmarks/results/backward_kernels.md).
+MOST_PRODUCTS_ALONE = 100_000_000_000
+
+
+class GatherGemmArgs(DeviceStruct):
+    """What there is to multiply."""
+
+    _fields_ = padded(
+        *fields(TensorMap, "weights_map"),
+        *fields(POINTER, "received counts starts plan_tiles num_plan_tiles row_ids flags"),
+        *fields(INT32, "experts depth ffn"),
+    )
+
+
+class HiddenArgs(DeviceStruct):
+    """Where results go."""
+
+    _fields_ = (*fields(POINTER, "hidden gate_up scales weight_scales"), *fields(INT64, "num_rows"))
+
+
+class DispatchArgs(DeviceStruct):
+    """What this rank sends."""
+
+    _fields_ = (
+        *fields(POINTER, "x token_ids counts row_addresses flag_addresses tickets pushed epoch events"),
+        *fields(INT32, "rank max_tokens cols event_capacity"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaConfig:
-    """Shape of the blocks, as measured best on an H200.
+    """Shape of the blocks in 16 bits, as measured best on an H200.
 
     Args:
-        most_rows: Most rows of a piece that has all rows of its expert; others have up to ``MOST_AT_ONCE``.
+        most_rows: Most rows of a token tile that has all rows of its expert; others have up to ``MMA.mma_rows``.
         num_stages: Depth of the load pipeline.
         staged_rows: Rows of a result that are stored at once, a multiple of 32 that divides ``most_rows``.
         push_rows: Rows of a pushing warp's ticket, a divisor of 128.
@@ -52,6 +103,29 @@ class CudaConfig:
     staged_rows: int = 32
     push_rows: int = 8
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What a kernel is compiled for.
+
+    Args:
+        weights: Elements of the operands: bfloat16, float16 or float8_e4m3fn.
+        output: Elements of the results in 16 bits, bfloat16 or float16.
+        world_size: W.
+        is_dgrad: Whether it is fc2_dgrad.
+        saves_gate_up: Whether gate | up are stored for the backward pass.
+        records: Whether warps record what they do.
+        config: Shape of the blocks; of block FP8 only the stages and ``push_rows`` count.
+    """
+
+    weights: torch.dtype
+    output: torch.dtype
+    world_size: int
+    is_dgrad: bool = False
+    saves_gate_up: bool = False
+    records: bool = False
+    config: CudaConfig = CudaConfig()
+
     def shared_bytes(self, num_experts: int) -> int:
         """Dynamic shared memory of a block.
 
@@ -59,34 +133,55 @@ class CudaConfig:
             num_experts: Experts of this rank.
 
         Returns:
-            Bytes: alignment, stages, staging, barriers, items, draws, the table of pieces.
+            Bytes: alignment, stages, staging, barriers, tiles, the table of token tiles.
 
         Example:
-            32 experts: 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97 = 219076.
+            32 experts in bfloat16: 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97 = 219076.
         """
-        memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * COLS // 2, ITEM_BYTES)
-        return memory + 4 * (3 * num_experts + 1)
+        if self.weights.itemsize == 1:
+            stage, staging = stage_bytes(FP8_MMA, FP8_MMA.mma_rows, FP8_SCALE_STEPS), 4 * 2 * FP8_MMA.mma_rows
+        else:
+            line = SWIZZLE_BYTES if self.is_dgrad else SWIZZLE_BYTES // 2
+            stage, staging = stage_bytes(MMA, self.config.most_rows), 2 * self.config.staged_rows * line
+        storage = storage_bytes(self.config.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS)
+        return storage + EXPERT_BYTES * num_experts + 4
 
+    @property
+    def entry(self) -> str:
+        """Name of the kernel: ``dispatch_gemm_bf16_swiglu``, ``dispatch_gemm_fp8_swiglu``, ``fc2_dgrad_bf16``."""
+        elements = "fp8" if self.weights.itemsize == 1 else config_types(self.weights, self.output)["Element"].lower()
+        name = f"fc2_dgrad_{elements}" if self.is_dgrad else f"dispatch_gemm_{elements}_swiglu"
+        return name + "_saving" * self.saves_gate_up + "_recording" * self.records
 
-class _Fault(ctypes.Structure):
-    _fields_ = (("record", ctypes.c_uint64), ("timeout_ns", ctypes.c_uint64))
+    def source(self, num_experts: int) -> CudaSource:
+        """What it is compiled from, for a launch with so many experts of this rank."""
+        return CudaSource(
+            template="dispatch_gemm",
+            entry=self.entry,
+            arguments=dict(gemm=GatherGemmArgs, hidden=HiddenArgs, fault=Fault, dispatch=DispatchArgs),
+            types=config_types(self.weights, self.output) | dict(Activation="Swiglu"),
+            constants=self._constants(),
+            shared_bytes=self.shared_bytes(num_experts),
+        )
 
-
-class Results(ctypes.Structure):
-    """``Results`` of ``cuda/gather_gemm.cu``."""
-
-    _fields_ = (("hidden", ctypes.c_uint64), ("pre", ctypes.c_uint64))
-
-
-class _Sends(ctypes.Structure):
-    """``Sends`` of ``cuda/push.cu``: addresses, then integers."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in (
-            "x", "token_ids", "counts", "row_addresses", "flag_addresses", "tickets", "pushed", "epoch", "events",
-        )),
-        *((name, ctypes.c_int32) for name in ("rank", "max_tokens", "cols", "event_capacity")),
-    )  # fmt: skip
+    def _constants(self) -> dict[str, int]:
+        config = self.config
+        common: dict[str, Any] = dict(
+            cluster=1, num_stages=config.num_stages, push_rows=config.push_rows, world_size=self.world_size,
+            records=self.records, is_dgrad=self.is_dgrad, producer_warps=PRODUCER_WARPS, chunk=CHUNK_ROWS,
+            place_layer0=PLACE_LAYER0.value, kind_layer0_tile=KIND_LAYER0_TILE.value,
+            kind_dispatch=KIND_DISPATCH.value, shared_bytes=self.shared_bytes(0), shared_bytes_per_expert=EXPERT_BYTES,
+        )  # fmt: skip
+        if self.weights.itemsize == 1:
+            rows = FP8_MMA.mma_rows
+            return config_constants(
+                FP8_MMA, **common, max_tile_rows=rows, scale_steps=FP8_SCALE_STEPS, push_batch=8, math_registers=208
+            )
+        return config_constants(
+            MMA, **common, max_tile_rows=config.most_rows, scale_steps=1, push_batch=16,
+            staged_rows=config.staged_rows, saves_gate_up=self.saves_gate_up,
+            math_registers=176 if self.records else 184,  # recording takes registers of the producers
+        )  # fmt: skip
 
 
 def takes(max_tokens: int, experts: int, double_f: int, depth: int, itemsize: int, block_rows: int) -> bool:
@@ -103,47 +198,66 @@ def takes(max_tokens: int, experts: int, double_f: int, depth: int, itemsize: in
     Example:
         M=512, 2F=1536 and D=2048 are 1.6e9 products: taken, if in 16 bits; M=256 not.
     """
-    return _is_large(max_tokens, double_f, depth) and _fits(experts, double_f, depth, itemsize, block_rows)
+    fits = itemsize == 2 and _fits((experts, double_f, depth), itemsize, block_rows, is_dgrad=False)
+    return fits and max_tokens * double_f * depth >= LEAST_PRODUCTS
 
 
-def _is_large(max_tokens: int, double_f: int, depth: int) -> bool:
-    return max_tokens * double_f * depth >= LEAST_PRODUCTS
+@functools.cache
+def _fits(shape: tuple[int, ...], itemsize: int, block_rows: int, *, is_dgrad: bool) -> bool:
+    """Whether kernels exist for weights of this ``shape``, ``(e, N, K)``, and tiles of so many rows."""
+    experts, n, k = shape
+    dtype = torch.float8_e4m3fn if itemsize == 1 else torch.bfloat16
+    in_step = itemsize == 1 or (n % (8 if is_dgrad else 16) == 0 and k % 8 == 0)
+    shared_bytes = Variant(weights=dtype, output=torch.bfloat16, world_size=1, is_dgrad=is_dgrad).shared_bytes(experts)
+    return itemsize <= 2 and in_step and block_rows == PLAN_TILE_ROWS and shared_bytes <= SHARED_LIMIT
 
 
-def _fits(experts: int, double_f: int, depth: int, itemsize: int, block_rows: int) -> bool:
-    return (
-        itemsize == 2
-        and double_f % 16 == 0
-        and depth % 8 == 0
-        and block_rows == TILE_ROWS
-        and CudaConfig().shared_bytes(experts) <= SHARED_LIMIT
-    )
+def can_run(weights: Tensor | Scaled, table: TileTable, *, is_dgrad: bool = False) -> bool:
+    """Whether the kernel in CUDA C++ takes such a launch, of whatever size.
+
+    Args:
+        weights: w1 ``(e, 2F, D)`` in 16 bits or block FP8; of fc2_dgrad w2 ``(e, D, F)`` in 16 bits.
+        table: Tiles and segments of the plan.
+        is_dgrad: Whether it is fc2_dgrad.
+    """
+    elements, _ = parts(weights)
+    fits = _fits(tuple(elements.shape), elements.element_size(), table.block_rows, is_dgrad=is_dgrad)
+    return fits and table.segments is not None and is_available(elements.device)
 
 
-def runs_cuda(x: Tensor, w1: Tensor, wire: Wire, sends: Sends, table: TileTable) -> bool:
+def runs_cuda(w1: Tensor | Scaled, wire: Wire, table: TileTable) -> bool:
     """Whether a launch is the one in CUDA C++; ranks may differ in it, for they see the same flags from either.
 
     Args:
-        x: This rank's tokens.
-        w1: ``(e, 2F, D)`` weights.
-        wire: See ``dispatch_gemm``.
-        sends: See ``dispatch_gemm``.
-        table: See ``dispatch_gemm``.
+        w1: ``(e, 2F, D)`` weights, in 16 bits or in block FP8, of which launches of any size are.
+        wire: Receive rows and flags.
+        table: Tiles and segments of the plan.
     """
-    return _is_large(wire.max_tokens, *w1.shape[1:]) and can_run(x, w1, sends, table)
+    elements, scales = parts(w1)
+    is_large = scales is not None or wire.max_tokens * elements[0].numel() >= LEAST_PRODUCTS
+    return is_large and can_run(w1, table)
 
 
-def can_run(x: Tensor, w1: Tensor, sends: Sends, table: TileTable) -> bool:
-    """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
-    return (
-        _fits(*w1.shape, x.element_size(), table.block_rows) and table.segments is not None and is_available(x.device)
-    )
+def runs_fc2_dgrad(w2: Tensor, wire: Wire, table: TileTable) -> bool:
+    """The same of fc2_dgrad.
+
+    Args:
+        w2: ``(e, D, F)`` weights.
+        wire: Receive rows and flags.
+        table: Tiles and segments of the plan.
+
+    Example:
+        M=1024, D=2048 and F=768, 1.6e9 products, are taken, if in 16 bits; M=512 not; M=65536 of several ranks only.
+    """
+    products = wire.max_tokens * w2[0].numel()
+    is_fit = products >= LEAST_PRODUCTS and (wire.world_size > 1 or products < MOST_PRODUCTS_ALONE)
+    return is_fit and can_run(w2, table, is_dgrad=True)
 
 
 def dispatch_gemm_cuda(
-    x: Tensor,
-    w1: Tensor,
-    hidden: Tensor,
+    x: Tensor | None,
+    w1: Tensor | Scaled,
+    hidden: Tensor | Scaled,
     pre: Tensor | None,
     wire: Wire,
     sends: Sends,
@@ -153,144 +267,128 @@ def dispatch_gemm_cuda(
     """Send this rank's rows, receive the others', and compute hidden = silu(x w_gate) * (x w_up) for all routed rows.
 
     Args:
-        x: ``(T, D)`` this rank's tokens, bfloat16 or float16.
-        w1: ``(e, 2F, D)`` gate rows, then up rows, same dtype.
-        hidden: ``(Q, F)`` result; rows of no expert are undefined.
+        x: ``(T, D)`` this rank's tokens, bfloat16 or float16; ``None`` in block FP8, where they lie packed among the
+            receive rows.
+        w1: ``(e, 2F, D)`` gate rows, then up rows, same dtype; in block FP8 with scales ``(e, 2F / 128, D / 128)``.
+        hidden: ``(Q, F)`` result, in block FP8 with scales ``(F / 128, Q)``; rows of no expert are undefined.
         pre: ``(Q, 2F)`` receives gate | up for the backward pass, or ``None``.
         wire: Receive rows and flags.
         sends: Send lists.
         table: Segments, tiles by phase, and where each routed row arrives.
         config: Shape of the blocks.
     """
-    config = config or CudaConfig()
-    experts, double_f, depth = w1.shape
-    kernel = _kernel(
-        config, x.dtype, experts, wire.world_size, pre is not None, wire.recorder is not None,
-        torch.cuda.current_device(),
+    (weights, weight_scales), (result, scales) = parts(w1), parts(hidden)
+    if x is None:
+        x = wire.rows[wire.rank * wire.max_tokens :].view(torch.int16)
+    variant = Variant(
+        weights=weights.dtype,
+        output=torch.bfloat16 if weight_scales is not None else weights.dtype,
+        world_size=wire.world_size,
+        saves_gate_up=pre is not None,
+        records=wire.recorder is not None,
+        config=config or CudaConfig(),
+    )
+    results = HiddenArgs.of(
+        hidden=result, gate_up=pre, scales=scales, weight_scales=weight_scales, num_rows=len(result)
     )  # fmt: skip
-    results = Results(hidden=hidden.data_ptr(), pre=0 if pre is None else pre.data_ptr())
-    launch(kernel, gate_up_map(w1, COLS), x, results, wire, sends, table, (experts, depth, double_f // 2))
+    block_n = MMA.block_n if weight_scales is None else FP8_MMA.block_n
+    experts, double_f, depth = weights.shape
+    launch(variant, gate_up_map(weights, block_n), x, results, wire, sends, table, (experts, depth, double_f // 2))
 
 
-def gate_up_map(w1: Tensor, cols: int) -> Any:
-    """Descriptor of w1 for bulk copies of eight gate rows, the eight up rows that go with them, and so on.
+def fc2_dgrad_cuda(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, table: TileTable) -> None:
+    """Send this rank's gradients, receive the others', and multiply those of all routed rows by their expert's w2.
+
+    Args:
+        grad_y: ``(T, D)`` gradients of this rank's outputs, bfloat16 or float16.
+        w2: ``(e, D, F)``, same dtype.
+        out: ``(Q, F)`` result; rows of no expert are undefined.
+        wire: Receive rows, which hold the others' gradients afterwards and not this rank's own, and flags.
+        sends: Send lists.
+        table: Segments, tiles by phase, and where each routed row arrives.
+    """
+    variant = Variant(
+        weights=w2.dtype, output=w2.dtype, world_size=wire.world_size, is_dgrad=True, records=wire.recorder is not None
+    )
+    weights_map = tensor_map(w2, (1, MMA.block_k, SWIZZLE_BYTES // w2.itemsize))
+    results = HiddenArgs.of(hidden=out, gate_up=None, scales=None, weight_scales=None, num_rows=len(out))
+    launch(variant, weights_map, grad_y, results, wire, sends, table, tuple(w2.shape))
+
+
+def gate_up_map(w1: Tensor, cols: int) -> TensorMap:
+    """Descriptor of w1 for TMA loads of gate rows and the up rows that go with them, interleaved in groups of 8.
 
     Args:
         w1: ``(e, 2F, D)`` gate rows, then up rows.
-        cols: Rows of a copy, half of them gate rows.
+        cols: Rows of a load, half of them gate rows.
     """
     experts, double_f, depth = w1.shape
-    eights = w1.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
-    return tensor_map(eights, (1, cols // 16, 2, 8, LINE // w1.itemsize))
+    groups = w1.view(experts, 2, double_f // 16, 8, depth).transpose(1, 2)
+    return tensor_map(groups, (1, cols // 16, 2, 8, SWIZZLE_BYTES // w1.itemsize))
 
 
 def launch(
-    kernel: CudaKernel,
-    weights_map: Any,
+    variant: Variant,
+    weights_map: TensorMap,
     x: Tensor,
-    results: ctypes.Structure,
+    hidden: DeviceStruct,
     wire: Wire,
     sends: Sends,
     table: TileTable,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, ...],
 ) -> None:
-    """Launch layer 0 on all multiprocessors.
+    """Launch layer 0 on all SMs.
 
     Args:
-        kernel: Of ``cuda/dispatch_gemm.cu``.
-        weights_map: See ``gate_up_map``.
+        variant: What the kernel is compiled for.
+        weights_map: Boxes of the weights.
         x: ``(T, ..)`` what travels of this rank's tokens, in rows of 16-bit words.
-        results: What the kernel calls ``Results``.
-        wire: See ``dispatch_gemm_cuda``.
-        sends: See ``dispatch_gemm_cuda``.
-        table: See ``dispatch_gemm_cuda``.
+        hidden: Where results go.
+        wire: Receive rows and flags.
+        sends: Send lists.
+        table: Segments, tiles by phase, and where each routed row arrives.
         sizes: e, D, F.
     """
     assert table.segments is not None
-    recorder, (starts, counts) = wire.recorder, table.segments
-    tensors = dict(
+    recorder, (starts, counts), (experts, depth, ffn) = wire.recorder, table.segments, sizes
+    gemm = GatherGemmArgs.of(
+        weights_map=weights_map, received=wire.rows, counts=counts, starts=starts, plan_tiles=table.tiles,
+        num_plan_tiles=table.num_tiles, row_ids=table.row_ids, flags=wire.flags, experts=experts, depth=depth, ffn=ffn,
+    )  # fmt: skip
+    dispatch = DispatchArgs.of(
         x=x, token_ids=sends.token_ids, counts=sends.counts, row_addresses=wire.row_pointers,
         flag_addresses=wire.flag_pointers, tickets=table.counters, pushed=sends.pushed, epoch=wire.epoch,
+        events=None if recorder is None else recorder.events, rank=wire.rank, max_tokens=wire.max_tokens,
+        cols=x.shape[1], event_capacity=0 if recorder is None else recorder.capacity,
     )  # fmt: skip
-    if recorder is not None:
-        tensors["events"] = recorder.events
-    arguments = _Sends(
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        rank=wire.rank,
-        max_tokens=wire.max_tokens,
-        cols=x.shape[1],
-        event_capacity=0 if recorder is None else recorder.capacity,
-    )
-    tables = wire.rows, counts, starts, table.tiles, table.num_tiles, table.row_ids, wire.flags
-    fault = _Fault(record=wire.fault.data_ptr(), timeout_ns=wire.timeout_ns)
-    num_blocks = multiprocessors(x.device)
-    kernel.launch(num_blocks, [weights_map, *tables, *sizes, results, fault, arguments])
+    fault = Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns)
+    kernel = _kernel(variant, experts, torch.cuda.current_device())
+    kernel.launch(multiprocessors(x.device), [gemm, hidden, fault, dispatch])
 
 
 @functools.cache
-def _kernel(
-    config: CudaConfig, dtype: torch.dtype, experts: int, world_size: int, saves_pre: bool, records: bool, device: int
-) -> CudaKernel:
+def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
     """Loaded once per device: a module belongs to its context."""
-    return load_kernel(
-        compile_cubin(source(config, dtype, world_size, saves_pre, records), NAME),
-        NAME,
-        num_threads=NUM_THREADS,
-        cluster=1,
-        shared_bytes=config.shared_bytes(experts),
-    )
-
-
-def source(config: CudaConfig, dtype: torch.dtype, world_size: int, saves_pre: bool, records: bool) -> str:
-    """The CUDA text of one configuration."""
-    constants = launch_constants(world_size, config.push_rows, config.num_stages, records) | dict(
-        FENCED_BY_LOADERS=0,
-        FENCED_BY_MULTIPLIERS=1,  # whose rows are what threads wrote
-        STAGED_ROWS=config.staged_rows,
-        PUSH_BATCH=16,
-        SAVES_PRE=int(saves_pre),
-        MULTIPLYING_REGISTERS=176 if records else 184,  # recording takes registers of the warps that load
-    )
-    return cuda_text(constants, dtype, SOURCES, config.most_rows)
-
-
-def launch_constants(
-    world_size: int, push_rows: int, num_stages: int, records: bool, *, is_gradient: bool = False
-) -> dict[str, int]:
-    """Constants of the launch, whatever its elements.
-
-    Args:
-        world_size: W.
-        push_rows: See ``CudaConfig``.
-        num_stages: See ``CudaConfig``.
-        records: Whether warps record what they do.
-        is_gradient: Whether hidden's gradient is computed, and not hidden.
-    """
-    return dict(
-        CLUSTER=1, STAGES=num_stages, PUSH_ROWS=push_rows, WORLD=world_size, RECORDS=int(records),
-        LOADERS=LOADERS, CHUNK=CHUNK_ROWS, PLACE_LAYER0=PLACE_LAYER0.value, KIND_LAYER0_TILE=KIND_LAYER0_TILE.value,
-        KIND_DISPATCH=KIND_DISPATCH.value, IS_GRADIENT=int(is_gradient),
-    )  # fmt: skip
+    return load_source(variant.source(experts))
 
 
 def aot_cases() -> list[CudaCase]:
-    """Inference and training, each with recording, and training in float16."""
-    shapes = [
-        *product([torch.bfloat16], [False, True], [False, True]),
-        (torch.float16, True, False),
-        (torch.float16, True, True),
-    ]
-    config, ranks, experts = CudaConfig(), 4, 64
-    return [
-        CudaCase(
-            name=f"{str(dtype).removeprefix('torch.')}, {'training' if saves_pre else 'inference'}"
-            f"{', recording' if records else ''}",
-            kernel=f"{NAME}_cuda",
-            source=source(config, dtype, ranks, saves_pre, records),
-            shared_bytes=config.shared_bytes(experts),
-            # Once per item, of a layer that is looked at and not timed.
-            spilled_bytes=160 if dtype == torch.float16 and records else 0,
-            registers=LAUNCH_REGISTERS,
-        )
-        for dtype, saves_pre, records in shapes
-    ]
+    """Inference and training, each with recording, also in float16 and block FP8; fc2_dgrad in both types."""
+    bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    variants = [
+        *(Variant(weights=bf16, output=bf16, world_size=4, saves_gate_up=saves, records=records)
+          for saves, records in product([False, True], [False, True])),
+        *(Variant(weights=fp16, output=fp16, world_size=4, saves_gate_up=True, records=records)
+          for records in (False, True)),
+        *(Variant(weights=fp8, output=bf16, world_size=4, records=records) for records in (False, True)),
+        *(Variant(weights=dtype, output=dtype, world_size=4, is_dgrad=True, records=records)
+          for dtype, records in product([bf16, fp16], [False, True])),
+    ]  # fmt: skip
+    return [CudaCase.of(variant.source(64), "4 ranks", _spilled_bytes(variant)) for variant in variants]
+
+
+def _spilled_bytes(variant: Variant) -> int:
+    """Known spills, once per tile of a layer that is looked at and not timed."""
+    if not variant.records or variant.is_dgrad or variant.weights == torch.bfloat16:
+        return 0
+    return 16 if variant.weights.itemsize == 1 else 200

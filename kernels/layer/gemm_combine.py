@@ -1,46 +1,109 @@
-"""Layer 1, and layer 0's gradients, in CUDA C++ (``cuda/``): what ``gemm_combine`` does, bit for bit, in one launch.
+"""Layer 1 in CUDA C++ (``cuda/gemm_combine.cu``): what ``gemm_combine`` of Triton does, bit for bit, in one launch.
 
-What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast,
-pieces of rows of equal height in the place of tiles of 128, and combining warps with a dozen loads on their way each.
+In 16 bits and in block FP8, and as fc1_dgrad.
 
-Blocks draw the items of the GEMM and the tickets of the combine: the launch ends with whatever blocks find a place on
-the GPU, also beside a kernel of another stream that holds some and waits for another rank.
+What it has and its Triton twin cannot have: a warp that only loads, rows that two blocks share through multicast, token
+tiles of equal height in the place of tiles of 128, and combining warps with a dozen loads on their way each.
+
+Blocks take the tiles of the GEMM and the tickets of the combine as they are ready: the launch ends with whatever blocks
+find a place on the GPU, also beside a kernel of another stream that holds some and waits for another rank.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import Returns, TileTable, Wire
-from ..runtime.case import CudaCase
-from ..runtime.cuda_text import COLS, DEPTH, LAUNCH_REGISTERS, LINE, SHARED_LIMIT, TILE_ROWS, cuda_text, memory_bytes
-from ..runtime.nvrtc import CudaKernel, compile_cubin, is_available, load_kernel, tensor_map
-from .gemm_combine_launch import (
-    AOT_SHAPES,
-    ITEM_BYTES,
-    MOST_ENTRIES,
-    NAME,
-    NUM_THREADS,
-    Extent,
-    Scales,
-    combiner_bytes,
-    launch,
-    launch_constants,
+from ..runtime.arguments import (
+    COMBINE_CHUNK_ROWS,
+    MAX_PANELS,
+    Returns,
+    Scaled,
+    TileTable,
+    Wire,
+    multiprocessors,
+    parts,
 )
+from ..runtime.case import CudaCase
+from ..runtime.cuda_source import (
+    INT32,
+    INT64,
+    MATH_WARPS,
+    NUM_THREADS,
+    POINTER,
+    SHARED_LIMIT,
+    SWIZZLE_BYTES,
+    CudaSource,
+    DeviceStruct,
+    TensorMap,
+    fields,
+    padded,
+    storage_bytes,
+)
+from ..runtime.nvrtc import CudaKernel, is_available, load_source, tensor_map
+from ..runtime.primitives import PLACE_LAYER1, PLACE_PANEL
+from ..runtime.recorder import KIND_FINAL_SUM, KIND_LAYER1_TILE, KIND_REDUCE
+from .blocks import (
+    FP8_MMA,
+    MMA,
+    PASS_COLS,
+    PLAN_TILE_ROWS,
+    TILE_SLOTS,
+    Fault,
+    config_constants,
+    config_types,
+    stage_bytes,
+)
+from .triton.combine import MULTIPROCESSORS, column_parts
+from .triton.gemm_panels import PANEL_COUNTERS
 
-SOURCES = (
-    "hopper", "recorder", "signals", "ring", "items", "products", "panels", "store_rows", "panel_gemm",
-    "combine", "gemm_combine",
-)  # fmt: skip
+PANEL_UNIT = 256  # columns that count as one in panels
+COMBINE_WARPS = NUM_THREADS // 32 - MATH_WARPS - 1  # that combine from the start; one more loads
+TILE_BYTES = 32  # of ``PanelTile`` of ``panel_tiles.cuh``
+EXPERT_BYTES = 4  # of an expert in the table of token tiles
+ENTRY_BYTES = 8  # of a row to add up
+MOST_ENTRIES = 8  # experts of a token, or ranks
+GPU_PARTS = 8  # of an H200, within one of which a cluster lies
 
 # With fewer products of a rank, for gradients twice as many, or a longer contraction, Triton is as fast or faster
-# (benchmarks/results/forward_kernels.md; of gradients backward_kernels.md).
+# (benchmarks/results/forward_kernels.md; of gradients backward_kernels.md; of block FP8 fp8.md).
 LEAST_PRODUCTS = 50_000_000_000
+LEAST_FP8_PRODUCTS = 10_000_000_000
 MOST_DEPTH = 2048
 MOST_GRADIENT_DEPTH = 4096
-TALL_FROM, TALL_TO = 232.0, 280.0  # rows of an expert for which taller pieces pay
+TALL_FROM, TALL_TO = 232.0, 280.0  # rows of an expert for which taller token tiles pay
+
+
+class ScaleArgs(DeviceStruct):
+    """Scales of block FP8; null in 16 bits."""
+
+    _fields_ = (*fields(POINTER, "rows weights"), *fields(INT64, "num_rows"))
+
+
+class PanelGemmArgs(DeviceStruct):
+    """What there is to multiply."""
+
+    _fields_ = padded(
+        *fields(TensorMap, "rows_map weights_map"),
+        *fields(POINTER, "counts starts"),
+        *fields(INT32, "experts depth"),
+        *fields(ScaleArgs, "scales"),
+    )
+
+
+class CombineArgs(DeviceStruct):
+    """What there is to add up, for whom."""
+
+    _fields_ = (
+        *fields(POINTER, "y received out row_slots row_weights send_rows recv_counts row_addresses received_grads"),
+        *fields(POINTER, "grad_addresses weight_grads flags flag_addresses tickets panel_counters num_plan_tiles"),
+        *fields(POINTER, "epoch"),
+        *fields(Fault, "fault"),
+        *fields(POINTER, "events"),
+        *fields(INT32, "rank num_tokens max_tokens cols panels parts event_capacity"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +112,9 @@ class CudaConfig:
 
     Args:
         cluster: Blocks that share their rows: 1 or 2.
-        most_rows: Most rows of a piece that has all rows of its expert; others have up to ``MOST_AT_ONCE``.
+        most_rows: Most rows of a token tile that has all rows of its expert; others have up to ``mma_rows``.
         num_stages: Depth of the load pipeline.
-        box_rows: Rows per bulk load, a divisor of ``most_rows``.
+        box_rows: Rows per TMA load, a divisor of ``most_rows``.
         staged_rows: Rows of a result that are stored at once, a divisor of ``most_rows``.
         ahead: Rows that a combining warp has on their way beside the GEMM, a multiple of 4.
         ahead_after: The same after it, in the memory of the stages.
@@ -66,40 +129,115 @@ class CudaConfig:
     ahead_after: int = 32
 
     @staticmethod
-    def select(even_rows: float) -> "CudaConfig":
-        """The blocks for experts of about so many rows.
+    def select(expected_rows: float) -> "CudaConfig":
+        """The blocks in 16 bits for experts of about so many rows.
 
         Around what an instruction multiplies at once, half of the experts have a few rows more, for which all their
-        weights are loaded again, unless one piece holds them. Its stages leave combining warps less memory, which costs
-        up to 6 % elsewhere (benchmarks/results/forward_kernels.md).
+        weights are loaded again, unless one token tile holds them. Its stages leave combining warps less memory, which
+        costs up to 6 % elsewhere (benchmarks/results/forward_kernels.md).
 
         Args:
-            even_rows: See ``TileTable``.
+            expected_rows: Routed rows of each expert if all have equally many.
 
-        Example: 256 +- 16 rows: pieces of up to 272; 512 or 64: of up to 256.
+        Example: 256 +- 16 rows: token tiles of up to 272; 512 or 64: of up to 256.
         """
-        return TALL if TALL_FROM <= even_rows <= TALL_TO else DEFAULT
-
-    def shared_bytes(self, num_experts: int, entries: int) -> int:
-        """Dynamic shared memory of a block.
-
-        Args:
-            num_experts: Experts of this rank.
-            entries: Most rows that a sum has.
-
-        Returns:
-            Bytes: alignment, stages, staging, barriers, items, draws, combiners, the table of pieces.
-
-        Example:
-            32 experts, 8 entries: 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 = 230980.
-        """
-        memory = memory_bytes(self.num_stages, self.most_rows, 2 * self.staged_rows * LINE, ITEM_BYTES)
-        return memory + combiner_bytes(entries, self.ahead) + 4 * (num_experts + 1)
+        return TALL if TALL_FROM <= expected_rows <= TALL_TO else DEFAULT
 
 
 DEFAULT = CudaConfig()
 TALL = CudaConfig(most_rows=272, box_rows=16, staged_rows=16, ahead=8)
 SELECTABLE = DEFAULT, TALL
+FP8_CONFIG = CudaConfig(cluster=1, most_rows=FP8_MMA.mma_rows, box_rows=64, staged_rows=0)  # stages serve for results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """What a kernel is compiled for.
+
+    Args:
+        weights: Elements of the operands: bfloat16, float16 or float8_e4m3fn.
+        output: Elements of the results, bfloat16 or float16.
+        top_k: K.
+        world_size: W.
+        is_dgrad: Whether it is fc1_dgrad.
+        records: Whether warps record what they do.
+        config: Shape of the blocks.
+    """
+
+    weights: torch.dtype
+    output: torch.dtype
+    top_k: int
+    world_size: int
+    is_dgrad: bool = False
+    records: bool = False
+    config: CudaConfig = DEFAULT
+
+    def shared_bytes(self, num_experts: int) -> int:
+        """Dynamic shared memory of a block.
+
+        Args:
+            num_experts: Experts of this rank.
+
+        Returns:
+            Bytes: alignment, stages, staging, barriers, tiles, combining warps, the table of token tiles.
+
+        Example:
+            32 experts, top-8, bfloat16: 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 = 230980.
+        """
+        config, is_fp8 = self.config, self.weights.itemsize == 1
+        stage = stage_bytes(FP8_MMA if is_fp8 else MMA, config.most_rows, int(is_fp8))
+        staging = 2 * config.staged_rows * SWIZZLE_BYTES
+        storage = storage_bytes(config.num_stages, stage, staging, TILE_BYTES, TILE_SLOTS)
+        entries = max(self.top_k, self.world_size)
+        return storage + combine_bytes(entries, config.ahead) + EXPERT_BYTES * (num_experts + 1)
+
+    @property
+    def entry(self) -> str:
+        """Name of the kernel: ``gemm_combine_fp8_bf16_top8_rows128``, ``fc1_dgrad_bf16_top8_rows272``."""
+        output = config_types(self.weights, self.output)["Output"].lower()
+        elements = output if self.weights.itemsize == 2 else f"fp8_{output}"
+        name = f"{'fc1_dgrad' if self.is_dgrad else 'gemm_combine'}_{elements}_top{self.top_k}"
+        return f"{name}_rows{self.config.most_rows}" + "_recording" * self.records
+
+    def source(self, num_experts: int) -> CudaSource:
+        """What it is compiled from, for a launch with so many experts of this rank."""
+        return CudaSource(
+            template="gemm_combine",
+            entry=self.entry,
+            arguments=dict(gemm=PanelGemmArgs, combine=CombineArgs),
+            types=config_types(self.weights, self.output),
+            constants=self._constants(),
+            shared_bytes=self.shared_bytes(num_experts),
+            cluster=self.config.cluster,
+        )
+
+    def _constants(self) -> dict[str, int]:
+        config = self.config
+        common: dict[str, Any] = dict(
+            cluster=config.cluster, num_stages=config.num_stages, max_tile_rows=config.most_rows,
+            box_rows=config.box_rows, ahead_colocated=config.ahead, ahead_after=config.ahead_after, scale_steps=1,
+            top_k=self.top_k, world_size=self.world_size, records=self.records, is_dgrad=self.is_dgrad,
+            panel_unit=PANEL_UNIT, combine_warps=COMBINE_WARPS, chunk=COMBINE_CHUNK_ROWS, max_panels=MAX_PANELS,
+            place_panel=PLACE_PANEL.value, place_layer1=PLACE_LAYER1.value, kind_layer1_tile=KIND_LAYER1_TILE.value,
+            kind_reduce=KIND_REDUCE.value, kind_final_sum=KIND_FINAL_SUM.value, shared_bytes=self.shared_bytes(0),
+            shared_bytes_per_expert=EXPERT_BYTES,
+        )  # fmt: skip
+        if self.weights.itemsize == 1:
+            return config_constants(FP8_MMA, **common, math_registers=216)
+        return config_constants(MMA, **common, math_registers=176, staged_rows=config.staged_rows)
+
+
+def combine_bytes(entries: int, ahead: int) -> int:
+    """Shared memory of the warps that combine from the start.
+
+    Args:
+        entries: Most rows that a sum has.
+        ahead: Rows that each has on their way.
+
+    Example:
+        8 entries, 12 rows: 3 * (32 * 8 * 8 + 12 * 512) = 24576.
+    """
+    return COMBINE_WARPS * (COMBINE_CHUNK_ROWS * entries * ENTRY_BYTES + ahead * 2 * PASS_COLS)
 
 
 def takes(
@@ -120,56 +258,75 @@ def takes(
     Example:
         M=4096, K=8, D=2048 and F=768 are 5.2e10 products: taken, if in 16 bits; M=2048 not.
     """
-    fits = _fits(max(top_k, world_size), experts, itemsize, block_rows)
-    return fits and _is_large(max_tokens, top_k, cols, depth, False)
+    fits = itemsize == 2 and _fits(max(top_k, world_size), experts, itemsize, block_rows)
+    return fits and _is_large(max_tokens, top_k, cols, depth, is_dgrad=False)
 
 
-def _is_large(max_tokens: int, top_k: int, cols: int, depth: int, is_gradient: bool) -> bool:
+def _is_large(max_tokens: int, top_k: int, cols: int, depth: int, *, is_dgrad: bool) -> bool:
     """Nor of too long a contraction."""
-    least, most = (2 * LEAST_PRODUCTS, MOST_GRADIENT_DEPTH) if is_gradient else (LEAST_PRODUCTS, MOST_DEPTH)
+    least, most = (2 * LEAST_PRODUCTS, MOST_GRADIENT_DEPTH) if is_dgrad else (LEAST_PRODUCTS, MOST_DEPTH)
     return max_tokens * top_k * cols * depth >= least and depth <= most
 
 
 @functools.cache
 def _fits(entries: int, experts: int, itemsize: int, block_rows: int) -> bool:
-    return (
-        itemsize == 2
-        and block_rows == TILE_ROWS
-        and entries <= MOST_ENTRIES
-        and all(config.shared_bytes(experts, entries) <= SHARED_LIMIT for config in SELECTABLE)
-    )
+    """Whether kernels exist for sums of so many rows, so many experts and tiles of so many rows."""
+    dtype = torch.float8_e4m3fn if itemsize == 1 else torch.bfloat16
+    variants = [
+        Variant(weights=dtype, output=torch.bfloat16, top_k=entries, world_size=1, config=config)
+        for config in ((FP8_CONFIG,) if itemsize == 1 else SELECTABLE)
+    ]
+    fit = all(variant.shared_bytes(experts) <= SHARED_LIMIT for variant in variants)
+    return itemsize <= 2 and block_rows == PLAN_TILE_ROWS and entries <= MOST_ENTRIES and fit
 
 
-def runs_cuda(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable) -> bool:
+def runs_cuda(y: Tensor, b: Tensor | Scaled, wire: Wire, returns: Returns, table: TileTable) -> bool:
     """Whether a launch is the one in CUDA C++; equal on all ranks, for the flags of the two are not the same.
 
     Args:
-        a: Routed rows.
-        b: ``(e, D, C)`` weights, or ``(e, C, D)`` of gradients.
-        wire: See ``gemm_combine``.
-        returns: See ``gemm_combine``.
-        table: See ``gemm_combine``.
+        y: ``(Q, D)`` scratch.
+        b: ``(e, D, C)`` weights, or ``(e, C, D)`` of fc1_dgrad.
+        wire: Combine rows and flags.
+        returns: Which rows to add up for whom.
+        table: Segments, counters and the number of tiles.
+
+    Example: in block FP8 M=512, K=8, D=2048 and F=768 are 6.4e9 products: not taken; M=2048 is.
     """
-    is_gradient = returns.grads is not None
-    cols, depth = b.shape[:0:-1] if is_gradient else b.shape[1:]
-    is_large = _is_large(wire.max_tokens, returns.row_slots.shape[1], cols, depth, is_gradient)
-    return is_large and can_run(a, b, wire, returns, table)
+    elements, scales = parts(b)
+    is_dgrad, top_k = returns.grads is not None, returns.row_slots.shape[1]
+    if scales is not None:
+        is_large = wire.max_tokens * top_k * elements[0].numel() >= LEAST_FP8_PRODUCTS
+    else:
+        cols, depth = elements.shape[:0:-1] if is_dgrad else elements.shape[1:]
+        is_large = _is_large(wire.max_tokens, top_k, cols, depth, is_dgrad=is_dgrad)
+    return is_large and can_run(y, b, wire, returns, table)
 
 
-def can_run(a: Tensor, b: Tensor, wire: Wire, returns: Returns, table: TileTable) -> bool:
-    """Whether the kernel in CUDA C++ takes such a launch, of whatever size; see ``runs_cuda``."""
+def can_run(y: Tensor, b: Tensor | Scaled, wire: Wire, returns: Returns, table: TileTable) -> bool:
+    """Whether the kernel in CUDA C++ takes such a launch, of whatever size.
+
+    Args:
+        y: ``(Q, D)`` scratch.
+        b: ``(e, D, C)`` weights, or ``(e, C, D)`` of fc1_dgrad.
+        wire: Combine rows and flags.
+        returns: Which rows to add up for whom.
+        table: Segments, counters and the number of tiles.
+    """
+    elements, scales = parts(b)
     entries = max(returns.row_slots.shape[1], wire.world_size)
     return (
-        _fits(entries, len(b), a.element_size(), table.block_rows)
+        _fits(entries, len(elements), elements.element_size(), table.block_rows)
+        and y.element_size() == 2
         and (returns.row_weights is None) == (returns.grads is not None)
+        and (scales is None or returns.grads is None)
         and table.segments is not None
-        and is_available(a.device)
+        and is_available(y.device)
     )
 
 
 def gemm_combine_cuda(
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | Scaled,
+    b: Tensor | Scaled,
     y: Tensor,
     out: Tensor,
     wire: Wire,
@@ -182,83 +339,133 @@ def gemm_combine_cuda(
     """y = a @ b[expert] for all routed rows, then out[t] = sum of token t's rows over all ranks.
 
     Args:
-        a: ``(Q, C)`` routed rows, bfloat16 or float16.
-        b: ``(e, D, C)``, same dtype; of gradients ``(e, C, D)``.
-        y: ``(Q, D)`` scratch for the expert outputs.
-        out: ``(T, D)`` result.
+        a: ``(Q, C)`` routed rows, bfloat16 or float16; in block FP8 with scales ``(C / 128, Q)``.
+        b: ``(e, D, C)``, same dtype, of fc1_dgrad ``(e, C, D)``; in block FP8 with scales ``(e, D / 128, C / 128)``.
+        y: ``(Q, D)`` scratch for the expert outputs, bfloat16 or float16.
+        out: ``(T, D)`` result, of y's dtype.
         wire: Combine rows and flags.
         returns: Which rows to add up for whom, with weights, or with these weights' gradients.
         table: Segments, counters and the number of tiles.
         num_panels: Column panels.
-        spare_multiprocessors: See ``GemmCombineConfig``.
+        spare_multiprocessors: SMs that the launch leaves to others.
         config: Shape of the blocks.
     """
-    config = config or CudaConfig.select(table.even_rows)
-    is_gradient, device = returns.grads is not None, torch.cuda.current_device()
-    shape = a.dtype, len(b), returns.row_slots.shape[1], wire.world_size, wire.recorder is not None, is_gradient
-    kernel = _selectable_kernels(*shape, device).get(config) or _kernel(config, *shape, device)
-    box = (1, DEPTH, LINE // b.itemsize) if is_gradient else (1, COLS, DEPTH)
-    maps = tensor_map(a, (config.box_rows, DEPTH)), tensor_map(b, box)
-    extent = Extent(
-        experts=len(b), depth=a.shape[1], num_panels=num_panels, spare_multiprocessors=spare_multiprocessors
-    )
-    launch(kernel, maps, Scales(), y, out, wire, returns, table, extent)
-
-
-@functools.cache
-def _selectable_kernels(
-    dtype: torch.dtype, experts: int, top_k: int, world_size: int, records: bool, is_gradient: bool, device: int
-) -> dict[CudaConfig, CudaKernel]:
-    """Loaded together: which one runs depends on a call's tokens, and who compiles keeps other ranks waiting."""
-    shape = dtype, experts, top_k, world_size, records, is_gradient, device
-    return {config: _kernel(config, *shape) for config in SELECTABLE}
-
-
-@functools.cache
-def _kernel(
-    config: CudaConfig,
-    dtype: torch.dtype,
-    experts: int,
-    top_k: int,
-    world_size: int,
-    records: bool,
-    is_gradient: bool,
-    device: int,
-) -> CudaKernel:
-    """Loaded once per device: a module belongs to its context."""
-    return load_kernel(
-        compile_cubin(source(config, dtype, top_k, world_size, records, is_gradient), NAME),
-        NAME,
-        num_threads=NUM_THREADS,
-        cluster=config.cluster,
-        shared_bytes=config.shared_bytes(experts, max(top_k, world_size)),
-    )
-
-
-def source(
-    config: CudaConfig, dtype: torch.dtype, top_k: int, world_size: int, records: bool, is_gradient: bool
-) -> str:
-    """The CUDA text of one configuration."""
-    constants = launch_constants(top_k, world_size, records, is_gradient) | dict(
-        CLUSTER=config.cluster, STAGES=config.num_stages, STAGED_ROWS=config.staged_rows, BOX_ROWS=config.box_rows,
-        AHEAD_BESIDE=config.ahead, AHEAD_AFTER=config.ahead_after, MULTIPLYING_REGISTERS=176, FENCED_BY_MULTIPLIERS=0,
+    (rows, row_scales), (weights, weight_scales) = parts(a), parts(b)
+    is_dgrad, num_experts = returns.grads is not None, len(weights)
+    selectable = (FP8_CONFIG,) if weight_scales is not None else SELECTABLE
+    config = config or (FP8_CONFIG if weight_scales is not None else CudaConfig.select(table.even_rows))
+    variant = Variant(
+        weights=weights.dtype, output=y.dtype, top_k=returns.row_slots.shape[1], world_size=wire.world_size,
+        is_dgrad=is_dgrad, records=wire.recorder is not None, config=config,
     )  # fmt: skip
-    return cuda_text(constants, dtype, SOURCES, config.most_rows)
+    kernel = _kernels(variant, num_experts, torch.cuda.current_device(), selectable)[config]
+    line, mma = SWIZZLE_BYTES // weights.itemsize, MMA if weight_scales is None else FP8_MMA
+    box = (1, mma.block_k, line) if is_dgrad else (1, mma.block_n, mma.block_k)
+    assert table.segments is not None
+    starts, counts = table.segments
+    gemm = PanelGemmArgs.of(
+        rows_map=tensor_map(rows, (config.box_rows, mma.block_k)), weights_map=tensor_map(weights, box), counts=counts,
+        starts=starts, experts=num_experts, depth=rows.shape[1],
+        scales=ScaleArgs.of(rows=row_scales, weights=weight_scales, num_rows=len(y)),
+    )  # fmt: skip
+    num_blocks = launched_blocks(multiprocessors(y.device), spare_multiprocessors, config.cluster)
+    kernel.launch(num_blocks, [gemm, combine_args(y, out, wire, returns, table, num_panels)])
+
+
+def combine_args(
+    y: Tensor, out: Tensor, wire: Wire, returns: Returns, table: TileTable, num_panels: int
+) -> DeviceStruct:
+    """What ``combine.cuh`` is told.
+
+    Args:
+        y: ``(Q, D)`` expert outputs.
+        out: ``(T, D)`` result.
+        wire: Combine rows and flags.
+        returns: Which rows to add up for whom, with weights, or with these weights' gradients.
+        table: Counters and the number of tiles.
+        num_panels: Column panels.
+    """
+    recorder, grads, (num_tokens, cols) = wire.recorder, returns.grads, out.shape
+    return CombineArgs.of(
+        y=y, received=wire.rows, out=out, row_slots=returns.row_slots,
+        row_weights=returns.row_weights if grads is None else grads.row_grads, send_rows=returns.send_rows,
+        recv_counts=returns.recv_counts, row_addresses=wire.row_pointers,
+        received_grads=None if grads is None else grads.landing,
+        grad_addresses=None if grads is None else grads.landing_pointers,
+        weight_grads=None if grads is None else grads.out, flags=wire.flags, flag_addresses=wire.flag_pointers,
+        tickets=table.counters, panel_counters=table.counters[PANEL_COUNTERS:], num_plan_tiles=table.num_tiles,
+        epoch=wire.epoch, fault=Fault.of(record=wire.fault, timeout_ns=wire.timeout_ns),
+        events=None if recorder is None else recorder.events, rank=wire.rank, num_tokens=num_tokens,
+        max_tokens=wire.max_tokens, cols=cols, panels=num_panels,
+        parts=cuda_parts(wire.max_tokens, wire.world_size, cols, num_panels),
+        event_capacity=0 if recorder is None else recorder.capacity,
+    )  # fmt: skip
+
+
+def launched_blocks(num_multiprocessors: int, spare: int, cluster: int) -> int:
+    """Blocks of a launch, of one cluster at least.
+
+    The blocks of a cluster need SMs of the same part of the GPU: where others hold some, each part may have one left
+    over.
+
+    Args:
+        num_multiprocessors: SMs of the GPU.
+        spare: Those that the launch may not use.
+        cluster: Blocks of a cluster, 1 or 2.
+
+    Example: 132 SMs in pairs: 132; with 31 spare ones 132 - 31 - 8 = 93, so 92.
+    """
+    left_over = GPU_PARTS * (cluster - 1) if spare else 0
+    return max((num_multiprocessors - spare - left_over) // cluster, 1) * cluster
+
+
+def cuda_parts(max_tokens: int, world_size: int, cols: int, num_panels: int) -> int:
+    """``column_parts`` of warps that combine, of whole column blocks.
+
+    Args:
+        max_tokens: M.
+        world_size: W.
+        cols: D.
+        num_panels: Panels.
+
+    Example:
+        M=2048 and W=4 in 4 panels: D=2048 has 2 column blocks in each, so 2 parts; D=7168 4 parts. M=8192: 1 part.
+    """
+    widest_panel = -(-cols // (PANEL_UNIT * num_panels))
+    return column_parts(max_tokens, world_size, COMBINE_WARPS * MULTIPROCESSORS, widest_panel, num_panels)
+
+
+@functools.cache
+def _kernels(
+    variant: Variant, experts: int, device: int, selectable: tuple[CudaConfig, ...]
+) -> dict[CudaConfig, CudaKernel]:
+    """Loaded together: which one runs depends on a call's tokens, and who compiles keeps other ranks waiting.
+
+    Once per device: a module belongs to its context.
+    """
+    configs = {variant.config, *selectable}
+    return {config: _kernel(replace(variant, config=config), experts, device) for config in configs}
+
+
+@functools.cache
+def _kernel(variant: Variant, experts: int, device: int) -> CudaKernel:
+    return load_source(variant.source(experts))
 
 
 def aot_cases() -> list[CudaCase]:
-    """Those of ``AOT_SHAPES``, in all blocks that a layer takes, and gradients."""
-    ranks, experts = 4, 64
-    return [
-        CudaCase(
-            name=f"{str(dtype).removeprefix('torch.')}, top-{top_k}, {ranks} ranks, pieces of {config.most_rows}"
-            f"{', gradients' if is_gradient else ''}{', recording' if records else ''}",
-            kernel=f"{NAME}_cuda",
-            source=source(config, dtype, top_k, ranks, records, is_gradient),
-            shared_bytes=config.shared_bytes(experts, max(top_k, ranks)),
-            registers=LAUNCH_REGISTERS,
+    """Forward and fc1_dgrad in all blocks that a layer takes, and block FP8."""
+    bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    shapes = [(bf16, 2, False), (bf16, 8, False), (bf16, 8, True), (fp16, 8, False)]
+    variants = [
+        Variant(
+            weights=dtype, output=dtype, top_k=top_k, world_size=4, is_dgrad=is_dgrad, records=records, config=config
         )
-        for dtype, top_k, records in AOT_SHAPES
-        for is_gradient in (False, True)
+        for dtype, top_k, records in shapes
+        for is_dgrad in (False, True)
         for config in SELECTABLE
     ]
+    variants += [
+        Variant(weights=fp8, output=dtype, top_k=top_k, world_size=4, records=records, config=FP8_CONFIG)
+        for dtype, top_k, records in shapes
+    ]
+    return [CudaCase.of(variant.source(64), "4 ranks") for variant in variants]

@@ -81,7 +81,7 @@ class CudaSource:
     Args:
         template: The function, and its file in ``kernels/cuda`` without the ending.
         entry: Name of the kernel: what it is.
-        arguments: Structure that the kernel takes.
+        arguments: Structures that the kernel takes, in their order, by the names it has for them.
         types: Types of ``Config``: ``Element``, ``Output``, ``Activation``, as the headers name them.
         constants: Its numbers.
         shared_bytes: Dynamic shared memory of a block.
@@ -90,7 +90,7 @@ class CudaSource:
 
     template: str
     entry: str
-    arguments: type[DeviceStruct]
+    arguments: Mapping[str, type[DeviceStruct]]
     types: Mapping[str, str]
     constants: Mapping[str, int]
     shared_bytes: int
@@ -101,17 +101,19 @@ class CudaSource:
         """What is compiled."""
         members = [f"using {name} = {value};" for name, value in self.types.items()]
         members += [f"static constexpr {_declared(name, value)};" for name, value in self.constants.items()]
-        arguments = self.arguments.__name__
         return "\n".join(
             [
                 f'#include "{self.template}.cu"\n',
                 "struct Config : Block {",
                 *(f"    {member}" for member in members),
                 "};\n",
-                *layout_asserts(self.arguments),
+                *(line for structure in self.arguments.values() for line in layout_asserts(structure)),
                 f'\nextern "C" __global__ void __launch_bounds__(Config::THREADS, 1) {self.entry}(',
-                f"    const __grid_constant__ {arguments} args) {{",
-                f"    {self.template}<Config>(args);",
+                ",\n".join(
+                    f"    const __grid_constant__ {kind.__name__} {name}" for name, kind in self.arguments.items()
+                )
+                + ") {",
+                f"    {self.template}<Config>({', '.join(self.arguments)});",
                 "}\n",
             ]
         )

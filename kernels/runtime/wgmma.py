@@ -33,96 +33,56 @@ struct Wgmma;
 
 def header() -> str:
     """The text of the file."""
-    sixteen_bits = [_sixteen_bits(element, rows) for element in ("Bf16", "Fp16") for rows in ROWS]
-    return "\n".join([BEGIN, *sixteen_bits, _e4m3(), "#endif\n"])
+    structs = [_struct(element, n, [_multiply(element, n)]) for element in ("Bf16", "Fp16") for n in ROWS]
+    structs.append(_struct("E4m3", FP8_COLS, [_multiply("E4m3", FP8_COLS), _wait(FP8_COLS // 2)]))
+    return "\n".join([BEGIN, *structs, "#endif\n"])
 
 
-def _sixteen_bits(element: str, n: int) -> str:
-    count = n // 2
-    body = _asm(
-        [
-            *_adding(count),
-            f"{_name(element, n, 16)} {{",
-            *_registers(count),
-            f"}}, %{count}, %{count + 1}, adds, 1, 1, ",
-        ],
-        f"%{count + 3}, %{count + 4};",
-        count,
-        '"l"(a), "l"(b), "r"(int(adds)), "n"(int(TRANSPOSE_A)), "n"(int(TRANSPOSE_B))',
-    )
-    return _struct(element, n, "template <bool TRANSPOSE_A, bool TRANSPOSE_B, int FIRST, int COUNT>", body)
+def _struct(element: str, n: int, functions: list[str]) -> str:
+    return f"template <>\nstruct Wgmma<{element}, {n}> {{\n" + "\n\n".join(functions) + "\n};\n"
 
 
-def _e4m3() -> str:
-    count = FP8_COLS // 2
-    body = _asm(
-        [
-            *_adding(count),
-            f"{_name('E4m3', FP8_COLS, 32)} {{",
-            *_registers(count),
-            f"}}, %{count}, %{count + 1}, adds, ",
-        ],
-        "1, 1;",
-        count,
-        '"l"(a), "l"(b), "r"(int(adds))',
-    )
-    wait = [
-        "",
-        "    // For all products; from here on the thread's numbers are what they have become.",
-        "    template <int FIRST, int COUNT>",
-        "    static __device__ __forceinline__ void wait(float (&d)[COUNT]) {",
-        '        asm volatile("wgmma.wait_group.sync.aligned 0;"',
-        *_operands(count),
-        '            :: "memory");',
-        "    }",
-    ]
-    return _struct("E4m3", FP8_COLS, "template <int FIRST, int COUNT>", [*body, *wait])
-
-
-def _struct(element: str, n: int, template: str, body: list[str]) -> str:
+def _multiply(element: str, n: int) -> str:
+    kind, count, is_fp8 = TYPES[element], n // 2, element == "E4m3"
+    transposes = "" if is_fp8 else "bool TRANSPOSE_A, bool TRANSPOSE_B, "
+    modifiers = "1, 1" if is_fp8 else f"1, 1, %{count + 3}, %{count + 4}"
+    inputs = '"l"(a), "l"(b), "r"(int(adds))' + ("" if is_fp8 else ', "n"(int(TRANSPOSE_A)), "n"(int(TRANSPOSE_B))')
     return "\n".join(
         [
-            "template <>",
-            f"struct Wgmma<{element}, {n}> {{",
-            f"    {template}",
+            f"    template <{transposes}int FIRST, int COUNT>",
             "    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b, bool adds) {",
-            *body,
-            "};",
-            "",
+            f'        asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"',
+            f'            "wgmma.mma_async.sync.aligned.m64n{n}k{32 if is_fp8 else 16}.f32.{kind}.{kind} {{"',
+            *(f'            "{line}"' for line in _registers(count)),
+            f'            "}}, %{count}, %{count + 1}, adds, {modifiers};\\n}}"',
+            *_operands(count),
+            f"            : {inputs});",
+            "    }",
         ]
     )
 
 
-def _asm(parts: list[str], last: str, count: int, inputs: str) -> list[str]:
-    *lines, tail = parts
-    return [
-        f'        asm volatile("{lines[0]}"',
-        *(f'            "{line}"' for line in lines[1:]),
-        f'            "{tail}{last}\\n}}"',
-        *_operands(count),
-        f"            : {inputs});",
-        "    }",
-    ]
-
-
-def _adding(count: int) -> list[str]:
-    return [f"{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"]
-
-
-def _name(element: str, n: int, k: int) -> str:
-    kind = TYPES[element]
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}"
+def _wait(count: int) -> str:
+    return "\n".join(
+        [
+            "    // For all products; from here on the thread's numbers are what they have become.",
+            "    template <int FIRST, int COUNT>",
+            "    static __device__ __forceinline__ void wait(float (&d)[COUNT]) {",
+            '        asm volatile("wgmma.wait_group.sync.aligned 0;"',
+            *_operands(count),
+            '            :: "memory");',
+            "    }",
+        ]
+    )
 
 
 def _registers(count: int) -> list[str]:
-    text = ", ".join(f"%{index}" for index in range(count))
-    lines = wrap(text, WIDTH - 16)
-    return [f"{line} " for line in lines[:-1]] + lines[-1:]
+    *lines, last = wrap(", ".join(f"%{index}" for index in range(count)), WIDTH - 16)
+    return [*(f"{line} " for line in lines), last]
 
 
 def _operands(count: int) -> list[str]:
-    text = ", ".join(f'"+f"(d[FIRST + {index}])' for index in range(count))
-    first, *rest = wrap(text, WIDTH - 14)
+    first, *rest = wrap(", ".join(f'"+f"(d[FIRST + {index}])' for index in range(count)), WIDTH - 14)
     return [f"            : {first}", *(f"              {line}" for line in rest)]
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import comet.kernels
 from comet.kernels.gemm import wgrad_cuda
+from comet.kernels.layer import dispatch_gemm, gemm_combine
 
 SOURCES = Path(comet.kernels.__path__[0]) / "cuda"
 HEADERS = SOURCES / "include"
@@ -16,28 +17,13 @@ HEADERS = SOURCES / "include"
 
 def cuda_modules() -> list[ModuleType]:
     """Those that launch kernels in CUDA C++."""
-    return [wgrad_cuda]
+    return [dispatch_gemm, gemm_combine, wgrad_cuda]
 
 
 def included_by(path: Path) -> set[Path]:
     """Headers that a file includes, and all that these include."""
     named = {(path.parent / name).resolve() for name in re.findall(r'#include "(.+)"', path.read_text())}
     return named.union(*map(included_by, named))
-
-
-def fields_of(source: str, structure: str) -> list[str]:
-    """Names of the fields of a structure, in their order."""
-    body = re.search(rf"struct {structure} \{{(.*?)\n\}};", (SOURCES / source).read_text(), re.DOTALL)
-    assert body is not None, f"{source} has no structure {structure}"
-    declared = re.sub(r"//.*", "", body[1])
-    return [name for line in declared.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-
-
-def item_bytes_of(source: str) -> int:
-    """Size of ``Item`` that a source asserts."""
-    found = re.search(r"sizeof\(Item\) == (\d+)", (SOURCES / source).read_text())
-    assert found is not None, f"{source} does not say how large an item is"
-    return int(found[1])
 
 
 def worked_example_of(function: Callable[..., int]) -> tuple[int, int]:

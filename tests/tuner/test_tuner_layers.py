@@ -13,8 +13,8 @@ from launch_arguments import make_table, make_wire
 from comet.config import MoEConfig, OverlapConfig, ParallelConfig
 from comet.kernels.layer import dispatch_gemm as dispatch_gemm_cuda
 from comet.kernels.layer import gemm_combine as gemm_combine_cuda
-from comet.kernels.layer.triton.dispatch import Sends
-from comet.kernels.runtime import cuda_text, nvrtc
+from comet.kernels.layer.blocks import MMA
+from comet.kernels.runtime import nvrtc
 from comet.kernels.runtime.arguments import Returns
 from comet.layer.workspace import WorkspaceShape
 from comet.tuner.model import CUDA_COLS, CUDA_ROWS, CUDA_STEP, CUDA_TALLEST, candidates, predict, propose
@@ -60,17 +60,16 @@ def launched(problem: Problem, setting: OverlapConfig) -> tuple[bool, bool]:
     shape = WorkspaceShape.create(moe, problem.world_size, max(problem.num_tokens, 1), problem.dtype)
     some = torch.zeros(problem.world_size, dtype=torch.int64)
     wire, table = make_wire(problem.world_size, shape.padded_tokens), make_table(setting.block_rows)
-    sends = Sends(token_ids=some, counts=some, recv_counts=some, pushed=some)
     returns = Returns(row_slots=torch.zeros(1, moe.top_k), row_weights=some, send_rows=some, recv_counts=some)
 
     def empty(*dims: int) -> torch.Tensor:
         return torch.empty(*dims, dtype=problem.dtype, device="meta")
 
-    x, w1 = empty(1, moe.hidden_size), empty(experts, 2 * width, moe.hidden_size)
-    hidden, w2 = empty(1, width), empty(experts, moe.hidden_size, width)
+    w1 = empty(experts, 2 * width, moe.hidden_size)
+    y, w2 = empty(1, moe.hidden_size), empty(experts, moe.hidden_size, width)
     return (
-        setting.beside and dispatch_gemm_cuda.runs_cuda(x, w1, wire, sends, table),
-        setting.beside and gemm_combine_cuda.runs_cuda(hidden, w2, wire, returns, table),
+        setting.beside and dispatch_gemm_cuda.runs_cuda(w1, wire, table),
+        setting.beside and gemm_combine_cuda.runs_cuda(y, w2, wire, returns, table),
     )
 
 
@@ -152,7 +151,7 @@ def test_in_cuda_only_panels_and_other_kernels_are_tried() -> None:
 
 
 def test_pieces_are_those_of_the_kernels() -> None:
-    assert (CUDA_ROWS, CUDA_STEP, CUDA_COLS) == (cuda_text.MOST_AT_ONCE, cuda_text.STEP, cuda_text.COLS)
+    assert (MMA.mma_rows, MMA.row_step, MMA.block_n) == (CUDA_ROWS, CUDA_STEP, CUDA_COLS)
     tallest = dispatch_gemm_cuda.CudaConfig().most_rows, gemm_combine_cuda.CudaConfig.select(256).most_rows
     assert min(tallest) == CUDA_TALLEST
 

@@ -189,7 +189,7 @@ def dispatch_gemm(
         table: Tiles in schedule order.
         config: Tile shape and split.
     """
-    if config.beside and runs_cuda(x, w1, wire, sends, table):
+    if config.beside and runs_cuda(w1, wire, table):
         dispatch_gemm_cuda(x, w1, hidden, pre, wire, sends, table)
         return
     experts, double_f, hidden_size = w1.shape

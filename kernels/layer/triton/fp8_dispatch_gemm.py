@@ -17,7 +17,7 @@ from ...gemm.fp8 import GROUP, SCALE_GROUP, group_scales, scaled_elements
 from ...gemm.tiles import decode_tokens
 from ...runtime.arguments import CHUNK_ROWS, Scaled, TileTable, Wire, multiprocessors
 from ...runtime.recorder import KIND_CONVERT, KIND_LAYER0_TILE, now, record, recording
-from ..fp8_dispatch_gemm import fp8_dispatch_gemm_cuda, runs_cuda
+from ..dispatch_gemm import dispatch_gemm_cuda, runs_cuda
 from .dispatch import Sends, push_rows
 from .dispatch_gemm import DispatchGemmConfig, zero_after_rows
 
@@ -122,8 +122,8 @@ def fp8_dispatch_gemm(
         table: Tiles in schedule order.
         config: Split of the launch, and pieces of pushes; the tile shape is fixed.
     """
-    if config.beside and runs_cuda(w1, wire, sends, table):
-        fp8_dispatch_gemm_cuda(w1, hidden, wire, sends, table)
+    if config.beside and runs_cuda(w1, wire, table):
+        dispatch_gemm_cuda(None, w1, hidden, None, wire, sends, table)
         return
     experts, double_f, hidden_size = w1.elements.shape
     ffn = double_f // 2

@@ -17,8 +17,7 @@ registers. The second is a programmatic dependent of the first: it starts when e
 comm block takes the place of a compute block it waits for. Where there is no room beside (float32, other chips), it
 starts as compute blocks end: slower, not wrong.
 
-On Hopper larger layers, and their gradients, are one launch in CUDA C++ instead of these two (``gemm_combine_cuda``,
-``fp8_gemm_combine_cuda``).
+On Hopper larger layers, and their gradients, are one launch in CUDA C++ instead of these two (``gemm_combine_cuda``).
 """
 
 from dataclasses import dataclass
@@ -41,8 +40,6 @@ from ...runtime.arguments import (
     parts,
 )
 from ...runtime.recorder import KIND_CONVERT, now, record, recording
-from ..fp8_gemm_combine import fp8_gemm_combine_cuda
-from ..fp8_gemm_combine import runs_cuda as runs_fp8_cuda
 from ..gemm_combine import gemm_combine_cuda, runs_cuda
 from .combine import MULTIPROCESSORS, column_parts, combine_panels, slot_block
 from .gemm_panels import PANEL_COUNTERS, gemm_panels, gemm_panels_kernel
@@ -177,13 +174,10 @@ def gemm_combine(
         b_is_kn: The contraction is b's middle axis.
     """
     may_be_cuda = config.beside and config.cuda_kernels
-    if isinstance(a, Scaled) and isinstance(b, Scaled) and may_be_cuda and runs_fp8_cuda(y, b, wire, returns, table):
-        fp8_gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
-        return
-    (a, a_scales), (b, b_scales) = parts(a), parts(b)
-    if may_be_cuda and b_is_kn == (returns.grads is not None) and runs_cuda(a, b, wire, returns, table):
+    if may_be_cuda and b_is_kn == (returns.grads is not None) and runs_cuda(y, b, wire, returns, table):
         gemm_combine_cuda(a, b, y, out, wire, returns, table, config.num_panels, config.spare_multiprocessors)
         return
+    (a, a_scales), (b, b_scales) = parts(a), parts(b)
     block_n, block_k = config.block_n, config.block_k
     b_rows = block_n if b_scales is None else block_n // 2
     interpret = triton.knobs.runtime.interpret

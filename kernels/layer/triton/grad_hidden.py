@@ -1,7 +1,7 @@
 """Layer 1's backward up to hidden: dispatch || grouped GEMM.
 
 Dispatch, the copy of rows that w2's gradient needs, and a GEMM over the copy, one after the other; or, as layer 0, one
-kernel in CUDA C++, and the copy after it (see ``grad_hidden_cuda.runs_cuda``).
+kernel in CUDA C++, and the copy after it (see ``runs_fc2_dgrad``).
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...gemm.gather_rows import OwnRows, gather_rows
 from ...gemm.group_gemm import GemmConfig, group_gemm
 from ...runtime.arguments import TileTable, Wire
-from ..grad_hidden import grad_hidden_cuda, runs_cuda
+from ..dispatch_gemm import fc2_dgrad_cuda, runs_fc2_dgrad
 from .dispatch import DispatchConfig, Sends, dispatch
 
 
@@ -54,8 +54,8 @@ def grad_hidden(
         phase_tiles: ``(max_tiles, 4)`` the same tiles by phase.
         config: How.
     """
-    if config.beside and runs_cuda(grad_y, w2, wire, sends, table):
-        grad_hidden_cuda(grad_y, w2, out, wire, sends, replace(table, tiles=phase_tiles))
+    if config.beside and runs_fc2_dgrad(w2, wire, table):
+        fc2_dgrad_cuda(grad_y, w2, out, wire, sends, replace(table, tiles=phase_tiles))
         own = OwnRows(rows=grad_y, first=wire.rank * wire.max_tokens)
         gather_rows(wire.rows, grads, table.row_ids, table, own)
         return

@@ -6,24 +6,47 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from comet.kernels.aot.compile import SERIALIZED, Quality, compile_case, measure, waited_alone
 from comet.kernels.runtime.case import CudaCase
-from comet.kernels.runtime.cuda_text import cuda_text
 from comet.kernels.runtime.nvrtc import what_is_missing
 
 needs_compiler = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing() or "it is there")
 
 # Items of 16, 32 or 48 rows: four instructions a step each.
 KERNEL = """
+#include "include/wgmma.cuh"
+
+struct Config : Block {
+    using Element = Bf16;
+    static constexpr int BLOCK_N = 128, BLOCK_K = 64, MAX_TILE_ROWS = 48, MMA_ROWS = 256, ROW_STEP = 16, CLUSTER = 1;
+    static constexpr int NUM_STAGES = 4, TILE_SLOTS = 8, SCALE_STEPS = 1;
+    static constexpr bool IS_DGRAD = false, IS_FP8 = false;
+};
+
+// Before mma.cuh, which takes it as it finds it: the products of 32 rows in the place of its own.
+struct Mine {
+    template <bool TRANSPOSE_A, bool TRANSPOSE_B, int FIRST, int COUNT>
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b, bool adds) {
+        BODY
+    }
+};
+
+template <class Element, int N>
+struct Chosen : Wgmma<Element, N> {};
+template <>
+struct Chosen<Bf16, 32> : Mine {};
+#define Wgmma Chosen
+#include "include/mma.cuh"
+#undef Wgmma
+
 extern "C" __global__ void __launch_bounds__(128, 1) some_products(float* out, int rows, int num_steps) {
     extern __shared__ char shared[];
-    Memory<int> memory(shared, 0);
-    Ring ring = memory.ring();
-    Sums sums;
-    multiply_item(ring, sums, rows, 0, threadIdx.x % 32, num_steps, [] {});
-    for (int index = 0; index < MOST_ROWS / 2; ++index) out[index * 128 + threadIdx.x] = sums[index];
+    SharedStorage<Config, int, 0> storage(shared);
+    Pipeline<Config> pipeline = storage.pipeline();
+    Accumulator<Config> sums;
+    multiply_tile<false>(pipeline, sums, rows, 0, threadIdx.x % 32, num_steps, [] {});
+    for (int index = 0; index < Config::MAX_TILE_ROWS / 2; ++index) out[index * 128 + threadIdx.x] = sums[index];
 }
 """
 PTX = """
@@ -52,20 +75,19 @@ PTX = """
     ret;
 }
 """
-WAITS = 'PRODUCT    asm volatile("wgmma.commit_group.sync.aligned;\\nwgmma.wait_group.sync.aligned 0;" ::: "memory");\n'
-TOUCHES = "PRODUCT    sums[3] += 1.0f;\n"
-HALVES = "    multiply<16>(sums, a, b);\n    multiply<16>(reinterpret_cast<Sums&>(sums[8]), a, b + 128);\n"
+AS_IT_SHIPS = "Wgmma<Bf16, 32>::multiply<false, false, 0>(d, a, b, true);"
+WAITS = f"{AS_IT_SHIPS} wgmma_commit_group(); wgmma_wait_group<0>();"
+TOUCHES = f"{AS_IT_SHIPS} d[3] += 1.0f;"
+HALVES = """
+        using Half = Wgmma<Bf16, 16>;
+        Half::multiply<false, false, 0>(d, a, b, true);
+        Half::multiply<false, false, 0>(reinterpret_cast<float(&)[COUNT]>(d[8]), a, b + 128, true);
+"""
 
 
 def products(of_32_rows: str) -> CudaCase:
-    """The products of ``cuda/``, those of 32 rows replaced; PRODUCT stands there for what they were."""
-    constants = dict(CLUSTER=1, FENCED_BY_MULTIPLIERS=0, IS_GRADIENT=0, STAGES=4)
-    text = cuda_text(constants, torch.bfloat16, ("hopper", "ring", "products"), 48)
-    head, name, rest = text.partition("void multiply<32>")
-    signature, _, rest = rest.partition("{\n")
-    product, _, tail = rest.partition("\n}\n")
-    body = of_32_rows.replace("PRODUCT", f"{product}\n")
-    source = f"{head}{name}{signature}{{\n{body}}}\n{tail}{KERNEL}"
+    """The products of ``cuda/``, those of 32 rows replaced."""
+    source = KERNEL.replace("BODY", of_32_rows)
     return CudaCase(name="small", kernel="some_products", source=source, shared_bytes=1000)
 
 
@@ -80,7 +102,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 def test_products_as_they_ship_are_waited_for_together() -> None:
-    case = products("PRODUCT")
+    case = products(AS_IT_SHIPS)
     quality = compile_case(case)
     assert quality.wgmma == 12
     assert about_waiting(quality, case) == []

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import pytest
 import torch
-from cuda_sources import fields_of, item_bytes_of
 from launch_arguments import make_table, make_wire
 
 from comet.kernels.layer import dispatch_gemm as module
-from comet.kernels.layer.dispatch_gemm import CudaConfig
-from comet.kernels.layer.triton.dispatch import Sends
+from comet.kernels.layer.dispatch_gemm import Variant
 from comet.layer.plan import num_counters
 
 
 def test_worked_examples() -> None:
     assert num_counters(4, 2048) == 128 + 4 * 16 == 192
-    assert CudaConfig().shared_bytes(32) == 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97
-    assert CudaConfig().shared_bytes(32) == 219076
+    variant = Variant(weights=torch.bfloat16, output=torch.bfloat16, world_size=4)
+    assert variant.shared_bytes(32) == 1024 + 4 * 53248 + 2 * 2048 + 64 + 512 + 4 * 97 == 219076
 
 
 @pytest.mark.parametrize(("dtype", "cols"), [(torch.bfloat16, 128), (torch.float8_e4m3fn, 256)])
@@ -39,24 +36,15 @@ def test_copies_of_w1_have_eights_of_gate_and_of_up_in_turn(
     assert torch.equal(copy, torch.cat([gate, gate + ffn], dim=1).flatten())
 
 
-@pytest.mark.parametrize(
-    ("source", "structure", "mine"), [("push.cu", "Sends", module._Sends), ("signals.cu", "Fault", module._Fault)]
-)
-def test_the_structures_are_those_of_the_source(source: str, structure: str, mine: type[ctypes.Structure]) -> None:
-    assert fields_of(source, structure) == [name for name, _ in mine._fields_]
-
-
-def test_an_item_is_as_large_as_the_source_says() -> None:
-    assert item_bytes_of("gather.cu") == module.ITEM_BYTES
-
-
 def make_call(**changes: object) -> dict[str, object]:
     """Arguments of a launch large enough, on the CPU."""
-    flags, wire = torch.zeros(4, 16, dtype=torch.int32), make_wire(4, 2048)
+    wire = make_wire(4, 2048)
     table = replace(make_table(), row_ids=torch.zeros(2048 * 8 * 4))
-    sends = Sends(token_ids=flags, counts=flags, recv_counts=flags, pushed=flags)
-    x, w1 = torch.empty(1, 2048, dtype=torch.bfloat16, device="meta"), torch.empty(32, 1536, 2048, device="meta")
-    return dict(x=x, w1=w1, wire=wire, sends=sends, table=table) | changes
+    return dict(w1=weights(32, 1536, 2048), wire=wire, table=table) | changes
+
+
+def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +55,7 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module.runs_cuda(**make_call(wire=few))  # little work
     assert not module.runs_cuda(**make_call(table=replace(call["table"], block_rows=64)))
     assert not module.runs_cuda(**make_call(table=replace(call["table"], segments=None)))
-    assert not module.runs_cuda(**make_call(x=torch.empty(1, 2048, device="meta")))  # float32
-    assert not module.runs_cuda(**make_call(w1=torch.empty(4096, 1536, 2048, device="meta")))  # a table too large
+    assert not module.runs_cuda(**make_call(w1=weights(32, 1536, 2048, dtype=torch.float32)))  # float32
+    assert not module.runs_cuda(**make_call(w1=weights(4096, 1536, 2048)))  # a table too large
     monkeypatch.setattr(module, "is_available", lambda device: False)
     assert not module.runs_cuda(**call)

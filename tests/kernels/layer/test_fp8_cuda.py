@@ -4,70 +4,54 @@ they are chosen.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cuda_sources import fields_of, item_bytes_of, worked_example_of
 from fp8_launches import fp8_layer0_in, fp8_layer1_in
 from launch_arguments import make_table, make_wire
 from played_ranks import Kind
 
-from comet.kernels.layer import dispatch_gemm as dispatch_gemm_cuda
-from comet.kernels.layer import fp8_dispatch_gemm as layer0
-from comet.kernels.layer import fp8_gemm_combine as layer1
-from comet.kernels.layer import gemm_combine_launch
+from comet.kernels.layer import dispatch_gemm as layer0
+from comet.kernels.layer import gemm_combine as layer1
 from comet.kernels.layer.triton import fp8_dispatch_gemm, gemm_combine
 from comet.kernels.layer.triton.dispatch import Sends
 from comet.kernels.layer.triton.dispatch_gemm import DispatchGemmConfig
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arguments import Returns, Scaled, TileTable
-from comet.kernels.runtime.cuda_text import SHARED_LIMIT, fp8_memory_bytes, memory_bytes
+from comet.kernels.runtime.cuda_source import SHARED_LIMIT
 
 D, F, MANY = 512, 256, 20_000
 
 
+FP8_TYPES = dict(weights=torch.float8_e4m3fn, output=torch.bfloat16)
+
+
+def layer0_bytes(num_experts: int) -> int:
+    return layer0.Variant(**FP8_TYPES, world_size=4).shared_bytes(num_experts)
+
+
+def layer1_bytes(num_experts: int, entries: int) -> int:
+    variant = layer1.Variant(**FP8_TYPES, top_k=entries, world_size=1, config=layer1.FP8_CONFIG)
+    return variant.shared_bytes(num_experts)
+
+
 def test_worked_examples() -> None:
-    computed, said = worked_example_of(memory_bytes)
-    assert computed == said == memory_bytes(4, 256, 8192, 32)
-    computed, said = worked_example_of(fp8_memory_bytes)
-    assert computed == said == fp8_memory_bytes(4, 4, 1024, 48)
-    computed, said = worked_example_of(layer0.shared_bytes)
-    assert computed == said == layer0.shared_bytes(32)
-    computed, said = worked_example_of(layer1.shared_bytes)
-    assert computed == said == layer1.shared_bytes(32, 8)
+    assert layer0_bytes(32) == 1024 + 4 * 49152 + 4 * 2048 + 1024 + 64 + 512 + 4 * 97 == 207812
+    assert layer1_bytes(32, 8) == 1024 + 4 * 49152 + 4 * 512 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 == 224836
 
 
 def test_an_expert_costs_its_place_in_the_table_of_pieces() -> None:
-    assert layer0.shared_bytes(33) - layer0.shared_bytes(32) == 3 * 4
-    assert layer1.shared_bytes(33, 8) - layer1.shared_bytes(32, 8) == 4
+    assert layer0_bytes(33) - layer0_bytes(32) == 3 * 4
+    assert layer1_bytes(33, 8) - layer1_bytes(32, 8) == 4
 
 
 def test_the_layers_of_large_models_fit() -> None:
     for experts in (1, 8, 64, 128, 256):
-        assert layer0.shared_bytes(experts) <= SHARED_LIMIT
-        for entries in range(1, gemm_combine_launch.MOST_ENTRIES + 1):
-            assert layer1.shared_bytes(experts, entries) <= SHARED_LIMIT
-
-
-@pytest.mark.parametrize(
-    ("source", "structure", "mine"),
-    [
-        ("fp8_gather_gemm.cu", "Results", layer0.Results),
-        ("gather_gemm.cu", "Results", dispatch_gemm_cuda.Results),
-        ("panels.cu", "Scales", gemm_combine_launch.Scales),
-    ],
-)
-def test_the_structures_are_those_of_the_source(source: str, structure: str, mine: type[ctypes.Structure]) -> None:
-    assert fields_of(source, structure) == [name for name, _ in mine._fields_]
-    assert ctypes.sizeof(mine) == 8 * len(mine._fields_), "addresses and 64-bit numbers"
-
-
-def test_an_item_is_as_large_as_the_source_says() -> None:
-    assert item_bytes_of("gather.cu") == layer0.ITEM_BYTES
-    assert item_bytes_of("panels.cu") == layer1.ITEM_BYTES
+        assert layer0_bytes(experts) <= SHARED_LIMIT
+        for entries in range(1, layer1.MOST_ENTRIES + 1):
+            assert layer1_bytes(experts, entries) <= SHARED_LIMIT
 
 
 def make_weight(experts: int, rows: int, columns: int) -> Scaled:
@@ -81,6 +65,11 @@ def layer0_call(**changes: object) -> dict[str, Any]:
     numbers = torch.zeros(4, dtype=torch.int32)
     sends = Sends(token_ids=numbers, counts=numbers, recv_counts=numbers, pushed=numbers)
     return dict(w1=make_weight(8, 2 * F, D), wire=make_wire(), sends=sends, table=make_table()) | changes
+
+
+def of_choice(call: dict[str, Any]) -> dict[str, Any]:
+    """What is asked before a launch of layer 0."""
+    return {name: call[name] for name in ("w1", "wire", "table")}
 
 
 def make_returns(top_k: int = 2) -> Returns:
@@ -105,13 +94,13 @@ def without_segments() -> TileTable:
 def test_when_layer_0_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
     call = layer0_call()
-    assert layer0.runs_cuda(**call)
-    assert layer0.runs_cuda(**layer0_call(wire=make_wire(world_size=64)))
-    assert not layer0.runs_cuda(**layer0_call(table=replace(call["table"], block_rows=64)))
-    assert not layer0.runs_cuda(**layer0_call(table=without_segments()))
-    assert not layer0.runs_cuda(**layer0_call(w1=make_weight(MANY, 256, 128)))  # their table is too large
+    assert layer0.runs_cuda(**of_choice(call))
+    assert layer0.runs_cuda(**of_choice(layer0_call(wire=make_wire(world_size=64))))
+    assert not layer0.runs_cuda(**of_choice(layer0_call(table=replace(call["table"], block_rows=64))))
+    assert not layer0.runs_cuda(**of_choice(layer0_call(table=without_segments())))
+    assert not layer0.runs_cuda(**of_choice(layer0_call(w1=make_weight(MANY, 256, 128))))  # their table is too large
     monkeypatch.setattr(layer0, "is_available", lambda device: False)
-    assert not layer0.runs_cuda(**call)
+    assert not layer0.runs_cuda(**of_choice(call))
 
 
 def test_what_layer_1_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +137,12 @@ def test_tests_can_have_launches_of_any_size_in_either(kind: Kind, monkeypatch: 
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
     with fp8_layer0_in(kind), fp8_layer1_in(kind):
-        assert fp8_dispatch_gemm.runs_cuda(*layer0_call().values()) == (kind == "cuda")
-        assert gemm_combine.runs_fp8_cuda(*layer1_call().values()) == (kind == "cuda")
+        assert fp8_dispatch_gemm.runs_cuda(*of_choice(layer0_call()).values()) == (kind == "cuda")
+        assert gemm_combine.runs_cuda(*layer1_call().values()) == (kind == "cuda")
 
 
 def test_neither_is_chosen_without_a_gpu() -> None:
-    assert not layer0.runs_cuda(**layer0_call())
+    assert not layer0.runs_cuda(**of_choice(layer0_call()))
     assert not layer1.can_run(**layer1_call(y=torch.empty(1, D, dtype=torch.bfloat16)))
 
 
@@ -162,7 +151,7 @@ def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
     """Communication beside others is CUDA C++, anything else Triton; both get everything."""
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer0, "is_available", lambda device: True)
-    monkeypatch.setattr(fp8_dispatch_gemm, "fp8_dispatch_gemm_cuda", lambda *call: given.append(call))
+    monkeypatch.setattr(fp8_dispatch_gemm, "dispatch_gemm_cuda", lambda *call: given.append(call))
     call, hidden = layer0_call(), make_weight(1, 128, F)
     rest = call["wire"], call["sends"], call["table"]
     if not beside:
@@ -173,14 +162,14 @@ def test_layer_0_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: 
         return
     fp8_dispatch_gemm.fp8_dispatch_gemm(call["w1"], hidden, *rest, DispatchGemmConfig(beside=True))
     [found] = given
-    assert all(mine is other for mine, other in zip(found, (call["w1"], hidden, *rest), strict=True))
+    assert all(mine is other for mine, other in zip(found, (None, call["w1"], hidden, None, *rest), strict=True))
 
 
 @pytest.mark.parametrize(("beside", "cuda_kernels"), [(False, True), (True, False), (True, True)])
 def test_layer_1_hands_on_what_it_gets(monkeypatch: pytest.MonkeyPatch, beside: bool, cuda_kernels: bool) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(layer1, "is_available", lambda device: True)
-    monkeypatch.setattr(gemm_combine, "fp8_gemm_combine_cuda", lambda *call: given.append(call))
+    monkeypatch.setattr(gemm_combine, "gemm_combine_cuda", lambda *call: given.append(call))
     many = make_wire(max_tokens=10_000_000)
     call, hidden = layer1_call(wire=many), make_weight(1, 128, F)
     tensors = hidden, call["b"], call["y"], call["y"]

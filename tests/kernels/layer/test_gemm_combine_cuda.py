@@ -8,44 +8,35 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from cuda_sources import SOURCES, fields_of
 from gradient_launches import exact_gradients, run_gradients
 from launch_arguments import make_table, make_wire
 from layer1_launches import exact_layer1, run_layer1, sent_after_a_fault
 from played_ranks import PlayedCase
 from ranks import run_ranks
 
-from comet.kernels.layer import dispatch_gemm as dispatch_gemm_cuda
-from comet.kernels.layer import fp8_dispatch_gemm as fp8_dispatch_gemm_cuda
-from comet.kernels.layer import fp8_gemm_combine as fp8_gemm_combine_cuda
 from comet.kernels.layer import gemm_combine as module
-from comet.kernels.layer import grad_hidden as grad_hidden_cuda
-from comet.kernels.layer.gemm_combine import CudaConfig
-from comet.kernels.layer.gemm_combine_launch import Arguments, combiner_bytes, cuda_parts, launched_blocks
+from comet.kernels.layer.gemm_combine import DEFAULT, CudaConfig, Variant, combine_bytes, cuda_parts, launched_blocks
 from comet.kernels.layer.triton import gemm_combine
 from comet.kernels.layer.triton.combine import column_parts
 from comet.kernels.layer.triton.gemm_combine import GemmCombineConfig
 from comet.kernels.runtime.arguments import GradWire, Returns
-from comet.kernels.runtime.cuda_text import SHARED_LIMIT
+from comet.kernels.runtime.cuda_source import SHARED_LIMIT
 from comet.layer.fused import tile_table
 from comet.layer.plan import Launch, Plan
 from comet.layout import ExpertLayout
 
-MODULES = (
-    module,
-    dispatch_gemm_cuda,
-    grad_hidden_cuda,
-    fp8_gemm_combine_cuda,
-    fp8_dispatch_gemm_cuda,
-)
+
+def shared_bytes(num_experts: int, config: CudaConfig = DEFAULT) -> int:
+    """Of a block in bfloat16, top-8."""
+    variant = Variant(weights=torch.bfloat16, output=torch.bfloat16, top_k=8, world_size=4, config=config)
+    return variant.shared_bytes(num_experts)
 
 
 def test_worked_examples() -> None:
-    assert CudaConfig().shared_bytes(32, 8) == 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33
-    assert CudaConfig().shared_bytes(32, 8) == 230980
+    assert shared_bytes(32) == 1024 + 4 * 49152 + 2 * 4096 + 64 + 384 + 3 * (2048 + 6144) + 4 * 33 == 230980
     assert CudaConfig.select(256).most_rows == 272
     assert CudaConfig.select(512) == CudaConfig.select(64) == CudaConfig(most_rows=256)
-    assert combiner_bytes(8, 12) == 3 * (32 * 8 * 8 + 12 * 512) == 24576
+    assert combine_bytes(8, 12) == 3 * (32 * 8 * 8 + 12 * 512) == 24576
     assert column_parts(2048, 4, 396, 4, 4) == 4
     assert column_parts(2048, 4, 132, 4, 4) == 2
     assert column_parts(2048, 4, 396, 2, 4) == column_parts(2048, 4, 132, 2, 4) == 2
@@ -85,39 +76,31 @@ def test_blocks_fit_where_the_layer_takes_them(even_rows: float) -> None:
     chosen, default = CudaConfig.select(even_rows), CudaConfig()
     assert (chosen == default) == (not 232 <= even_rows <= 280)
     assert chosen.most_rows % chosen.box_rows == 0
-    assert chosen.shared_bytes(256, 8) <= default.shared_bytes(256, 8) <= SHARED_LIMIT
-
-
-def test_the_structure_is_that_of_the_source() -> None:
-    names = fields_of("combine.cu", "Returns")
-    fault = names.index("fault")
-    names[fault : fault + 1] = ["fault", "timeout_ns"]  # a structure of its own there
-    assert names == [name for name, _ in Arguments._fields_]
-
-
-def test_every_source_is_used() -> None:
-    mine = {path.stem for path in SOURCES.glob("*.cu")} - {"wgrad"}
-    assert mine == {name for each in MODULES for name in each.SOURCES}
+    assert shared_bytes(256, chosen) <= shared_bytes(256, default) <= SHARED_LIMIT
 
 
 def make_call(**changes: object) -> dict[str, object]:
     """Arguments of a launch large enough, on the CPU."""
     flags = torch.zeros(2, 4, 16, dtype=torch.int32)
     returns = Returns(row_slots=torch.zeros(1, 8), row_weights=torch.zeros(1), send_rows=flags, recv_counts=flags)
-    a, b = torch.empty(1, 768, dtype=torch.bfloat16, device="meta"), torch.empty(32, 2048, 768, device="meta")
-    return dict(a=a, b=b, wire=make_wire(2, 8192), returns=returns, table=make_table()) | changes
+    y, b = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 2048), (32, 2048, 768)))
+    return dict(y=y, b=b, wire=make_wire(2, 8192), returns=returns, table=make_table()) | changes
+
+
+def weights(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_available", lambda device: True)
     assert module.runs_cuda(**make_call())
-    small = torch.empty(32, 512, 256, device="meta")
+    small = weights(32, 512, 256)
     wide = torch.empty(1, 768, device="meta")
-    many = torch.empty(4096, 2048, 768, device="meta")
-    deep = torch.empty(32, 2048, 6400, device="meta")
+    many = weights(4096, 2048, 768)
+    deep = weights(32, 2048, 6400)
     assert not module.runs_cuda(**make_call(b=small))  # little work
     assert not module.runs_cuda(**make_call(b=deep))  # the GEMM is nearly all of it
-    assert not module.runs_cuda(**make_call(a=wide))  # float32
+    assert not module.runs_cuda(**make_call(y=wide))  # float32
     assert not module.runs_cuda(**make_call(b=many))  # their table needs too much shared memory
     unweighted = Returns(
         row_slots=torch.zeros(1, 8), row_weights=None, send_rows=torch.zeros(1), recv_counts=torch.zeros(1)
@@ -125,11 +108,11 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module.runs_cuda(**make_call(returns=unweighted))  # sums alone
     grads = GradWire(row_grads=wide, landing=wide, landing_pointers=wide, out=wide)
     gradients = replace(unweighted, grads=grads)
-    assert module.runs_cuda(**make_call(returns=gradients, b=torch.empty(32, 1536, 2048, device="meta")))
-    assert module.runs_cuda(**make_call(returns=gradients, b=torch.empty(32, 4096, 7168, device="meta")))
-    assert not module.runs_cuda(**make_call(returns=gradients, b=torch.empty(32, 6400, 2048, device="meta")))
+    assert module.runs_cuda(**make_call(returns=gradients, b=weights(32, 1536, 2048)))
+    assert module.runs_cuda(**make_call(returns=gradients, b=weights(32, 4096, 7168)))
+    assert not module.runs_cuda(**make_call(returns=gradients, b=weights(32, 6400, 2048)))
     assert not module.runs_cuda(**make_call(returns=gradients, b=small))
-    few = make_call(returns=gradients, b=torch.empty(32, 1536, 2048, device="meta"), wire=make_wire(2, 2048))
+    few = make_call(returns=gradients, b=weights(32, 1536, 2048), wire=make_wire(2, 2048))
     assert not module.runs_cuda(**few), "5.2e10 products"
     assert not module.runs_cuda(**make_call(returns=replace(gradients, row_weights=wide)))  # of weighted sums
 
@@ -156,7 +139,7 @@ def test_it_is_not_asked_where_a_rank_of_the_group_lacks_it(
     monkeypatch.setattr(gemm_combine, "gemm_combine_cuda", lambda *_: launched.append("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", stop_at_triton)
     call = make_call()
-    tensors = (call[name] for name in ("a", "b", "a", "a", "wire", "returns", "table"))
+    tensors = (call[name] for name in ("y", "b", "y", "y", "wire", "returns", "table"))
     with nullcontext() if cuda_kernels else pytest.raises(NotImplementedError):
         gemm_combine.gemm_combine(*tensors, GemmCombineConfig(beside=True, cuda_kernels=cuda_kernels))
     assert launched == ["cuda" if cuda_kernels else "triton"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-from cuda_sources import fields_of, worked_example_of
 from grad_hidden_launches import Gradients, alone, check, grad_hidden_in, run_grad_hidden, sent_after_a_fault
 from launch_arguments import make_table, make_wire
 from played_cases import SMALL_LAYER0, TWO
@@ -19,11 +17,11 @@ from torch import Tensor
 
 from comet.kernels.gemm.gather_rows import OwnRows, gather_rows
 from comet.kernels.gemm.group_gemm import GemmConfig, group_gemm
-from comet.kernels.layer import grad_hidden as module
+from comet.kernels.layer import dispatch_gemm as module
 from comet.kernels.layer.triton import grad_hidden as grad_hidden_module
 from comet.kernels.layer.triton.dispatch import DispatchConfig, Sends, dispatch
 from comet.kernels.runtime.arguments import TileTable, Wire
-from comet.kernels.runtime.cuda_text import SHARED_LIMIT
+from comet.kernels.runtime.cuda_source import SHARED_LIMIT
 
 
 def play(rank: int, world_size: int) -> None:
@@ -54,8 +52,8 @@ def stand_in(grad_y: Tensor, w2: Tensor, out: Tensor, wire: Wire, sends: Sends, 
 def play_beside(rank: int, world_size: int) -> None:
     for case in SMALL_LAYER0:
         with (
-            patch.object(grad_hidden_module, "runs_cuda", lambda *arguments: True),
-            patch.object(module, "grad_hidden_cuda", stand_in),
+            patch.object(grad_hidden_module, "runs_fc2_dgrad", lambda *arguments: True),
+            patch.object(module, "fc2_dgrad_cuda", stand_in),
         ):
             found = run_grad_hidden(case, "cuda")
         check(case, found, "beside")
@@ -78,38 +76,34 @@ def test_a_rank_that_never_comes_is_named_and_nothing_is_sent_after_that() -> No
 
 
 def test_memory_of_a_block() -> None:
-    computed, said = worked_example_of(module.shared_bytes)
-    assert computed == said == module.shared_bytes(32)
-    assert module.shared_bytes(33) - module.shared_bytes(32) == 3 * 4
-    assert module.shared_bytes(256) <= SHARED_LIMIT
-
-
-def test_the_structure_is_that_of_the_source() -> None:
-    assert fields_of("grad_hidden.cu", "Results") == [name for name, _ in module.Results._fields_]
-    assert ctypes.sizeof(module.Results) == 8
+    variant = module.Variant(weights=torch.bfloat16, output=torch.bfloat16, world_size=4, is_dgrad=True)
+    assert variant.shared_bytes(32) == 1024 + 4 * 53248 + 2 * 4096 + 64 + 512 + 4 * 97 == 223172
+    assert variant.shared_bytes(33) - variant.shared_bytes(32) == 3 * 4
+    assert variant.shared_bytes(256) <= SHARED_LIMIT
 
 
 def make_call(**changes: object) -> dict[str, object]:
     """Arguments of a launch large enough, on the CPU."""
-    numbers = torch.zeros(4, 16, dtype=torch.int32)
-    sends = Sends(token_ids=numbers, counts=numbers, recv_counts=numbers, pushed=numbers)
-    grad_y, w2 = torch.empty(1, 2048, dtype=torch.bfloat16, device="meta"), torch.empty(32, 2048, 768, device="meta")
-    return dict(grad_y=grad_y, w2=w2, wire=make_wire(4, 1024), sends=sends, table=make_table()) | changes
+    return dict(w2=weights(32, 2048, 768), wire=make_wire(4, 1024), table=make_table()) | changes
+
+
+def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_available", lambda device: True)
     call = make_call()
-    assert module.runs_cuda(**call)
-    assert not module.runs_cuda(**make_call(wire=make_wire(4, 512)))  # little work
-    assert module.runs_cuda(**make_call(wire=make_wire(1, 1024)))
-    assert module.runs_cuda(**make_call(wire=make_wire(4, 65536)))
-    assert not module.runs_cuda(**make_call(wire=make_wire(1, 65536)))  # a copy hides no slower GEMM of that size
+    assert module.runs_fc2_dgrad(**call)
+    assert not module.runs_fc2_dgrad(**make_call(wire=make_wire(4, 512)))  # little work
+    assert module.runs_fc2_dgrad(**make_call(wire=make_wire(1, 1024)))
+    assert module.runs_fc2_dgrad(**make_call(wire=make_wire(4, 65536)))
+    assert not module.runs_fc2_dgrad(**make_call(wire=make_wire(1, 65536)))  # a copy hides no slower GEMM of that size
     for shape in ((32, 2048, 764), (32, 2044, 768)):  # rows that do not start at 16 bytes
-        assert not module.runs_cuda(**make_call(w2=torch.empty(*shape, device="meta")))
-    assert not module.runs_cuda(**make_call(w2=torch.empty(4096, 2048, 768, device="meta")))  # a table too large
-    assert not module.runs_cuda(**make_call(grad_y=torch.empty(1, 2048, device="meta")))  # float32
-    assert not module.runs_cuda(**make_call(table=make_table(block_rows=64)))
-    assert not module.runs_cuda(**make_call(table=replace(call["table"], segments=None)))
+        assert not module.runs_fc2_dgrad(**make_call(w2=weights(*shape)))
+    assert not module.runs_fc2_dgrad(**make_call(w2=weights(4096, 2048, 768)))  # a table too large
+    assert not module.runs_fc2_dgrad(**make_call(w2=weights(32, 2048, 768, dtype=torch.float32)))  # float32
+    assert not module.runs_fc2_dgrad(**make_call(table=make_table(block_rows=64)))
+    assert not module.runs_fc2_dgrad(**make_call(table=replace(call["table"], segments=None)))
     monkeypatch.setattr(module, "is_available", lambda device: False)
-    assert not module.runs_cuda(**call)
+    assert not module.runs_fc2_dgrad(**call)

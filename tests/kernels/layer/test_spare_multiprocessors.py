@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 import torch
 from launch_arguments import make_table, make_wire
 
-from comet.kernels.layer import fp8_gemm_combine as fp8_gemm_combine_cuda
 from comet.kernels.layer import gemm_combine as gemm_combine_cuda
 from comet.kernels.layer.triton import gemm_combine as module
 from comet.kernels.layer.triton.gemm_combine import COMM_WAVES, GemmCombineConfig
 from comet.kernels.runtime.arguments import GradWire, Returns, Scaled, multiprocessors
+from comet.kernels.runtime.cuda_source import TensorMap
 
 SPARE = 31
 ALL = 132
@@ -25,8 +26,7 @@ BF16 = torch.bfloat16
 class FakeKernel:
     """Of CUDA C++: it keeps how many blocks it was launched with."""
 
-    def __init__(self, cluster: int) -> None:
-        self.cluster = cluster
+    def __init__(self) -> None:
         self.blocks: list[int] = []
 
     def launch(self, num_blocks: int, arguments: list[Any]) -> None:
@@ -37,8 +37,7 @@ class FakeKernel:
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=ALL))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for each in (gemm_combine_cuda, fp8_gemm_combine_cuda):
-        monkeypatch.setattr(each, "tensor_map", lambda tensor, box: None)
+    monkeypatch.setattr(gemm_combine_cuda, "tensor_map", lambda tensor, box: TensorMap())
     yield
     multiprocessors.cache_clear()
 
@@ -58,12 +57,10 @@ def run(config: GemmCombineConfig, *, fp8: bool = False, backward: bool = False)
 
 
 @pytest.mark.parametrize(("cluster", "blocks"), [(1, ALL - SPARE), (2, 92)])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_in_cuda(monkeypatch: pytest.MonkeyPatch, fp8: bool, cluster: int, blocks: int) -> None:
-    kernel, cuda = FakeKernel(cluster), fp8_gemm_combine_cuda if fp8 else gemm_combine_cuda
-    monkeypatch.setattr(module, "runs_fp8_cuda" if fp8 else "runs_cuda", lambda *_: True)
-    monkeypatch.setattr(cuda, "_kernel", lambda *_: kernel)
-    monkeypatch.setattr(gemm_combine_cuda, "_selectable_kernels", lambda *_: {})
+def test_in_cuda(monkeypatch: pytest.MonkeyPatch, cluster: int, blocks: int) -> None:
+    kernel, fp8 = FakeKernel(), cluster == 1
+    monkeypatch.setattr(module, "runs_cuda", lambda *_: True)
+    monkeypatch.setattr(gemm_combine_cuda, "_kernels", lambda *_: defaultdict(lambda: kernel))
     run(GemmCombineConfig(beside=True), fp8=fp8)
     run(GemmCombineConfig(beside=True, spare_multiprocessors=SPARE), fp8=fp8)
     assert kernel.blocks == [ALL, blocks]

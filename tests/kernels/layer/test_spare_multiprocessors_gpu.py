@@ -35,7 +35,7 @@ class Launch:
 
 LAUNCHES = {
     "CUDA C++": Launch(OverlapConfig(), "gemm_combine_cuda"),
-    "block FP8": Launch(OverlapConfig(), "fp8_gemm_combine_cuda"),
+    "block FP8": Launch(OverlapConfig(), "gemm_combine_cuda"),
     "Triton, split": Launch(OverlapConfig(beside=False), waits=True),
     "Triton, beside": Launch(OverlapConfig(block_rows=64)),  # its GEMM waits for nobody
 }

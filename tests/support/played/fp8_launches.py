@@ -31,7 +31,7 @@ from played_ranks import (
 from torch import Tensor
 
 from comet.kernels.gemm.fp8 import pack_rows
-from comet.kernels.layer import fp8_gemm_combine as fp8_gemm_combine_cuda
+from comet.kernels.layer import gemm_combine as layer1_cuda
 from comet.kernels.layer.triton import fp8_dispatch_gemm as layer0_module
 from comet.kernels.layer.triton import gemm_combine as layer1_module
 from comet.kernels.runtime.arguments import Scaled, Wire, power_of_2
@@ -50,16 +50,16 @@ LEAST_EXPONENT, MOST_EXPONENT = -2, 2
 @contextmanager
 def fp8_layer0_in(kind: Kind) -> Iterator[Counted]:
     """Layer 0 in CUDA C++, where its launches of any size are, or in Triton; yields what counts the former."""
-    spy = Counted(layer0_module.fp8_dispatch_gemm_cuda)
+    spy = Counted(layer0_module.dispatch_gemm_cuda)
     refusal = {"runs_cuda": lambda *_: False} if kind == "triton" else {}
-    with patch.multiple(layer0_module, fp8_dispatch_gemm_cuda=spy, **refusal):
+    with patch.multiple(layer0_module, dispatch_gemm_cuda=spy, **refusal):
         yield spy
 
 
 @contextmanager
 def fp8_layer1_in(kind: Kind) -> Iterator[Counted]:
     """Layer 1 in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with launched_in(kind, layer1_module, fp8_gemm_combine_cuda) as spy:
+    with launched_in(kind, layer1_module, layer1_cuda, "gemm_combine_cuda", "LEAST_FP8_PRODUCTS") as spy:
         yield spy
 
 

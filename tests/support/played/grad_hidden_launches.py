@@ -14,7 +14,7 @@ from played_ranks import Counted, Kind, PlayedCase, fault_of, fresh, launched_in
 from torch import Tensor
 
 from comet.kernels.gemm.group_gemm import GemmConfig
-from comet.kernels.layer import grad_hidden as cuda_module
+from comet.kernels.layer import dispatch_gemm as cuda_module
 from comet.kernels.layer.triton import grad_hidden as grad_hidden_module
 from comet.kernels.layer.triton.dispatch import DispatchConfig
 from comet.kernels.layer.triton.grad_hidden import GradHiddenConfig, grad_hidden
@@ -34,7 +34,7 @@ class Gradients:
 @contextmanager
 def grad_hidden_in(kind: Kind) -> Iterator[Counted]:
     """Launches of any size in CUDA C++ or in Triton; yields what counts the former."""
-    with launched_in(kind, grad_hidden_module, cuda_module, MOST_PRODUCTS_ALONE=1 << 62) as spy:
+    with launched_in(kind, grad_hidden_module, cuda_module, "fc2_dgrad_cuda", MOST_PRODUCTS_ALONE=1 << 62) as spy:
         yield spy
 
 

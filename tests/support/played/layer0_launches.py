@@ -48,7 +48,7 @@ class Hidden:
 @contextmanager
 def layer0_in(kind: Kind) -> Iterator[Counted]:
     """Layer 0 of any size in CUDA C++ or in Triton; yields what counts the launches of the former."""
-    with launched_in(kind, dispatch_gemm_module, cuda_module) as spy:
+    with launched_in(kind, dispatch_gemm_module, cuda_module, "dispatch_gemm_cuda") as spy:
         yield spy
 
 

@@ -34,7 +34,7 @@ from comet.layer.plan import Launch, Plan
 def layer1_in(kind: Kind) -> Iterator[Counted]:
     """Layer 1 of any size in CUDA C++ or in Triton; yields what counts the launches of the former."""
     most = dict(MOST_DEPTH=1 << 62, MOST_GRADIENT_DEPTH=1 << 62)
-    with launched_in(kind, gemm_combine_module, cuda_module, **most) as spy:
+    with launched_in(kind, gemm_combine_module, cuda_module, "gemm_combine_cuda", **most) as spy:
         yield spy
 
 

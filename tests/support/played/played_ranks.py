@@ -52,20 +52,23 @@ class Counted:
 
 
 @contextmanager
-def launched_in(kind: Kind, caller: ModuleType, cuda_module: ModuleType, **limits: int) -> Iterator[Counted]:
+def launched_in(
+    kind: Kind, caller: ModuleType, cuda_module: ModuleType, function: str, least: str = "LEAST_PRODUCTS", **limits: int
+) -> Iterator[Counted]:
     """Launches of any size in CUDA C++ or in Triton, or as the layer chooses; yields what counts the former.
 
     Args:
         kind: Which.
         caller: The module of the launcher in Triton, which calls the other.
-        cuda_module: The module of the launcher in CUDA C++, which has its name and ``_cuda``.
+        cuda_module: The module of the launcher in CUDA C++.
+        function: The launcher.
+        least: Constant of ``cuda_module``: a launch of fewer products is Triton's.
         limits: Other constants of ``cuda_module`` by which a launch is chosen, and their values here.
     """
-    name = f"{cuda_module.__name__.rpartition('.')[2]}_cuda"
-    spy = Counted(getattr(cuda_module, name))
-    least = {"auto": cuda_module.LEAST_PRODUCTS, "cuda": 0, "triton": 1 << 62}[kind]
+    spy = Counted(getattr(cuda_module, function))
+    products = {"auto": getattr(cuda_module, least), "cuda": 0, "triton": 1 << 62}[kind]
     limits = {} if kind == "auto" else limits
-    with patch.multiple(cuda_module, LEAST_PRODUCTS=least, **limits), patch.object(caller, name, spy):
+    with patch.multiple(cuda_module, **{least: products}, **limits), patch.object(caller, function, spy):
         yield spy
 
 

@@ -1,53 +1,67 @@
-// Weighted top-k reduce of the expert outputs, their way to the rank of each token, and the final sums there. Gradients
-// of layer 0's tokens (IS_GRADIENT) are not weighted; with them travel those of the routing weights.
+// Weighted top-k reduce of the expert outputs, their way to the rank of each token, and the final sums there. As
+// fc1_dgrad (IS_DGRAD) rows are not weighted; with them travel the gradients of the routing weights.
 //
 // Tickets, their order and why it ends: kernels/layer/triton/combine.py. Here a ticket is the work of one warp. It
 // lists the rows to add up, and then streams them with AHEAD loads on their way, across the ends of sums and of column
-// blocks: beside a GEMM a load takes microseconds, and only what is under way in the meantime counts. A warp draws its
+// blocks: beside a GEMM a load takes microseconds, and only what is under way in the meantime counts. A warp takes its
 // next ticket when it has nothing to wait for any more: others may wait for what a ticket sends.
 //
 // A rank of which a wait has met its deadline sends nothing more. What this launch sums up depends on what earlier ones
 // waited for and on the panel, so it is enough that no panel opens: a look at the record of faults per warp and panel,
 // on its way beside the look at the panel's counter, and no register beyond it.
 
+#ifndef COMET_COMBINE_CUH
+#define COMET_COMBINE_CUH
+
+#include "panel_tiles.cuh"
+#include "symm.cuh"
+
 constexpr int BATCH = 4; // entries that a warp works on together
-constexpr int SLOT_BYTES = 2 * PASS_COLS;
-constexpr int LIST_ENTRIES = CHUNK * (TOP_K > WORLD ? TOP_K : WORLD);
-static_assert(LIST_ENTRIES % BATCH == 0);
-// Each warpgroup of each of the blocks that have a column block together tells of its part of a tile.
-constexpr int SHARES_PER_TILE = 2 * BLOCK_COLS / COLS;
 
 struct Entry {
     int row; // twice the row, plus 1 if it is the last of its sum; the row -1 adds nothing
     float weight;
 };
 
-constexpr int LIST_BYTES = LIST_ENTRIES * sizeof(Entry);
+// What a warp that combines has in shared memory: a list, and slots of a part of a row each.
+template <class Config>
+struct CombineShape {
+    static constexpr int LIST_ENTRIES =
+        Config::CHUNK * (Config::TOP_K > Config::WORLD_SIZE ? Config::TOP_K : Config::WORLD_SIZE);
+    static constexpr int LIST_BYTES = LIST_ENTRIES * sizeof(Entry);
+    static constexpr int SLOT_BYTES = 2 * Config::PASS_COLS;
+    // Each warpgroup of each of the blocks that have a column block together counts its part of a tile.
+    static constexpr int SHARES_PER_TILE = 2 * Config::PANEL_UNIT / Config::BLOCK_N;
+    static_assert(LIST_ENTRIES % BATCH == 0);
 
-struct Returns {
-    u16* y;
-    const u16* landing; // partial sums of this rank's tokens
-    u16* out;
-    const int* row_slots;
-    const float* row_weights; // of each received row and slot; their gradients, if IS_GRADIENT
-    const int* send_rows;
-    const int* recv_counts;
-    const u64* landing_addresses;
-    const float* weights_landing; // gradients of this rank's routing weights, from every rank
-    const u64* weights_landing_addresses;
-    float* weights_out;
-    const int* flags;
-    const u64* flag_addresses;
-    int* tickets;
-    int* panel_counters;
-    const int* num_tiles;
-    const int* epoch;
+    static constexpr int bytes(int ahead) { return LIST_BYTES + ahead * SLOT_BYTES; }
+};
+
+// T tokens of this rank, W ranks, M tokens at most per rank, R = W * M, K experts of a token, Q routed rows.
+struct CombineArgs {
+    u16* y;                     // (Q, cols) expert outputs
+    const u16* received;        // (R, cols) receive buffer: partial sums of this rank's tokens
+    u16* out;                   // (T, cols)
+    const int* row_slots;       // (R, K) routed rows, or -1
+    const float* row_weights;   // (R, K) of each received row and slot; their gradients, if IS_DGRAD
+    const int* send_rows;       // (M, W) the row of each token at each rank, or -1
+    const int* recv_counts;     // (W,)
+    const u64* row_addresses;   // (W,) receive buffer of each rank
+    const float* received_grads; // (R, K) gradients of this rank's routing weights, from every rank
+    const u64* grad_addresses;  // (W,) the same buffer of each rank
+    float* weight_grads;        // (T, K)
+    const int* flags;           // (W, M / CHUNK, MAX_PANELS)
+    const u64* flag_addresses;  // (W,) flags of each rank
+    int* tickets;               // counters of the launch
+    int* panel_counters;        // (MAX_PANELS,)
+    const int* num_plan_tiles;  // (1,)
+    const int* epoch;           // (1,)
     Fault fault;
-    int* events;
+    int* events; // the recorder's, or null
     int rank, num_tokens, max_tokens, cols, panels, parts, event_capacity;
 };
 
-// BATCH entries from shared memory.
+// BATCH entries from shared storage.
 struct Batch {
     int rows[BATCH];
     float weights[BATCH];
@@ -61,17 +75,19 @@ struct Batch {
     }
 };
 
-// Streams the listed rows of `source`, columns first_col .. first_col + PASS_COLS * passes, through a ring in shared
+// Streams the listed rows of `source`, columns first_col .. first_col + PASS_COLS * passes, through slots in shared
 // memory, and stores their sums to consecutive rows. A lane reads what it fetched itself. One warp alone is slow at
 // anything that waits for itself, so entries come in batches. `started` is called with the first entries on their way.
-template <int AHEAD, typename Started>
+template <class Config, int AHEAD, typename Started>
 __device__ __forceinline__ void add_rows(
-    u32 list, int num_entries, u32 ring, const u16* source, u16* target, int cols, int first_col, int passes, int lane,
+    u32 list, int num_entries, u32 slots, const u16* source, u16* target, int cols, int first_col, int passes, int lane,
     Started started) {
+    using Output = typename Config::Output;
+    constexpr int PASS_COLS = Config::PASS_COLS, SLOT_BYTES = CombineShape<Config>::SLOT_BYTES;
     static_assert(AHEAD % BATCH == 0);
     const int total = num_entries * passes;
     const u32 list_end = list + num_entries * sizeof(Entry);
-    const u32 ring_begin = ring + lane * 16, ring_end = ring_begin + AHEAD * SLOT_BYTES;
+    const u32 first_slot = slots + lane * 16, last_slot = first_slot + AHEAD * SLOT_BYTES;
     int fetched = 0, next_col = first_col + lane * 8;
     u32 next = list;
     const auto fetch = [&](u32 slot) {
@@ -81,9 +97,7 @@ __device__ __forceinline__ void add_rows(
             for (int place = 0; place < BATCH; ++place) {
                 const int row = batch.rows[place] >> 1;
                 const bool exists = row >= 0 && next_col < cols;
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                             ::"r"(slot + place * SLOT_BYTES), "l"(source + (exists ? u64(row) * cols + next_col : 0)),
-                             "r"(exists ? 16 : 0) : "memory");
+                cp_async_16(slot + place * SLOT_BYTES, source + (exists ? u64(row) * cols + next_col : 0), exists);
             }
             fetched += BATCH;
             next += BATCH * sizeof(Entry);
@@ -92,17 +106,17 @@ __device__ __forceinline__ void add_rows(
                 next_col += PASS_COLS;
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        cp_async_commit_group();
     };
-    for (u32 slot = ring_begin; slot < ring_end; slot += BATCH * SLOT_BYTES) fetch(slot);
+    for (u32 slot = first_slot; slot < last_slot; slot += BATCH * SLOT_BYTES) fetch(slot);
     started();
     float sums[8] = {};
-    u32 entry = list, slot = ring_begin;
+    u32 entry = list, slot = first_slot;
     int col = first_col + lane * 8;
     u16* row = target;
     for (int index = 0; index < total; index += BATCH) {
         const Batch batch(entry);
-        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD / BATCH - 1) : "memory");
+        cp_async_wait_group<AHEAD / BATCH - 1>();
         u32 parts[BATCH][4];
 #pragma unroll
         for (int place = 0; place < BATCH; ++place) {
@@ -115,14 +129,15 @@ __device__ __forceinline__ void add_rows(
         for (int place = 0; place < BATCH; ++place) {
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
-                const float2 values = unpack(parts[place][pair]);
+                const float2 values = Output::unpack(parts[place][pair]);
                 sums[2 * pair] = __fmaf_rn(values.x, batch.weights[place], sums[2 * pair]);
                 sums[2 * pair + 1] = __fmaf_rn(values.y, batch.weights[place], sums[2 * pair + 1]);
             }
             if (batch.rows[place] & 1) {
                 if (col < cols) {
                     *reinterpret_cast<uint4*>(row + col) = make_uint4(
-                        pack(sums[0], sums[1]), pack(sums[2], sums[3]), pack(sums[4], sums[5]), pack(sums[6], sums[7]));
+                        Output::pack(sums[0], sums[1]), Output::pack(sums[2], sums[3]),
+                        Output::pack(sums[4], sums[5]), Output::pack(sums[6], sums[7]));
                 }
                 row += cols;
 #pragma unroll
@@ -131,7 +146,7 @@ __device__ __forceinline__ void add_rows(
         }
         fetch(slot);
         slot += BATCH * SLOT_BYTES;
-        if (slot == ring_end) slot = ring_begin;
+        if (slot == last_slot) slot = first_slot;
         entry += BATCH * sizeof(Entry);
         if (entry == list_end) {
             entry = list;
@@ -168,15 +183,17 @@ __device__ __forceinline__ int list_rows(
 }
 
 // One ticket: some columns of a panel of 32 rows of a source, or of 32 tokens.
-struct Ticket {
+template <class Config>
+struct CombineTicket {
     bool reduces, exists;
     int panel, flag, item, first_block, num_blocks;
 
     // A turn is the sums of one panel, before them the reduces of the next; the last turn has sums only.
-    __device__ __forceinline__ Ticket(int number, const Returns& returns) {
-        const int parts = returns.parts, panels = returns.panels;
-        const int num_reduces = returns.max_tokens / CHUNK * WORLD * parts;
-        const int per_panel = num_reduces + ceil_div(returns.num_tokens, CHUNK) * parts;
+    __device__ __forceinline__ CombineTicket(int number, const CombineArgs& args) {
+        constexpr int CHUNK = Config::CHUNK;
+        const int parts = args.parts, panels = args.panels;
+        const int num_reduces = args.max_tokens / CHUNK * Config::WORLD_SIZE * parts;
+        const int per_panel = num_reduces + ceil_div(args.num_tokens, CHUNK) * parts;
         const int turn = (number - num_reduces + per_panel) / per_panel - 1;
         item = number - num_reduces - turn * per_panel;
         reduces = turn < 0 || (item < num_reduces && turn < panels - 1);
@@ -188,7 +205,7 @@ struct Ticket {
         item /= parts;
         flag = panel * parts + part;
         int panel_blocks, first_of_panel, first_of_part;
-        panel_span(panel, ceil_div(returns.cols, BLOCK_COLS), panels, first_of_panel, panel_blocks);
+        panel_span(panel, ceil_div(args.cols, Config::PANEL_UNIT), panels, first_of_panel, panel_blocks);
         part_span(part, panel_blocks, parts, first_of_part, num_blocks);
         first_block = first_of_panel + first_of_part;
     }
@@ -196,91 +213,96 @@ struct Ticket {
 
 // A chunk's flag, raised once the next ticket's loads are on their way: until the stores of a ticket have arrived at
 // their rank, microseconds pass. Whoever waits raises it before.
-struct Pending {
+struct PendingFlag {
     int* flag = nullptr;
 
     __device__ __forceinline__ void raise(int epoch, int lane) {
-        if (flag != nullptr) signal(flag, epoch, lane);
+        if (flag != nullptr) warp_store_release(flag, epoch, lane);
         flag = nullptr;
     }
 };
 
-template <int AHEAD>
+template <class Config, int AHEAD>
 struct Combiner {
-    const Returns& returns;
+    static constexpr int TOP_K = Config::TOP_K, WORLD = Config::WORLD_SIZE, CHUNK = Config::CHUNK;
+    using Shape = CombineShape<Config>;
+    using Ticket = CombineTicket<Config>;
+
+    const CombineArgs& args;
     Entry* list;
-    u32 ring;
-    Recorder recorder;
+    u32 slots;
+    Recorder<Config> recorder;
     int lane, epoch, shares;
     int open_panels = 0;
     int following = 0; // of lane 0
-    Pending pending;
+    PendingFlag pending;
 
-    __device__ __forceinline__ Combiner(const Returns& returns, char* memory, int worker, int lane)
-        : returns(returns), list(reinterpret_cast<Entry*>(memory)), ring(shared_address(memory) + LIST_BYTES),
-          recorder(returns.events, returns.event_capacity, __ldg(returns.epoch), worker), lane(lane),
-          epoch(__ldg(returns.epoch)), shares(SHARES_PER_TILE * __ldg(returns.num_tiles)) {}
+    __device__ __forceinline__ Combiner(const CombineArgs& args, char* memory, int worker, int lane)
+        : args(args), list(reinterpret_cast<Entry*>(memory)), slots(shared_address(memory) + Shape::LIST_BYTES),
+          recorder(args.events, args.event_capacity, __ldg(args.epoch), worker), lane(lane),
+          epoch(__ldg(args.epoch)), shares(Shape::SHARES_PER_TILE * __ldg(args.num_plan_tiles)) {}
 
-    __device__ __forceinline__ void draw() {
-        if (lane == 0) following = draw_ticket(returns.tickets);
+    __device__ __forceinline__ void take_ticket() {
+        if (lane == 0) following = next_ticket(args.tickets);
     }
 
     __device__ __forceinline__ int chunk_flag(int rank, int row, int flag) const {
-        return (rank * (returns.max_tokens / CHUNK) + row / CHUNK) * MAX_PANELS + flag;
+        return (rank * (args.max_tokens / CHUNK) + row / CHUNK) * Config::MAX_PANELS + flag;
     }
 
     __device__ __forceinline__ void add(const Ticket& ticket, int num_entries, const u16* source, u16* target) {
-        draw();
-        const int first_col = ticket.first_block * BLOCK_COLS, passes = ticket.num_blocks * (BLOCK_COLS / PASS_COLS);
-        add_rows<AHEAD>(shared_address(list), num_entries, ring, source, target, returns.cols, first_col, passes, lane,
-                        [&] { pending.raise(epoch, lane); });
+        take_ticket();
+        constexpr int UNIT = Config::PANEL_UNIT;
+        const int first_col = ticket.first_block * UNIT, passes = ticket.num_blocks * (UNIT / Config::PASS_COLS);
+        add_rows<Config, AHEAD>(shared_address(list), num_entries, slots, source, target, args.cols, first_col, passes,
+                                lane, [&] { pending.raise(epoch, lane); });
     }
 
     __device__ __forceinline__ void reduce(const Ticket& ticket) {
         const u64 begin = recorder.now();
-        const int rank = returns.rank, M = returns.max_tokens;
+        const int rank = args.rank, M = args.max_tokens;
         // Sources go round the ring, so that ranks do not all send to the same one.
         const int source = (rank + 1 + ticket.item % WORLD) % WORLD, first_row = ticket.item / WORLD * CHUNK;
-        const int count = source == rank ? M : __ldg(returns.recv_counts + source);
-        if (first_row >= count || ticket.num_blocks == 0) return draw();
+        const int count = source == rank ? M : __ldg(args.recv_counts + source);
+        if (first_row >= count || ticket.num_blocks == 0) return take_ticket();
         const bool present = first_row + lane < count;
         const u64 place = u64(source * M + first_row + lane) * TOP_K;
         int rows[TOP_K];
         float weights[TOP_K];
 #pragma unroll
         for (int k = 0; k < TOP_K; ++k) {
-            rows[k] = present ? __ldg(returns.row_slots + place + k) : -1;
-            weights[k] = !present ? 0 : IS_GRADIENT ? 1 : __ldg(returns.row_weights + place + k);
+            rows[k] = present ? __ldg(args.row_slots + place + k) : -1;
+            weights[k] = !present ? 0 : Config::IS_DGRAD ? 1 : __ldg(args.row_weights + place + k);
         }
         const int num_entries = list_rows(list, rows, weights, present, lane);
         if (ticket.panel >= open_panels) {
             pending.raise(epoch, lane);
             int first, num_blocks;
-            panel_span(ticket.panel, ceil_div(returns.cols, BLOCK_COLS), returns.panels, first, num_blocks);
-            const bool failed = has_failed(returns.fault);
-            const bool complete = wait_flag(returns.panel_counters + ticket.panel, shares * num_blocks, returns.fault,
-                                            PLACE_PANEL, rank, ticket.panel);
+            panel_span(ticket.panel, ceil_div(args.cols, Config::PANEL_UNIT), args.panels, first, num_blocks);
+            const bool failed = has_failed(args.fault);
+            const bool complete = wait_flag(args.panel_counters + ticket.panel, shares * num_blocks, args.fault,
+                                            Config::PLACE_PANEL, rank, ticket.panel);
             // Lanes look at different moments.
-            if (__any_sync(0xFFFFFFFF, failed || !complete)) return draw();
+            if (__any_sync(ALL_LANES, failed || !complete)) return take_ticket();
             open_panels = ticket.panel + 1;
             __syncwarp();
         }
         const u64 ready = recorder.now();
-        u16* const target = reinterpret_cast<u16*>(__ldg(returns.landing_addresses + source));
-        add(ticket, num_entries, returns.y, target + u64(rank * M + first_row) * returns.cols);
-        if constexpr (IS_GRADIENT) {
+        u16* const target = reinterpret_cast<u16*>(__ldg(args.row_addresses + source));
+        add(ticket, num_entries, args.y, target + u64(rank * M + first_row) * args.cols);
+        if constexpr (Config::IS_DGRAD) {
             if (ticket.flag == 0 && present) send_weights(source, rank * M + first_row + lane, place);
         }
-        int* const flags = reinterpret_cast<int*>(__ldg(returns.flag_addresses + source));
+        int* const flags = reinterpret_cast<int*>(__ldg(args.flag_addresses + source));
         pending.flag = flags + chunk_flag(rank, first_row, ticket.flag);
-        if (lane == 0) recorder.record(KIND_REDUCE, source, first_row / CHUNK, ticket.panel, begin, ready);
+        if (lane == 0) recorder.record(Config::KIND_REDUCE, source, first_row / CHUNK, ticket.panel, begin, ready);
     }
 
     // Gradients of a received row's routing weights, beside the first part of the first panel.
     __device__ __forceinline__ void send_weights(int source, int row, u64 place) const {
-        float* const target = reinterpret_cast<float*>(__ldg(returns.weights_landing_addresses + source));
+        float* const target = reinterpret_cast<float*>(__ldg(args.grad_addresses + source));
 #pragma unroll
-        for (int k = 0; k < TOP_K; ++k) target[u64(row) * TOP_K + k] = __ldg(returns.row_weights + place + k);
+        for (int k = 0; k < TOP_K; ++k) target[u64(row) * TOP_K + k] = __ldg(args.row_weights + place + k);
     }
 
     __device__ __forceinline__ void sum_weights(int token, const int (&rows)[WORLD]) const {
@@ -289,47 +311,49 @@ struct Combiner {
             float sum = 0;
 #pragma unroll
             for (int peer = 0; peer < WORLD; ++peer) {
-                if (rows[peer] >= 0) sum += __ldcg(returns.weights_landing + u64(rows[peer]) * TOP_K + k);
+                if (rows[peer] >= 0) sum += __ldcg(args.received_grads + u64(rows[peer]) * TOP_K + k);
             }
-            returns.weights_out[u64(token) * TOP_K + k] = sum;
+            args.weight_grads[u64(token) * TOP_K + k] = sum;
         }
     }
 
     __device__ __forceinline__ void sum(const Ticket& ticket) {
         const u64 begin = recorder.now();
         pending.raise(epoch, lane);
-        if (ticket.num_blocks == 0) return draw();
+        if (ticket.num_blocks == 0) return take_ticket();
         const int token = ticket.item * CHUNK + lane;
-        const bool present = token < returns.num_tokens;
+        const bool present = token < args.num_tokens;
         int rows[WORLD];
         float weights[WORLD];
 #pragma unroll
         for (int peer = 0; peer < WORLD; ++peer) {
-            const int row = present ? __ldg(returns.send_rows + u64(token) * WORLD + peer) : -1;
-            rows[peer] = row < 0 ? -1 : peer * returns.max_tokens + row;
+            const int row = present ? __ldg(args.send_rows + u64(token) * WORLD + peer) : -1;
+            rows[peer] = row < 0 ? -1 : peer * args.max_tokens + row;
             weights[peer] = 1;
             if (row >= 0) {
-                wait_flag(returns.flags + chunk_flag(peer, row, ticket.flag), epoch, returns.fault, PLACE_LAYER1, peer,
-                          row / CHUNK);
+                wait_flag(args.flags + chunk_flag(peer, row, ticket.flag), epoch, args.fault, Config::PLACE_LAYER1,
+                          peer, row / CHUNK);
             }
         }
         const int num_entries = list_rows(list, rows, weights, present, lane);
         const u64 ready = recorder.now();
-        if constexpr (IS_GRADIENT) {
+        if constexpr (Config::IS_DGRAD) {
             if (ticket.flag == 0 && present) sum_weights(token, rows);
         }
-        add(ticket, num_entries, returns.landing, returns.out + u64(ticket.item) * CHUNK * returns.cols);
-        if (lane == 0) recorder.record(KIND_FINAL_SUM, ticket.item * CHUNK, CHUNK, ticket.panel, begin, ready);
+        add(ticket, num_entries, args.received, args.out + u64(ticket.item) * CHUNK * args.cols);
+        if (lane == 0) recorder.record(Config::KIND_FINAL_SUM, ticket.item * CHUNK, CHUNK, ticket.panel, begin, ready);
     }
 
     __device__ __forceinline__ void run() {
-        draw();
+        take_ticket();
         while (true) {
             __syncwarp(); // the list is free
-            const Ticket ticket(__shfl_sync(0xFFFFFFFF, following, 0), returns);
+            const Ticket ticket(__shfl_sync(ALL_LANES, following, 0), args);
             if (!ticket.exists) break;
             if (ticket.reduces) reduce(ticket); else sum(ticket);
         }
         pending.raise(epoch, lane);
     }
 };
+
+#endif

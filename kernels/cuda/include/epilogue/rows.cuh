@@ -1,0 +1,78 @@
+// What becomes of layer 1's products: rows of y, rounded, and a share of their panel, which those that combine wait
+// for.
+
+#ifndef COMET_ROWS_CUH
+#define COMET_ROWS_CUH
+
+#include "../panel_tiles.cuh"
+#include "../recorder.cuh"
+#include "../store_rows.cuh"
+
+// A tile's share of a panel, counted once all stores of its warpgroup are complete.
+struct PanelShare {
+    int* counters;
+    int panel, plan_tiles;
+
+    __device__ __forceinline__ void publish() {
+        if (plan_tiles > 0) {
+            __threadfence();
+            asm volatile(
+                "red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counters + panel), "r"(plan_tiles) : "memory");
+            plan_tiles = 0;
+        }
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void compute_rows(
+    Pipeline<Config>& pipeline, const PanelTile& tile, PanelShare& share, u16* y, int cols, u32 staging, int group,
+    int warp, int lane, int num_steps) {
+    constexpr bool FENCES = false; // rows come by TMA
+    Accumulator<Config> sums;
+    const bool leads = warp == 0 && lane == 0;
+    // Of the tile before, whose stores have had time to complete.
+    multiply_tile<FENCES>(
+        pipeline, sums, tile.rows, group, lane, num_steps, [&] { if (leads) share.publish(); });
+    store_tile<Config>(sums, tile, y, cols, staging, group, warp, lane);
+    share.panel = tile.panel;
+    share.plan_tiles = tile.plan_tiles;
+}
+
+// What the warps that multiply do: `compute` is one tile.
+template <class Config, class Storage, typename Compute>
+__device__ __forceinline__ void compute_tiles(
+    const PanelProblem<Config>& problem, const Storage& storage, int* panel_counters,
+    const Recorder<Config>& recorder, int warp, int lane, Compute compute) {
+    Pipeline<Config> pipeline = storage.pipeline();
+    PanelShare share{panel_counters, 0, 0};
+    int slot = 0;
+    if (fetch_tile<Config>(storage.slots, 0) >= problem.num_tiles()) return;
+    while (true) {
+        pipeline.wait_full();
+        const u64 begin = recorder.now();
+        const PanelTile& tile = storage.tiles[slot];
+        slot = (slot + 1) % Config::TILE_SLOTS;
+        compute(pipeline, tile, share);
+        if (warp == 0 && lane == 0) {
+            recorder.record(
+                Config::KIND_LAYER1_TILE, tile.first_row / Config::PLAN_TILE_ROWS, tile.col / Config::PANEL_UNIT,
+                tile.panel, begin, begin);
+        }
+        if (tile.is_last) break;
+    }
+    if (warp % 4 == 0 && lane == 0) share.publish();
+}
+
+template <class Config, class Storage>
+__device__ __forceinline__ void multiply_rows(
+    const PanelProblem<Config>& problem, const Storage& storage, u16* y, int* panel_counters,
+    const Recorder<Config>& recorder, int warp, int lane) {
+    const int group = warp / 4, num_steps = problem.num_steps();
+    const u32 staging = storage.staging + group * ROWS_STAGING_BYTES<Config>;
+    const auto compute = [&](Pipeline<Config>& pipeline, const PanelTile& tile, PanelShare& share) {
+        compute_rows(pipeline, tile, share, y, problem.cols, staging, group, warp % 4, lane, num_steps);
+    };
+    compute_tiles(problem, storage, panel_counters, recorder, warp, lane, compute);
+}
+
+#endif
