@@ -19,7 +19,7 @@ from decode_cases import DecodeCase
 from host_cases import CASE, CPU, DEADLINE_S, IN_WAVES, PROFILE, SLOW_LINK, cache_of, leave_all_to, set_deadline
 from ranks import run_ranks
 from tiers import slow
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, make_job
 
 from comet.config import ParallelConfig
 from comet.decode.twin import warp_decode_torch
@@ -40,17 +40,12 @@ from comet.kernels.experts.host import PLACE_HOST, worth_least
 from comet.kernels.experts.mailbox import EXPERTS
 from comet.kernels.experts.tables import HOSTED
 from comet.layer.group import ExpertGroup, make_expert_group
-from comet.models.gpt import GPT
 from comet.training.trainer import train
 
 
 def engine_of(host_cores: str, group: ExpertGroup | None = None, expert_dtype: str | None = None) -> GPTEngine:
     """A model that answers from few slots, and asks the host's cores for all that is missing."""
-    if group is None:
-        group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
-    model = GPT(MODEL, group, seed=1, expert_device=CPU)
-    drawn = torch.Generator().manual_seed(1)
-    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
+    model, group = awake_model(MODEL, group, in_slots=True)
     engine = GPTEngine(model, group, expert_slots=MOE.top_k + 1, host_cores=host_cores, expert_dtype=expert_dtype)
     if engine.cores is not None:
         leave_all_to(engine.cores)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from fake_gpu import FakeGPU
 from torch.nn.functional import rms_norm, silu
-from training_cases import MODEL, MOE
+from training_cases import MODEL, MOE, awake_model
 
-from comet.config import ParallelConfig
 from comet.decode import MAX_DECODE_TOKENS
 from comet.generation.engine import GPTEngine, freeze
 from comet.generation.generate import encode_prompts, generate, pad, warm_up
@@ -23,9 +22,8 @@ from comet.generation.sampling import Sampler, draw
 from comet.generation.source import nested
 from comet.generation.text import ByteCodec, ByteStream, Continuation, stop_prefix_length, visible
 from comet.jobs.generate import GenerateConfig
-from comet.layer.group import make_expert_group
 from comet.models.cache import KeyValueCache
-from comet.models.gpt import GPT, rotate
+from comet.models.gpt import rotate
 from comet.router.router import score_logits, select_experts, weigh_experts
 
 CPU = torch.device("cpu")
@@ -47,16 +45,6 @@ MODELS = {
 
 def random_ids(*shape, seed=3):
     return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def awake_model(config=MODEL, dtype=torch.float32):
-    """A model whose logits depend on everything before them."""
-    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=256, dtype=dtype, device="cpu")
-    model = GPT(config, group, seed=1)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=generator) * 0.3)
-    return model, group
 
 
 def exact_logits(model, ids):
@@ -123,7 +111,7 @@ def decoded_logits(engine, ids, lengths):
 )
 @torch.no_grad()
 def test_decoding_equals_the_whole_forward_pass_at_every_position(name, dtype, decode_tokens):
-    model, group = awake_model(MODELS[name], dtype)
+    model, group = awake_model(MODELS[name], dtype=dtype)
     ids = random_ids(3, 16)
     exact, whole = exact_logits(model, ids), model(ids).logits
     error = (whole - exact).abs().max()
@@ -137,7 +125,7 @@ def test_decoding_equals_the_whole_forward_pass_at_every_position(name, dtype, d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_freezing_changes_no_bit_and_halves_the_matrices(dtype):
-    model, _ = awake_model(MODELS["shared expert"], dtype)
+    model, _ = awake_model(MODELS["shared expert"], dtype=dtype)
     before = model(random_ids(2, 32)).logits
     freeze(model)
     assert torch.equal(model(random_ids(2, 32)).logits, before)

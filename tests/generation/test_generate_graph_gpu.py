@@ -15,9 +15,9 @@ import torch
 from gpus import ON_GPUS, gpu_of
 from ranks import run_ranks
 from torch import Tensor
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, make_group, make_job
 
-from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
+from comet.config import MoEConfig, SpeculationConfig
 from comet.experts import DraftRouter, Speculation
 from comet.generation.engine import Engine, GPTEngine
 from comet.generation.generate import Generated, generate, warm_up
@@ -25,10 +25,8 @@ from comet.generation.job import generate_job
 from comet.generation.text import ByteCodec
 from comet.graphed.step import DecodeStep
 from comet.jobs.generate import GenerateConfig
-from comet.layer.group import make_expert_group
 from comet.models.cache import CHUNK, attend_to_cache
 from comet.models.config import ModelConfig
-from comet.models.gpt import GPT
 from comet.router.router import Router
 from comet.training.trainer import train
 
@@ -91,16 +89,8 @@ def gpt_engines(
     dtype: torch.dtype, device: torch.device, ep: int = 1, config: ModelConfig = MODEL_GPU
 ) -> tuple[list[GPTEngine], Any]:
     """The same model twice, for eager and for captured steps."""
-    moe = config.moe
-    group = make_expert_group(moe, ParallelConfig(ep=ep), max_tokens=512, dtype=dtype, device=device)
-    engines = []
-    for mode in ("off", "on"):
-        model = GPT(config, group, seed=1)
-        with torch.no_grad():
-            drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
-            model.head.weight.copy_(drawn * 0.3)
-        engines.append(GPTEngine(model, group, cuda_graph=mode))
-    return engines, group
+    group = make_group(config.moe, ep=ep, max_tokens=512, dtype=dtype, device=device)
+    return [GPTEngine(*awake_model(config, group), cuda_graph=mode) for mode in ("off", "on")], group
 
 
 @pytest.mark.gpu
@@ -312,10 +302,7 @@ def rounds_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_of(dtype: torch.dtype, drafts: SpeculationConfig | None, cuda_graph: str = "on") -> GPTEngine:
     """Six of sixteen experts in slots."""
-    group = make_expert_group(EXPERTS, ParallelConfig(), max_tokens=256, dtype=dtype, device=GPU)
-    model = GPT(CONFIG, group, seed=1, expert_device=torch.device("cpu"))
-    drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
-    model.head.weight.data.copy_(drawn * 0.3)
+    model, group = awake_model(CONFIG, in_slots=True, dtype=dtype, device=GPU)
     return GPTEngine(model, group, expert_slots=6, expert_prefetch=False, speculation=drafts, cuda_graph=cuda_graph)
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from generate_cases import graphs_on_cpu
 from torch import Tensor
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, make_job
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
+from comet.config import MoEConfig, SpeculationConfig
 from comet.experts import DraftRouter, Speculation
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate, warm_up
@@ -24,9 +24,7 @@ from comet.generation.sampling import Sampler, tokens_seen
 from comet.generation.text import ByteCodec, Continuation
 from comet.jobs.generate import GenerateConfig
 from comet.launch.cli import main
-from comet.layer.group import make_expert_group
 from comet.models.config import ModelConfig
-from comet.models.gpt import GPT
 from comet.router.router import Router
 from comet.training.trainer import train
 
@@ -50,11 +48,7 @@ def engine_of(
     cuda_graph: str = "auto", sharpness: float = 0.3,
 ) -> GPTEngine:  # fmt: skip
     """A model whose logits depend on all weights, with few of its experts in slots, or all resident (``None``)."""
-    device = None if slots is None else torch.device("cpu")
-    group = make_expert_group(config.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
-    model = GPT(config, group, seed=1, expert_device=device)
-    drawn = torch.Generator().manual_seed(1)
-    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * sharpness)
+    model, group = awake_model(config, in_slots=slots is not None, sharpness=sharpness)
     return GPTEngine(model, group, expert_slots=slots, speculation=drafts, cuda_graph=cuda_graph)
 
 

@@ -13,17 +13,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiers import slow
 from torch import Tensor
-from training_cases import MODEL, Rank, make_job
+from training_cases import MODEL, Rank, awake_model, make_group, make_job
 
-from comet.config import MoEConfig, ParallelConfig
+from comet.config import MoEConfig
 from comet.experts import CachedOnRanks, Speculation
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import Generated, encode_prompts, generate
 from comet.generation.job import generate_job
 from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
-from comet.layer.group import ExpertGroup, make_expert_group
-from comet.models.gpt import GPT
+from comet.layer.group import ExpertGroup
 from comet.training.trainer import train
 
 CONFIG = replace(MODEL, context=64, moe=MoEConfig(hidden_size=32, ffn_size=32, num_experts=8, top_k=2))
@@ -39,14 +38,11 @@ DEADLINE_S = 60.0
 
 
 def group_of(ep: int, tp: int) -> ExpertGroup:
-    layout = ParallelConfig(ep=ep, tp=tp)
-    return make_expert_group(CONFIG.moe, layout, max_tokens=64, dtype=torch.float32, device="cpu", timeout_s=DEADLINE_S)
+    return make_group(CONFIG.moe, ep=ep, tp=tp, max_tokens=64, timeout_s=DEADLINE_S)
 
 
 def engine_of(group: ExpertGroup, settings: GenerateConfig, slots: int | None = None) -> GPTEngine:
-    model = GPT(CONFIG if slots else SHARED, group, seed=1, expert_device=torch.device("cpu") if slots else None)
-    drawn = torch.Generator().manual_seed(1)
-    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
+    model, _ = awake_model(CONFIG if slots else SHARED, group, in_slots=slots is not None)
     drafts = None if settings.speculate == "off" else settings
     return GPTEngine(model, group, expert_slots=slots, speculation=drafts, expert_prefetch=settings.expert_prefetch)
 

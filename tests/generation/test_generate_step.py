@@ -9,15 +9,13 @@ import pytest
 import torch
 from generate_cases import NOT_PERMITTED, graphs_on_cpu
 from ranks import run_ranks
-from training_cases import MODEL, MOE
+from training_cases import MODEL, MOE, awake_model, make_model
 
-from comet.config import ParallelConfig
 from comet.generation.engine import GPTEngine
 from comet.generation.generate import generate, warm_up
 from comet.generation.text import ByteCodec
 from comet.graphed.step import DecodeStep, batch_obstacle
 from comet.jobs.generate import GenerateConfig
-from comet.layer.group import make_expert_group
 from comet.models.cache import CHUNK, KeyValueCache, allocated_places, attend_to_cache
 from comet.models.config import ModelConfig
 from comet.models.gpt import GPT
@@ -29,13 +27,7 @@ LENGTHS = torch.tensor([4, 2])
 
 
 def engine_of(config: ModelConfig = SHARED, ep: int = 1, tp: int = 1, cuda_graph: str = "auto") -> GPTEngine:
-    group = make_expert_group(
-        config.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=64, dtype=torch.float32, device="cpu"
-    )
-    model = GPT(config, group, seed=1)
-    with torch.no_grad():
-        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
-    return GPTEngine(model, group, cuda_graph=cuda_graph)
+    return GPTEngine(*awake_model(config, ep=ep, tp=tp, max_tokens=64), cuda_graph=cuda_graph)
 
 
 @torch.no_grad()
@@ -225,8 +217,7 @@ def test_a_cpu_and_an_obstacle_are_named(caplog: pytest.LogCaptureFixture) -> No
 
 def test_more_sequences_than_warp_decode_takes_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = graphs_on_cpu(monkeypatch)
-    group = make_expert_group(MOE, ParallelConfig(), max_tokens=64, dtype=torch.float32, device="cpu")
-    engine = GPTEngine(GPT(MODEL, group), group, decode_tokens=1)
+    engine = GPTEngine(*make_model(), decode_tokens=1)
     engine.prefill(PROMPTS, LENGTHS, 8)
     for _ in range(3):
         engine.decode(torch.tensor([1, 2]))

@@ -9,20 +9,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.nn.functional import cross_entropy
-from training_cases import MODEL, MOE, make_model
+from training_cases import MODEL, MOE, make_group, make_model, wake
 
 from comet.models.gpt import next_token_loss, rotary_table, rotate
 
 
 def random_ids(rows: int = 2, length: int = 32) -> torch.Tensor:
     return torch.randint(250, (rows, length), generator=torch.Generator().manual_seed(3))
-
-
-def wake(model):
-    """Give the head weights, so that logits depend on everything before it."""
-    with torch.no_grad():
-        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
-    return model
 
 
 def test_rotation_example_of_the_docstring():
@@ -103,12 +96,10 @@ def test_every_parameter_gets_a_gradient():
 
 
 def test_bfloat16_products_stay_close_to_float32():
-    from comet.config import ParallelConfig
-    from comet.layer.group import make_expert_group
     from comet.models.gpt import GPT
 
     model = wake(make_model()[0])
-    group = make_expert_group(MOE, ParallelConfig(), max_tokens=64, dtype=torch.bfloat16, device="cpu")
+    group = make_group(max_tokens=64, dtype=torch.bfloat16)
     half = GPT(MODEL, group)
     half.load_state_dict(model.state_dict())
     assert all(parameter.dtype == torch.float32 for parameter in half.parameters())

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, Rank, make_job, make_model, make_text
+from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, Rank, make_job, make_model, make_text, wake
 
 from comet.config import ParallelConfig
 from comet.jobs.config import CommConfig, JobConfig
@@ -97,8 +97,7 @@ def test_selection_bias_moves_with_the_load_of_all_ranks():
 
 def test_heldout_loss_is_the_mean_of_the_windows_whatever_the_batches():
     model, group = make_model()
-    with torch.no_grad():
-        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
+    wake(model)
     text = TEXT[: 32 * 6 + 1]
     windows = torch.stack([text[first : first + 33] for first in range(0, 32 * 6, 32)]).long()
     expected = next_token_loss(model(windows[:, :-1]).logits, windows[:, 1:]).item()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, make_model
+from training_cases import LAYOUTS, LINEAR, MODEL, MOE, TEXT, TRAIN, make_model, wake
 
 from comet.jobs.config import TrainConfig
 from comet.launch.config import compose
@@ -49,8 +49,7 @@ def test_only_matrices_decay():
 def local_norm(rank, world_size, ep, tp, max_norm, num_batches):
     """The norm before clipping, and the dense and expert gradients of the step; one rank takes all batches."""
     model, group = make_model(LINEAR, ep=ep, tp=tp, max_tokens=512)
-    with torch.no_grad():
-        model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
+    wake(model)
     batches = [sample_batch(TEXT, batch_size=4, context=32, seed=0, step=0, rank=r) for r in range(num_batches)]
     batch = batches[rank] if world_size > 1 else torch.cat(batches)
     output = model(batch[:, :-1])

@@ -14,9 +14,9 @@ from cache_cases import TABLES, cache_of, check_slots, parts_of, resident_weight
 from decode_cases import VECTOR, DecodeCase
 from ranks import run_ranks
 from torch import Tensor
-from training_cases import MODEL
+from training_cases import MODEL, awake_model
 
-from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
+from comet.config import MoEConfig, SpeculationConfig
 from comet.decode.local import run_kernels
 from comet.decode.twin import warp_decode_torch
 from comet.experts import ExpertCache, Speculation
@@ -47,8 +47,6 @@ from comet.kernels.experts.tables import (
     HostExperts,
 )
 from comet.kernels.experts.waves import count_waves
-from comet.layer.group import make_expert_group
-from comet.models.gpt import GPT
 
 CASE = DecodeCase(name="drafts", T=2, K=4, E=14, D=80, F=48, config=VECTOR, seed=5)
 R = 2  # experts of a draft
@@ -392,9 +390,7 @@ def engine_of(
     policy: str = "lru",
 ) -> GPTEngine:
     config = replace(MODEL, context=160, moe=moe)
-    group = make_expert_group(moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
-    model = GPT(config, group, seed=1, expert_device=torch.device("cpu"))
-    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1)))
+    model, group = awake_model(config, in_slots=True, sharpness=1.0)
     return GPTEngine(
         model, group, expert_slots=slots, expert_policy=policy, expert_prefetch=prefetch, speculation=drafts
     )

@@ -10,9 +10,9 @@ import pytest
 import torch
 from cached_layers import LAYERS, CachedLayers, D, E, K
 from torch import Tensor
-from training_cases import MODEL
+from training_cases import MODEL, awake_model
 
-from comet.config import MoEConfig, ParallelConfig, SpeculationConfig
+from comet.config import MoEConfig, SpeculationConfig
 from comet.experts import Speculation
 from comet.experts.cache import report_of
 from comet.generation.engine import GPTEngine
@@ -20,8 +20,6 @@ from comet.generation.generate import generate, warm_up
 from comet.generation.text import ByteCodec
 from comet.jobs.generate import GenerateConfig
 from comet.kernels.experts.tables import CLOCK, GATE
-from comet.layer.group import make_expert_group
-from comet.models.gpt import GPT
 
 pytestmark = pytest.mark.gpu
 R, T = 2, 4
@@ -105,12 +103,7 @@ def test_greedy_texts_of_captured_passes_are_those_without_prefetch() -> None:
     )
     made = []
     for prefetch in (False, True):
-        group = make_expert_group(
-            EXPERTS, ParallelConfig(), max_tokens=256, dtype=torch.float32, device=torch.device("cuda", 0)
-        )
-        model = GPT(config, group, seed=1, expert_device=torch.device("cpu"))
-        drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
-        model.head.weight.data.copy_(drawn * 0.3)
+        model, group = awake_model(config, in_slots=True, device=torch.device("cuda", 0))
         engine = GPTEngine(model, group, expert_slots=11, expert_prefetch=prefetch, speculation=DRAFTS, cuda_graph="on")
         warm_up(engine, PROMPTS, asked, context=512)
         made.append(generate(engine, ByteCodec(), PROMPTS, asked, context=512))

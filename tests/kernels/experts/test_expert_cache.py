@@ -15,7 +15,7 @@ from cache_cases import TABLES, cache_of, check_slots, resident_weights
 from decode_cases import MATRIX, QUANTISERS, VECTOR, DecodeCase
 from ranks import run_ranks
 from tiers import slow, slow_but
-from training_cases import MODEL, MOE, Rank, make_job
+from training_cases import MODEL, MOE, Rank, awake_model, make_job
 
 from comet.config import ParallelConfig
 from comet.decode.local import run_kernels
@@ -32,7 +32,6 @@ from comet.kernels.experts.cache import bring_torch
 from comet.kernels.experts.tables import CacheTables, HostExperts, cache_constants
 from comet.layer.group import ExpertGroup, make_expert_group
 from comet.layer.sharding import local
-from comet.models.gpt import GPT
 from comet.quantization.formats import MXType, StoredType, quantize_mx
 from comet.training.trainer import train
 
@@ -140,12 +139,7 @@ def engine_of(
     expert_slots: int | None, group: ExpertGroup | None = None, expert_dtype: MXType | None = None
 ) -> GPTEngine:
     """The same model with all experts on the device, or with few slots; its logits depend on all weights."""
-    device = None if expert_slots is None else torch.device("cpu")
-    if group is None:
-        group = make_expert_group(MODEL.moe, ParallelConfig(), max_tokens=256, dtype=torch.float32, device="cpu")
-    model = GPT(MODEL, group, seed=1, expert_device=device)
-    drawn = torch.Generator().manual_seed(1)
-    model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=drawn) * 0.3)
+    model, group = awake_model(MODEL, group, in_slots=expert_slots is not None)
     return GPTEngine(model, group, expert_slots=expert_slots, expert_dtype=expert_dtype)
 
 

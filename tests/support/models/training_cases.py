@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,11 +56,44 @@ def make_job(folder: Path, *, model: ModelConfig = MODEL, ep: int = 1, tp: int =
     return JobConfig(model=model, parallel=ParallelConfig(ep=ep, tp=tp), train=replace(TRAIN, **of_train), **settings)
 
 
+def make_group(
+    moe: MoEConfig = MOE,
+    *,
+    ep: int = 1,
+    tp: int = 1,
+    max_tokens: int = 256,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **settings: Any,
+) -> ExpertGroup:
+    """The ranks of this process's group, with experts of this shape; on CPUs unless a device is given."""
+    layout = ParallelConfig(ep=ep, tp=tp)
+    return make_expert_group(moe, layout, max_tokens=max_tokens, dtype=dtype, device=device, **settings)
+
+
 def make_model(
-    model: ModelConfig = MODEL, *, ep: int = 1, tp: int = 1, max_tokens: int = 256, seed: int = 0, path: str = "auto"
+    model: ModelConfig = MODEL, *, seed: int = 0, path: str = "auto", **of_group: Any
 ) -> tuple[GPT, ExpertGroup]:
-    """A model on this process's ranks, with its group."""
-    group = make_expert_group(
-        model.moe, ParallelConfig(ep=ep, tp=tp), max_tokens=max_tokens, dtype=torch.float32, device="cpu"
-    )
+    """A model on this process's ranks, with its group, which is made as ``make_group`` does."""
+    group = make_group(model.moe, **of_group)
     return GPT(model, group, path=path, seed=seed), group
+
+
+def wake(model: GPT, sharpness: float = 1.0) -> GPT:
+    """Draw the head, which starts at zero, so that logits depend on everything before it."""
+    drawn = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(1))
+    model.head.weight.data.copy_(drawn * sharpness)
+    return model
+
+
+def awake_model(
+    model: ModelConfig = MODEL,
+    group: ExpertGroup | None = None,
+    *,
+    in_slots: bool = False,
+    sharpness: float = 0.3,
+    **of_group: Any,
+) -> tuple[GPT, ExpertGroup]:
+    """A model to generate with, its experts in host memory if they are to have slots, and its group."""
+    group = make_group(model.moe, **of_group) if group is None else group
+    return wake(GPT(model, group, seed=1, expert_device=CPU if in_slots else None), sharpness), group
