@@ -2,7 +2,8 @@
 
 ``python benchmarks/bench.py compare-trees --base FOLDER`` takes another commit from a folder (``git worktree add FOLDER
 b0a0273``) and runs both by turns. The figures are medians of the ratios of neighbouring rounds, this tree's over the
-other's. Without a GPU kernels are not run: what remains is what the host does for a call but for the launches.
+other's; ``same_bits`` says whether the first results were equal. Without a GPU kernels are not run: what remains is
+what the host does for a call but for the launches.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from lib.arguments import suite_parser
@@ -80,16 +82,17 @@ def layer_calls(shape: Any, tokens: int, device: torch.device, dtype: torch.dtyp
         routing = moe.router(x)
     routed = (routing.top_k_ids, routing.top_k_weights.detach())
 
-    def forward() -> None:
+    def forward() -> Tensor:
         with torch.no_grad():
-            moe.routed_experts(x, *routed)
+            return moe.routed_experts(x, *routed)
 
-    def layer() -> None:
+    def layer() -> Tensor:
         with torch.no_grad():
-            moe(x)
+            return moe(x)[0]
 
-    def backward() -> None:
+    def backward() -> Tensor | None:
         moe.routed_experts(x, *routed).backward(x)
+        return moe.w1.grad
 
     return {"layer": layer, "routed experts": forward, "routed experts, with backward": backward}
 
@@ -163,6 +166,10 @@ def measure(call: Callable[[], Any], count: int, device: torch.device) -> tuple[
 def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device: torch.device, rounds: int) -> dict:
     """Medians of both trees' times, and of the ratios of neighbouring rounds."""
     count = 10 if device.type == "cuda" else 100
+    first = []
+    for tree, call in zip(trees, pair, strict=True):
+        with tree.active():
+            first.append(call())
     found: list[list[tuple[float, float]]] = []
     for turn in range(rounds + 1):
         order = (0, 1) if turn % 2 else (1, 0)
@@ -180,6 +187,8 @@ def compare(name: str, pair: list[Callable[[], Any]], trees: list[Tree], device:
                 "ratio": round(ratio, 4)}  # fmt: skip
 
     row: dict[str, Any] = {"call": name, "host": figures(0)}
+    if all(isinstance(result, Tensor) for result in first):
+        row["same_bits"] = torch.equal(first[0], first[1])
     if device.type == "cuda":
         row["device"] = figures(1)
     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
