@@ -64,13 +64,16 @@ def named_fields(structure: type[ctypes.Structure]) -> dict[str, Any]:
 
 
 def layout_asserts(structure: type[ctypes.Structure]) -> list[str]:
-    """What the host believes of a structure and of those in it, for the compiler to check."""
+    """What the host believes of a structure and of those in it, for the compiler to check.
+
+    NVRTC of CUDA 13.0 cannot tell offsets (``CHECK_OFFSET``), a later one can: it checks them ahead of time for all.
+    """
     name, lines = structure.__name__, []
     for field, kind in named_fields(structure).items():
         if issubclass(kind, DeviceStruct):
             lines += layout_asserts(kind)
-        place = f"__builtin_offsetof({name}, {field}) == {getattr(structure, field).offset}"
-        lines.append(f"static_assert({place} && sizeof({name}::{field}) == {ctypes.sizeof(kind)});")
+        lines.append(f"static_assert(sizeof({name}::{field}) == {ctypes.sizeof(kind)});")
+        lines.append(f"CHECK_OFFSET({name}, {field}, {getattr(structure, field).offset});")
     return [*lines, f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
 
 

@@ -6,6 +6,15 @@
 
 #include "ptx.cuh"
 
+// What the host believes of a structure; NVRTC of CUDA 13.0 cannot tell offsets.
+#define CHECK_OFFSET(structure, field, bytes)
+#ifdef __has_builtin
+#if __has_builtin(__builtin_offsetof)
+#undef CHECK_OFFSET
+#define CHECK_OFFSET(structure, field, bytes) static_assert(__builtin_offsetof(structure, field) == bytes)
+#endif
+#endif
+
 // Numbers of 16 bits, two in a word, the first in the low bits.
 struct Bf16 {
     static __device__ __forceinline__ u32 pack(float low, float high) {
