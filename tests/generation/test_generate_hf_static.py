@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from generate_cases import NOT_PERMITTED, graphs_on_cpu
+from generate_cases import NOT_PERMITTED, graphs_on_cpu, greedy_tokens
 from ranks import run_ranks
 from tiers import slow
 
@@ -24,18 +24,6 @@ LENGTHS = torch.tensor([5, 2])
 STEPS = 8
 
 
-@torch.no_grad()
-def stock_loop(model: nn.Module) -> torch.Tensor:
-    """Greedy tokens ``(B, STEPS)``, each from a forward pass over its whole sequence, one sequence at a time."""
-    made = []
-    for prompt, length in zip(PROMPTS, LENGTHS.tolist(), strict=True):
-        ids = prompt[:length].tolist()
-        for _ in range(STEPS):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        made.append(ids[length:])
-    return torch.tensor(made)
-
-
 def step_loop(decoder: hf.StaticDecoder) -> torch.Tensor:
     """The same by steps."""
     chosen = [decoder.read(PROMPTS, LENGTHS).argmax(-1)]
@@ -47,7 +35,7 @@ def step_loop(decoder: hf.StaticDecoder) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_equal_the_stock_models_loop(family: str) -> None:
     model = tiny_model(family)
-    wanted = stock_loop(model)
+    wanted = greedy_tokens(model, PROMPTS, LENGTHS, STEPS)
     decoder = hf.StaticDecoder(hf.convert(model), 2, 12)
     assert decoder.num_places == 16
     memory = None
@@ -123,7 +111,7 @@ def test_a_captured_step_makes_the_tokens_of_an_eager_one(
 def test_a_sliding_window_is_not_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     captures = graphs_on_cpu(monkeypatch)
     model = tiny_model("mixtral", sliding_window=64)
-    wanted = stock_loop(model)
+    wanted = greedy_tokens(model, PROMPTS, LENGTHS, STEPS)
     with caplog.at_level(logging.INFO):
         decoder = hf.StaticDecoder(hf.convert(model), 2, 12)
         assert torch.equal(step_loop(decoder), wanted)
@@ -146,7 +134,7 @@ def test_the_stock_experts_wait_for_the_device_and_run_eagerly(monkeypatch: pyte
     captures = graphs_on_cpu(monkeypatch)
     model = tiny_model("mixtral")
     decoder = hf.StaticDecoder(model, 2, 12)
-    assert torch.equal(step_loop(decoder), stock_loop(model))
+    assert torch.equal(step_loop(decoder), greedy_tokens(model, PROMPTS, LENGTHS, STEPS))
     assert captures.count == 1
     assert NOT_PERMITTED in decoder.step.why_eager
     assert not any(isinstance(module, CometExperts) for module in model.modules())

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from ranks import run_ranks
+from refusals import refusal
 from training_cases import MODEL, MOE, Rank, make_job, make_model
 
 from comet.config import ParallelConfig
@@ -123,22 +124,15 @@ def test_the_command_on_two_ep_ranks_writes_what_one_process_writes(trained):
     ("words", "message"),
     [
         (["generate.source=no/such/run"], "generate.source='no/such/run' must be an existing folder: a checkpoint, "),
-        (["generate.max_new_tokens=0"], "generate: max_new_tokens=0 must be at least 1"),
         (["generate.temperature=-1"], "generate: temperature=-1.0 must be finite and at least 0"),
         (["generate.temperature=hot"], "Value 'hot'"),
-        (["generate.top_p=1.5"], "generate: top_p=1.5 must be above 0 and at most 1"),
-        (["generate.top_k=0"], "generate: top_k=0 must be at least 1"),
         (["generate.dtype=int8"], "generate.dtype='int8' must be one of auto, float32, bfloat16"),
         (["generate.cuda_graph=maybe"], "generate.cuda_graph='maybe' must be one of auto, on, off"),
         (["generate.promt=x"], "override 'generate.promt=x': 'generate.promt' is no setting and no group"),
     ],
 )
 def test_a_mistake_in_the_settings_ends_before_a_rank_starts(words, message, capsys):
-    assert main(["generate", *words]) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
-    assert err.startswith("comet: error: ")
-    assert message in err
+    assert message in refusal(capsys, "generate", *words)
 
 
 def test_broken_checkpoints_are_told_apart(trained, tmp_path, capsys):

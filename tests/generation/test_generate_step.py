@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from generate_cases import NOT_PERMITTED, graphs_on_cpu
+from generate_cases import NOT_PERMITTED, graphs_on_cpu, greedy_tokens
 from ranks import run_ranks
 from training_cases import MODEL, MOE, awake_model, make_model
 
@@ -18,7 +18,6 @@ from comet.graphed.step import DecodeStep, batch_obstacle
 from comet.jobs.generate import GenerateConfig
 from comet.models.cache import CHUNK, KeyValueCache, allocated_places, attend_to_cache
 from comet.models.config import ModelConfig
-from comet.models.gpt import GPT
 from comet.utils.graphs import TOO_FEW, first_line
 
 SHARED = replace(MODEL, dense_layers=1, moe=replace(MOE, shared_ffn_size=32))  # a part of decode steps
@@ -28,18 +27,6 @@ LENGTHS = torch.tensor([4, 2])
 
 def engine_of(config: ModelConfig = SHARED, ep: int = 1, tp: int = 1, cuda_graph: str = "auto") -> GPTEngine:
     return GPTEngine(*awake_model(config, ep=ep, tp=tp, max_tokens=64), cuda_graph=cuda_graph)
-
-
-@torch.no_grad()
-def plain_loop(model: GPT, steps: int) -> torch.Tensor:
-    """Greedy tokens ``(B, steps)``, each from a forward pass over its whole sequence, one sequence at a time."""
-    made = []
-    for prompt, length in zip(PROMPTS, LENGTHS.tolist(), strict=True):
-        ids = prompt[:length].tolist()
-        for _ in range(steps):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        made.append(ids[length:])
-    return torch.tensor(made)
 
 
 def step_loop(engine: GPTEngine, steps: int) -> torch.Tensor:
@@ -65,7 +52,7 @@ def on_ranks(rank: int, world_size: int, ep: int, tp: int) -> tuple:
 
 def test_steps_equal_the_plain_loop_token_for_token() -> None:
     engine = engine_of()
-    wanted = plain_loop(engine.model, 9)
+    wanted = greedy_tokens(engine.model, PROMPTS, LENGTHS, 9)
     for _ in range(2):  # the second time in the memory of the first
         assert torch.equal(step_loop(engine, 9), wanted)
         cache = cache_of(engine)

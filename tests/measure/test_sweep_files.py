@@ -9,9 +9,9 @@ from typing import NoReturn
 import pytest
 import torch
 from ranks import run_ranks
+from refusals import refusal
 
 from comet.config import MoEConfig, ParallelConfig
-from comet.launch.cli import main
 from comet.launch.config import compose, make_job
 from comet.measure import job
 from comet.measure.job import CSV_NAME, run_sweep
@@ -114,8 +114,5 @@ def test_the_command_ends_with_one_line_and_status_2(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "file").touch()
-    assert main(["tune", f"tune.profiles={tmp_path}/file/x", "tune.tokens=[32]"]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert err.startswith(f"comet: error: tune.profiles='{tmp_path}/file/x' must be a folder that can be written")
+    said = refusal(capfd, "tune", f"tune.profiles={tmp_path}/file/x", "tune.tokens=[32]")
+    assert said.startswith(f"tune.profiles='{tmp_path}/file/x' must be a folder that can be written")

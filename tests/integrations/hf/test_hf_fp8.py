@@ -18,13 +18,10 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 from hf_cases import DECODE_TOKENS, CountedReads, Expected, same_state, tiny_model
 from hf_fp8_cases import (
     PUBLISHED,
-    RAGGED,
-    WHOLE,
     check_kept,
     dequantized,
     load_on_ranks,
     publish,
-    published,
     quantized,
     stock,
 )
@@ -36,16 +33,6 @@ from comet.integrations.hf.fp8.blocks import dequantize_slice
 
 State = dict[str, Tensor]
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("ragged"), RAGGED)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("whole"), WHOLE)
 
 
 def test_a_rank_alone_equals_the_stock_model_of_the_dequantised_weights(

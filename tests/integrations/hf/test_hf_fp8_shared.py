@@ -31,11 +31,6 @@ pytest.importorskip("transformers", reason="needs pip install 'comet-moe[hf]'")
 BLOCK = "model.layers.1.mlp"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("whole"), WHOLE)
-
-
 def kept(folder: Path, **settings: Any) -> Any:
     return hf.load_pretrained(folder, decode_tokens=DECODE_TOKENS, keep_fp8=True, **settings)
 

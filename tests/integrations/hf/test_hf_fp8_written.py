@@ -140,11 +140,6 @@ def test_a_refusal_of_many_tensors_is_short(tmp_path: Path) -> None:
         assert len(str(error.value)) < 1000, str(error.value)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("whole"), WHOLE)
-
-
 def test_experts_in_fp8_compute_what_the_dequantised_ones_do(whole: Path) -> None:
     """Prefills of more tokens than warp decode takes, and steps; copies and moved weights are read anew."""
     model, expected = fp8_by_name(whole), Expected.of(stock(whole))

@@ -85,16 +85,6 @@ TOKENS = (1, 2, 9, 65)  # the last takes the path for many, which dequantises th
 BATCH, PREFILL, STEPS = 2, 40, 12  # a prompt for that path, too
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("whole"), WHOLE)
-
-
-@pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published(tmp_path_factory.mktemp("ragged"), RAGGED)
-
-
 def routed(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, ids and routing weights of two of the eight experts, as a router gives them."""
     generator = torch.Generator().manual_seed(num_tokens)

@@ -131,3 +131,15 @@ def all_experts(
     shares = torch.zeros(tokens.shape[0], w1.shape[0], dtype=tokens.dtype)
     shares = shares.scatter(1, top_k_ids.long(), top_k_weights.to(tokens.dtype))
     return (shares[:, :, None] * outputs).sum(1)
+
+
+@torch.no_grad()
+def greedy_tokens(model: Any, prompts: Tensor, lengths: Tensor, steps: int) -> Tensor:
+    """``(B, steps)`` tokens, each from a forward pass over its whole sequence, one sequence at a time."""
+    made = []
+    for prompt, length in zip(prompts, lengths.tolist(), strict=True):
+        ids = prompt[:length].tolist()
+        for _ in range(steps):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        made.append(ids[length:])
+    return torch.tensor(made)
