@@ -124,9 +124,6 @@ def split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]
 
     Example: ``["model=tiny", "generate.prompt=a, b "]`` gives ``["model=tiny"]`` and ``{"prompt": "a, b "}``.
 
-    Args:
-        overrides: As the user typed them.
-
     Returns:
         The overrides for Hydra, and the texts by the name they have in ``generate``; the last of a name counts.
     """

@@ -95,10 +95,6 @@ class Settings:
     def read(cls, path: str | None, schema: DictConfig) -> Settings:
         """Read a file; ``None`` holds nothing.
 
-        Args:
-            path: The file.
-            schema: All settings with their types.
-
         Raises:
             ValueError: If it is no YAML file of settings; the message names file, setting and rule.
             OSError: If it cannot be read.

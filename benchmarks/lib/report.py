@@ -79,10 +79,6 @@ def set_aside(folder: Path, stem: str) -> list[tuple[Path, Path]]:
 
     Example: ``bench_moe.csv`` becomes ``bench_moe.1.csv``, that of the next run ``bench_moe.2.csv``.
 
-    Args:
-        folder: Where results go.
-        stem: Their name without suffix.
-
     Returns:
         Old and new name of every file that was there.
     """

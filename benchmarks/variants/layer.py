@@ -92,9 +92,6 @@ class GraphedExperts:
     """The layer for a given routing, replayed forward and backward as ``comet.GraphedMoE`` replays a whole layer.
 
     Each call copies what it is given to where the graphs read it, and what they made away from there, as a user's does.
-
-    Args:
-        moe: The layer.
     """
 
     def __init__(self, moe: MoE) -> None:

@@ -45,10 +45,6 @@ class AllToAll:
 
     Every call waits for the device once, because the ranks have to know each other's numbers of rows.
 
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-
     Raises:
         ValueError: If experts may drop rows.
     """

@@ -102,7 +102,7 @@ class ExpertsBase:
     Args:
         config: Shape of the layer.
         group: The ranks.
-        reduce: What is left to ``finalize``; ``None``: the first of ``reductions``.
+        reduce: What is left to ``finalize``, one of ``reductions``; ``None``: the first of them.
     """
 
     reductions: tuple[type[TopKReduce], ...]

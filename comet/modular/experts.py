@@ -169,14 +169,7 @@ class _Grouped(KernelExperts, ABC):
 
 
 class GroupedContiguous(_Grouped):
-    """Sorts the slots of contiguous rows by expert into GEMM tiles, on the device. EP, TP and EP x TP; any dtype.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-        reduce: What is left to ``finalize``; ``None``: ``ContiguousReduce``.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
-    """
+    """Sorts the slots of contiguous rows by expert into GEMM tiles, on the device. EP, TP and EP x TP; any dtype."""
 
     formats = frozenset({ActivationFormat.CONTIGUOUS})
     reductions: tuple[type[TopKReduce], ...] = (ContiguousReduce, DelegateReduce, NoOpReduce)
@@ -203,14 +196,7 @@ class GroupedContiguous(_Grouped):
 
 
 class GroupedBatched(_Grouped):
-    """Multiplies each expert's batch where it lies. EP, TP and EP x TP; any dtype.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-        reduce: What is left to ``finalize``; ``None``: ``BatchedReduce``.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
-    """
+    """Multiplies each expert's batch where it lies. EP, TP and EP x TP; any dtype."""
 
     formats = frozenset({ActivationFormat.BATCHED})
     reductions: tuple[type[TopKReduce], ...] = (BatchedReduce, DelegateReduce, NoOpReduce)
@@ -297,11 +283,6 @@ class ReferenceExperts(ExpertsBase):
     """``comet.reference.layer`` over either format, in plain torch; waits for the device. EP, TP and EP x TP.
 
     Quantised weights are dequantised to the tokens' dtype in every call.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-        reduce: What is left to ``finalize``; ``None``: nothing.
     """
 
     formats = frozenset({ActivationFormat.CONTIGUOUS, ActivationFormat.BATCHED})
@@ -338,12 +319,6 @@ class WarpDecodeExperts(KernelExperts):
 
     Weights in FP8 and MXFP8 are converted as they are read, where they are, so they have to be contiguous. The first
     call with a pair of them waits for the device.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-        reduce: ``None`` or a ``NoOpReduce``: nothing is left to reduce.
-        use_kernels: Triton kernels or plain torch; ``None``: kernels on a GPU.
     """
 
     formats = frozenset({ActivationFormat.CONTIGUOUS})

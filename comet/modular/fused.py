@@ -52,13 +52,7 @@ class FusedPrepareFinalize(OverBackend):
 
 
 class FusedExperts(ExpertsBase):
-    """Layer 0 and layer 1 of the handle's plan. Goes only with ``FusedPrepareFinalize``.
-
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-        reduce: ``None`` or a ``NoOpReduce``: layer 1 reduces and combines.
-    """
+    """Layer 0 and layer 1 of the handle's plan. Goes only with ``FusedPrepareFinalize``."""
 
     formats = frozenset({ActivationFormat.HANDLE})
     reductions: tuple[type[TopKReduce], ...] = (NoOpReduce,)

@@ -35,10 +35,6 @@ class Pair:
 def pairs(config: MoEConfig, group: ExpertGroup) -> list[Pair]:
     """All pairs of the registries (collective), for this layer over these ranks.
 
-    Args:
-        config: Shape of the layer.
-        group: The ranks.
-
     Returns:
         One entry each, in the order of ``PREPARE_FINALIZE``, then of ``EXPERTS``.
     """

@@ -15,10 +15,6 @@ from comet.utils.match import check_id_range
 class SingleRank:
     """Hands the tokens on as they are. EP = TP = 1 only; any number of tokens; masked slots.
 
-    Args:
-        config: Shape of the layer.
-        group: The rank alone.
-
     Raises:
         ValueError: If there are other ranks, or experts may drop rows.
     """

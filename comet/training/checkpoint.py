@@ -81,10 +81,7 @@ class Checkpointer:
         self.text = text
 
     def save(self, step: int) -> Path:
-        """Write a checkpoint (collective).
-
-        Args:
-            step: Optimizer steps taken.
+        """Write a checkpoint of a number of optimizer steps taken (collective).
 
         Returns:
             Its folder; it exists, complete, when any rank returns.

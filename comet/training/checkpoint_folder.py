@@ -340,9 +340,6 @@ def complete(path: Path, manifest: Mapping[str, Any], checksums: Mapping[str, st
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint.
 
-    Args:
-        path: Its folder.
-
     Returns:
         The checkpoint; every file is present in full length.
 

@@ -110,11 +110,7 @@ class RunFolder(FolderLock):
         return find_checkpoints(resume, str(self.folder))
 
     def begin(self, settings: str) -> None:
-        """Make the folder this run's, with its settings in it; for rank 0.
-
-        Args:
-            settings: YAML text.
-        """
+        """Make the folder this run's, with its settings, YAML text, in it; for rank 0."""
         self.acquire()
         if self.overwrite:
             for name in RUN_FILES:

@@ -46,10 +46,6 @@ def train(config: JobConfig, context: RankContext) -> dict[str, Any]:
 
     After an error the ranks' shared memory is left to the end of the process, because closing it is collective.
 
-    Args:
-        config: The job.
-        context: This rank.
-
     Returns:
         The result, equal on all ranks; rank 0 has printed it as the last line of standard output. After SIGTERM, which
         ends the job early with a checkpoint, ``stopped`` names the signal.

@@ -145,9 +145,6 @@ def summary(rows: Sequence[Row]) -> Row:
     Example: ``x_best`` 1.5, 0.9 and, where Comet failed, none: 3 points, 2 compared, 1 slower; ``least`` is the second
     row's ``x_best`` and what tells its point from others.
 
-    Args:
-        rows: One per point.
-
     Returns:
         ``points``, ``compared``, ``slower``, and ``least``, which is ``None`` if none was compared.
     """

@@ -55,9 +55,6 @@ def is_block_fp8(config: Any) -> bool:
 def join_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Give every block FP8 tensor its scales, which are no tensors of their own then; reads nothing.
 
-    Args:
-        tensors: Of a checkpoint, by name.
-
     Returns:
         Those that are no scales; block FP8 ones have ``scales``, which are float32 when they are read.
 

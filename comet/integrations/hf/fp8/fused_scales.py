@@ -26,9 +26,6 @@ def split_scales(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     Example: F = 192, so gate_up_proj of 384 rows has blocks 0, 1 and 2: gate has blocks 0 and 1, up begins at row 64 of
     block 1 and has blocks 1 and 2.
 
-    Args:
-        tensors: Of a checkpoint, by name.
-
     Returns:
         The same, but scales that were split are replaced by those of each expert, under the names these have elsewhere.
 
