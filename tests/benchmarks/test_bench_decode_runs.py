@@ -1,4 +1,4 @@
-"""Whole runs of the decode benchmark on CPUs: alone, over ranks, interrupted; and what ranks must agree on."""
+"""Whole runs of the decode benchmark on CPUs, what ranks must agree on, and tokens of the ranks' own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import torch.distributed as dist
 from bench_cases import ALONE, CPU, TINY, report_of, run_on_rank
 from ranks import run_ranks
 
-from comet.config import MoEConfig
+from comet.config import MoEConfig, ParallelConfig
+from comet.decode.gathered import Batch
+from comet.errors import CommTimeoutError, StepFailedError
 from comet.layout import ExpertLayout
+from comet.measure.timing import Timing
 from comet.reference.layer import reference_experts
 
 import suites.decode
-from lib.decode.steps import Team, make_set, make_steps
+from lib.decode.report import OWN, crossovers, figures
+from lib.decode.steps import Step, Team, make_set, make_steps, open_team
 from lib.ranks import Ranks
 from suites.decode import Checked, check_variant, measure_point, parse
-from variants.decode import OVER_RANKS, Settings
+from variants.decode import OVER_RANKS, Settings, fill, in_place, own_runs, share_of, slots_of, step_runs
 
 SMALL = MoEConfig(num_experts=8, top_k=2, hidden_size=64, ffn_size=64)
 
@@ -163,3 +167,156 @@ def test_torchrun_end_to_end(tmp_path: Path) -> None:
     _, done = report_of("decode", *words, torchrun=True)
     check_rows(tmp_path, 2, 1, [1, 3, 128])
     assert done.stdout.splitlines()[-1] == (tmp_path / "bench_decode.json").read_text().strip()  # rank 0 alone
+
+
+TWELVE = MoEConfig(num_experts=12, top_k=2, hidden_size=64, ffn_size=64)
+SETS = 2
+
+
+def layout_of(rank: int, ep: int, tp: int = 1) -> ExpertLayout:
+    return ExpertLayout(num_experts=12, top_k=2, ep=ep, tp=tp, rank=rank)
+
+
+def steps_of(layout: ExpertLayout, num_tokens: int, kind: str = "bf16") -> list[Step]:
+    sets = [make_set(TWELVE, layout, CPU, torch.float32, seed, kind) for seed in range(SETS)]
+    return make_steps(TWELVE, layout, sets, num_tokens, "uniform")
+
+
+# ---- shares ----------------------------------------------------------------------------------------------------------
+
+
+def test_share_examples() -> None:
+    tokens = list(range(5))
+    shares = [tokens[share_of(5, layout_of(rank, 4))] for rank in range(4)]
+    assert shares == [[0, 1], [2, 3], [4], []]
+    assert slots_of(5, layout_of(0, 4)) == 2
+    for count in range(1, 20):
+        brought = [range(count)[share_of(count, layout_of(rank, 3))] for rank in range(3)]
+        assert [token for share in brought for token in share] == list(range(count))
+        assert max(map(len, brought)) == slots_of(count, layout_of(0, 3))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_slots_without_a_token_have_no_experts(count: int) -> None:
+    share = Batch(torch.randn(count, 4), torch.ones(count, 2, dtype=torch.int32), torch.rand(count, 2))
+    tokens, ids, weights = fill(share, 3)
+    assert (tokens.shape, ids.shape, weights.shape) == ((3, 4), (3, 2), (3, 2))
+    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+    for filled, given in zip((tokens, ids, weights), share, strict=True):
+        assert torch.equal(filled[:count], given)
+    assert ids[count:].tolist() == [[-1, -1]] * (3 - count)
+
+
+def test_warp_decode_needs_room_for_equal_shares() -> None:
+    """64 tokens of three ranks are 22 slots of each, which are 66; 63 are 21 of each."""
+    layout = layout_of(0, 3)
+    team = Team(config=TWELVE, layout=layout, ranks=ALONE)
+    assert own_runs(team, steps_of(layout, 64), OWN) == {}
+    assert list(own_runs(team, steps_of(layout, 63), OWN)) == ["own_nccl"]  # the others need a group
+    assert own_runs(team, steps_of(layout, 63), ("own",)) == {}
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def run_shares(rank: int, world_size: int, tp: int, counts: list[int], kind: str) -> list[str]:
+    """Every variant's output of every step against this rank's tokens of the whole one; also the bits of ``comet``."""
+    parallel = ParallelConfig(ep=world_size // tp, tp=tp)
+    ranks = Ranks(rank, CPU, dist.group.WORLD)
+    timed = []
+    with open_team(TWELVE, parallel, max_tokens=max(counts), wants_fused=False, ranks=ranks) as team:
+        for count in counts:
+            steps, mine = steps_of(team.layout, count, kind), share_of(count, team.layout)
+            exact = [team.total(step.exact()) for step in steps]
+            runs = step_runs(team, steps, Settings(variants=("comet", *OWN)))
+            checked = Checked()
+            for name, run in runs.items():
+                for index in reversed(range(SETS)):
+                    output = run(index)
+                    wanted = exact[index][mine] if name in OWN else exact[index]
+                    assert output.shape == wanted.shape, f"{name}, rank {rank}, {count} tokens"
+                    assert torch.allclose(output.double(), wanted, atol=1e-5), f"{name}, rank {rank}, {count} tokens"
+                    if name == "own":
+                        assert torch.equal(output, runs["comet"](index)[mine]), f"rank {rank}, {count} tokens"
+                check_variant(name, run, exact[0], SETS, team, checked)
+            assert checked.failures == {}
+            assert all(error < 1e-5 for error, _ in checked.accuracy.values())
+            timed.append(" ".join(checked.variants))
+        assert sorted(team.shared.own) == sorted({slots_of(count, team.layout) for count in counts})
+    return timed
+
+
+@pytest.mark.parametrize(("world_size", "tp", "kind"), [(3, 1, "bf16"), (2, 2, "mxfp8")])
+def test_each_rank_gets_the_output_of_its_tokens(world_size: int, tp: int, kind: str) -> None:
+    """Equal shares, unequal ones, ranks without any; steps of one object in both orders."""
+    found = run_ranks(run_shares, world_size, tp, [1, 3, 4, 12], kind)
+    assert found == [["comet own own_nccl own_fused"] * 4] * world_size
+
+
+def wrong_shares(rank: int, world_size: int) -> dict[str, str]:
+    """What may go wrong on one rank alone: another rank's tokens, one wrong token, none at all."""
+    layout = layout_of(rank, world_size)
+    team = Team(config=TWELVE, layout=layout, ranks=Ranks(rank, CPU, dist.group.WORLD))
+    exact = torch.randn(4, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine, others = share_of(4, layout), share_of(4, layout_of(1 - rank, world_size))
+    one_token = exact[mine].float()
+    one_token[1] *= 1 + 0.01 * rank
+    outputs = {"own_nccl": exact[others].float(), "own": one_token, "own_fused": exact[mine].float() * (1 - rank)}
+    checked = Checked()
+    for name, output in outputs.items():
+        check_variant(name, lambda index, output=output: output, exact, 1, team, checked)
+    assert not checked.variants
+    right = Checked()
+    check_variant("own", lambda index: exact[mine].float(), exact, 1, team, right)
+    assert list(right.variants) == ["own"]
+    return checked.failures
+
+
+def test_a_wrong_share_is_not_timed() -> None:
+    first, second = run_ranks(wrong_shares, 2)
+    assert first == second
+    assert list(first) == ["own_nccl", "own", "own_fused"]
+    assert all("relative to float64 is above 0.0001" in reason for reason in first.values())
+
+
+def late_rank(rank: int, world_size: int) -> str:
+    """What a step's spin leaves behind when it meets its deadline is found by the team."""
+    ranks = Ranks(rank, CPU, dist.group.WORLD)
+    with open_team(TWELVE, ParallelConfig(ep=2), max_tokens=4, wants_fused=False, ranks=ranks) as team:
+        decode = team.own_decode(2)
+        assert team.own_decode(2) is decode
+        assert team.own_decode(1) is not decode
+        team.check()
+        dist.barrier()
+        decode.fault[:3] = torch.tensor([1, 0, 1 - rank])
+        with pytest.raises((CommTimeoutError, StepFailedError)) as raised:  # its own, or the one the other told it of
+            team.check()
+    return str(raised.value)
+
+
+def test_a_deadline_of_own_tokens_is_reported() -> None:
+    found = run_ranks(late_rank, 2)
+    late = [f"rank {rank} waited 30.0 s for rank {1 - rank}" for rank in range(2)]
+    assert all(late[0] in words or late[1] in words for words in found)
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_outputs_stand_side_by_side() -> None:
+    exact = torch.zeros(3, 2, dtype=torch.float64)
+    parts = [in_place(torch.full((2 - rank, 2), rank + 1.0), exact, layout_of(rank, 2)) for rank in range(2)]
+    assert sum(parts, exact).tolist() == [[1, 1], [1, 1], [2, 2]]
+
+
+def test_own_figures_example() -> None:
+    medians = {"comet": 0.4, "local": 0.38, "own": 0.42, "own_nccl": 0.6, "own_fused": 0.3}
+    timings = {name: Timing(median, median, median, median) for name, median in medians.items()}
+    row = figures(timings, {}, 4, 2e8, 4.0)
+    assert (row["added_us"], row["own_added_us"]) == pytest.approx((5, 10))
+    assert (row["own_us"], row["own_nccl_us"], row["own_fused_us"]) == pytest.approx((105, 150, 75))
+    assert row["best"] == "comet"  # another task is no trial of its blocks
+    without = figures({"own": timings["own"]}, {}, 4, 2e8, 4.0)
+    assert (without["own_us"], without["own_added_us"], without["best"]) == (pytest.approx(105), None, None)
+    keys = {"model": "tiny", "weights": "bf16", "ep": 2, "tp": 1, "tokens": 4}
+    assert crossovers([keys | row])[0]["path"] is None  # nor a rival of decode of tokens that all ranks hold

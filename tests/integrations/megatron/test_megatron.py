@@ -15,10 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
-
-
 from megatron_cases import (
     BATCH,
     SEQUENCE,
@@ -33,6 +29,7 @@ from megatron_cases import (
     twins,
 )
 from megatron_checkpoints import save_and_load
+from megatron_training import Size, layers_beside_megatron, train_beside_megatron
 from ranks import run_ranks
 from torch import Tensor
 
@@ -40,6 +37,7 @@ from comet.config import ParallelConfig
 from comet.integrations.megatron import CometMoELayer, from_sequential, moe_config, with_comet
 from comet.layer.group import make_expert_group
 
+pytest.importorskip("megatron.core", reason="needs pip install 'comet-moe[megatron]'")
 DEEPSEEK = dict(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
@@ -336,3 +334,16 @@ def test_refusals_name_field_value_and_rule() -> None:
         assert found.keys() == expected.keys()
         for name, message in expected.items():
             assert message in found[name]
+
+
+SIZE = Size(hidden=64, vocabulary=96, sequence=32, batch=2)
+
+
+@pytest.mark.slow
+def test_training() -> None:
+    run_ranks(train_beside_megatron, 2, SIZE, [(2, 1, 1), (1, 2, 1)], 3, "cpu", timeout=300)
+
+
+@pytest.mark.slow
+def test_layers_with_parts_of_the_sequence() -> None:
+    run_ranks(layers_beside_megatron, 2, SIZE, [(2, 1, 2), (1, 2, 2)], "cpu", timeout=300)
