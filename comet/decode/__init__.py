@@ -1,4 +1,8 @@
-"""Decode: experts for a few tokens at a time, close to the speed of memory."""
+"""Decode: experts for a few tokens at a time, close to the speed of memory.
+
+A step goes downwards only: ``GPTEngine.decode`` -> ``GPT.extend`` -> ``MoE`` -> ``FrozenExperts`` (the shared expert
+joins) -> ``ReplicatedRunner`` (few tokens or many) -> ``RankDecode`` (over the ranks) -> ``run_kernels`` -> kernels.
+"""
 
 from comet.decode.local import warp_decode
 from comet.decode.own_tokens import OwnTokensRunner

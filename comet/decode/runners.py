@@ -151,7 +151,7 @@ class LocalRunner:
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """See ``Runner``."""
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(E, 2F, D)``, ``(E, D, F)`` -> ``(T, D)``."""
         if tokens.shape[0] <= self.decode.max_tokens and not wants_grad(tokens, top_k_weights, w1, w2):
             experts = experts or DecodeWeights(w1=w1, w2=w2, slots=self._slots_like(w1))
             return self.decode(tokens, top_k_ids, top_k_weights, experts)
@@ -218,7 +218,7 @@ class ReplicatedRunner:
         *,
         experts: DecodeWeights | None = None,
     ) -> Tensor:
-        """See ``Runner``.
+        """``(T, D)``, ``(T, K)`` int32, ``(T, K)`` float32, ``(e, 2F/TP, D)``, ``(e, D, F/TP)`` -> ``(T, D)``.
 
         Raises:
             ValueError: If the tokens have another dtype than the group, or require a gradient, or the weights are of
@@ -243,7 +243,7 @@ class ReplicatedRunner:
         return self.decode_on_ranks(tokens, top_k_ids, top_k_weights, experts, scratch=scratch)
 
     def add_up(self, partial: Tensor) -> Tensor:
-        """See ``Runner``; in the order of the ranks."""
+        """``(T, D)`` float32 of each rank -> their sum, in the order of the ranks; collective."""
         if self.group.parallel.world_size == 1:
             return partial
         return all_gather_stacked(partial, self.group.process_group).sum(0)
@@ -257,7 +257,7 @@ class ReplicatedRunner:
         self.group.workspace.join_stream()
 
     def check(self) -> None:
-        """See ``Runner``.
+        """Raise what went wrong on the device so far; waits for it.
 
         Raises:
             CommTimeoutError: If a rank did not come in time.
@@ -269,7 +269,7 @@ class ReplicatedRunner:
             self.decode_on_ranks.check()
 
     def restart(self) -> None:
-        """See ``Runner``; ``Workspace.restart``, which goes for decode steps as well."""
+        """``Workspace.restart``, which goes for decode steps as well (collective)."""
         self.group.workspace.restart()
 
 

@@ -28,7 +28,7 @@ class DecodeStep:
         ids: ``(B,)`` or ``(B, S)`` int64, the buffer ``run`` reads.
         before: Called before every step, replayed or not: refuses it where the group is closed, puts it behind what
             else the group was given, and renews what the step reads copies of.
-        cuda_graph: Whether it is replayed; see ``Replayed``.
+        cuda_graph: ``on`` insists on a replay, ``auto`` replays where nothing speaks against it, ``off`` never does.
         obstacle: Why ``run`` must not be captured; empty if nothing speaks against it.
 
     Raises:
@@ -70,10 +70,10 @@ class Passes:
     """The passes of a batch, each number of tokens by a ``DecodeStep`` of its own, and apart from those the drafts.
 
     Args:
-        append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; see ``Replayed``.
-        before: See ``DecodeStep``.
-        cuda_graph: See ``DecodeStep``.
-        obstacle: Why a pass of so many tokens must not be captured; see ``DecodeStep``.
+        append: Appends ``ids (B, S)``, drafting or not, and returns ``(B, S, V)``; from and to memory that stays.
+        before: Called before every pass, as by ``DecodeStep``.
+        cuda_graph: ``on``, ``auto`` or ``off``, as for ``DecodeStep``.
+        obstacle: Why a pass of so many tokens must not be captured; empty if nothing speaks against it.
     """
 
     def __init__(

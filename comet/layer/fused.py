@@ -1,6 +1,6 @@
 """The layer by kernels: one launch for each of layer 0, layer 1 and their gradients, two for the plan.
 
-Triton kernels, compiled or interpreted, but for larger layers: see ``comet.kernels.runtime.nvrtc``. Below the backend
+Triton kernels, compiled or interpreted, but for larger layers (``comet.kernels.runtime.nvrtc``). Below the backend
 stands what the launches are handed, of settings, plan and pool.
 """
 
@@ -66,7 +66,7 @@ class Fused(Backend):
         return hidden, pre
 
     def gemm_combine(self, hidden: Tensor, w2: Tensor, plan: Plan) -> Tensor:
-        """One launch, or two beside each other: see ``comet.kernels.layer.triton.gemm_combine``."""
+        """One launch, or two beside each other (``comet.kernels.layer.triton.gemm_combine``)."""
         settings = self.settings_for(plan.num_tokens)
         y = hidden.new_empty(hidden.shape[0], w2.shape[1])
         out = hidden.new_empty(plan.num_tokens, w2.shape[1])

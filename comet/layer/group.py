@@ -118,7 +118,7 @@ def make_expert_group(
 ) -> ExpertGroup:
     """Join the MoE group of this rank (collective over the world).
 
-    Collectives of other streams may run beside the group's layers; see ``MoE``.
+    Collectives of other streams may run beside the group's layers, in the order that ``MoE`` says.
 
     Args:
         moe: Shape of the layers the group will run: they have its ``hidden_size``, and at most its ``top_k``.

@@ -85,7 +85,7 @@ def local_weights(w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
     Args:
         w1: ``(e, 2, F/TP, D)`` or, of the same local shape, a ``DTensor``.
-        w2: ``(e, D, F/TP)``, likewise.
+        w2: ``(e, D, F/TP)`` or, of the same local shape, a ``DTensor``.
         dtype: Of the products.
 
     Returns:

@@ -6,7 +6,7 @@ Regions (W ranks, M = ``max_tokens`` rounded up to 128, K, D; C = M / 128 chunks
 region            shape                   dtype     written by
 ================  ======================  ========  ==========================================================
 ``ids``           (2, W, M, K)            int32     every rank s writes its top-k ids into [parity, s] of all
-``weights``       (2, W, M, K)            float32   likewise, its routing weights
+``weights``       (2, W, M, K)            float32   its routing weights, in the same place
 ``ids_flags``     (W, C)                  int32     epoch of the exchange, per chunk of 128 tokens
 ``recv_rows``     (W * M, D)              dtype     dispatch: rank s writes s*M + i (or token s*M + t)
 ``recv_flags``    (W, C)                  int32     epoch of the dispatch, per chunk of 128 rows

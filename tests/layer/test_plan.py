@@ -16,7 +16,7 @@ from ranks import run_ranks
 from comet.comm import LocalCommunicator, make_communicator
 from comet.config import OverlapConfig
 from comet.errors import CapacityError
-from comet.layer.plan import Plan, routed_row_capacity
+from comet.layer.plan import Launch, Plan, routed_row_capacity
 from comet.layout import ExpertLayout, positions_in_groups
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 1), (4, 2), (8, 1)]
@@ -217,6 +217,29 @@ def test_non_contiguous_ids() -> None:
     plan = make_plan(**arguments(top_k_ids=ids, top_k_weights=torch.rand(2, 4).T))
     expected = make_plan(**arguments(top_k_ids=ids.contiguous(), top_k_weights=torch.zeros(4, 2)))
     assert torch.equal(plan.routed_row_ids, expected.routed_row_ids)
+
+
+# ---- passes
+
+
+def test_a_backward_pass_has_counters_of_its_own_and_leaves_the_plan_as_it_was() -> None:
+    plan = make_plan(**arguments())
+    plan.counters.fill_(7)
+    back = plan.for_backward(plan.memory)
+    assert back.row_slots is plan.row_slots
+    assert not back.counters.any()
+    assert (plan.counters == 7).all()
+    back.counters_of(Launch.DGRAD_COMBINE).fill_(1)
+    assert back.counters.nonzero().flatten().tolist() == list(range(96, 128))
+
+
+def test_a_backward_pass_reads_the_memory_it_is_given() -> None:
+    plan = make_plan(**arguments())
+    kept = plan.for_backward(plan.memory.clone())
+    plan.memory.fill_(-5)
+    wanted = make_plan(**arguments())
+    for name in ("routed_row_ids", "row_slots", "row_weights", "segment_starts", "tiles"):
+        assert torch.equal(getattr(kept, name), getattr(wanted, name)), name
 
 
 # ---- real ranks
